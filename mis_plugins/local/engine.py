@@ -1,10 +1,10 @@
 """The rollout engine of the embedded host: batched decoding with a KV cache, in a precision of its own.
 
-The model is a Qwen3 decoder, written here once more in plain torch operations. It shares no forward code with the
-trainer on purpose: the mismatch between the two is what the rest of this package is about.
+The model is a Qwen3 decoder, written here once more in plain torch operations. It shares no forward code with
+the trainer on purpose: the mismatch between the two is what the rest of this package is about.
 
-Shapes: ``B`` sequences, ``T`` tokens of this call, ``S`` cache slots, ``H`` query heads, ``G`` key-value heads,
-``D`` head size, ``E`` hidden size, ``V`` vocabulary.
+Shapes: `B` sequences, `T` tokens of this call, `S` cache slots, `L` layers, `G` key-value heads,
+`D` head size, `E` hidden size, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.local.quantize import LINEAR, at_precision, compute_dtype
+from mis_plugins.local.quantize import LINEAR, at_precision
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Generation:
     """One sampled response.
 
     Attributes:
-        tokens: token ids; the last one is EOS unless the response was cut at ``max_new_tokens``.
-        log_probs: log-probability of each token under the distribution it was drawn from, temperature included.
+        tokens: token ids; the last one is EOS unless the response was cut at `max_new_tokens`.
+        log_probs: log-probability of each token under the distribution it was drawn from, after temperature.
         version: version of the weights it was drawn with.
     """
 
@@ -89,7 +89,7 @@ class Generation:
 
 
 class RolloutEngine(Protocol):
-    """What the loop asks of a rollout engine; SGLang or vLLM can stand behind it as well as ``DecodeEngine``."""
+    """What the loop asks of a rollout engine; `DecodeEngine` stands behind it, SGLang or vLLM could."""
 
     version: int
 
@@ -112,15 +112,15 @@ class RolloutEngine(Protocol):
     ) -> list[Generation]:
         """Sample one response a prompt.
 
-        ``seeds[i]`` alone decides the randomness of response ``i``: batched with others or alone, it is the same
-        response, up to float rounding.
+        `seeds[i]` alone decides the randomness of response `i`: batched with others or alone, it is the
+        same response, up to float rounding.
         """
         ...
 
     def score(
         self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, temperature: float = 1.0
-    ) -> list[Float[Tensor, "_"]]:
-        """Log-probabilities of the last ``response_lengths[i]`` tokens of each sequence, by teacher forcing."""
+    ) -> list[Float[Tensor, " _"]]:
+        """Log-probabilities of each sequence's last `response_lengths[i]` tokens, by teacher forcing."""
         ...
 
     def close(self) -> None:
@@ -129,10 +129,10 @@ class RolloutEngine(Protocol):
 
 
 class DecodeEngine:
-    """The local ``RolloutEngine``.
+    """The local `RolloutEngine`.
 
     Args:
-        precision: ``fp32``, ``bf16``, ``int8``, ``int4`` or ``int3``; see ``quantize.py``.
+        precision: `fp32`, `bf16`, `int8`, `int4` or `int3`; see `quantize.py`.
     """
 
     def __init__(self, config: ModelConfig, precision: str) -> None:
@@ -159,6 +159,8 @@ class DecodeEngine:
         decoder = self._ready()
         if len(seeds) != len(prompts):
             raise InputError(f"seeds: got {len(seeds)} for {len(prompts)} prompts; give one seed a prompt")
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: got {max_new_tokens}; give at least 1")
         _check_temperature(temperature)
         if not prompts:
             return []
@@ -181,7 +183,7 @@ class DecodeEngine:
     @torch.no_grad()
     def score(
         self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, temperature: float = 1.0
-    ) -> list[Float[Tensor, "_"]]:
+    ) -> list[Float[Tensor, " _"]]:
         decoder = self._ready()
         _check_temperature(temperature)
         _check_response_lengths(sequences, response_lengths)
@@ -208,7 +210,7 @@ class LeftPadded:
     """Sequences padded on the left, so that the next token of every sequence goes to the same cache slot."""
 
     tokens: Int[Tensor, "B T"]
-    padding: Int[Tensor, "B"]
+    padding: Int[Tensor, " B"]
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int]], vocab_size: int) -> LeftPadded:
@@ -217,7 +219,9 @@ class LeftPadded:
             if not len(sequence):
                 raise InputError(f"sequence {index} is empty; give it at least one token")
             if min(sequence) < 0 or max(sequence) >= vocab_size:
-                raise InputError(f"sequence {index} has a token outside 0 to {vocab_size - 1}: {list(sequence)}")
+                raise InputError(
+                    f"sequence {index}: {list(sequence)} leaves the vocabulary, 0 to {vocab_size - 1}"
+                )
         padding = [longest - len(sequence) for sequence in sequences]
         rows = [[0] * pad + list(sequence) for pad, sequence in zip(padding, sequences, strict=True)]
         return cls(torch.tensor(rows), torch.tensor(padding))
@@ -228,9 +232,9 @@ class KVCache:
     """Keys and values of every layer, and what each slot may look at.
 
     Attributes:
-        keys, values: [layers, B, G, S, D], filled up to ``used`` slots.
+        keys, values: [layers, B, G, S, D], filled up to `used` slots.
         bias: [B, 1, S, S], added to attention scores: 0 where a query slot sees a key slot, else -inf.
-        cos, sin: [B, S, 1, D], the rotation of each slot's position; ``sin`` carries the sign of rotate-half.
+        cos, sin: [B, S, 1, D], the rotation of each slot's position; `sin` carries the sign of rotate-half.
     """
 
     keys: Float[Tensor, "L B G S D"]
@@ -262,10 +266,10 @@ class Decoder:
         self.embedding = held["model.embed_tokens.weight"]
         self.norm = held["model.norm.weight"]
         self.head = held["lm_head.weight"]
-        self.layers = [_layer_weights(config, held, f"model.layers.{index}.") for index in range(config.num_layers)]
+        self.layers = [_layer_weights(config, held, index) for index in range(config.num_layers)]
 
     def cache(self, batch: LeftPadded, max_new_tokens: int) -> KVCache:
-        """An empty cache with room for the batch and ``max_new_tokens`` more."""
+        """An empty cache with room for the batch and `max_new_tokens` more."""
         config, dtype = self.config, self.embedding.dtype
         slots = batch.tokens.shape[1] + max_new_tokens
         shape = (config.num_layers, len(batch.tokens), config.num_kv_heads, slots, config.head_dim)
@@ -275,12 +279,12 @@ class Decoder:
         return KVCache(keys, values, bias, cos.to(dtype), sin.to(dtype))
 
     def forward(self, tokens: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T V"]:
-        """Logits after each of ``tokens``, which take the next slots of ``cache``."""
+        """Logits after each of `tokens`, which take the next slots of `cache`."""
         slots = slice(cache.used, cache.used + tokens.shape[1])
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attention(self._rms_norm(hidden, layer.input_norm), layer, cache, index, slots)
-            hidden = hidden + _swiglu(self._rms_norm(hidden, layer.post_norm), layer)
+            hidden = hidden + self._attention(hidden, layer, cache, index, slots)
+            hidden = hidden + self._swiglu(hidden, layer)
         cache.used = slots.stop
         return F.linear(self._rms_norm(hidden, self.norm), self.head)
 
@@ -288,9 +292,10 @@ class Decoder:
         self, hidden: Float[Tensor, "B T E"], layer: LayerWeights, cache: KVCache, index: int, slots: slice
     ) -> Float[Tensor, "B T E"]:
         heads, groups = self.config.num_heads, self.config.num_kv_heads
-        qkv = F.linear(hidden, layer.qkv).unflatten(-1, (-1, self.config.head_dim))
-        qk, value = qkv.split((heads + groups, groups), dim=2)
-        query, key = self._rotated(self._rms_norm(qk, layer.qk_norm), cache, slots).split((heads, groups), dim=2)
+        qkv = F.linear(self._rms_norm(hidden, layer.input_norm), layer.qkv)
+        qk, value = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + groups, groups), dim=2)
+        qk = _rotate(self._rms_norm(qk, layer.qk_norm), cache.cos[:, slots], cache.sin[:, slots])
+        query, key = qk.split((heads, groups), dim=2)
         cache.keys[index, :, :, slots] = key.transpose(1, 2)
         cache.values[index, :, :, slots] = value.transpose(1, 2)
         mixed = F.scaled_dot_product_attention(
@@ -302,20 +307,21 @@ class Decoder:
         )
         return F.linear(mixed.transpose(1, 2).flatten(2), layer.out)
 
-    def _rotated(self, x: Float[Tensor, "B T heads D"], cache: KVCache, slots: slice) -> Float[Tensor, "B T heads D"]:
-        """RoPE: ``x cos + rotate_half(x) sin``; the minus of rotate-half is in ``cache.sin``, which leaves a roll."""
-        return x * cache.cos[:, slots] + x.roll(self.config.head_dim // 2, -1) * cache.sin[:, slots]
+    def _swiglu(self, hidden: Float[Tensor, "B T E"], layer: LayerWeights) -> Float[Tensor, "B T E"]:
+        gate, up = F.linear(self._rms_norm(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, layer.down)
 
     def _rms_norm(self, x: Float[Tensor, "... n"], weight: Tensor) -> Float[Tensor, "... n"]:
-        """``weight x / rms(x)`` over the last dimension, in float32."""
+        """`weight x / rms(x)` over the last dimension, in float32."""
         wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)).to(x.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return weight * (wide * scale).to(x.dtype)
 
 
 def sample(
-    logits: Float[Tensor, "B V"], temperature: float, uniform: Float[Tensor, "B"]
-) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """Draw a token a row by inverting the cumulative distribution at ``uniform``; also its log-probability.
+    logits: Float[Tensor, "B V"], temperature: float, uniform: Float[Tensor, " B"]
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Draw a token a row by inverting the cumulative distribution at `uniform`; also its log-probability.
 
     Raises:
         InputError: a logit is NaN or infinite.
@@ -329,11 +335,12 @@ def sample(
 
 
 def counter_uniform(seeds: Sequence[int], count: int) -> Float[Tensor, "B count"]:
-    """Uniform numbers in [0, 1), float64: column ``t`` of a row depends on its seed and ``t`` alone.
+    """Uniform numbers in [0, 1), float64: column `t` of a row depends on its seed and `t` alone.
 
-    SplitMix64 (Steele, Lea, Flood 2014, doi.org/10.1145/2660193.2660195) read as a counter-based generator. The seed
-    is mixed first, or the streams of seeds 1 and 1 + the increment would be one stream a step apart. Only 32 bits
-    are used, so that ``uniform * total < total`` holds in float64 and a token of probability 0 is never drawn.
+    SplitMix64 (Steele, Lea, Flood 2014, doi.org/10.1145/2660193.2660195) read as a counter-based generator.
+    The seed is mixed first, or the streams of seeds 1 and 1 + the increment would be one stream a step apart.
+    Only 32 bits are used: `uniform * total < total` then holds in float64, and no token of probability 0 is
+    ever drawn.
     """
     start = _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -353,11 +360,13 @@ def _generations(
     """Cut each row after its first EOS."""
     unfinished = (tokens == eos).long().cumsum(1) == 0
     lengths = (unfinished.sum(1) + 1).clamp(max=tokens.shape[1]).tolist()
-    rows = zip(tokens.tolist(), log_probs.tolist(), lengths, strict=True)
-    return [Generation(tuple(token[:length]), tuple(log_prob[:length]), version) for token, log_prob, length in rows]
+    return [
+        Generation(tuple(token[:length]), tuple(log_prob[:length]), version)
+        for token, log_prob, length in zip(tokens.tolist(), log_probs.tolist(), lengths, strict=True)
+    ]
 
 
-def _visible(padding: Int[Tensor, "B"], slots: int) -> Bool[Tensor, "B 1 S S"]:
+def _visible(padding: Int[Tensor, " B"], slots: int) -> Bool[Tensor, "B 1 S S"]:
     """Which key slot (last) a query slot sees: earlier ones, itself, no padding.
 
     Padding sees itself, or its softmax over nothing would be NaN; nobody reads what it computes.
@@ -368,7 +377,7 @@ def _visible(padding: Int[Tensor, "B"], slots: int) -> Bool[Tensor, "B 1 S S"]:
 
 
 def _rotation(
-    padding: Int[Tensor, "B"], slots: int, config: ModelConfig
+    padding: Int[Tensor, " B"], slots: int, config: ModelConfig
 ) -> tuple[Float[Tensor, "B S 1 D"], Float[Tensor, "B S 1 D"]]:
     """RoPE's cosine and signed sine for every slot; position 0 is a sequence's first real token."""
     half = config.head_dim // 2
@@ -378,14 +387,16 @@ def _rotation(
     return torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()
 
 
-def _swiglu(hidden: Float[Tensor, "B T E"], layer: LayerWeights) -> Float[Tensor, "B T E"]:
-    gate, up = F.linear(hidden, layer.gate_up).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, layer.down)
+def _rotate(
+    x: Float[Tensor, "B T heads D"], cos: Float[Tensor, "B T 1 D"], sin: Float[Tensor, "B T 1 D"]
+) -> Float[Tensor, "B T heads D"]:
+    """RoPE: `x cos + rotate_half(x) sin`; the minus of rotate-half is in `sin`, which leaves a roll."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
-def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], prefix: str) -> LayerWeights:
+def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], index: int) -> LayerWeights:
     def joined(*names: str) -> Tensor:
-        return torch.cat([held[f"{prefix}{name}.weight"] for name in names])
+        return torch.cat([held[f"model.layers.{index}.{name}.weight"] for name in names])
 
     per_head = [("q", config.num_heads), ("k", config.num_kv_heads)]
     return LayerWeights(
@@ -421,5 +432,5 @@ def _check_response_lengths(sequences: Sequence[Sequence[int]], response_lengths
     for index, (sequence, length) in enumerate(zip(sequences, response_lengths, strict=True)):
         if not 0 <= length < len(sequence):
             raise InputError(
-                f"sequence {index}: response length {length} of {len(sequence)} tokens; leave one for the prompt"
+                f"sequence {index}: response length {length} of {len(sequence)} tokens; leave a prompt token"
             )

@@ -1,8 +1,7 @@
 """Rollout precisions, emulated: the weights an engine of lower precision would multiply with.
 
-Only weights change; ``int8``, ``int4`` and ``int3`` compute in float32, ``bf16`` computes in bfloat16. Embeddings and
-norms stay as they are under intN, as in weight-only quantization of real engines; the output head is a linear layer
-and is quantized too.
+Only weights change: `int8`, `int4` and `int3` compute in float32, `bf16` computes in bfloat16. Under intN
+the linear layers are rounded, the output head among them; the embedding and the norms stay as they are.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ LINEAR_SUFFIXES = ("_proj.weight", "lm_head.weight")
 
 
 def round_to_int(weight: Float[Tensor, "out in"], bits: int) -> Float[Tensor, "out in"]:
-    """Symmetric round-to-nearest with one scale an output column: ``s round(w / s)``, ``s = max|w| / (2^(bits-1) - 1)``.
+    """Symmetric round-to-nearest, one scale an output: `s round(w / s)`, `s = max|w| / (2^(bits-1) - 1)`.
 
-    The error of an element is at most half its column's ``s``. A column of zeros stays zero.
+    The error of an element is at most half its output's `s`. A row of zeros stays zero.
     """
     scale = weight.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
     steps = torch.round(weight / torch.where(scale > 0, scale, 1.0))
@@ -34,7 +33,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "int4": partial(round_to_int, bits=4),
     "int3": partial(round_to_int, bits=3),
 }
-"""What happens to a linear layer's weight, by the name ``--rollout-weights`` takes."""
+"""What happens to a linear layer's weight, by the name `--rollout-weights` takes."""
 
 
 def compute_dtype(precision: str) -> torch.dtype:
@@ -43,7 +42,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def at_precision(name: str, weight: Tensor, precision: str) -> Tensor:
-    """A copy of the Hugging Face parameter ``name`` as the rollout engine would hold it."""
+    """A copy of the Hugging Face parameter `name` as the rollout engine would hold it."""
     linear = name.endswith(LINEAR_SUFFIXES)
     held = LINEAR[precision](weight.detach().float()) if linear else weight.detach()
     return held.to(compute_dtype(precision), copy=True)

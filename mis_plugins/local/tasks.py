@@ -1,8 +1,8 @@
 """Verifiable toy tasks: strings of digits to reverse, to sort, or to add.
 
-Token ids 0 to 9 are the digits; ``EOS``, ``EQUALS`` and ``PLUS`` follow. A prompt is the operands joined by ``PLUS``
-and closed by ``EQUALS``; an answer is its digits and ``EOS``. Every task has the same vocabulary, so one model
-serves all of them.
+Token ids 0 to 9 are the digits; `EOS`, `EQUALS` and `PLUS` follow. A prompt is the operands joined by
+`PLUS` and closed by `EQUALS`; an answer is its digits and `EOS`. Every task has the same vocabulary, so one
+model serves all of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Task(Protocol):
         ...
 
     def sample(self, count: int, generator: torch.Generator) -> list[Problem]:
-        """Draw ``count`` problems independently."""
+        """Draw `count` problems independently."""
         ...
 
     def reward(self, problem: Problem, response: Sequence[int]) -> float:
@@ -59,19 +59,19 @@ class Task(Protocol):
 
 
 def reverse(operands: Sequence[Digits]) -> list[int]:
-    """``[[1, 2, 3]] -> [3, 2, 1]``."""
+    """`[[1, 2, 3]] -> [3, 2, 1]`."""
     (digits,) = operands
     return list(reversed(digits))
 
 
 def sort(operands: Sequence[Digits]) -> list[int]:
-    """``[[2, 3, 1]] -> [1, 2, 3]``."""
+    """`[[2, 3, 1]] -> [1, 2, 3]`."""
     (digits,) = operands
     return sorted(digits)
 
 
 def add(operands: Sequence[Digits]) -> list[int]:
-    """``[[1, 7], [0, 5]] -> [2, 2, 0]``: 17 + 05 = 022, written from the ones up, the order in which carries are known."""
+    """`[[1, 7], [0, 5]] -> [2, 2, 0]`: 17 + 05 = 022, written from the ones up, as carries become known."""
     width = len(operands[0]) + 1
     total = sum(int("".join(map(str, digits))) for digits in operands)
     return [int(digit) for digit in reversed(f"{total:0{width}d}")]
@@ -79,7 +79,7 @@ def add(operands: Sequence[Digits]) -> list[int]:
 
 @dataclass(frozen=True)
 class DigitTask:
-    """A ``Task`` over ``operands`` random strings of ``digits`` digits each; ``solve`` gives the answer's digits."""
+    """A `Task` over `operands` random strings of `digits` digits; `solve` gives the answer's digits."""
 
     name: str
     digits: int
