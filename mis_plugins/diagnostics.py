@@ -1,0 +1,367 @@
+"""How bad the mismatch is and what the correction did about it, read from a finished `Correction`.
+
+Three kinds of metric. Per token and per sequence: a host that averages them over the loss mask gets the mean over
+tokens or sequences. Per micro-batch (`_mb`): one number on every token, exact over context-parallel ranks; a host's
+average makes of it the mean over micro-batches, weighted by their tokens or samples.
+
+Names that Miles's `mis.py` has mean what they mean there. `docs` of each are the comments beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig, RejectRule
+from mis_plugins.correction import Correction, known, sequence_log_ratio
+from mis_plugins.ratios import LOG_RATIO_CLAMP, above, below, exp_clamped
+from mis_plugins.rejection import STATISTICS, too_high, too_low
+from mis_plugins.weights import BOUNDS, bounded_weight
+
+Metric = Callable[[Correction], Tensor]
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The metrics of one config, not yet computed: each a function of the Correction, by what it has one value for."""
+
+    token: Mapping[str, Metric]
+    sequence: Mapping[str, Metric]
+    micro_batch: Mapping[str, Metric]
+
+
+class TokenMetrics(Mapping[str, Tensor]):
+    """Every metric as the host wants it, a local `[T]` tensor, computed when it is read.
+
+    A host reads one, reduces it and drops it, so that the twenty-odd tensors of a batch never exist together.
+    """
+
+    def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str = "mis_"):
+        self._correction = correction
+        self._readers: dict[str, Callable[[], Tensor]] = {}
+        for name, metric in catalogue.token.items():
+            self._readers[prefix + name] = lambda metric=metric: metric(correction)
+        for name, metric in catalogue.sequence.items():
+            self._readers[prefix + name] = lambda metric=metric: self._spread(metric(correction))
+        for name, metric in catalogue.micro_batch.items():
+            self._readers[prefix + name] = lambda metric=metric: self._repeat(metric(correction))
+
+    def __getitem__(self, name: str) -> Float[Tensor, " T"]:
+        with torch.no_grad():
+            return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def _spread(self, value: Tensor) -> Tensor:
+        value = torch.where(self._correction.totals["valid"] > 0, value, 0)
+        return self._correction.ragged.to_tokens(value.float())
+
+    def _repeat(self, value: Tensor) -> Tensor:
+        return value.float().expand(self._correction.ragged.loss_mask.numel())
+
+
+def diagnose(correction: Correction, prefix: str = "mis_") -> TokenMetrics:
+    """The metrics that `config.metrics` asks for; the names depend on the config alone."""
+    return TokenMetrics(correction, catalogue(correction.config), prefix)
+
+
+def catalogue(config: CorrectionConfig) -> Catalogue:
+    """Which metrics a config has."""
+    if config.metrics == "none":
+        return Catalogue({}, {}, {})
+    if config.metrics == "core":
+        token = {"kl": TOKEN["kl"], "k3_kl": TOKEN["k3_kl"]}
+        core = {
+            name: MICRO_BATCH[name] for name in ("ratio_max_mb", "nonfinite_train_mb", "nonfinite_rollout_mb")
+        }
+        if config.corrects:
+            token["kept_fraction"] = kept_fraction
+            core["ess_mb"] = effective_sample_size
+        return Catalogue(token, {}, core | _normalization(config))
+    token = TOKEN | ({"kept_fraction": kept_fraction} if config.corrects else {})
+    sequence, micro_batch = dict(SEQUENCE), MICRO_BATCH | _normalization(config)
+    _weight_metrics(config, token, sequence)
+    _rule_metrics(config, token, sequence)
+    if config.corrects:
+        micro_batch |= WEIGHT_MICRO_BATCH
+    return Catalogue(token, sequence, micro_batch)
+
+
+# Per token.
+
+
+def kl(c: Correction) -> Float[Tensor, " T"]:
+    """k1 estimate of KL(mu || pi_old): log mu - log pi_old. Any sign; its mean is near 0 on policy."""
+    return -c.log_ratio
+
+
+def k3_kl(c: Correction) -> Float[Tensor, " T"]:
+    """k3 estimate of KL(mu || pi_old): r - 1 - log r, at least 0; log r clamped at +-20. (Schulman 2020)"""
+    log_ratio = c.log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return log_ratio.expm1() - log_ratio
+
+
+def saturated_fraction(c: Correction) -> Tensor:
+    """Where |log r_t| exceeds the clamp: beyond it all ratios look alike."""
+    return c.log_ratio.abs() > LOG_RATIO_CLAMP
+
+
+def kept_fraction(c: Correction) -> Tensor:
+    """What neither a rule nor a mask bound dropped."""
+    return c.keep
+
+
+# Per sequence.
+
+
+def training_log_ppl(c: Correction) -> Float[Tensor, " N"]:
+    """Mean of -log pi_old over the sequence."""
+    return -_mean(c, "proximal")
+
+
+def rollout_log_ppl(c: Correction) -> Float[Tensor, " N"]:
+    """Mean of -log mu over the sequence."""
+    return training_log_ppl(c) + _mean(c, "log_ratio")
+
+
+def log_ppl_diff(c: Correction) -> Float[Tensor, " N"]:
+    """Mean of log mu - log pi_old: above 0 where the trainer is the more surprised."""
+    return -_mean(c, "log_ratio")
+
+
+def chi2_token(c: Correction) -> Float[Tensor, " N"]:
+    """Mean of r_t^2, less 1."""
+    return _mean(c, "ratio_squared") - 1
+
+
+def chi2_seq(c: Correction) -> Float[Tensor, " N"]:
+    """(prod r_t)^2 - 1, the log of the product clamped at +-20."""
+    return exp_clamped(c.totals["log_ratio"]).square() - 1
+
+
+def final_mean(c: Correction) -> Float[Tensor, " N"]:
+    """Mean over the sequence of the weights as multiplied into the loss, dropped tokens included."""
+    if c.sequence_weight is not None:
+        return _normalized(c, c.sequence_weight)
+    count = c.totals["valid"].clamp(min=1)
+    return (
+        _normalized(c, c.totals["weight"] / count)
+        if c.stage.weight is not None
+        else c.totals["usable"] / count
+    )
+
+
+def final_min(c: Correction) -> Float[Tensor, " N"]:
+    """Smallest of them."""
+    smallest = _weight_at(c, -c.totals["negated_log_ratio_max"])
+    return torch.where(c.totals["usable"] == c.totals["valid"], smallest, 0)
+
+
+def final_max(c: Correction) -> Float[Tensor, " N"]:
+    """Largest of them."""
+    return _weight_at(c, c.totals["log_ratio_max"])
+
+
+# Per micro-batch.
+
+
+def ratio_max(c: Correction) -> Float[Tensor, ""]:
+    """Largest token ratio before any bound, its log clamped at 20; 0 where no token is usable."""
+    return _largest(exp_clamped(c.totals["log_ratio_max"]), c.totals["usable"] > 0)
+
+
+def ratio_min(c: Correction) -> Float[Tensor, ""]:
+    """Smallest token ratio before any bound, its log clamped at -20; 0 where no token is usable."""
+    return _smallest(exp_clamped(-c.totals["negated_log_ratio_max"]), c.totals["usable"] > 0)
+
+
+def weight_max(c: Correction) -> Float[Tensor, ""]:
+    """Largest weight that passes the bound, normalized."""
+    name = "counted_max" if "counted_max" in c.totals else "log_ratio_max"
+    return _largest(*_counted_weight(c, c.totals[name]))
+
+
+def weight_min(c: Correction) -> Float[Tensor, ""]:
+    """Smallest weight that passes the bound, normalized."""
+    name = "negated_counted_max" if "negated_counted_max" in c.totals else "negated_log_ratio_max"
+    return _smallest(*_counted_weight(c, -c.totals[name]))
+
+
+def kept_sequences(c: Correction) -> Float[Tensor, ""]:
+    """Share of the sequences with a valid token that the rules over sequences keep."""
+    live = c.totals["valid"] > 0
+    kept = live if c.keep_sequences is None else live & c.keep_sequences
+    return kept.sum() / live.sum().clamp(min=1)
+
+
+def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
+    """ESS / n = (sum w)^2 / (n sum w^2) of the weights really applied: 0 where dropped, n the valid tokens. (Kish)"""
+    total, squares = _applied_moments(c)
+    if c.keep_sequences is not None:
+        total, squares = (torch.where(c.keep_sequences, x, 0) for x in (total, squares))
+    return total.sum() ** 2 / (c.totals["valid"].sum() * squares.sum()).clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
+
+
+def nonfinite_train(c: Correction) -> Float[Tensor, ""]:
+    """Number of valid tokens whose trainer log-prob is NaN or infinite."""
+    return c.totals["nonfinite_train"].sum()
+
+
+def nonfinite_rollout(c: Correction) -> Float[Tensor, ""]:
+    """Number of valid tokens whose rollout log-prob is NaN or infinite."""
+    return c.totals["nonfinite_rollout"].sum()
+
+
+TOKEN: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl, "saturated_fraction": saturated_fraction}
+
+SEQUENCE: dict[str, Metric] = {
+    "training_log_ppl": training_log_ppl,
+    "training_ppl": lambda c: training_log_ppl(c).exp(),
+    "rollout_log_ppl": rollout_log_ppl,
+    "rollout_ppl": lambda c: rollout_log_ppl(c).exp(),
+    "log_ppl_diff": log_ppl_diff,
+    "log_ppl_abs_diff": lambda c: log_ppl_diff(c).abs(),
+    "ppl_ratio": lambda c: log_ppl_diff(c).exp(),
+    "chi2_token": chi2_token,
+    "chi2_seq": chi2_seq,
+}
+
+MICRO_BATCH: dict[str, Metric] = {
+    "ratio_max_mb": ratio_max,
+    "ratio_min_mb": ratio_min,
+    "nonfinite_train_mb": nonfinite_train,
+    "nonfinite_rollout_mb": nonfinite_rollout,
+}
+
+WEIGHT_MICRO_BATCH: dict[str, Metric] = {
+    "weight_max_mb": weight_max,
+    "weight_min_mb": weight_min,
+    "kept_sequences_mb": kept_sequences,
+    "ess_mb": effective_sample_size,
+}
+
+
+def _normalization(config: CorrectionConfig) -> dict[str, Metric]:
+    if config.weight is None or config.weight.normalize is None:
+        return {}
+    return {"batch_norm_factor": lambda c: c.mean_weight}  # pyright: ignore[reportReturnType]
+
+
+def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: dict[str, Metric]) -> None:
+    """The weight before and after its bound, and what the bound touched; then the weights as applied."""
+    weight = config.weight
+    if weight is None:
+        return
+    if weight.level == "token":
+        home, log_ratio, usable = token, lambda c: c.log_ratio, lambda c: c.stage.usable
+    else:
+        home, log_ratio, usable = (
+            sequence,
+            lambda c: sequence_log_ratio(c.totals, weight),
+            lambda c: known(c.totals),
+        )
+    after: Metric = lambda c: bounded_weight(log_ratio(c), usable(c), weight)  # noqa: E731
+    home["tis_weight_before_bound"] = lambda c: torch.where(usable(c), exp_clamped(log_ratio(c)), 0)
+    home["tis_weight_after_bound"] = home["is_ratio_mean_after_tis_rs"] = after
+    if weight.bound == "truncate":
+        home["tis_truncate_fraction"] = lambda c: above(log_ratio(c), weight.upper)
+    else:
+        home[f"tis_{weight.bound}_fraction_low"] = lambda c: below(log_ratio(c), weight.floor)
+        home[f"tis_{weight.bound}_fraction_high"] = lambda c: above(log_ratio(c), weight.upper)
+    sequence |= {
+        "is_ratio_mean_final": final_mean,
+        "is_ratio_min_final": final_min,
+        "is_ratio_max_final": final_max,
+    }
+
+
+def _rule_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: dict[str, Metric]) -> None:
+    """What each rule would drop alone. A second rule of a kind is numbered."""
+    for rule, suffix in zip(config.reject, _suffixes(config.reject), strict=True):
+        if _is_veto(rule):
+            assert rule.lower is not None
+            token[f"rs_catastrophic_token_fraction{suffix}"] = lambda c, bound=rule.lower: below(
+                c.log_ratio, bound
+            )
+            sequence[f"rs_catastrophic_seq_fraction{suffix}"] = lambda c, rule=rule: too_low(
+                _log_ratio(c, rule), rule
+            )
+            continue
+        home = token if rule.over == "token" else sequence
+        if rule.lower is not None:
+            home[f"rs_mask_fraction_low{suffix}"] = lambda c, rule=rule: too_low(_log_ratio(c, rule), rule)
+        if rule.upper is not None:
+            home[f"rs_mask_fraction_high{suffix}"] = lambda c, rule=rule: too_high(_log_ratio(c, rule), rule)
+
+
+def _is_veto(rule: RejectRule) -> bool:
+    return rule.over == "min" and rule.upper is None
+
+
+def _suffixes(rules: tuple[RejectRule, ...]) -> list[str]:
+    kinds = [_is_veto(rule) for rule in rules]
+    numbers = [kinds[: i + 1].count(kind) for i, kind in enumerate(kinds)]
+    return ["" if number == 1 else f"_{number}" for number in numbers]
+
+
+def _log_ratio(c: Correction, rule: RejectRule) -> Tensor:
+    return c.log_ratio if rule.over == "token" else STATISTICS[rule.over](c.totals)
+
+
+def _mean(c: Correction, name: str) -> Float[Tensor, " N"]:
+    return c.totals[name] / c.totals["usable"].clamp(min=1)
+
+
+def _normalized(c: Correction, weight: Tensor) -> Tensor:
+    return weight if c.mean_weight is None else weight / c.mean_weight
+
+
+def _weight_at(c: Correction, log_ratio: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """The applied weight of a token with this log ratio (bounds are monotone); of the sequence at other levels."""
+    if c.sequence_weight is not None:
+        return _normalized(c, c.sequence_weight)
+    if c.config.weight is None:
+        return torch.ones_like(log_ratio)
+    return _normalized(c, BOUNDS[c.config.weight.bound](exp_clamped(log_ratio), c.config.weight))
+
+
+def _counted_weight(c: Correction, log_ratio: Float[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+    """Extreme weight of each sequence, and whether it has one."""
+    weight = c.config.weight
+    if (
+        c.sequence_weight is not None
+        and weight is not None
+        and weight.bound == "mask"
+        and c.keep_sequences is not None
+    ):
+        return _weight_at(c, log_ratio), c.keep_sequences
+    return _weight_at(c, log_ratio), log_ratio.isfinite()
+
+
+def _largest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:
+    return torch.where(exists, value, 0).amax() if value.numel() else value.sum()
+
+
+def _smallest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:
+    if not value.numel():
+        return value.sum()
+    return torch.where(exists.any(), torch.where(exists, value, torch.inf).amin(), 0)
+
+
+def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """Sum and sum of squares of each sequence's kept weights, up to the common normalization."""
+    if "applied" in c.totals:
+        return c.totals["applied"], c.totals["applied_squared"]
+    kept = c.totals.get("kept", c.totals["usable"])
+    weight = torch.ones_like(kept) if c.sequence_weight is None else c.sequence_weight
+    return weight * kept, weight.square() * kept

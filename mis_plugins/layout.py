@@ -1,0 +1,150 @@
+"""Where a response's tokens lie: whole on one rank, or zigzag over context-parallel ranks.
+
+With `cp` ranks a sequence is cut into `2 * cp` equal chunks and rank r owns chunks r and `2 * cp - 1 - r`, so that
+causal attention costs every rank the same. The log-prob of token t is read at position t - 1: a response occupies
+positions [prompt - 1, total - 1), and a rank may own none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from mis_plugins.errors import InputError
+from mis_plugins.ragged import Ragged, Ranks, to_device
+
+Span = tuple[int, int]  # [start, stop) within a response
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The response tokens that this rank holds.
+
+    response_lengths: of each whole sequence.
+    spans: this rank's pieces of each response, in order; one for a whole response.
+    """
+
+    response_lengths: Sequence[int]
+    spans: Sequence[Sequence[Span]]
+
+    @property
+    def local_lengths(self) -> list[int]:
+        return [sum(stop - start for start, stop in pieces) for pieces in self.spans]
+
+    @property
+    def sharded(self) -> bool:
+        return any(len(pieces) > 1 for pieces in self.spans)
+
+    def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
+        """The host's full-response masks, concatenated, placed on this rank."""
+        lengths, pieces, shifts = _pieces(self.response_lengths, self.spans)
+        local = self.local_lengths
+        ends = [0, *accumulate(local)]
+        table = to_device([*ends, *self.response_lengths, *pieces, *shifts], loss_mask.device)
+        cu_seqlens, full_lengths, counts, offsets = table.split(
+            [len(ends), len(lengths), len(pieces), len(shifts)]
+        )
+        index = None
+        if self.sharded:
+            index = torch.arange(ends[-1], device=loss_mask.device)
+            index = index + offsets.repeat_interleave(counts, output_size=ends[-1])
+            loss_mask = loss_mask.index_select(0, index)
+        return Placed(Ragged(cu_seqlens, loss_mask != 0, ranks), full_lengths, sum(lengths), index)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A Ragged batch and the way back from its local tokens to the host's full responses.
+
+    index: of each local token among all R response tokens; None where they are the same.
+    """
+
+    ragged: Ragged
+    full_lengths: Int[Tensor, " N"]
+    full_size: int
+    index: Int[Tensor, " T"] | None
+
+    def full_mask(
+        self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None
+    ) -> Bool[Tensor, " R"]:
+        """What is kept of whole responses, by token and by sequence; None keeps all. Tokens cost one collective."""
+        keep = (
+            self.full_lengths.new_ones(self.full_size, dtype=torch.bool)
+            if tokens is None
+            else self._gather(tokens)
+        )
+        if sequences is None:
+            return keep
+        return keep & sequences.repeat_interleave(self.full_lengths, output_size=self.full_size)
+
+    def _gather(self, tokens: Bool[Tensor, " T"]) -> Bool[Tensor, " R"]:
+        if self.index is None:
+            return tokens
+        full = torch.zeros(self.full_size, dtype=torch.uint8, device=tokens.device)
+        full.index_copy_(0, self.index, tokens.byte())
+        dist.all_reduce(full, group=self.ragged.ranks.cp)
+        return full.bool()
+
+
+def whole(response_lengths: Sequence[int]) -> Layout:
+    """Every response whole on this rank."""
+    return Layout(response_lengths, [[(0, length)] for length in response_lengths])
+
+
+def zigzag(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cp_size: int,
+    cp_rank: int,
+    padded_lengths: Sequence[int] | None = None,
+) -> Layout:
+    """Zigzag over `cp_size` ranks.
+
+    padded_lengths: what each sequence was padded to before it was cut (`bshd`); None cuts its own length (`thd`).
+    """
+    padded = total_lengths if padded_lengths is None else padded_lengths
+    rows = zip(total_lengths, response_lengths, padded, strict=True)
+    return Layout(response_lengths, [_zigzag_spans(*row, cp_size, cp_rank) for row in rows])
+
+
+def _zigzag_spans(total: int, response: int, padded: int, cp_size: int, cp_rank: int) -> list[Span]:
+    chunk = -(-padded // (2 * cp_size))
+    first = total - response - 1  # the position whose logits give the first response token
+    spans = []
+    for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        start = min(max(number * chunk - first, 0), response)
+        spans.append((start, min(max((number + 1) * chunk - first, start), response)))
+    return spans
+
+
+def _pieces(
+    response_lengths: Sequence[int], spans: Sequence[Sequence[Span]]
+) -> tuple[list[int], list[int], list[int]]:
+    """Lengths of the responses; length of each piece; what to add to a local position to find it in the full one."""
+    lengths, shifts, local, full = [], [], 0, 0
+    for response, pieces in zip(response_lengths, spans, strict=True):
+        for start, stop in pieces:
+            lengths.append(stop - start)
+            shifts.append(full + start - local)
+            local += stop - start
+        full += response
+    return list(response_lengths), lengths, shifts
+
+
+def check_lengths(name: str, tensors: Sequence[Tensor], expected: Sequence[int], where: str) -> None:
+    """Refuse per-sequence tensors that do not hold what the layout says.
+
+    Raises:
+        InputError: names the list, the sequence and both counts.
+    """
+    if len(tensors) != len(expected):
+        raise InputError(f"{name}: {len(tensors)} sequences, but response_lengths has {len(expected)}")
+    for i, (tensor, count) in enumerate(zip(tensors, expected, strict=True)):
+        if tensor.numel() != count:
+            raise InputError(f"{name}[{i}]: {tensor.numel()} tokens, but sequence {i} has {count} {where}")

@@ -1,0 +1,141 @@
+"""What is summed over each sequence: everything of a micro-batch that crosses context-parallel ranks, in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.ragged import Ragged
+from mis_plugins.ratios import exp_clamped
+from mis_plugins.rejection import passes
+from mis_plugins.weights import bounded_weight, in_bounds
+
+
+@dataclass(frozen=True)
+class TokenStage:
+    """What a rank knows of its tokens before it asks anybody.
+
+    weight: bounded token weight; None at the other levels.
+    counted: tokens that a mean of the weights counts before rejection: usable, and not dropped by a mask bound.
+    keep: `counted`, and passing every rule over tokens; None where nothing can drop a single token.
+    """
+
+    proximal: Float[Tensor, " T"]
+    behavior: Float[Tensor, " T"]
+    log_ratio: Float[Tensor, " T"]
+    usable: Bool[Tensor, " T"]
+    weight: Float[Tensor, " T"] | None
+    counted: Bool[Tensor, " T"]
+    keep: Bool[Tensor, " T"] | None
+
+    @property
+    def applied(self) -> Float[Tensor, " T"]:
+        """Token weight where the token is kept, else 0."""
+        assert self.weight is not None
+        return self.weight if self.keep is None else torch.where(self.keep, self.weight, 0)
+
+
+def token_stage(
+    proximal: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"],
+    log_ratio: Float[Tensor, " T"],
+    usable: Bool[Tensor, " T"],
+    config: CorrectionConfig,
+) -> TokenStage:
+    """Everything that needs no other token than itself."""
+    token_weight = config.weight if config.weight and config.weight.level == "token" else None
+    masked = token_weight is not None and token_weight.bound == "mask"
+    counted = usable & in_bounds(log_ratio, token_weight) if masked else usable
+    rules = [rule for rule in config.reject if rule.over == "token"]
+    keep = counted
+    for rule in rules:
+        keep = passes(log_ratio, rule, keep)
+    weight = None if token_weight is None else bounded_weight(log_ratio, usable, token_weight)
+    return TokenStage(
+        proximal, behavior, log_ratio, usable, weight, counted, keep if masked or rules else None
+    )
+
+
+SUMS: dict[str, Callable[[TokenStage, Ragged], Tensor]] = {
+    "valid": lambda stage, ragged: ragged.loss_mask,
+    "usable": lambda stage, ragged: stage.usable,
+    "log_ratio": lambda stage, ragged: stage.log_ratio,
+    "proximal": lambda stage, ragged: torch.where(stage.usable, stage.proximal.float(), 0),
+    "ratio_squared": lambda stage, ragged: torch.where(
+        stage.usable, exp_clamped(stage.log_ratio).square(), 0
+    ),
+    "weight": lambda stage, ragged: stage.weight,
+    "counted": lambda stage, ragged: stage.counted,
+    "counted_weight": lambda stage, ragged: torch.where(stage.counted, stage.weight, 0),
+    "kept": lambda stage, ragged: stage.keep,
+    "applied": lambda stage, ragged: stage.applied,
+    "applied_squared": lambda stage, ragged: stage.applied.square(),
+    "nonfinite_train": lambda stage, ragged: ~stage.proximal.isfinite(),
+    "nonfinite_rollout": lambda stage, ragged: ~stage.behavior.isfinite(),
+}
+
+MAXIMA: dict[str, Callable[[TokenStage], Tensor]] = {
+    "log_ratio_max": lambda stage: torch.where(stage.usable, stage.log_ratio, -torch.inf),
+    "negated_log_ratio_max": lambda stage: torch.where(stage.usable, -stage.log_ratio, -torch.inf),
+    "counted_max": lambda stage: torch.where(stage.counted, stage.log_ratio, -torch.inf),
+    "negated_counted_max": lambda stage: torch.where(stage.counted, -stage.log_ratio, -torch.inf),
+}
+
+
+def over_sequences(
+    stage: TokenStage, ragged: Ragged, config: CorrectionConfig
+) -> dict[str, Float[Tensor, " N"]]:
+    """The totals that this config needs, by the names above; nothing is computed or sent where it needs none."""
+    sums, maxima = needed_sums(config), needed_maxima(config)
+    if not sums and not maxima:
+        return {}
+    return ragged.over_sequence(
+        {name: SUMS[name](stage, ragged) for name in sums}, {name: MAXIMA[name](stage) for name in maxima}
+    )
+
+
+def needed_sums(config: CorrectionConfig) -> list[str]:
+    """Names of `SUMS`, in order. A token-level config without normalization and metrics needs none."""
+    names: set[str] = set()
+    weight = config.weight
+    by_token = weight is not None and weight.level == "token"
+    drops_tokens = any(rule.over == "token" for rule in config.reject) or (
+        by_token and weight.bound == "mask"
+    )
+    if any(rule.over != "token" for rule in config.reject) or (weight and not by_token):
+        names |= {"valid", "usable", "log_ratio"}
+    if weight and weight.normalize:
+        if weight.normalize.over == "kept":
+            names |= {"kept"} if drops_tokens else {"usable"}
+            names |= {"applied"} if by_token else set()
+        elif by_token:
+            names |= {"counted", "counted_weight"} if weight.bound == "mask" else {"usable", "weight"}
+    if config.metrics != "none":
+        names |= {"valid", "usable", "log_ratio", "nonfinite_train", "nonfinite_rollout"}
+        names |= {"applied", "applied_squared"} if by_token else set()
+        names |= {"kept"} if drops_tokens and not by_token else set()
+    if config.metrics == "full":
+        names |= {"proximal", "ratio_squared"}
+        names |= {"weight"} if by_token else set()
+    return [name for name in SUMS if name in names]
+
+
+def needed_maxima(config: CorrectionConfig) -> list[str]:
+    """Names of `MAXIMA`, in order."""
+    names: set[str] = set()
+    if config.metrics != "none" or any(rule.over == "max" for rule in config.reject):
+        names |= {"log_ratio_max"}
+    if config.metrics == "full" or any(rule.over == "min" for rule in config.reject):
+        names |= {"negated_log_ratio_max"}
+    if (
+        config.metrics == "full"
+        and config.weight
+        and (config.weight.level, config.weight.bound) == ("token", "mask")
+    ):
+        names |= {"counted_max", "negated_counted_max"}
+    return [name for name in MAXIMA if name in names]

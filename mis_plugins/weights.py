@@ -1,0 +1,56 @@
+"""Importance weights: a ratio and what bounds it.
+
+TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS and geometric
+masking: Liu, Li et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025, "Every Step Evolves".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from mis_plugins.config import Bound, WeightConfig
+from mis_plugins.ratios import above, below, exp_clamped
+
+
+def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """TIS: min(r, upper)."""
+    return ratio.clamp(max=config.upper)
+
+
+def clip(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """CIS: min(max(r, lower), upper)."""
+    return ratio.clamp(config.floor, config.upper)
+
+
+def mask(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """MIS, IcePop: r itself. What lies outside the bounds is dropped from the loss mask, see `in_bounds`."""
+    return ratio
+
+
+BOUNDS: dict[Bound, Callable[[Tensor, WeightConfig], Tensor]] = {
+    "truncate": truncate,
+    "clip": clip,
+    "mask": mask,
+}
+
+
+def bounded_weight(
+    log_ratio: Shaped[Tensor, " *"], usable: Bool[Tensor, " *"], config: WeightConfig
+) -> Tensor:
+    """w = bound(exp(log_ratio)); 0 where the ratio is not known."""
+    return torch.where(usable, BOUNDS[config.bound](exp_clamped(log_ratio), config), 0)
+
+
+def in_bounds(log_ratio: Tensor, config: WeightConfig) -> Bool[Tensor, " *"]:
+    """lower <= r <= upper."""
+    return ~(below(log_ratio, config.floor) | above(log_ratio, config.upper))
+
+
+def normalization(total: Float[Tensor, " 2"]) -> Float[Tensor, ""]:
+    """The mean weight to divide by, from (sum of weights, count). 1 where there is nothing to normalize."""
+    mean = total[0] / total[1].clamp(min=1)
+    return torch.where(mean > 1e-8, mean, 1)
