@@ -1,0 +1,226 @@
+"""The RL loop: sample with the rollout engine, score with the trainer, correct, train, synchronise the weights, evaluate both policies."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from mis_plugins.local import checkpoint, report
+from mis_plugins.local.engine import DecodeEngine, ModelConfig, RolloutEngine
+from mis_plugins.local.gradients import cosines, on_policy
+from mis_plugins.local.loss import load_function, policy_loss
+from mis_plugins.local.parallel import ParallelState, StopSignal, initialize
+from mis_plugins.local.rollout import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
+from mis_plugins.local.tasks import TASKS, Problem, Task
+from mis_plugins.local.trainer import RolloutData, Trainer
+from mis_plugins.local.warm_start import warm_start
+
+Row = dict[str, float]
+
+COSINE_ROLLOUTS = 4
+"""Rollouts pooled into each gradient whose direction is compared."""
+
+
+def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups,
+        head_dim=args.kv_channels,
+        ffn_size=args.ffn_hidden_size,
+    )
+
+
+def run_rank(args: Namespace) -> None:
+    """The whole run, on one rank of an initialised process group.
+
+    Raises:
+        KeyboardInterrupt: a rank was interrupted; everything was written.
+    """
+    stop = StopSignal()
+    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    with recording(args, loop.next_rollout) as record:
+        while loop.next_rollout < args.num_rollout:
+            record(loop.one_rollout())
+            if stop.agreed():
+                loop.save()
+                raise KeyboardInterrupt
+        loop.save()
+
+
+@contextmanager
+def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], None]]:
+    """What to call with each rollout's record. However the run ends, its files are complete afterwards. Rank 0 writes them."""
+    if dist.get_rank() != 0:
+        yield lambda row: None
+        return
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = report.MetricsLog(folder / report.METRICS)
+    log.truncate(after=first_rollout - 1)
+    status = "failed"
+    try:
+        with _table(args, folder, first_rollout) as table:
+            yield lambda row: (log.append(row), table.add(row))
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        arguments = {name: value for name, value in vars(args).items() if not callable(value)}
+        summary = {**report.summarize(log.read()), "status": status, "arguments": arguments}
+        report.write_json(folder / report.SUMMARY, summary)
+        report.plot_curves({folder.name: folder}, folder / report.CURVES)
+
+
+def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
+    console = Console(file=open(os.devnull, "w")) if args.quiet else Console()
+    return report.LiveTable(folder.name, args.num_rollout, completed, console)
+
+
+@dataclass
+class Loop:
+    """What lives as long as the run. ``next_rollout`` is also the version of the weights."""
+
+    args: Namespace
+    state: ParallelState
+    task: Task
+    held_out: list[Problem]
+    trainer: Trainer
+    engine: DecodeEngine
+    reference: DecodeEngine
+    postprocess: Callable[..., Any] | None
+    next_rollout: int
+
+    @classmethod
+    def start(cls, args: Namespace, state: ParallelState) -> Loop:
+        """Build everything, from the checkpoint of ``--load`` or from a warm start."""
+        task = TASKS[args.task](args.num_digits)
+        config = model_config(args, task.vocab_size)
+        held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
+        saved = checkpoint.load(args.load, config) if args.load else None
+        weights = saved["weights"] if saved else warm_start(args, config, task, state, _prompts(held_out))
+        trainer = Trainer(args, config, state, weights, args.lr)
+        if saved:
+            trainer.load_optimizer_state(saved["optimizer"])
+        path = args.rollout_data_postprocess_path
+        loop = cls(
+            args=args,
+            state=state,
+            task=task,
+            held_out=held_out,
+            trainer=trainer,
+            engine=DecodeEngine(config, args.rollout_weights),
+            reference=DecodeEngine(config, "fp32"),
+            postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
+            next_rollout=saved["next_rollout"] if saved else 0,
+        )
+        loop.engine.update_weights(weights, loop.next_rollout)
+        return loop
+
+    def one_rollout(self) -> Row:
+        """Sample, train, synchronise; save and evaluate when it is time. Collective."""
+        began, rollout_id = time.perf_counter(), self.next_rollout
+        row: Row = {"rollout": rollout_id}
+        if rollout_id % self.args.eval_interval == 0:
+            row |= self.evaluate()
+        every = self.args.grad_cosine_every
+        if every and rollout_id % every == 0:
+            row |= self.gradient_cosines()
+        started = time.perf_counter()
+        rollout = self.collect(self.engine, "rollout", rollout_id)
+        sampled = time.perf_counter()
+        row |= self.train(rollout_id, rollout)
+        trained = time.perf_counter()
+        self.next_rollout = rollout_id + 1
+        self.engine.update_weights(self.trainer.weights(), self.next_rollout)
+        if self.next_rollout % self.args.save_interval == 0:
+            self.save()
+        return row | _rollout_row(rollout) | {
+            "rollout_seconds": sampled - started,
+            "train_seconds": trained - sampled,
+            "seconds": time.perf_counter() - began,
+        }
+
+    def train(self, rollout_id: int, rollout: Rollout) -> Row:
+        """All optimizer steps of one rollout; their metrics averaged."""
+        data = shard(self.args, self.state, rollout)
+        self.prepare(rollout_id, data)
+        share = self.args.global_batch_size // self.state.effective_dp.size
+        steps = [range(start, start + share) for start in range(0, len(data["tokens"]), share)]
+        rows = [
+            self.trainer.accumulate(self.args, data, indices, policy_loss) | {"grad_norm": self.trainer.step()}
+            for indices in steps
+        ]
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+    def prepare(self, rollout_id: int, data: RolloutData) -> None:
+        """Recompute the proximal log-probs and call the rollout-data hook, as slime orders them."""
+        if not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics:
+            data["log_probs"] = self.trainer.log_probs(data)
+        if self.postprocess is not None:
+            self.postprocess(self.args, rollout_id, data)
+
+    def collect(self, engine: RolloutEngine, *stream: int | str) -> Rollout:
+        return collect(self.args, self.task, engine, (self.args.seed, *stream), _prompts(self.held_out))
+
+    def evaluate(self) -> Row:
+        """Mean reward on held-out prompts of the rollout policy and of the trainer's, whose weights are float32."""
+        return {
+            "eval_trainer": self._held_out_reward(self.fp32()),
+            "eval_rollout": self._held_out_reward(self.engine),
+        }
+
+    def _held_out_reward(self, engine: RolloutEngine) -> float:
+        seeds = [derive_seed(self.args.seed, "evaluation", index) for index in range(len(self.held_out))]
+        responses = sample_responses(
+            engine, self.task, self.held_out, seeds, self.args.rollout_temperature
+        )
+        pairs = zip(self.held_out, responses, strict=True)
+        rewards = [self.task.reward(problem, response.tokens) for problem, response in pairs]
+        return sum(rewards) / len(rewards)
+
+    def gradient_cosines(self) -> Row:
+        """Direction of this rollout's gradient with and without the hook; see ``gradients.py``."""
+        rollouts = [
+            [self.collect(engine, name, self.next_rollout, index) for index in range(COSINE_ROLLOUTS)]
+            for engine, name in ((self.engine, "cosine"), (self.fp32(), "first"), (self.reference, "second"))
+        ]
+        settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
+        found = cosines(settings, self.state, self.trainer, rollouts[0], (rollouts[1], rollouts[2]))
+        found["grad_cosine_on_policy"] = found.pop("on-policy")
+        return found
+
+    def fp32(self) -> DecodeEngine:
+        """An engine that samples from the trainer's own policy."""
+        if self.reference.version != self.next_rollout:
+            self.reference.update_weights(self.trainer.weights(), self.next_rollout)
+        return self.reference
+
+    def save(self) -> None:
+        if self.args.save:
+            checkpoint.save(self.args.save, self.trainer, self.engine.config, self.next_rollout)
+
+
+def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:
+    return frozenset(problem.prompt for problem in problems)
+
+
+def _rollout_row(rollout: Rollout) -> Row:
+    lengths = [len(response.tokens) for response in rollout.generations]
+    return {
+        "reward_rollout": float(rollout.rewards.mean()),
+        "response_length": sum(lengths) / len(lengths),
+        "weight_version": rollout.generations[0].version,
+    }

@@ -1,0 +1,220 @@
+"""The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-shaped, on CPU.
+
+Nothing of Megatron is changed but the shims of :func:`cpu_shims`. Weights enter and leave under the names of a Hugging Face Qwen3
+checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout all read the same dictionary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mis_plugins.local.attention import PackedAttention, PackedLayout
+from mis_plugins.local.batch import Layout
+from mis_plugins.local.engine import ModelConfig
+from mis_plugins.local.parallel import GroupInfo, ParallelState
+
+INIT_STD = 0.02
+
+
+def cpu_shims() -> None:
+    """The one place where Megatron is changed: ``RotaryEmbedding`` moves its table to ``torch.cuda.current_device()`` on first use.
+
+    The environment variable only silences Megatron's advice for GPUs.
+    """
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def build_model(config: ModelConfig, state: ParallelState, *, per_token_loss: bool) -> GPTModel:
+    """An uninitialised ``GPTModel`` of this rank; its weights come through :class:`Naming`."""
+    cpu_shims()
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return GPTModel(
+        config=_transformer_config(config, state, per_token_loss),
+        transformer_layer_spec=spec,
+        vocab_size=config.vocab_size,
+        max_sequence_length=1 << 20,  # RoPE needs no table; Megatron only stores the number
+        position_embedding_type="rope",
+        rotary_base=int(config.rope_theta),
+        share_embeddings_and_output_weights=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def _transformer_config(
+    config: ModelConfig, state: ParallelState, per_token_loss: bool
+) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=state.tp.size,
+        context_parallel_size=state.cp.size,
+        calculate_per_token_loss=per_token_loss,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cuda_graph_scope=[],  # its default only warns
+    )
+
+
+def response_log_probs(model: torch.nn.Module, layout: Layout, temperature: float) -> Tensor:
+    """``[R]`` log-probs of the response tokens scored on this rank, float32, with gradient."""
+    logits = model(
+        input_ids=layout.tokens[None],
+        position_ids=layout.positions[None],
+        attention_mask=None,
+        packed_seq_params=PackedLayout.of(layout),
+    )
+    # The cross entropy overwrites its input; the division makes it a copy.
+    scored = logits[0, layout.scored].float() / temperature
+    log_probs = -tensor_parallel.vocab_parallel_cross_entropy(scored, layout.targets)
+    # A rank that scores nothing must still take part in the backward pass of the others.
+    return log_probs + 0 * logits.sum() if log_probs.numel() == 0 else log_probs
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Fresh weights under Hugging Face names: norms 1, the rest normal, outputs into the residual stream scaled by depth."""
+    generator = torch.Generator().manual_seed(seed)
+    depth = (2 * config.num_layers) ** -0.5
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return torch.randn(shape, generator=generator) * INIT_STD * (depth if residual else 1.0)
+
+    return {name: draw(name, shape) for name, shape in config.shapes().items()}
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How one Megatron parameter is made of Hugging Face weights on one tensor-parallel rank.
+
+    ``cut`` says along what the weights are divided among the ranks. Several weights share one parameter in ``groups`` interleaved
+    blocks: all of a query group's rows of q, then k, then v (``groups`` is the number of query groups of this rank); gate, then up (1).
+    """
+
+    names: tuple[str, ...]
+    cut: Literal["whole", "rows", "columns"] = "rows"
+    groups: int = 1
+
+    def local(self, weights: Mapping[str, Tensor], tp: GroupInfo) -> Tensor:
+        """This rank's parameter."""
+        if self.cut == "whole":
+            return weights[self.names[0]]
+        dim = 0 if self.cut == "rows" else 1
+        parts = [weights[name].chunk(tp.size, dim)[tp.rank] for name in self.names]
+        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], 1).flatten(0, 1)
+
+    def full(self, local: Tensor, shapes: Mapping[str, tuple[int, ...]], tp: GroupInfo) -> dict[str, Tensor]:
+        """The inverse of :meth:`local`: whole weights, gathered over the tensor-parallel ranks."""
+        if self.cut == "whole":
+            return {self.names[0]: local.clone()}
+        dim = 0 if self.cut == "rows" else 1
+        share = tp.size if self.cut == "rows" else 1
+        rows = [shapes[name][0] // share // self.groups for name in self.names]
+        parts = local.unflatten(0, (self.groups, -1)).split(rows, 1)
+        return {
+            name: _gather(part.flatten(0, 1), dim, tp)
+            for name, part in zip(self.names, parts, strict=True)
+        }
+
+
+def _gather(local: Tensor, dim: int, group: GroupInfo) -> Tensor:
+    if group.size == 1:
+        return local.clone()
+    parts = [torch.empty_like(local) for _ in range(group.size)]
+    dist.all_gather(parts, local.contiguous(), group=group.group)
+    return torch.cat(parts, dim)
+
+
+def shards(config: ModelConfig, tensor_parallel: int) -> dict[str, Shards]:
+    """Megatron's parameter names, each with its :class:`Shards`."""
+    table = {
+        "embedding.word_embeddings.weight": Shards(("model.embed_tokens.weight",)),
+        "decoder.final_layernorm.weight": Shards(("model.norm.weight",), "whole"),
+        "output_layer.weight": Shards(("lm_head.weight",)),
+    }
+    for index in range(config.num_layers):
+        table |= _layer_shards(index, config.num_kv_heads // tensor_parallel)
+    return table
+
+
+def _layer_shards(index: int, groups: int) -> dict[str, Shards]:
+    def of(*names: str) -> tuple[str, ...]:
+        return tuple(f"model.layers.{index}.{name}.weight" for name in names)
+
+    layer = {
+        "input_layernorm": Shards(of("input_layernorm"), "whole"),
+        "self_attention.linear_qkv": Shards(
+            of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), groups=groups
+        ),
+        "self_attention.q_layernorm": Shards(of("self_attn.q_norm"), "whole"),
+        "self_attention.k_layernorm": Shards(of("self_attn.k_norm"), "whole"),
+        "self_attention.linear_proj": Shards(of("self_attn.o_proj"), "columns"),
+        "pre_mlp_layernorm": Shards(of("post_attention_layernorm"), "whole"),
+        "mlp.linear_fc1": Shards(of("mlp.gate_proj", "mlp.up_proj")),
+        "mlp.linear_fc2": Shards(of("mlp.down_proj"), "columns"),
+    }
+    return {f"decoder.layers.{index}.{name}.weight": value for name, value in layer.items()}
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Translates tensors shaped like the parameters (weights, gradients, optimizer moments) to Hugging Face names and back."""
+
+    config: ModelConfig
+    tp: GroupInfo
+
+    @cached_property
+    def _shards(self) -> dict[str, Shards]:
+        return shards(self.config, self.tp.size)
+
+    def sharded(self, parameter: str) -> bool:
+        """Whether the tensor-parallel ranks hold different parts of a Megatron parameter."""
+        return self._shards[parameter].cut != "whole"
+
+    def to_hf(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors in the order of a checkpoint, copied. Collective over the tensor-parallel ranks."""
+        shapes = self.config.shapes()
+        whole = {
+            name: tensor
+            for parameter, piece in self._shards.items()
+            for name, tensor in piece.full(local[parameter], shapes, self.tp).items()
+        }
+        return {name: whole[name] for name in shapes}
+
+    def to_megatron(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's shards by Megatron's parameter name."""
+        return {parameter: piece.local(weights, self.tp) for parameter, piece in self._shards.items()}

@@ -1,0 +1,166 @@
+"""The ranks of the embedded host: who they are, how they start and how they stop.
+
+Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not. Under ``torchrun`` the ranks exist
+already and only join the process group. All collectives run over gloo, so a laptop without a GPU is enough.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import parallel_state as mpu
+
+from mis_plugins.errors import MisError
+
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One process group as the hosts hand it to a hook: this rank's place in it, and the group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """The groups of this rank, under the names Miles gives them.
+
+    ``effective_dp`` holds other samples, ``cp`` other tokens of the same samples, ``effective_dp_cp`` both.
+    """
+
+    cp: GroupInfo
+    tp: GroupInfo
+    pp: GroupInfo
+    effective_dp: GroupInfo
+    effective_dp_cp: GroupInfo
+    is_ulysses_cp: bool = False
+
+
+def _info(group: dist.ProcessGroup) -> GroupInfo:
+    return GroupInfo(rank=dist.get_rank(group), size=dist.get_world_size(group), group=group)
+
+
+def initialize(tensor_parallel: int, context_parallel: int) -> ParallelState:
+    """Build Megatron's groups over the default process group, which must exist."""
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel
+    )
+    return ParallelState(
+        cp=_info(mpu.get_context_parallel_group()),
+        tp=_info(mpu.get_tensor_model_parallel_group()),
+        pp=_info(mpu.get_pipeline_model_parallel_group()),
+        effective_dp=_info(mpu.get_data_parallel_group(with_context_parallel=False)),
+        effective_dp_cp=_info(mpu.get_data_parallel_group(with_context_parallel=True)),
+    )
+
+
+def shutdown() -> None:
+    """Undo :func:`initialize`, so that one process can build another layout."""
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class StopSignal:
+    """Ctrl-C seen by any rank ends the run on all ranks, at the same rollout."""
+
+    def __init__(self) -> None:
+        self._seen = False
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._seen = True
+
+    def agreed(self) -> bool:
+        """True on every rank once one of them was interrupted. One collective."""
+        seen = torch.tensor(int(self._seen))
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return bool(seen)
+
+
+def launch(world_size: int, main: Callable[[], None]) -> int:
+    """Run ``main`` on every rank and return the exit code of the run.
+
+    0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once. 130: interrupted.
+    """
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        return _run_rank(main, Path(tempfile.mkdtemp(prefix="mis-local-")), dist.get_rank())
+    with tempfile.TemporaryDirectory(prefix="mis-local-") as scratch:
+        return _fork_ranks(world_size, main, Path(scratch))
+
+
+def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int:
+    ranks = mp.start_processes(
+        _forked_rank, args=(world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
+    )
+    previous = signal.signal(signal.SIGINT, _forward_interrupts([rank.pid for rank in ranks.processes]))
+    try:
+        while not ranks.join():
+            pass
+    except mp.ProcessExitedException as failure:
+        _print_reports(scratch)
+        return failure.exit_code if failure.exit_code > 0 else EXIT_FAILURE
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return EXIT_INTERRUPTED if (scratch / "interrupted").exists() else 0
+
+
+def _forward_interrupts(pids: list[int]) -> Callable[[int, FrameType | None], None]:
+    """First Ctrl-C: ask the ranks to finish their rollout. Second: end them now."""
+    asked: list[int] = []
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL if asked else signal.SIGINT)
+        asked.append(signum)
+
+    return forward
+
+
+def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(scratch / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    code = _run_rank(main, scratch, rank)
+    if code == EXIT_INTERRUPTED:
+        (scratch / "interrupted").touch()
+    elif code:
+        # No orderly exit: the other ranks may wait in a collective, and only this exit code tells the launcher.
+        sys.exit(code)
+
+
+def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
+    try:
+        main()
+        return 0
+    except MisError as error:
+        (scratch / f"error-{rank}").write_text(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:
+        (scratch / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        return EXIT_FAILURE
+
+
+def _print_reports(scratch: Path) -> None:
+    """Print what the ranks reported: the same user error once, otherwise the first fault (the rest are its echoes)."""
+    reports = sorted(scratch.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if reports:
+        print(reports[0].read_text(), end="", file=sys.stderr)

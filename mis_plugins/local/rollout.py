@@ -1,0 +1,121 @@
+"""One rollout: prompts, sampled responses, rewards, and the shard of them that a data-parallel rank trains on.
+
+Every random choice is derived from ``--seed``, the rollout and the sample, so that a resumed run, another layout of ranks or a paired run
+sees the same prompts and the same draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mis_plugins.local.advantages import ESTIMATORS
+from mis_plugins.local.batch import pack
+from mis_plugins.local.engine import Generation, RolloutEngine
+from mis_plugins.local.parallel import ParallelState
+from mis_plugins.local.tasks import Problem, Task
+from mis_plugins.local.trainer import RolloutData
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed for one named random choice."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def draw_problems(
+    task: Task, count: int, seed: int, excluded: Collection[tuple[int, ...]] = frozenset()
+) -> list[Problem]:
+    """``count`` problems whose prompts are not among ``excluded``."""
+    generator = torch.Generator().manual_seed(seed)
+    problems: list[Problem] = []
+    while len(problems) < count:
+        drawn = task.sample(count - len(problems), generator)
+        problems += [problem for problem in drawn if problem.prompt not in excluded]
+    return problems
+
+
+def sample_responses(
+    engine: RolloutEngine, task: Task, problems: Sequence[Problem], seeds: Sequence[int], temperature: float
+) -> list[Generation]:
+    """One response a problem. Every rank decodes its share of them and receives all. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = engine.generate(
+        [problem.prompt for problem in problems[rank::size]],
+        max_new_tokens=task.max_response,
+        temperature=temperature,
+        eos=task.eos,
+        seeds=seeds[rank::size],
+    )
+    shares: list[list[Generation]] = [[] for _ in range(size)]
+    dist.all_gather_object(shares, mine)
+    return [shares[index % size][index // size] for index in range(len(problems))]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A whole rollout, the same on every rank; one entry a sample, the samples of a prompt next to each other."""
+
+    problems: list[Problem]
+    generations: list[Generation]
+    rewards: Tensor  # [samples]
+    advantages: Tensor  # [samples]
+
+
+def collect(
+    args: Namespace, task: Task, engine: RolloutEngine, stream: tuple[int | str, ...], excluded: Collection[tuple[int, ...]]
+) -> Rollout:
+    """Sample ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times. ``stream`` names the random choices. Collective."""
+    prompts = draw_problems(task, args.rollout_batch_size, derive_seed(*stream, "prompts"), excluded)
+    problems = [problem for problem in prompts for _ in range(args.n_samples_per_prompt)]
+    seeds = [derive_seed(*stream, "sample", index) for index in range(len(problems))]
+    generations = sample_responses(engine, task, problems, seeds, args.rollout_temperature)
+    return score(args, task, problems, generations)
+
+
+def score(
+    args: Namespace, task: Task, problems: list[Problem], generations: list[Generation]
+) -> Rollout:
+    """Judge the responses and compute their advantages."""
+    pairs = zip(problems, generations, strict=True)
+    rewards = torch.tensor([task.reward(problem, generation.tokens) for problem, generation in pairs])
+    groups = rewards.view(-1, args.n_samples_per_prompt)
+    return Rollout(problems, generations, rewards, ESTIMATORS[args.advantage_estimator](args, groups).flatten())
+
+
+def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> list[int]:
+    """The samples of one data-parallel rank: its part of the first optimizer step, of the second, and so on."""
+    steps = range(0, samples, global_batch_size)
+    return [index for start in steps for index in range(start + dp_rank, start + global_batch_size, dp_size)]
+
+
+def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutData:
+    """What the hosts call ``rollout_data`` for this rank: log-probs and advantages CP-local, masks and tokens whole."""
+    order = training_order(
+        len(rollout.problems), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
+    )
+    prompts = [rollout.problems[index].prompt for index in order]
+    responses = [rollout.generations[index] for index in order]
+    tokens = [
+        torch.tensor(prompt + response.tokens) for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    lengths = [len(response.tokens) for response in responses]
+    layout = pack(tokens, lengths, state.cp.rank, state.cp.size)
+    behavior = torch.tensor([value for response in responses for value in response.log_probs])
+    advantages = rollout.advantages[torch.tensor(order)]
+    return {
+        "tokens": tokens,
+        "total_lengths": [len(sequence) for sequence in tokens],
+        "response_lengths": lengths,
+        "loss_masks": [torch.ones(length, dtype=torch.int) for length in lengths],
+        "rewards": [float(rollout.rewards[index]) for index in order],
+        "rollout_log_probs": list(behavior[layout.response_index].split(layout.local_lengths)),
+        "advantages": list(advantages[layout.response_sequence].split(layout.local_lengths)),
+        "weight_versions": [response.version for response in responses],
+    }

@@ -1,0 +1,74 @@
+"""Supervised steps before RL, so that the first rollouts earn rewards. Runs to be compared share the result through a file."""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mis_plugins.local.checkpoint import read_weights, write_atomically
+from mis_plugins.local.engine import ModelConfig
+from mis_plugins.local.loss import supervised_loss
+from mis_plugins.local.model import initial_weights
+from mis_plugins.local.parallel import ParallelState
+from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
+from mis_plugins.local.tasks import Problem, Task
+from mis_plugins.local.trainer import RolloutData, Trainer
+
+BATCH = 64
+
+
+def warm_start(
+    args: Namespace, config: ModelConfig, task: Task, state: ParallelState, excluded: Collection[tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Weights after ``--warmup-steps`` supervised steps, from the cache if an equal run left them there. Collective."""
+    path = cache_path(args, config)
+    found = [read_weights(path) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    if found[0] is not None:
+        return found[0]
+    weights = supervise(args, config, task, state, excluded)
+    if dist.get_rank() == 0:
+        write_atomically(weights, path)
+    return weights
+
+
+def cache_path(args: Namespace, config: ModelConfig) -> Path:
+    """One file for each task, seed, model and length of the warm start."""
+    folder = Path(args.warmup_cache) if args.warmup_cache else Path(args.output).parent / "warm-start"
+    recipe = (config, args.seed, args.warmup_steps, args.warmup_lr, args.adam_beta1, args.adam_beta2, args.eval_prompts)
+    digest = hashlib.blake2b(repr(recipe).encode(), digest_size=6).hexdigest()
+    return folder / f"{args.task}{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
+
+
+def supervise(
+    args: Namespace, config: ModelConfig, task: Task, state: ParallelState, excluded: Collection[tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Train fresh weights on right answers. Cosine decay, so that the end does not depend on the last few batches."""
+    settings = Namespace(**{**vars(args), "micro_batch_size": BATCH, "weight_decay": 0.0})
+    trainer = Trainer(settings, config, state, initial_weights(config, args.seed), args.warmup_lr)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
+    mine = training_order(BATCH, BATCH, state.effective_dp.rank, state.effective_dp.size)
+    for step in range(args.warmup_steps):
+        problems = draw_problems(task, BATCH, derive_seed(args.seed, "warm start", step), excluded)
+        data = answers(trainer, [problems[index] for index in mine])
+        trainer.accumulate(settings, data, range(len(mine)), supervised_loss)
+        trainer.step()
+        decay.step()
+    return trainer.weights()
+
+
+def answers(trainer: Trainer, problems: list[Problem]) -> RolloutData:
+    """Training data whose responses are the right answers."""
+    data: RolloutData = {
+        "tokens": [torch.tensor(problem.prompt + problem.answer) for problem in problems],
+        "response_lengths": [len(problem.answer) for problem in problems],
+        "loss_masks": [torch.ones(len(problem.answer), dtype=torch.int) for problem in problems],
+    }
+    empty = [torch.zeros(0) for _ in problems]
+    return data | {"advantages": empty, "rollout_log_probs": empty}
