@@ -1,0 +1,47 @@
+"""Metadata and extras. Imports nothing of the package: the version is read as text."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """The string assigned to `__version__` in `mis_plugins/__init__.py`."""
+    source = (ROOT / "mis_plugins" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("mis_plugins/__init__.py: no line that reads __version__ = \"...\"")
+    return found.group(1)
+
+
+setup(
+    name="mis-plugins",
+    version=version(),
+    description="Corrects the train-inference mismatch of RL training: importance weights, rejection, diagnostics",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.14",
+    packages=["mis_plugins", "mis_plugins.hosts", "mis_plugins.local", "mis_plugins.yaml", "true_on_policy"],
+    # yaml/ holds no code and has no __init__.py (it would shadow PyYAML); a wheel carries it inside the package.
+    package_dir={"mis_plugins.yaml": "yaml"},
+    package_data={"mis_plugins": ["py.typed"], "mis_plugins.yaml": ["*.yaml"]},
+    # No bounds: a host brings its own torch, and installing us must never replace it.
+    install_requires=["torch", "pyyaml", "jaxtyping"],
+    extras_require={
+        "local": ["megatron-core==0.16.*", "numpy", "transformers", "rich", "matplotlib"],
+        "report": ["rich", "matplotlib"],
+        "dev": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "beartype", "ruff", "pyright[nodejs]"],
+    },
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

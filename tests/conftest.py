@@ -1,0 +1,54 @@
+"""Settings every test shares: one thread a process, a repeatable hypothesis in CI, and no silent skips there.
+
+Shapes are checked at run time by jaxtyping's own flag, which `scripts/test.sh` sets:
+`--jaxtyping-packages mis_plugins,true_on_policy,beartype.beartype`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in every child process
+
+import hypothesis
+import pytest
+import torch
+
+ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
+IN_CI = os.environ.get("CI", "").lower() == "true"
+
+# Two test processes share two cores with forked ranks, so no test may depend on how long one example takes.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+    hypothesis.settings.load_profile("ci" if IN_CI else "local")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a skip whose reason is not in allowed_skips.txt fails the run."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not IN_CI or terminal is None or hasattr(session.config, "workerinput"):
+        return
+    surprises = unexpected_skips([_reason(report) for report in terminal.stats.get("skipped", [])])
+    for reason in surprises:
+        terminal.write_line(f"skip not allowed in CI: {reason}; list it in tests/{ALLOWED_SKIPS.name}", red=True)
+    if surprises:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def unexpected_skips(reasons: list[str]) -> list[str]:
+    """The reasons that match no line of allowed_skips.txt (shell patterns; `#` starts a comment)."""
+    lines = (line.strip() for line in ALLOWED_SKIPS.read_text(encoding="utf-8").splitlines())
+    allowed = [line for line in lines if line and not line.startswith("#")]
+    return [reason for reason in reasons if not any(fnmatch.fnmatchcase(reason, line) for line in allowed)]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Without the `Skipped: ` that pytest puts before the reason."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
