@@ -1,0 +1,195 @@
+"""A checkout of Miles or slime made importable on a CPU-only machine. Nothing of it is copied, nothing on its disk is changed.
+
+Three things stand between a checkout and a CPU: packages that only serve the rollout side (ray, sglang, httpx) are
+stood in for where they are not installed; `torch.compile` is switched off, since it costs minutes and changes no result;
+process groups come from Megatron over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import tempfile
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROLLOUT_SIDE_PACKAGES = ("ray", "sglang", "httpx")
+
+
+class CannotCompare(RuntimeError):
+    """The host could not be loaded or driven, so that nothing can be said about parity."""
+
+
+class _StandIn(ModuleType):
+    """A module any attribute of which exists; it is never called on the loss path."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{self.__name__}.{name}")
+
+
+class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Asked last: it only sees the packages that are not installed."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] in ROLLOUT_SIDE_PACKAGES:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Host:
+    """What differs between the hosts: module paths, signatures, and who owns the process groups."""
+
+    name: str
+    loss_module: str
+    cp_module: str
+    tis_path: str
+    formats: tuple[str, ...]
+
+    @property
+    def loss(self) -> ModuleType:
+        return importlib.import_module(self.loss_module)
+
+    @property
+    def cp(self) -> ModuleType:
+        return importlib.import_module(self.cp_module)
+
+    def reducer(self, args: Namespace, batch: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The host's own `sum_of_sample_mean` of this micro-batch, as its trainer builds it."""
+        lengths = batch["total_lengths"], batch["response_lengths"], batch["loss_masks"]
+        build, sums = self.cp.get_sum_of_sample_mean, batch["rollout_mask_sums"]
+        if self.name == "slime":
+            return build(*lengths, sums, args.calculate_per_token_loss)
+        layout = args.qkv_format, batch["max_seq_lens"]
+        return build(*lengths, args.calculate_per_token_loss, *layout, denominators=sums)
+
+    def layout(self, args: Namespace, max_seq_len: int) -> tuple[Any, ...]:
+        """The trailing arguments of the host's slicing helpers."""
+        return () if self.name == "slime" else (args.qkv_format, max_seq_len)
+
+
+HOSTS = {
+    "miles": Host(
+        "miles",
+        "miles.backends.training_utils.loss_hub.losses",
+        "miles.backends.training_utils.cp_utils",
+        "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+        ("thd", "bshd"),
+    ),
+    "slime": Host(
+        "slime",
+        "slime.backends.megatron_utils.loss",
+        "slime.backends.megatron_utils.cp_utils",
+        "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+        ("thd",),
+    ),
+}
+
+
+def load_host(name: str, checkout: Path) -> Host:
+    """Put the checkout on the path and import its loss; CannotCompare says what is missing."""
+    host = HOSTS[name]
+    if not (checkout / name).is_dir():
+        raise CannotCompare(
+            f"--checkout {checkout}: no package {name}/ in it; give the root of a {name} checkout"
+        )
+    sys.path.insert(0, str(checkout.resolve()))
+    sys.meta_path.append(_StandInFinder())
+    _keep_float32_gradients()
+    try:
+        importlib.import_module(host.loss_module)
+        importlib.import_module(host.tis_path.rpartition(".")[0])
+    except Exception as error:
+        raise CannotCompare(f"{host.loss_module} of {checkout} does not import: {error!r}") from error
+    return host
+
+
+def _keep_float32_gradients() -> None:
+    """Megatron's fused cross-entropy, which Miles uses, rounds the logits' gradient to bfloat16 and so hides differences.
+
+    Its unfused twin computes the same in float32. This is the one function that the driver exchanges.
+    """
+    from megatron.core.fusions import fused_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
+        vocab_parallel_cross_entropy(logits, tokens)
+    )
+
+
+def start_groups(host_name: str | None, context_parallel_size: int) -> None:
+    """Megatron's groups over the initialized default group; handed to Miles as its ParallelState."""
+    from megatron.core import mpu
+
+    mpu.initialize_model_parallel(context_parallel_size=context_parallel_size)
+    if host_name == "miles":
+        _hand_groups_to_miles(mpu)
+
+
+def _hand_groups_to_miles(mpu: Any) -> None:
+    parallel = importlib.import_module("miles.backends.training_utils.parallel")
+
+    def info(group: dist.ProcessGroup) -> Any:
+        return parallel.GroupInfo(dist.get_rank(group), dist.get_world_size(group), group)
+
+    dp, dp_cp = mpu.get_data_parallel_group(), mpu.get_data_parallel_group(with_context_parallel=True)
+    tp, cp = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+    alone = parallel.GroupInfo(0, 1, None)
+    parallel.set_parallel_state(
+        parallel.ParallelState(
+            intra_dp=info(dp), intra_dp_cp=info(dp_cp), cp=info(cp), tp=info(tp),
+            pp=alone, ep=alone, etp=alone, indep_dp=alone,
+        )
+    )  # fmt: skip
+
+
+def run_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """`work(rank)` in `world_size` forked ranks of one gloo group; its return values, in rank order.
+
+    Forked, since importing Megatron anew costs a rank ten seconds. `torch.save` carries the answers back.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (world_size, folder, work), nprocs=world_size, start_method="fork")
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, folder: str, work: Callable[[int], Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+    )
+    try:
+        torch.save(work(rank), f"{folder}/{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    dist.barrier()
+    os._exit(0)  # gloo's threads do not survive an ordinary interpreter shutdown after a fork
