@@ -7,13 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
+from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.local.engine import DecodeEngine, Generation, ModelConfig, counter_uniform, sample
 from mis_plugins.local.quantize import at_precision, round_to_int
-from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
-
-transformers = pytest.importorskip("transformers")
 
 CONFIG = ModelConfig(
     vocab_size=16, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48

@@ -1,0 +1,392 @@
+"""What a run shows and leaves: a live table, metrics.jsonl, summary.json, curves.png, three sentences."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any, NotRequired, TypedDict
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
+
+
+class Record(TypedDict):
+    """The keys every rollout records; the metrics of the TIS hook stand beside them, under their own names.
+
+    rollout: index of the rollout, from 0.
+    reward_rollout: mean reward of the training samples, which the rollout policy drew.
+    eval_trainer, eval_rollout: mean reward of either policy on held-out prompts, with the weights that drew
+        this rollout; rollout 0 therefore shows the start.
+    k3_kl: k3 estimate of KL(rollout policy || trainer policy) per token of the training samples.
+    kept_fraction: tokens that pass rejection over tokens in the loss.
+    grad_norm, loss: means over the optimizer steps of this rollout.
+    grad_cosine: cosine of this rollout's gradient, as corrected, to an on-policy one at the same weights.
+    seconds: wall time of this rollout, evaluation included.
+    """
+
+    rollout: int
+    reward_rollout: float
+    eval_trainer: NotRequired[float]
+    eval_rollout: NotRequired[float]
+    k3_kl: float
+    kept_fraction: float
+    grad_norm: float
+    loss: float
+    grad_cosine: NotRequired[float]
+    seconds: float
+
+
+class Summary(TypedDict):
+    """One run in a few numbers.
+
+    rollouts, seconds: how many and how long, in total.
+    trainer_start, rollout_start: held-out reward of either policy at the first evaluation.
+    trainer_final, rollout_final: its mean over the evaluations of the last tenth of the rollouts.
+    collapsed: whether `trainer_final` is below half of `trainer_start`.
+    k3_kl, kept_fraction, grad_cosine: means over the run.
+
+    A number that was never recorded is None.
+    """
+
+    rollouts: int
+    seconds: float
+    trainer_start: float | None
+    trainer_final: float | None
+    rollout_start: float | None
+    rollout_final: float | None
+    collapsed: bool
+    k3_kl: float | None
+    kept_fraction: float | None
+    grad_cosine: float | None
+
+
+@dataclass(frozen=True)
+class MetricsLog:
+    """A file of JSON lines, one a rollout. Interrupted at any moment, it holds whole lines only."""
+
+    path: Path
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line, in one unbuffered write. JSON has no NaN: what is not finite becomes null."""
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All records; a last line that a crash of the machine cut short is left out."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def truncate(self, after: int) -> None:
+        """Forget the rollouts beyond `after`, which a run resumed from its checkpoint will do again."""
+        kept = [record for record in self.read() if record["rollout"] <= after]
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        _write_whole(self.path, lambda path: path.write_text(text))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is complete whenever it exists."""
+    _write_whole(path, lambda partial: partial.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:
+    """The numbers of a whole run."""
+    trainer_start, trainer_final = _start_and_final(records, "eval_trainer")
+    rollout_start, rollout_final = _start_and_final(records, "eval_rollout")
+    return Summary(
+        rollouts=len(records),
+        seconds=sum(_values(records, "seconds")),
+        trainer_start=trainer_start,
+        trainer_final=trainer_final,
+        rollout_start=rollout_start,
+        rollout_final=rollout_final,
+        collapsed=_collapsed(trainer_start, trainer_final),
+        k3_kl=_mean(_values(records, "k3_kl")),
+        kept_fraction=_mean(_values(records, "kept_fraction")),
+        grad_cosine=_mean(_values(records, "grad_cosine")),
+    )
+
+
+def _collapsed(start: float | None, final: float | None) -> bool:
+    return start is not None and final is not None and final < start / 2
+
+
+def three_sentences(uncorrected: Summary, corrected: Summary) -> str:
+    """What a run without and a run with correction showed, whatever it was, from their numbers alone."""
+    if uncorrected["collapsed"] or corrected["collapsed"]:
+        findings = _fate("Without correction", uncorrected), _fate("With correction", corrected)
+    else:
+        findings = _nothing_collapsed(uncorrected, corrected), _cosines(uncorrected, corrected)
+    return " ".join((_mismatch(uncorrected, corrected), *findings))
+
+
+def _mismatch(uncorrected: Summary, corrected: Summary) -> str:
+    return (
+        "Rollout and trainer policy differed by a mean k3 KL per token of "
+        f"{_number(uncorrected['k3_kl'], '.2g')} in the uncorrected run and "
+        f"{_number(corrected['k3_kl'], '.2g')} in the corrected run, "
+        f"which kept {_number(corrected['kept_fraction'], '.0%')} of its tokens."
+    )
+
+
+def _fate(which: str, summary: Summary) -> str:
+    verb = "collapsed" if summary["collapsed"] else "kept at least half of its reward"
+    return f"{which} the trainer policy {verb}: its {_course(summary)}."
+
+
+def _nothing_collapsed(uncorrected: Summary, corrected: Summary) -> str:
+    return (
+        f"Nothing collapsed in these {uncorrected['rollouts']} rollouts: without correction the trainer "
+        f"policy's {_course(uncorrected)}; with correction its {_course(corrected)}."
+    )
+
+
+def _course(summary: Summary) -> str:
+    trainer = f"{_number(summary['trainer_start'])} to {_number(summary['trainer_final'])}"
+    rollout = f"{_number(summary['rollout_start'])} to {_number(summary['rollout_final'])}"
+    return f"held-out reward went from {trainer}, the rollout policy's from {rollout}"
+
+
+def _cosines(uncorrected: Summary, corrected: Summary) -> str:
+    without, with_it = uncorrected["grad_cosine"], corrected["grad_cosine"]
+    if without is None or with_it is None:
+        return "The direction of the gradient was not recorded, so these rewards are all that was seen."
+    return (
+        "Shown instead is the direction of the gradient: its mean cosine to an on-policy gradient was "
+        f"{_number(without)} without correction and {_number(with_it)} with it."
+    )
+
+
+# The colours of Okabe and Ito, which stay apart for colour-blind readers (jfly.uni-koeln.de/color).
+COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+FRAME, GRID, TEXT = "#9AA0A6", "#E8EAED", "#202124"
+
+
+Histories = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]  # label to seeds to records
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One axis of the picture: which key under which title; `limits` give way to a curve that falls below."""
+
+    key: str
+    title: str
+    scale: str = "linear"
+    limits: tuple[float, float] | None = None
+
+
+ZERO_TO_ONE = (-0.03, 1.03)
+PANELS = (
+    Panel("eval_trainer", "Reward of the trainer policy", limits=ZERO_TO_ONE),
+    Panel("eval_rollout", "Reward of the rollout policy", limits=ZERO_TO_ONE),
+    Panel("k3_kl", "k3 KL(rollout ‖ trainer) per token", scale="log"),
+    Panel("kept_fraction", "Fraction of tokens kept", limits=ZERO_TO_ONE),
+    Panel("grad_cosine", "Cosine to the on-policy gradient", limits=ZERO_TO_ONE),
+)
+
+
+def plot_curves(runs: Mapping[str, Path | Sequence[Path]], output: Path) -> None:
+    """Draw the runs' curves over each other.
+
+    Args:
+        runs: legend entry to the run's folder, or to the folders of several seeds. A thin line is one run as
+            it was, a thick one the moving mean over a twentieth of it and over the seeds.
+        output: the PNG file to write.
+    """
+    histories = {
+        label: [MetricsLog(path / METRICS).read() for path in _paths(run)] for label, run in runs.items()
+    }
+    panels = [panel for panel in PANELS if panel.key != "grad_cosine" or _recorded(histories, panel.key)]
+    figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
+    axes = figure.subplot_mosaic(_mosaic([panel.key for panel in panels]), sharex=True)
+    for panel in panels:
+        _draw(axes[panel.key], panel, histories)
+        _dress(axes[panel.key], panel, empty=not _recorded(histories, panel.key))
+    handles, labels = axes[panels[0].key].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
+    _write_whole(output, lambda path: figure.savefig(path, dpi=150, format="png"))
+
+
+def _draw(axis: Axes, panel: Panel, histories: Histories) -> None:
+    for index, (label, seeds) in enumerate(histories.items()):
+        color = COLORS[index % len(COLORS)]
+        curves = [_curve(history, panel.key) for history in seeds]
+        for curve in curves:
+            axis.plot(list(curve), list(curve.values()), color=color, alpha=0.28, linewidth=0.8)
+        mean = _smooth(_mean_curve(curves))
+        axis.plot(list(mean), list(mean.values()), color=color, linewidth=2.2, label=label)
+
+
+def _dress(axis: Axes, panel: Panel, empty: bool) -> None:
+    axis.set_title(panel.title, loc="left", fontsize=11, color=TEXT, fontweight="bold")
+    axis.set_xlabel("rollout", color=TEXT)
+    axis.margins(x=0.01)
+    axis.tick_params(colors=TEXT, labelsize=9, labelbottom=True)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(FRAME)
+    if empty:
+        axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=FRAME)
+    elif panel.scale == "log":
+        _log_axis(axis)
+    if panel.limits:
+        low, high = panel.limits
+        axis.set_ylim(min(low, axis.get_ylim()[0]), high)
+
+
+def _log_axis(axis: Axes) -> None:
+    """Label 1, 2 and 5 within two decades and powers of ten over more, as plain numbers where short."""
+    axis.set_yscale("log", nonpositive="mask")
+    low, high = axis.get_ylim()
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    axis.yaxis.set_major_locator(LogLocator(subs=steps, numticks=8))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _mosaic(keys: Sequence[str]) -> list[Any]:
+    """The first two panels on top, half the width each; the others share the row below."""
+    return [[key for key in row for _ in range(6 // len(row))] for row in (keys[:2], keys[2:])]
+
+
+def _recorded(histories: Histories, key: str) -> bool:
+    return any(_values(history, key) for seeds in histories.values() for history in seeds)
+
+
+def _paths(run: Path | Sequence[Path]) -> Sequence[Path]:
+    return [run] if isinstance(run, Path) else run
+
+
+def _curve(history: Iterable[Mapping[str, Any]], key: str) -> dict[int, float]:
+    """Rollout to value, where recorded."""
+    return {record["rollout"]: record[key] for record in history if record.get(key) is not None}
+
+
+def _mean_curve(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    gathered: dict[int, list[float]] = defaultdict(list)
+    for curve in curves:
+        for rollout, value in curve.items():
+            gathered[rollout].append(value)
+    return {rollout: fmean(values) for rollout, values in sorted(gathered.items())}
+
+
+def _smooth(curve: Mapping[int, float]) -> dict[int, float]:
+    """Centred moving mean over a twentieth of the points; narrower at the ends."""
+    values, half = list(curve.values()), len(curve) // 40
+    return {
+        rollout: fmean(values[max(0, index - half) : index + half + 1]) for index, rollout in enumerate(curve)
+    }
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "rollout": ("rollout", "{:.0f}".format),
+    "eval_trainer": ("reward trainer", "{:.3f}".format),
+    "eval_rollout": ("reward rollout", "{:.3f}".format),
+    "k3_kl": ("   k3 KL", "{:.2e}".format),
+    "kept_fraction": (" kept", "{:.3f}".format),
+    "seconds": ("seconds", "{:.2f}".format),
+}
+"""What the live table shows: record key to heading, as wide as a number, and format."""
+
+_HEADINGS = [heading for heading, _ in COLUMNS.values()]
+
+SHOWN_ROWS = 10
+
+
+class LiveTable:
+    """The last rollouts and a progress bar, redrawn in place; plain lines where output is no terminal.
+
+    with LiveTable("uncorrected", total=200) as table:
+        table.add(record)
+    """
+
+    def __init__(self, title: str, total: int, completed: int = 0, console: Console | None = None) -> None:
+        self._title = title
+        self._console = console or Console()
+        self._rows: list[list[str]] = []
+        self._progress = Progress(TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = self._progress.add_task(title, total=total, completed=completed)
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+
+    def __enter__(self) -> LiveTable:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._print(self._title)
+            self._print(*_HEADINGS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Show one more rollout."""
+        row = [_cell(record.get(key), form) for key, (_, form) in COLUMNS.items()]
+        self._rows = [*self._rows, row][-SHOWN_ROWS:]
+        self._progress.advance(self._bar)
+        if not self._console.is_terminal:
+            self._print(*(cell.rjust(len(heading)) for cell, heading in zip(row, _HEADINGS, strict=True)))
+
+    def _print(self, *cells: str) -> None:
+        print(*cells, sep="  ", file=self._console.file, flush=True)
+
+    def _render(self) -> Group:
+        table = Table(box=None, header_style="bold", padding=(0, 2))
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, self._progress)
+
+
+def _cell(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "(not recorded)" if value is None else format(value, form)
+
+
+def _start_and_final(records: Sequence[Mapping[str, Any]], key: str) -> tuple[float | None, float | None]:
+    """The first value, and the mean over the last tenth of the rollouts (the last value if none is there)."""
+    values = _values(records, key)
+    last_tenth = _values(records[-math.ceil(len(records) / 10) :], key)
+    return (values[0], fmean(last_tenth or values[-1:])) if values else (None, None)
+
+
+def _values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    return [record[key] for record in records if record.get(key) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path`, then rename: an interrupt leaves the old file or the whole new one."""
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    os.replace(partial, path)
