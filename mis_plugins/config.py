@@ -94,7 +94,7 @@ class WeightConfig:
                 )
         elif self.lower is None and self.upper <= 1:
             raise ConfigError(
-                f"{{lower}}: unset means 1 / {{upper}} = {1 / self.upper:g}, which is not below {{upper}}: {self.upper:g}"
+                f"{{lower}}: unset means 1 / {{upper}}: {1 / self.upper:g}, not below {{upper}}: {self.upper:g}"
             )
 
     @property
@@ -236,7 +236,11 @@ def from_args(args: Any) -> CorrectionConfig:
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset, from a checkout or from an installed package."""
+    """The file of a preset, in a checkout or in an installed package.
+
+    Raises:
+        ConfigError: names the nearest preset that exists.
+    """
     presets = {path.stem: path for path in sorted(_preset_folder().glob("*.yaml"))}
     if name not in presets:
         raise ConfigError(f"preset {name!r}: unknown{_suggest(name, presets)}")
@@ -245,7 +249,7 @@ def preset_path(name: str) -> Path:
 
 def _preset_folder() -> Path:
     package = Path(__file__).parent
-    return next(folder for folder in (package / "yaml", package.parent / "yaml") if folder.is_dir())
+    return next(folder for folder in (package / "presets", package.parent / "yaml") if folder.is_dir())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_plugins.config import LEVEL_OVER, CorrectionConfig, WeightConfig
 from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import log_ratio
+from mis_plugins.ratios import exp_clamped
 from mis_plugins.rejection import STATISTICS, Totals, passes
 from mis_plugins.totals import TokenStage, over_sequences, token_stage
 from mis_plugins.weights import bounded_weight, in_bounds, normalization
@@ -43,6 +43,11 @@ class Correction:
     def log_ratio(self) -> Float[Tensor, " T"]:
         """log pi_old - log mu, unbounded; 0 where it is not known."""
         return self.stage.log_ratio
+
+    @cached_property
+    def live(self) -> Bool[Tensor, " N"]:
+        """Sequences with a valid token; needs metrics."""
+        return self.totals["valid"] > 0
 
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:
@@ -77,7 +82,7 @@ def correct(
         behavior: log-probs that the rollout engine sampled with (mu).
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
     """
-    stage = token_stage(proximal, behavior, *log_ratio(proximal, behavior, ragged.loss_mask), config)
+    stage = token_stage(proximal, behavior, ragged.loss_mask, config)
     totals = over_sequences(stage, ragged, config)
     sequence_weight = _sequence_weight(totals, config.weight)
     keep_sequences = _keep_sequences(totals, config)
@@ -102,7 +107,7 @@ def mean_weight_of(
 ) -> Float[Tensor, ""]:
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
-    stage = token_stage(proximal, behavior, *log_ratio(proximal, behavior, ragged.loss_mask), config)
+    stage = token_stage(proximal, behavior, ragged.loss_mask, config)
     totals = over_sequences(stage, ragged, config)
     sequence_weight = _sequence_weight(totals, config.weight)
     return _mean_weight(totals, sequence_weight, _keep_sequences(totals, config), ragged, config.weight)
@@ -113,15 +118,25 @@ def sequence_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " 
     return STATISTICS[LEVEL_OVER[weight.level]](totals)
 
 
+def sequence_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """exp of it, clamped; 0 where it is not known."""
+    return torch.where(known(totals), exp_clamped(sequence_log_ratio(totals, weight)), 0)
+
+
 def known(totals: Totals) -> Bool[Tensor, " N"]:
     """Sequences with a valid token, all of whose log ratios are finite."""
     return (totals["valid"] > 0) & (totals["usable"] == totals["valid"])
 
 
+def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
+    """How many tokens of each sequence the rules over tokens leave; without such a rule, all usable ones."""
+    return totals["kept"] if "kept" in totals else totals["usable"]
+
+
 def _sequence_weight(totals: Totals, weight: WeightConfig | None) -> Float[Tensor, " N"] | None:
     if weight is None or weight.level == "token":
         return None
-    return bounded_weight(sequence_log_ratio(totals, weight), known(totals), weight)
+    return bounded_weight(sequence_ratio(totals, weight), known(totals), weight)
 
 
 def _keep_sequences(totals: Totals, config: CorrectionConfig) -> Bool[Tensor, " N"] | None:
@@ -169,7 +184,7 @@ def _mean_weight(
     else:
         counted = _counted_sequences(totals, weight)
         if kept_only:
-            counted = counted & (totals.get("kept", totals["usable"]) > 0)
+            counted = counted & (kept_tokens(totals) > 0)
         total, count = sequence_weight, torch.ones_like(sequence_weight)
     for keep in (counted, keep_sequences if kept_only else None):
         if keep is not None:
@@ -183,7 +198,7 @@ def _token_population(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Sum of token weights and their number, by sequence."""
     if kept_only:
-        return totals["applied"], totals.get("kept", totals["usable"])
+        return totals["applied"], kept_tokens(totals)
     if weight.bound == "mask":
         return totals["counted_weight"], totals["counted"]
     return totals["weight"], totals["usable"]

@@ -17,10 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule
-from mis_plugins.correction import Correction, known, sequence_log_ratio
+from mis_plugins.correction import Correction, kept_tokens, sequence_log_ratio, sequence_ratio
 from mis_plugins.ratios import LOG_RATIO_CLAMP, above, below, exp_clamped
 from mis_plugins.rejection import STATISTICS, too_high, too_low
-from mis_plugins.weights import BOUNDS, bounded_weight
+from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor]
 
@@ -61,7 +61,6 @@ class TokenMetrics(Mapping[str, Tensor]):
         return len(self._readers)
 
     def _spread(self, value: Tensor) -> Tensor:
-        value = torch.where(self._correction.totals["valid"] > 0, value, 0)
         return self._correction.ragged.to_tokens(value.float())
 
     def _repeat(self, value: Tensor) -> Tensor:
@@ -197,9 +196,8 @@ def weight_min(c: Correction) -> Float[Tensor, ""]:
 
 def kept_sequences(c: Correction) -> Float[Tensor, ""]:
     """Share of the sequences with a valid token that the rules over sequences keep."""
-    live = c.totals["valid"] > 0
-    kept = live if c.keep_sequences is None else live & c.keep_sequences
-    return kept.sum() / live.sum().clamp(min=1)
+    kept = c.live if c.keep_sequences is None else c.live & c.keep_sequences
+    return kept.sum() / c.live.sum().clamp(min=1)
 
 
 def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
@@ -263,15 +261,12 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
     if weight is None:
         return
     if weight.level == "token":
-        home, log_ratio, usable = token, lambda c: c.log_ratio, lambda c: c.stage.usable
+        home, log_ratio = token, lambda c: c.log_ratio
+        before, after = lambda c: c.stage.ratio, lambda c: c.stage.weight
     else:
-        home, log_ratio, usable = (
-            sequence,
-            lambda c: sequence_log_ratio(c.totals, weight),
-            lambda c: known(c.totals),
-        )
-    after: Metric = lambda c: bounded_weight(log_ratio(c), usable(c), weight)  # noqa: E731
-    home["tis_weight_before_bound"] = lambda c: torch.where(usable(c), exp_clamped(log_ratio(c)), 0)
+        home, log_ratio = sequence, lambda c: sequence_log_ratio(c.totals, weight)
+        before, after = lambda c: sequence_ratio(c.totals, weight), lambda c: c.sequence_weight
+    home["tis_weight_before_bound"] = before
     home["tis_weight_after_bound"] = home["is_ratio_mean_after_tis_rs"] = after
     if weight.bound == "truncate":
         home["tis_truncate_fraction"] = lambda c: above(log_ratio(c), weight.upper)
@@ -362,6 +357,6 @@ def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, 
     """Sum and sum of squares of each sequence's kept weights, up to the common normalization."""
     if "applied" in c.totals:
         return c.totals["applied"], c.totals["applied_squared"]
-    kept = c.totals.get("kept", c.totals["usable"])
+    kept = kept_tokens(c.totals)
     weight = torch.ones_like(kept) if c.sequence_weight is None else c.sequence_weight
     return weight * kept, weight.square() * kept

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged, Ranks, to_device
 
 Span = tuple[int, int]  # [start, stop) within a response
@@ -55,7 +54,7 @@ class Layout:
             index = torch.arange(ends[-1], device=loss_mask.device)
             index = index + offsets.repeat_interleave(counts, output_size=ends[-1])
             loss_mask = loss_mask.index_select(0, index)
-        return Placed(Ragged(cu_seqlens, loss_mask != 0, ranks), full_lengths, sum(lengths), index)
+        return Placed(Ragged(cu_seqlens, loss_mask.bool(), ranks), full_lengths, sum(lengths), index)
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ class Placed:
         return keep & sequences.repeat_interleave(self.full_lengths, output_size=self.full_size)
 
     def _gather(self, tokens: Bool[Tensor, " T"]) -> Bool[Tensor, " R"]:
+        """Every token lies on one rank, so that a sum of bytes over ranks puts them together."""
         if self.index is None:
             return tokens
         full = torch.zeros(self.full_size, dtype=torch.uint8, device=tokens.device)
@@ -135,16 +135,3 @@ def _pieces(
             local += stop - start
         full += response
     return list(response_lengths), lengths, shifts
-
-
-def check_lengths(name: str, tensors: Sequence[Tensor], expected: Sequence[int], where: str) -> None:
-    """Refuse per-sequence tensors that do not hold what the layout says.
-
-    Raises:
-        InputError: names the list, the sequence and both counts.
-    """
-    if len(tensors) != len(expected):
-        raise InputError(f"{name}: {len(tensors)} sequences, but response_lengths has {len(expected)}")
-    for i, (tensor, count) in enumerate(zip(tensors, expected, strict=True)):
-        if tensor.numel() != count:
-            raise InputError(f"{name}[{i}]: {tensor.numel()} tokens, but sequence {i} has {count} {where}")

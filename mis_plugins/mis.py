@@ -19,28 +19,28 @@ from mis_plugins import config as configs
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.diagnostics import diagnose
-from mis_plugins.errors import InputError
+from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import fsdp, miles, slime
-from mis_plugins.layout import Layout, Placed, check_lengths, whole, zigzag
+from mis_plugins.hosts.batch import HostBatch, Tensors, host_layout
+from mis_plugins.layout import Placed, whole
 from mis_plugins.notices import warn_once
-from mis_plugins.ragged import Ranks
 
-Tensors = Sequence[Tensor]
+Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
 
 def compute_mis_weights_with_cp(
     args: Any,
     *,
     pg_loss: Tensor,
-    train_log_probs: Tensors | None,
-    rollout_log_probs: Tensors | None,
+    train_log_probs: Tensors,
+    rollout_log_probs: Tensors,
     loss_masks: Tensors,
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     parallel_state: Any = None,
     max_seq_lens: Sequence[int] | None = None,
     **_: Any,
-) -> tuple[Tensor, Tensors, Mapping[str, Tensor]]:
+) -> Answer:
     """The TIS hook of Miles and slime on Megatron, with or without context parallelism.
 
     Args:
@@ -52,57 +52,48 @@ def compute_mis_weights_with_cp(
         max_seq_lens: what each sequence was padded to; needed with `qkv_format: bshd`.
 
     Returns:
-        pg_loss weighted; the full-response masks less what was rejected; the metrics, `[T]` each.
+        pg_loss weighted, 0 where rejected; the full-response masks less what was rejected; the metrics, `[T]` each.
 
     Raises:
         ConfigError, InputError: before any work, naming the key or the sequence.
     """
-    ranks = slime.ranks() if parallel_state is None else miles.ranks(parallel_state)
-    size, rank = (
-        slime.context_parallel() if parallel_state is None else miles.context_parallel(parallel_state)
-    )
-    layout = _layout(args, total_lengths, response_lengths, max_seq_lens, size, rank)
-    return _hook(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
+    ranks, cp = slime.parallel() if parallel_state is None else miles.parallel(parallel_state)
+    layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
+    return _hook(args, pg_loss, HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks))
 
 
 def compute_mis_weights_fsdp(
     args: Any,
     *,
     pg_loss: Tensor,
-    train_log_probs: Tensors | None,
-    rollout_log_probs: Tensors | None,
-    loss_masks: Tensors,
-    parallel_state: Any = None,
-    **_: Any,
-) -> tuple[Tensor, Tensors, Mapping[str, Tensor]]:
-    """The TIS hook of Miles on FSDP: whole responses, no context parallelism. See `compute_mis_weights_with_cp`."""
-    layout = whole([mask.numel() for mask in loss_masks])
-    return _hook(
-        args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, layout, fsdp.ranks(parallel_state)
-    )
-
-
-def compute_mis_weights(
-    args: Any,
-    *,
     train_log_probs: Tensors,
     rollout_log_probs: Tensors,
     loss_masks: Tensors,
+    parallel_state: Any = None,
+    **_: Any,
+) -> Answer:
+    """The TIS hook of Miles on FSDP: whole responses, no context parallelism. See `compute_mis_weights_with_cp`."""
+    ranks = fsdp.ranks(parallel_state)
+    fsdp.check_whole(rollout_log_probs, loss_masks)
+    layout = whole([mask.numel() for mask in loss_masks])
+    return _hook(args, pg_loss, HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks))
+
+
+def compute_mis_weights(
+    args: Any, *, train_log_probs: Tensors, rollout_log_probs: Tensors, loss_masks: Tensors
 ) -> tuple[Tensors | None, Tensors, dict[str, Tensors]]:
     """Lists in, lists out, one process: for notebooks and for hosts that multiply by themselves.
 
     Returns:
         weights, one tensor a sequence, or None where `args.use_tis` is off; masks; metrics, without prefix.
     """
-    layout = whole([mask.numel() for mask in loss_masks])
-    config = _config(args)
-    correction, placed = _correct(
-        args, config, train_log_probs, rollout_log_probs, loss_masks, layout, Ranks()
-    )
-    lengths = layout.local_lengths
+    config = config_in_force(args)
+    lengths = [mask.numel() for mask in loss_masks]
+    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
+    correction, placed = _correct(args, batch, config)
     metrics = {name: value.split(lengths) for name, value in diagnose(correction, prefix="").items()}
-    weights = correction.weights.split(lengths) if args.use_tis else None
-    return weights, _masks(args, correction, placed, loss_masks), metrics
+    weights = correction.weights.split(lengths) if config.corrects else None
+    return weights, _masks(batch, correction, placed), metrics
 
 
 def normalize_rollout(args: Any, *rest: Any) -> None:
@@ -114,10 +105,10 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     Raises:
         InputError: Miles, which hands this hook no data; a rollout without recomputed log-probs.
     """
-    config = _config(args)
+    config = config_in_force(args)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
-        raise configs.ConfigError(
-            "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without "
+        raise ConfigError(
+            "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
             "mis.weight.normalize.scope: rollout"
         )
     if len(rest) != 2:
@@ -125,59 +116,22 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "mis.weight.normalize.scope: rollout needs the rollout batch, and this host calls "
             "--rollout-data-postprocess-path with args alone (Miles does); use scope: data_parallel"
         )
-    rollout_data = rest[1]
-    if not rollout_data.get("log_probs"):
-        if slime.holds_log_probs():
-            raise InputError(
-                "mis.weight.normalize.scope: rollout needs log-probs recomputed by the trainer before training, and "
-                "rollout_data has none; use scope: data_parallel"
-            )
+    data = rest[1]
+    if not data.get("log_probs") and not slime.holds_log_probs():
         return
-    size, rank = slime.context_parallel()
-    lengths = rollout_data["total_lengths"], rollout_data["response_lengths"]
-    layout = _layout(args, *lengths, rollout_data.get("max_seq_lens"), size, rank)
-    inputs = rollout_data["log_probs"], rollout_data.get("rollout_log_probs"), rollout_data["loss_masks"]
-    placed = _place(*inputs, layout, slime.ranks())
-    args._mis_rollout_mean = mean_weight_of(torch.cat(inputs[0]), torch.cat(inputs[1]), placed.ragged, config)
-
-
-def _hook(
-    args: Any,
-    pg_loss: Tensor,
-    train_log_probs: Tensors | None,
-    rollout_log_probs: Tensors | None,
-    loss_masks: Tensors,
-    layout: Layout,
-    ranks: Ranks,
-) -> tuple[Tensor, Tensors, Mapping[str, Tensor]]:
-    config = _config(args)
-    if pg_loss.numel() != sum(layout.local_lengths):
+    if not data.get("log_probs"):
         raise InputError(
-            f"pg_loss: {pg_loss.numel()} tokens, but this rank holds {sum(layout.local_lengths)}"
+            "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
+            "rollout_data has none; use scope: data_parallel"
         )
-    correction, placed = _correct(args, config, train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    if args.use_tis:
-        pg_loss = torch.where(correction.keep, pg_loss * correction.weights, 0)
-    return pg_loss, _masks(args, correction, placed, loss_masks), diagnose(correction)
+    ranks, cp = slime.parallel()
+    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
+    batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
+    args._mis_rollout_mean = mean_weight_of(batch.proximal, batch.behavior, batch.place().ragged, config)
 
 
-def _correct(
-    args: Any,
-    config: CorrectionConfig,
-    train_log_probs: Tensors | None,
-    rollout_log_probs: Tensors | None,
-    loss_masks: Tensors,
-    layout: Layout,
-    ranks: Ranks,
-) -> tuple[Correction, Placed]:
-    placed = _place(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    mean = getattr(args, "_mis_rollout_mean", None)
-    proximal, behavior = torch.cat(list(train_log_probs)), torch.cat(list(rollout_log_probs))
-    return correct(proximal, behavior, placed.ragged, config, mean), placed
-
-
-def _config(args: Any) -> CorrectionConfig:
-    """The config in force: without --use-tis, one that changes nothing."""
+def config_in_force(args: Any) -> CorrectionConfig:
+    """The config that the host's arguments carry; without --use-tis, one that changes nothing."""
     config = configs.from_args(args)
     if not args.use_tis:
         if getattr(args, "use_rs", False):
@@ -188,57 +142,29 @@ def _config(args: Any) -> CorrectionConfig:
     return config
 
 
-def _layout(
-    args: Any,
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Layout:
-    padded = getattr(args, "qkv_format", "thd") == "bshd"
-    if padded and max_seq_lens is None:
-        raise InputError("max_seq_lens: missing, and args.qkv_format: bshd needs it")
-    if len(total_lengths) != len(response_lengths):
+def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
+    config = config_in_force(args)
+    if pg_loss.numel() != sum(batch.layout.local_lengths):
         raise InputError(
-            f"total_lengths has {len(total_lengths)} sequences, response_lengths {len(response_lengths)}"
+            f"pg_loss: {pg_loss.numel()} tokens, but this rank holds {sum(batch.layout.local_lengths)}"
         )
-    if cp_size == 1:
-        return whole(response_lengths)
-    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if padded else None)
+    correction, placed = _correct(args, batch, config)
+    if config.corrects:
+        pg_loss = torch.where(correction.keep, pg_loss * correction.weights, 0)
+    return pg_loss, _masks(batch, correction, placed), diagnose(correction)
 
 
-def _place(
-    train_log_probs: Tensors | None,
-    rollout_log_probs: Tensors | None,
-    loss_masks: Tensors,
-    layout: Layout,
-    ranks: Ranks,
-) -> Placed:
-    """The batch on this rank, once everything that can be seen to be wrong with it was refused."""
-    if not len(loss_masks):
-        raise InputError("loss_masks: no sequence in this micro-batch")
-    if rollout_log_probs is None:
-        raise InputError(
-            "rollout_log_probs: None; the rollout engine must return log-probs for each sampled token"
-        )
-    if train_log_probs is None:
-        raise InputError(
-            "train_log_probs: None; the trainer's log-probs were neither recomputed nor handed on"
-        )
-    check_lengths("loss_masks", loss_masks, layout.response_lengths, "response tokens")
-    check_lengths("train_log_probs", train_log_probs, layout.local_lengths, "response tokens on this rank")
-    check_lengths(
-        "rollout_log_probs", rollout_log_probs, layout.local_lengths, "response tokens on this rank"
-    )
-    return layout.place(torch.cat(list(loss_masks)), ranks)
+def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:
+    placed = batch.place()
+    rollout_mean = getattr(args, "_mis_rollout_mean", None)
+    return correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean), placed
 
 
-def _masks(args: Any, correction: Correction, placed: Placed, loss_masks: Tensors) -> Tensors:
+def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
     """The host's masks, or copies of them in its own dtype where something can be rejected."""
     tokens, sequences = correction.keep_tokens, correction.keep_sequences
-    if not args.use_tis or (tokens is None and sequences is None):
-        return loss_masks
-    keep = placed.full_mask(tokens, sequences)
-    masks = torch.cat(list(loss_masks))
-    return torch.where(keep, masks, 0).to(masks.dtype).split([mask.numel() for mask in loss_masks])
+    if tokens is None and sequences is None:
+        return batch.loss_masks
+    keep = correction.keep if placed.index is None else placed.full_mask(tokens, sequences)
+    masks = batch.loss_mask
+    return torch.where(keep, masks, 0).to(masks.dtype).split(list(batch.layout.response_lengths))

@@ -8,7 +8,7 @@ context-parallel ranks. Summing a token twice therefore cannot be written: only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,25 +43,18 @@ class Ragged:
     ranks: Ranks = Ranks()
 
     def over_sequence(
-        self,
-        sums: Mapping[str, Shaped[Tensor, " T"]],
-        maxima: Mapping[str, Float[Tensor, " T"]] | None = None,
-    ) -> dict[str, Float[Tensor, " N"]]:
-        """Total (or largest) value of each sequence over all its tokens in loss_mask, on whatever rank they are.
+        self, sums: Iterable[Shaped[Tensor, " T"]], maxima: Iterable[Float[Tensor, " T"]] = ()
+    ) -> Float[Tensor, "K N"]:
+        """Total of each of `sums`, then largest of each of `maxima`, over all tokens of a sequence, on whatever rank.
 
-        One collective for all names together, none without context parallelism. Sums are float64 from the first
-        addition, in an order that depends on the sequence alone; a sequence without a token has sum 0, maximum -inf.
+        What does not count is 0 (or -inf) there: by torch.where, since a product keeps NaN. One collective for all
+        rows, none without context parallelism. Sums are float64 from the first addition and depend on their own
+        sequence alone; a sequence without a token has sum 0 and maximum -inf. Rows are read one at a time.
         """
-        maxima = maxima or {}
-        rows = [self._segments(torch.where(self.loss_mask, x, 0).double(), "sum") for x in sums.values()]
-        rows += [
-            self._segments(torch.where(self.loss_mask, x, -torch.inf), "max").double()
-            for x in maxima.values()
-        ]
-        packed = torch.stack(rows)
-        if self.ranks.cp is not None:
-            packed = _combine(_all_gather(packed, self.ranks.cp), len(sums))
-        return dict(zip([*sums, *maxima], packed.unbind(), strict=True))
+        totals = [self._segments(x.double(), "sum") for x in sums]
+        largest = [self._segments(x, "max").double() for x in maxima]
+        rows = torch.stack(totals + largest)
+        return rows if self.ranks.cp is None else _combine(_all_gather(rows, self.ranks.cp), len(totals))
 
     def over_batch(self, per_sequence: Float[Tensor, "K N"]) -> Float[Tensor, " K"]:
         """Sum over the sequences of this micro-batch and of its data-parallel peers: one collective, if any."""
@@ -76,9 +69,7 @@ class Ragged:
 
     @cached_property
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
-        count = self.cu_seqlens.numel() - 1
-        index = torch.arange(count, dtype=torch.int32, device=self.cu_seqlens.device)
-        return index.repeat_interleave(self.cu_seqlens.diff(), output_size=self.loss_mask.numel())
+        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.loss_mask.numel())
 
     def _segments(self, x: Float[Tensor, " T"], op: str) -> Float[Tensor, " N"]:
         # unsafe skips a check of the offsets that would wait for the device.
@@ -86,9 +77,10 @@ class Ragged:
 
 
 def _all_gather(x: Float[Tensor, "K N"], group: dist.ProcessGroup) -> Float[Tensor, "cp K N"]:
-    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    size = dist.get_world_size(group)
+    parts = x.new_empty(size * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(parts, x, group=group)
-    return parts
+    return parts.view(size, *x.shape)
 
 
 def _combine(parts: Float[Tensor, "cp K N"], sums: int) -> Float[Tensor, "K N"]:

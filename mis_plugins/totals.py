@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import exp_clamped
+from mis_plugins.ratios import exp_clamped, finite, log_ratio
 from mis_plugins.rejection import passes
 from mis_plugins.weights import bounded_weight, in_bounds
 
@@ -20,20 +21,24 @@ from mis_plugins.weights import bounded_weight, in_bounds
 class TokenStage:
     """What a rank knows of its tokens before it asks anybody.
 
+    usable: in loss_mask, and with a finite log ratio.
+    ratio: exp(log_ratio), clamped; 0 where it is not usable.
     weight: bounded token weight; None at the other levels.
     counted: tokens that a mean of the weights counts before rejection: usable, and not dropped by a mask bound.
     keep: `counted`, and passing every rule over tokens; None where nothing can drop a single token.
     """
 
+    loss_mask: Bool[Tensor, " T"]
     proximal: Float[Tensor, " T"]
     behavior: Float[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
+    ratio: Float[Tensor, " T"]
     weight: Float[Tensor, " T"] | None
     counted: Bool[Tensor, " T"]
     keep: Bool[Tensor, " T"] | None
 
-    @property
+    @cached_property
     def applied(self) -> Float[Tensor, " T"]:
         """Token weight where the token is kept, else 0."""
         assert self.weight is not None
@@ -43,40 +48,38 @@ class TokenStage:
 def token_stage(
     proximal: Float[Tensor, " T"],
     behavior: Float[Tensor, " T"],
-    log_ratio: Float[Tensor, " T"],
-    usable: Bool[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
     config: CorrectionConfig,
 ) -> TokenStage:
     """Everything that needs no other token than itself."""
+    log_r, usable = log_ratio(proximal, behavior, loss_mask)
+    ratio = torch.where(usable, exp_clamped(log_r), 0)
     token_weight = config.weight if config.weight and config.weight.level == "token" else None
     masked = token_weight is not None and token_weight.bound == "mask"
-    counted = usable & in_bounds(log_ratio, token_weight) if masked else usable
+    counted = usable & in_bounds(log_r, token_weight) if masked else usable
     rules = [rule for rule in config.reject if rule.over == "token"]
     keep = counted
     for rule in rules:
-        keep = passes(log_ratio, rule, keep)
-    weight = None if token_weight is None else bounded_weight(log_ratio, usable, token_weight)
-    return TokenStage(
-        proximal, behavior, log_ratio, usable, weight, counted, keep if masked or rules else None
-    )
+        keep = passes(log_r, rule, keep)
+    weight = None if token_weight is None else bounded_weight(ratio, usable, token_weight)
+    keep = keep if masked or rules else None
+    return TokenStage(loss_mask, proximal, behavior, log_r, usable, ratio, weight, counted, keep)
 
 
-SUMS: dict[str, Callable[[TokenStage, Ragged], Tensor]] = {
-    "valid": lambda stage, ragged: ragged.loss_mask,
-    "usable": lambda stage, ragged: stage.usable,
-    "log_ratio": lambda stage, ragged: stage.log_ratio,
-    "proximal": lambda stage, ragged: torch.where(stage.usable, stage.proximal.float(), 0),
-    "ratio_squared": lambda stage, ragged: torch.where(
-        stage.usable, exp_clamped(stage.log_ratio).square(), 0
-    ),
-    "weight": lambda stage, ragged: stage.weight,
-    "counted": lambda stage, ragged: stage.counted,
-    "counted_weight": lambda stage, ragged: torch.where(stage.counted, stage.weight, 0),
-    "kept": lambda stage, ragged: stage.keep,
-    "applied": lambda stage, ragged: stage.applied,
-    "applied_squared": lambda stage, ragged: stage.applied.square(),
-    "nonfinite_train": lambda stage, ragged: ~stage.proximal.isfinite(),
-    "nonfinite_rollout": lambda stage, ragged: ~stage.behavior.isfinite(),
+SUMS: dict[str, Callable[[TokenStage], Tensor]] = {
+    "valid": lambda stage: stage.loss_mask,
+    "usable": lambda stage: stage.usable,
+    "log_ratio": lambda stage: stage.log_ratio,
+    "proximal": lambda stage: torch.where(stage.usable, stage.proximal.float(), 0),
+    "ratio_squared": lambda stage: stage.ratio.square(),
+    "weight": lambda stage: stage.weight,
+    "counted": lambda stage: stage.counted,
+    "counted_weight": lambda stage: torch.where(stage.counted, stage.weight, 0),
+    "kept": lambda stage: stage.keep,
+    "applied": lambda stage: stage.applied,
+    "applied_squared": lambda stage: stage.applied.square(),
+    "nonfinite_train": lambda stage: stage.loss_mask & ~finite(stage.proximal),
+    "nonfinite_rollout": lambda stage: stage.loss_mask & ~finite(stage.behavior),
 }
 
 MAXIMA: dict[str, Callable[[TokenStage], Tensor]] = {
@@ -94,9 +97,10 @@ def over_sequences(
     sums, maxima = needed_sums(config), needed_maxima(config)
     if not sums and not maxima:
         return {}
-    return ragged.over_sequence(
-        {name: SUMS[name](stage, ragged) for name in sums}, {name: MAXIMA[name](stage) for name in maxima}
+    rows = ragged.over_sequence(
+        (SUMS[name](stage) for name in sums), (MAXIMA[name](stage) for name in maxima)
     )
+    return dict(zip(sums + maxima, rows.unbind(), strict=True))
 
 
 def needed_sums(config: CorrectionConfig) -> list[str]:

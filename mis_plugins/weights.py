@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Bound, WeightConfig
-from mis_plugins.ratios import above, below, exp_clamped
+from mis_plugins.ratios import above, below
 
 
 def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
@@ -38,11 +38,10 @@ BOUNDS: dict[Bound, Callable[[Tensor, WeightConfig], Tensor]] = {
 }
 
 
-def bounded_weight(
-    log_ratio: Shaped[Tensor, " *"], usable: Bool[Tensor, " *"], config: WeightConfig
-) -> Tensor:
-    """w = bound(exp(log_ratio)); 0 where the ratio is not known."""
-    return torch.where(usable, BOUNDS[config.bound](exp_clamped(log_ratio), config), 0)
+def bounded_weight(ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Tensor:
+    """w = bound(r); 0 where the ratio is not known, and reads 0."""
+    weight = BOUNDS[config.bound](ratio, config)
+    return torch.where(usable, weight, 0) if config.bound == "clip" else weight
 
 
 def in_bounds(log_ratio: Tensor, config: WeightConfig) -> Bool[Tensor, " *"]:

@@ -8,8 +8,8 @@ from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ranks
 
 
-def ranks(parallel_state: Any) -> Ranks:
-    """The groups of Miles's `parallel_state`.
+def parallel(parallel_state: Any) -> tuple[Ranks, tuple[int, int]]:
+    """The groups of Miles's `parallel_state`, and (size, rank) of context parallelism.
 
     Raises:
         InputError: Ulysses context parallelism, whose log-probs are not zigzag.
@@ -20,9 +20,5 @@ def ranks(parallel_state: Any) -> Ranks:
             "drop --cp-comm-type a2a or use --context-parallel-size 1"
         )
     cp, dp = parallel_state.cp, parallel_state.effective_dp
-    return Ranks(cp.group if cp.size > 1 else None, dp.group if dp.size > 1 else None)
-
-
-def context_parallel(parallel_state: Any) -> tuple[int, int]:
-    """(size, rank)."""
-    return parallel_state.cp.size, parallel_state.cp.rank
+    ranks = Ranks(cp.group if cp.size > 1 else None, dp.group if dp.size > 1 else None)
+    return ranks, (cp.size, cp.rank)

@@ -8,20 +8,17 @@ from types import ModuleType
 from mis_plugins.ragged import Ranks
 
 
-def ranks() -> Ranks:
-    """The groups of `megatron.core.mpu`; one process where Megatron was never set up."""
+def parallel() -> tuple[Ranks, tuple[int, int]]:
+    """The groups of `megatron.core.mpu`, and (size, rank) of context parallelism; one process without Megatron."""
     mpu = _mpu()
     if mpu is None:
-        return Ranks()
-    cp = mpu.get_context_parallel_group() if mpu.get_context_parallel_world_size() > 1 else None
+        return Ranks(), (1, 0)
+    size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     dp = mpu.get_data_parallel_group(with_context_parallel=False)
-    return Ranks(cp, dp if dp.size() > 1 else None)
-
-
-def context_parallel() -> tuple[int, int]:
-    """(size, rank)."""
-    mpu = _mpu()
-    return (1, 0) if mpu is None else (mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank())
+    return Ranks(mpu.get_context_parallel_group() if size > 1 else None, dp if dp.size() > 1 else None), (
+        size,
+        rank,
+    )
 
 
 def holds_log_probs() -> bool:

@@ -1,0 +1,114 @@
+"""One micro-batch as a host hands it over: lists of tensors, refused where they do not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.layout import Layout, Placed, whole, zigzag
+from mis_plugins.ragged import Ranks
+
+Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """Per sequence: this rank's log-probs and the full response's loss mask.
+
+    Raises:
+        InputError: when built, before any work; it names the list, the sequence and both counts.
+    """
+
+    train_log_probs: Tensors
+    rollout_log_probs: Tensors
+    loss_masks: Tensors
+    layout: Layout
+    ranks: Ranks = Ranks()
+
+    def __post_init__(self) -> None:
+        if self.rollout_log_probs is None:
+            raise InputError(
+                "rollout_log_probs: None; the rollout engine must return one for each sampled token"
+            )
+        if self.train_log_probs is None:
+            raise InputError(
+                "train_log_probs: None; the trainer's log-probs were neither recomputed nor handed on"
+            )
+        if not len(self.loss_masks):
+            raise InputError("loss_masks: no sequence in this micro-batch")
+        _check("loss_masks", self.loss_masks, self.layout.response_lengths, "response tokens")
+        _check(
+            "train_log_probs", self.train_log_probs, self.layout.local_lengths, "response tokens on this rank"
+        )
+        _check(
+            "rollout_log_probs",
+            self.rollout_log_probs,
+            self.layout.local_lengths,
+            "response tokens on this rank",
+        )
+
+    @property
+    def proximal(self) -> Float[Tensor, " T"]:
+        return torch.cat(list(self.train_log_probs)).detach()
+
+    @property
+    def behavior(self) -> Float[Tensor, " T"]:
+        return torch.cat(list(self.rollout_log_probs)).detach()
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """`[R]`, in the host's dtype."""
+        return torch.cat(list(self.loss_masks))
+
+    def place(self) -> Placed:
+        return self.layout.place(self.loss_mask, self.ranks)
+
+
+def host_layout(
+    args: Any,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_seq_lens: Sequence[int] | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Layout:
+    """Where `args.qkv_format` puts each response on this rank.
+
+    Raises:
+        ConfigError, InputError: what every rank sees alike.
+    """
+    qkv_format = getattr(args, "qkv_format", "thd")
+    if qkv_format not in ("thd", "bshd"):
+        raise ConfigError(f"qkv_format: got {qkv_format!r}; choose one of thd, bshd")
+    if qkv_format == "bshd" and max_seq_lens is None:
+        raise InputError("max_seq_lens: missing, and qkv_format: bshd needs it")
+    if len(total_lengths) != len(response_lengths):
+        raise InputError(
+            f"total_lengths: {len(total_lengths)} sequences, response_lengths: {len(response_lengths)}"
+        )
+    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        if response and total <= response:
+            raise InputError(
+                f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"
+            )
+    if cp_size == 1:
+        return whole(response_lengths)
+    return zigzag(
+        total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None
+    )
+
+
+def _check(name: str, tensors: Sequence[Tensor | None], expected: Sequence[int], where: str) -> None:
+    if len(tensors) != len(expected):
+        raise InputError(f"{name}: {len(tensors)} sequences, but the batch has {len(expected)}")
+    for i, (tensor, count) in enumerate(zip(tensors, expected, strict=True)):
+        if tensor is None:
+            raise InputError(f"{name}[{i}]: None; sequence {i} came without log-probs")
+        if tensor.numel() != count:
+            raise InputError(f"{name}[{i}]: {tensor.numel()} tokens, but sequence {i} has {count} {where}")
