@@ -15,7 +15,15 @@ from mis_plugins.local.engine import DecodeEngine, Generation, ModelConfig, coun
 from mis_plugins.local.quantize import at_precision, round_to_int
 
 CONFIG = ModelConfig(
-    vocab_size=16, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48
+    vocab_size=16,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    rope_theta=100.0,
+    norm_eps=1e-5,
 )
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 11], [2], [9, 9, 9, 9]]
 NO_EOS = -1
@@ -35,7 +43,7 @@ def hf() -> torch.nn.Module:
             num_key_value_heads=CONFIG.num_kv_heads,
             head_dim=CONFIG.head_dim,
             rms_norm_eps=CONFIG.norm_eps,
-            rope_theta=CONFIG.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rope_theta},
             tie_word_embeddings=False,
         )
     ).eval()
