@@ -147,10 +147,10 @@ def _keep_sequences(totals: Totals, config: CorrectionConfig) -> Bool[Tensor, " 
     keep = known(totals)
     for rule in rules:
         keep = passes(STATISTICS[rule.over](totals), rule, keep)
-    return keep & _counted_sequences(totals, config.weight) if masks else keep
+    return keep & counted_sequences(totals, config.weight) if masks else keep
 
 
-def _counted_sequences(totals: Totals, weight: WeightConfig | None) -> Bool[Tensor, " N"]:
+def counted_sequences(totals: Totals, weight: WeightConfig | None) -> Bool[Tensor, " N"]:
     """Sequences that a mean of sequence weights counts: known, and not dropped by a mask bound."""
     assert weight is not None
     if weight.bound != "mask":
@@ -182,7 +182,7 @@ def _mean_weight(
         total, count = _token_population(totals, kept_only, weight)
         counted = None
     else:
-        counted = _counted_sequences(totals, weight)
+        counted = counted_sequences(totals, weight)
         if kept_only:
             counted = counted & (kept_tokens(totals) > 0)
         total, count = sequence_weight, torch.ones_like(sequence_weight)

@@ -17,12 +17,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule
-from mis_plugins.correction import Correction, kept_tokens, sequence_log_ratio, sequence_ratio
+from mis_plugins.correction import (
+    Correction,
+    counted_sequences,
+    kept_tokens,
+    sequence_log_ratio,
+    sequence_ratio,
+)
 from mis_plugins.ratios import LOG_RATIO_CLAMP, above, below, exp_clamped
 from mis_plugins.rejection import STATISTICS, too_high, too_low
 from mis_plugins.weights import BOUNDS
 
-Metric = Callable[[Correction], Tensor]
+Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
 
 
 @dataclass(frozen=True)
@@ -40,31 +46,30 @@ class TokenMetrics(Mapping[str, Tensor]):
     A host reads one, reduces it and drops it, so that the twenty-odd tensors of a batch never exist together.
     """
 
-    def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str = "mis_"):
+    def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str):
+        ragged = correction.ragged
+        kinds = (
+            (catalogue.token, lambda value: value),
+            (catalogue.sequence, ragged.to_tokens),
+            (catalogue.micro_batch, lambda value: value.expand(ragged.loss_mask.numel())),
+        )
         self._correction = correction
-        self._readers: dict[str, Callable[[], Tensor]] = {}
-        for name, metric in catalogue.token.items():
-            self._readers[prefix + name] = lambda metric=metric: metric(correction)
-        for name, metric in catalogue.sequence.items():
-            self._readers[prefix + name] = lambda metric=metric: self._spread(metric(correction))
-        for name, metric in catalogue.micro_batch.items():
-            self._readers[prefix + name] = lambda metric=metric: self._repeat(metric(correction))
+        self._metrics = {
+            prefix + name: (metric, place) for kind, place in kinds for name, metric in kind.items()
+        }
 
+    @torch.no_grad()
     def __getitem__(self, name: str) -> Float[Tensor, " T"]:
-        with torch.no_grad():
-            return self._readers[name]()
+        metric, place = self._metrics[name]
+        value = metric(self._correction)
+        assert value is not None, name
+        return place(value.float())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
+        return iter(self._metrics)
 
     def __len__(self) -> int:
-        return len(self._readers)
-
-    def _spread(self, value: Tensor) -> Tensor:
-        return self._correction.ragged.to_tokens(value.float())
-
-    def _repeat(self, value: Tensor) -> Tensor:
-        return value.float().expand(self._correction.ragged.loss_mask.numel())
+        return len(self._metrics)
 
 
 def diagnose(correction: Correction, prefix: str = "mis_") -> TokenMetrics:
@@ -252,7 +257,7 @@ WEIGHT_MICRO_BATCH: dict[str, Metric] = {
 def _normalization(config: CorrectionConfig) -> dict[str, Metric]:
     if config.weight is None or config.weight.normalize is None:
         return {}
-    return {"batch_norm_factor": lambda c: c.mean_weight}  # pyright: ignore[reportReturnType]
+    return {"batch_norm_factor": lambda c: c.mean_weight}
 
 
 def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: dict[str, Metric]) -> None:
@@ -331,15 +336,9 @@ def _weight_at(c: Correction, log_ratio: Float[Tensor, " N"]) -> Float[Tensor, "
 
 
 def _counted_weight(c: Correction, log_ratio: Float[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-    """Extreme weight of each sequence, and whether it has one."""
-    weight = c.config.weight
-    if (
-        c.sequence_weight is not None
-        and weight is not None
-        and weight.bound == "mask"
-        and c.keep_sequences is not None
-    ):
-        return _weight_at(c, log_ratio), c.keep_sequences
+    """Extreme weight of each sequence, and whether it has one that passes the bound."""
+    if c.sequence_weight is not None:
+        return _weight_at(c, log_ratio), counted_sequences(c.totals, c.config.weight)
     return _weight_at(c, log_ratio), log_ratio.isfinite()
 
 

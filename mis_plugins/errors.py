@@ -22,7 +22,7 @@ class ConfigError(MisError):
 
     def spelled(self, names: dict[str, str], prefix: str = "") -> ConfigError:
         """The same error with each `{field}` replaced by `names[field]`, else by `prefix + field`."""
-        quote = lambda match: names.get(match[1], prefix + match[1])  # noqa: E731
+        quote = lambda match: names.get(match[1]) or prefix + match[1]  # noqa: E731
         return ConfigError(re.sub(r"\{(\w+)\}", quote, self.template))
 
 

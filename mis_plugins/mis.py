@@ -81,7 +81,7 @@ def compute_mis_weights_fsdp(
 
 def compute_mis_weights(
     args: Any, *, train_log_probs: Tensors, rollout_log_probs: Tensors, loss_masks: Tensors
-) -> tuple[Tensors | None, Tensors, dict[str, Tensors]]:
+) -> tuple[Tensors | None, Tensors, Mapping[str, Tensors]]:
     """Lists in, lists out, one process: for notebooks and for hosts that multiply by themselves.
 
     Returns:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config import CorrectionConfig, WeightConfig
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import exp_clamped, finite, log_ratio
 from mis_plugins.rejection import passes
@@ -55,18 +55,17 @@ def token_stage(
     log_r, usable = log_ratio(proximal, behavior, loss_mask)
     ratio = torch.where(usable, exp_clamped(log_r), 0)
     token_weight = config.weight if config.weight and config.weight.level == "token" else None
-    masked = token_weight is not None and token_weight.bound == "mask"
-    counted = usable & in_bounds(log_r, token_weight) if masked else usable
-    rules = [rule for rule in config.reject if rule.over == "token"]
-    keep = counted
-    for rule in rules:
-        keep = passes(log_r, rule, keep)
+    masked = token_weight if token_weight and token_weight.bound == "mask" else None
+    counted = usable & in_bounds(log_r, masked) if masked else usable
     weight = None if token_weight is None else bounded_weight(ratio, usable, token_weight)
-    keep = keep if masked or rules else None
+    keep = counted if drops_tokens(config) else None
+    for rule in config.reject:
+        if keep is not None and rule.over == "token":
+            keep = passes(log_r, rule, keep)
     return TokenStage(loss_mask, proximal, behavior, log_r, usable, ratio, weight, counted, keep)
 
 
-SUMS: dict[str, Callable[[TokenStage], Tensor]] = {
+SUMS: dict[str, Callable[[TokenStage], Tensor | None]] = {
     "valid": lambda stage: stage.loss_mask,
     "usable": lambda stage: stage.usable,
     "log_ratio": lambda stage: stage.log_ratio,
@@ -74,7 +73,9 @@ SUMS: dict[str, Callable[[TokenStage], Tensor]] = {
     "ratio_squared": lambda stage: stage.ratio.square(),
     "weight": lambda stage: stage.weight,
     "counted": lambda stage: stage.counted,
-    "counted_weight": lambda stage: torch.where(stage.counted, stage.weight, 0),
+    "counted_weight": lambda stage: (
+        stage.weight if stage.weight is None else torch.where(stage.counted, stage.weight, 0)
+    ),
     "kept": lambda stage: stage.keep,
     "applied": lambda stage: stage.applied,
     "applied_squared": lambda stage: stage.applied.square(),
@@ -98,48 +99,56 @@ def over_sequences(
     if not sums and not maxima:
         return {}
     rows = ragged.over_sequence(
-        (SUMS[name](stage) for name in sums), (MAXIMA[name](stage) for name in maxima)
+        (_row(stage, name) for name in sums), (MAXIMA[name](stage) for name in maxima)
     )
     return dict(zip(sums + maxima, rows.unbind(), strict=True))
+
+
+def _row(stage: TokenStage, name: str) -> Tensor:
+    row = SUMS[name](stage)
+    assert row is not None, name
+    return row
 
 
 def needed_sums(config: CorrectionConfig) -> list[str]:
     """Names of `SUMS`, in order. A token-level config without normalization and metrics needs none."""
     names: set[str] = set()
-    weight = config.weight
-    by_token = weight is not None and weight.level == "token"
-    drops_tokens = any(rule.over == "token" for rule in config.reject) or (
-        by_token and weight.bound == "mask"
-    )
-    if any(rule.over != "token" for rule in config.reject) or (weight and not by_token):
+    by_token = config.weight is not None and config.weight.level == "token"
+    if any(rule.over != "token" for rule in config.reject) or (config.weight and not by_token):
         names |= {"valid", "usable", "log_ratio"}
-    if weight and weight.normalize:
-        if weight.normalize.over == "kept":
-            names |= {"kept"} if drops_tokens else {"usable"}
-            names |= {"applied"} if by_token else set()
-        elif by_token:
-            names |= {"counted", "counted_weight"} if weight.bound == "mask" else {"usable", "weight"}
+    if config.weight and config.weight.normalize:
+        names |= _needed_for_mean(config, config.weight, by_token)
     if config.metrics != "none":
         names |= {"valid", "usable", "log_ratio", "nonfinite_train", "nonfinite_rollout"}
-        names |= {"applied", "applied_squared"} if by_token else set()
-        names |= {"kept"} if drops_tokens and not by_token else set()
+        names |= {"applied", "applied_squared"} if by_token else ({"kept"} if drops_tokens(config) else set())
     if config.metrics == "full":
-        names |= {"proximal", "ratio_squared"}
-        names |= {"weight"} if by_token else set()
+        names |= {"proximal", "ratio_squared"} | ({"weight"} if by_token else set())
     return [name for name in SUMS if name in names]
+
+
+def _needed_for_mean(config: CorrectionConfig, weight: WeightConfig, by_token: bool) -> set[str]:
+    assert weight.normalize is not None
+    if weight.normalize.over == "kept":
+        return {"kept" if drops_tokens(config) else "usable"} | ({"applied"} if by_token else set())
+    if not by_token:
+        return set()
+    return {"counted", "counted_weight"} if weight.bound == "mask" else {"usable", "weight"}
+
+
+def drops_tokens(config: CorrectionConfig) -> bool:
+    """Whether single tokens can be rejected."""
+    masks = config.weight and config.weight.level == "token" and config.weight.bound == "mask"
+    return bool(masks) or any(rule.over == "token" for rule in config.reject)
 
 
 def needed_maxima(config: CorrectionConfig) -> list[str]:
     """Names of `MAXIMA`, in order."""
     names: set[str] = set()
+    weight = config.weight
     if config.metrics != "none" or any(rule.over == "max" for rule in config.reject):
         names |= {"log_ratio_max"}
     if config.metrics == "full" or any(rule.over == "min" for rule in config.reject):
         names |= {"negated_log_ratio_max"}
-    if (
-        config.metrics == "full"
-        and config.weight
-        and (config.weight.level, config.weight.bound) == ("token", "mask")
-    ):
+    if config.metrics == "full" and weight and (weight.level, weight.bound) == ("token", "mask"):
         names |= {"counted_max", "negated_counted_max"}
     return [name for name in MAXIMA if name in names]
