@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -88,6 +88,7 @@ class Generation:
     version: int
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """What the loop asks of a rollout engine; `DecodeEngine` stands behind it, SGLang or vLLM could."""
 

@@ -275,7 +275,7 @@ def _paths(run: Path | Sequence[Path]) -> Sequence[Path]:
 
 def _curve(history: Iterable[Mapping[str, Any]], key: str) -> dict[int, float]:
     """Rollout to value, where recorded."""
-    return {record["rollout"]: record[key] for record in history if record.get(key) is not None}
+    return {record["rollout"]: float(record[key]) for record in history if record.get(key) is not None}
 
 
 def _mean_curve(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
@@ -358,7 +358,7 @@ class LiveTable:
         return Group(table, self._progress)
 
 
-def _cell(value: float | None, form: Callable[[float], str]) -> str:
+def _cell(value: int | float | None, form: Callable[[float], str]) -> str:
     return "-" if value is None else form(value)
 
 
@@ -374,7 +374,7 @@ def _start_and_final(records: Sequence[Mapping[str, Any]], key: str) -> tuple[fl
 
 
 def _values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    return [record[key] for record in records if record.get(key) is not None]
+    return [float(record[key]) for record in records if record.get(key) is not None]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,7 @@ class Problem:
     answer: tuple[int, ...]
 
 
+@runtime_checkable
 class Task(Protocol):
     """A source of problems and the judge of responses to them."""
 
