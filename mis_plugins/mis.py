@@ -69,13 +69,14 @@ def compute_mis_weights_fsdp(
     train_log_probs: Tensors,
     rollout_log_probs: Tensors,
     loss_masks: Tensors,
+    response_lengths: Sequence[int] | None = None,
     parallel_state: Any = None,
     **_: Any,
 ) -> Answer:
     """The TIS hook of Miles on FSDP: whole responses, no context parallelism. See `compute_mis_weights_with_cp`."""
     ranks = fsdp.ranks(parallel_state)
-    fsdp.check_whole(rollout_log_probs, loss_masks)
-    layout = whole([mask.numel() for mask in loss_masks])
+    layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
+    fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     return _hook(args, pg_loss, HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks))
 
 

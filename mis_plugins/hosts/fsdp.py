@@ -24,17 +24,15 @@ def ranks(parallel_state: Any | None) -> Ranks:
         return Ranks()
     size = parallel_state.cp.size
     if size > 1:
-        raise InputError(
-            f"compute_mis_weights_fsdp: {size} context-parallel ranks split the responses; {USE_CP}"
-        )
+        raise InputError(f"compute_mis_weights_fsdp: context parallel responses, over {size} ranks; {USE_CP}")
     return miles.parallel(parallel_state)[0]
 
 
-def check_whole(rollout_log_probs: Sequence[Tensor] | None, loss_masks: Sequence[Tensor]) -> None:
+def check_whole(log_probs: Sequence[Tensor] | None, response_lengths: Sequence[int]) -> None:
     """Refuse pieces of responses, which only context parallelism makes."""
-    for i, (log_probs, mask) in enumerate(zip(rollout_log_probs or (), loss_masks, strict=False)):
-        if log_probs is not None and log_probs.numel() < mask.numel():
+    for i, (piece, length) in enumerate(zip(log_probs or (), response_lengths, strict=False)):
+        if piece is not None and piece.numel() < length:
             raise InputError(
-                f"compute_mis_weights_fsdp: rollout_log_probs[{i}] holds {log_probs.numel()} of {mask.numel()} "
-                f"response tokens; if context parallelism splits the responses, {USE_CP}"
+                f"compute_mis_weights_fsdp: rollout_log_probs[{i}] holds {piece.numel()} of {length} response tokens; "
+                f"if context parallelism splits the responses, {USE_CP}"
             )
