@@ -13,7 +13,7 @@ def version() -> str:
     source = (ROOT / "mis_plugins" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if found is None:
-        raise RuntimeError("mis_plugins/__init__.py: no line that reads __version__ = \"...\"")
+        raise RuntimeError('mis_plugins/__init__.py: no line that reads __version__ = "..."')
     return found.group(1)
 
 
@@ -35,7 +35,15 @@ setup(
     extras_require={
         "local": ["megatron-core==0.16.*", "numpy", "transformers", "rich", "matplotlib"],
         "report": ["rich", "matplotlib"],
-        "dev": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "beartype", "ruff", "pyright[nodejs]"],
+        "dev": [
+            "pytest",
+            "pytest-xdist",
+            "pytest-timeout",
+            "hypothesis",
+            "beartype",
+            "ruff",
+            "pyright[nodejs]",
+        ],
     },
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -18,7 +18,7 @@ install_once() {
     wanted="$repository $(cat "$repository"/{setup.py,pyproject.toml,constraints.txt} | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     echo "installing '.[local,dev]' into $VIRTUAL_ENV (once)" >&2
-    (cd "$repository" && python -m pip install --quiet --editable '.[local,dev]' --constraint constraints.txt)
+    (cd "$repository" && python -m pip install -qq --editable '.[local,dev]' --constraint constraints.txt)
     echo "$wanted" >"$stamp"
 }
 

@@ -36,7 +36,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     surprises = unexpected_skips([_reason(report) for report in terminal.stats.get("skipped", [])])
     for reason in surprises:
-        terminal.write_line(f"skip not allowed in CI: {reason}; list it in tests/{ALLOWED_SKIPS.name}", red=True)
+        terminal.write_line(
+            f"skip not allowed in CI: {reason}; list it in tests/{ALLOWED_SKIPS.name}", red=True
+        )
     if surprises:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

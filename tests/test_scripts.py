@@ -1,0 +1,151 @@
+"""The shell scripts: syntax, the one environment they share, and what the launch arrays hand to a host."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh")) + [ROOT / ".ci" / "run"]
+PARSERS = {
+    "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
+    "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),
+    "run-qwen3-4b-mis-fsdp.sh": ("miles", "miles-fsdp", "sglang"),
+}
+HOST_FLAGS = [
+    line.split() for line in (ROOT / "tests" / "host_flags.txt").read_text().splitlines() if line[0] != "#"
+]
+
+launch_script = pytest.mark.parametrize("script", sorted(PARSERS))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_syntax(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.access(script, os.X_OK) or script.name == "environment.sh"
+
+
+def test_every_launch_script_is_checked() -> None:
+    assert sorted(PARSERS) == sorted(path.name for path in (ROOT / "scripts").glob("run-*.sh"))
+
+
+def executable(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def launch(script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a launch script with a `ray` that submits nothing: it writes its arguments, one a line, to ray.txt."""
+    executable(folder / "bin" / "ray", f'printf "%s\\n" "$@" >"{folder}/ray.txt"')
+    executable(folder / "bin" / "python3", f'exec "{sys.executable}" "$@"')
+    host = folder / "a host"
+    model_args = host / "miles" / "utils" / "external_utils" / "model_args_utils.py"
+    model_args.parent.mkdir(parents=True)
+    model_args.write_text("print('--num-layers 36 --swiglu')")
+    executable(host / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--num-layers 36 --swiglu)")
+    paths = {"MILES_DIR": str(host), "SLIME_DIR": str(host), "MODEL_DIR": str(folder / "my models")}
+    found_first = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), "--seed", "7"],
+        env=os.environ | paths | found_first | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def trainer_arguments(folder: Path) -> list[str]:
+    """What follows `-- python3 .../train.py`."""
+    words = (folder / "ray.txt").read_text().splitlines()
+    python = words.index("--") + 1
+    assert words[python : python + 2] == ["python3", f"{folder / 'a host'}/train.py"]
+    return words[python + 2 :]
+
+
+@launch_script
+def test_launch_passes_only_flags_of_its_host(script: str, tmp_path: Path) -> None:
+    done = launch(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    arguments = trainer_arguments(tmp_path)
+    known = {flag for parser, flag in HOST_FLAGS if parser in PARSERS[script]}
+    flags = [word for word in arguments if word.startswith("--")]
+    assert set(flags) - known == set()
+    assert len(flags) == len(set(flags))
+    assert arguments[-2:] == ["--seed", "7"]
+    assert str(tmp_path / "my models" / "Qwen3-4B") in arguments
+    assert ("--num-layers" in arguments) == ("megatron" in PARSERS[script])
+
+
+@launch_script
+def test_launch_loads_our_function_with_our_config(script: str, tmp_path: Path) -> None:
+    launch(script, tmp_path)
+    arguments = trainer_arguments(tmp_path)
+    module, function = arguments[arguments.index("--custom-tis-function-path") + 1].rsplit(".", 1)
+    assert callable(getattr(importlib.import_module(module), function))
+    assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "mis.yaml"
+    assert "--use-tis" in arguments
+
+
+@launch_script
+def test_launch_stops_at_an_impossible_config(script: str, tmp_path: Path) -> None:
+    config = tmp_path / "impossible.yaml"
+    config.write_text("mis: {weight: {level: token, bound: clip, lower: 3.0, upper: 2.0}}")
+    done = launch(script, tmp_path, MIS_CONFIG=str(config))
+    assert done.returncode != 0
+    assert "impossible.yaml" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with an active environment whose `python` only writes down what it was asked."""
+    for name in ("scripts/environment.sh", "setup.py", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    executable(tmp_path / "venv" / "bin" / "python", f'echo "$@" >>"{tmp_path}/installs.txt"')
+    return tmp_path
+
+
+def installs(checkout: Path) -> int:
+    """Enter the environment; how often anything was installed so far."""
+    environment = {"VIRTUAL_ENV": f"{checkout}/venv", "PATH": f"{checkout}/venv/bin:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", f'source "{checkout}/scripts/environment.sh"']
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+    return len((checkout / "installs.txt").read_text().splitlines())
+
+
+def test_environment_is_installed_once_and_again_after_a_change(checkout: Path) -> None:
+    assert [installs(checkout), installs(checkout)] == [1, 1]
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    assert [installs(checkout), installs(checkout)] == [2, 2]
+
+
+def test_failed_install_is_tried_again(checkout: Path) -> None:
+    executable(checkout / "venv" / "bin" / "python", f'echo "$@" >>"{checkout}/installs.txt"; exit 1')
+    with pytest.raises(subprocess.CalledProcessError):
+        installs(checkout)
+    with pytest.raises(subprocess.CalledProcessError):
+        installs(checkout)
+    assert len((checkout / "installs.txt").read_text().splitlines()) == 2
+
+
+def test_environment_refuses_a_python_it_does_not_support(checkout: Path) -> None:
+    executable(checkout / "old-python", "exit 1")
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f'source "{checkout}/scripts/environment.sh"'],
+        env=environment | {"PYTHON": f"{checkout}/old-python"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "is not Python 3.11 to 3.13" in done.stderr
