@@ -1,0 +1,373 @@
+"""The whole correction a second time: float64, one Python loop a sequence, formula for formula.
+
+Imports nothing of `mis_plugins`. The config is the plain nested `mis:` mapping, with every key optional:
+`{"weight": {"level", "bound", "lower", "upper", "normalize": {"scope", "over"}},
+"reject": [{"over", "lower", "upper"}]}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+CLAMP = 20.0
+MEAN_FLOOR = 1e-8
+
+Tokens = list[float]
+Metrics = dict[str, list[Tokens]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence: log-probs of the trainer and of the rollout engine, and the host's mask, a response token each."""
+
+    proximal: Sequence[float]
+    behavior: Sequence[float]
+    mask: Sequence[bool]
+
+    @property
+    def valid(self) -> list[int]:
+        return [t for t, live in enumerate(self.mask) if live]
+
+    @property
+    def log_ratios(self) -> Tokens:
+        return [p - b for p, b in zip(self.proximal, self.behavior, strict=True)]
+
+    @property
+    def usable(self) -> list[int]:
+        return [t for t in self.valid if math.isfinite(self.log_ratios[t])]
+
+    @property
+    def faulty(self) -> bool:
+        return self.usable != self.valid
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """`weights`, `bounded`, `keep` and every metric: one list a sequence, one number a response token."""
+
+    weights: list[Tokens]
+    bounded: list[Tokens]
+    keep: list[list[bool]]
+    factor: float
+    metrics: Metrics
+    margin: float  # distance, in log units, from the nearest decision to its bound
+
+
+def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sample]] = ()) -> Corrected:
+    """Correct one micro-batch; `others` are the batches (of other ranks, other steps) that share its normalization."""
+    weight = config.get("weight")
+    bounded = [bounded_weights(s, weight) for s in batch]
+    keep = [kept(s, config) for s in batch]
+    factor = 1.0
+    if normalizes(weight):
+        factor = normalizer([s for group in [batch, *others] for s in group], config)
+    weights = [[w / factor for w in tokens] for tokens in bounded]
+    metrics = all_metrics(batch, config, bounded, weights, keep, factor)
+    return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config))
+
+
+# ---------------------------------------------------------------------------------------------- ratios and weights
+
+
+def clamp(x: float) -> float:
+    return max(-CLAMP, min(CLAMP, x))
+
+
+def unit_log_ratio(sample: Sample, t: int, level: str) -> float:
+    """The log ratio that weighs token t: its own, its sequence's sum, or its sequence's mean."""
+    terms = [sample.log_ratios[i] for i in sample.valid]
+    return {"token": lambda: sample.log_ratios[t], "sequence": lambda: math.fsum(terms),
+            "geometric": lambda: math.fsum(terms) / len(terms)}[level]()  # fmt: skip
+
+
+def raw_weight(sample: Sample, t: int, level: str) -> float:
+    return math.exp(clamp(unit_log_ratio(sample, t, level)))
+
+
+def lower_of(weight: dict) -> float:
+    lower = weight.get("lower")
+    return 1.0 / weight["upper"] if lower is None else lower
+
+
+def bounded(ratio: float, weight: dict) -> float:
+    match weight["bound"]:
+        case "truncate":
+            return min(ratio, weight["upper"])
+        case "clip":
+            return max(lower_of(weight), min(ratio, weight["upper"]))
+        case "mask":
+            return ratio
+    raise AssertionError(weight["bound"])
+
+
+def has_weight(sample: Sample, t: int, level: str) -> bool:
+    """False for a token outside the mask, and for one whose unit holds a non-finite log ratio."""
+    return t in sample.usable and (level == "token" or not sample.faulty)
+
+
+def bounded_weights(sample: Sample, weight: dict | None) -> Tokens:
+    tokens = []
+    for t in range(len(sample.mask)):
+        if weight is None:
+            tokens.append(1.0 if t in sample.usable else 0.0)
+        elif has_weight(sample, t, weight["level"]):
+            tokens.append(bounded(raw_weight(sample, t, weight["level"]), weight))
+        else:
+            tokens.append(0.0)
+    return tokens
+
+
+# ------------------------------------------------------------------------------------------------------- rejection
+
+
+def statistic(sample: Sample, t: int, over: str) -> float:
+    """The log ratio that a rule looks at for token t; NaN where a non-finite log-prob enters it."""
+    terms = [sample.log_ratios[i] for i in sample.valid]
+    if not (math.isfinite(sample.log_ratios[t]) if over == "token" else not sample.faulty):
+        return math.nan
+    return {"token": lambda: clamp(sample.log_ratios[t]), "sum": lambda: clamp(math.fsum(terms)),
+            "mean": lambda: clamp(math.fsum(terms) / len(terms)), "min": lambda: min(terms),
+            "max": lambda: max(terms)}[over]()  # fmt: skip
+
+
+def too_low(x: float, rule: dict) -> bool:
+    return rule.get("lower") is not None and x < math.log(rule["lower"])
+
+
+def too_high(x: float, rule: dict) -> bool:
+    return rule.get("upper") is not None and x > math.log(rule["upper"])
+
+
+def passes(sample: Sample, t: int, rule: dict) -> bool:
+    x = statistic(sample, t, rule["over"])
+    return not (math.isnan(x) or too_low(x, rule) or too_high(x, rule))
+
+
+def inside(sample: Sample, t: int, weight: dict | None) -> bool:
+    """Bound `mask`: the ratio lies within [lower, upper]."""
+    if weight is None or weight["bound"] != "mask":
+        return True
+    if not has_weight(sample, t, weight["level"]):
+        return False
+    return lower_of(weight) <= raw_weight(sample, t, weight["level"]) <= weight["upper"]
+
+
+def kept(sample: Sample, config: dict) -> list[bool]:
+    rules = config.get("reject", [])
+    return [
+        bool(live)
+        and inside(sample, t, config.get("weight"))
+        and all(passes(sample, t, rule) for rule in rules)
+        for t, live in enumerate(sample.mask)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- normalization
+
+
+def normalizes(weight: dict | None) -> bool:
+    return weight is not None and weight.get("normalize") is not None
+
+
+def normalizer(samples: Sequence[Sample], config: dict) -> float:
+    """Mean of the bounded weights over live units: tokens, or sequences at the other levels."""
+    weight, level = config["weight"], config["weight"]["level"]
+    over = weight["normalize"].get("over", "valid")
+    units = []
+    for sample in samples:
+        tokens = bounded_weights(sample, weight)
+        enters = (
+            kept(sample, config)
+            if over == "kept"
+            else [inside(sample, t, weight) for t in range(len(tokens))]
+        )
+        live = [tokens[t] for t in sample.valid if has_weight(sample, t, level) and enters[t]]
+        units += live if level == "token" else live[:1]
+    mean = math.fsum(units) / len(units) if units else 0.0
+    return mean if mean > MEAN_FLOOR else 1.0
+
+
+# -------------------------------------------------------------------------------------------------------- metrics
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def all_metrics(batch, config, bounded_tokens, weights, keep, factor) -> Metrics:
+    """Every metric at valid tokens of sequences without a non-finite log-prob; NaN elsewhere (not compared)."""
+    rows: Metrics = {}
+    for i, sample in enumerate(batch):
+        values: dict[str, list[float]] = {}
+        for t in range(len(sample.mask)):
+            blank = t not in sample.valid or sample.faulty
+            here = (
+                {}
+                if blank
+                else token_metrics(sample, t, config, bounded_tokens[i], weights[i], keep[i], factor)
+            )
+            for name in metric_names(config):
+                values.setdefault(name, []).append(here.get(name, math.nan))
+        for name in metric_names(config):
+            rows.setdefault(name, []).append(values.get(name, []))
+    return rows
+
+
+def token_metrics(sample, t, config, bounded_tokens, weights, keep, factor) -> dict[str, float]:
+    found = mismatch_metrics(sample, t)
+    found |= {"kept_fraction": float(keep[t]), "saturated_fraction": float(abs(sample.log_ratios[t]) > CLAMP)}
+    if config.get("weight"):
+        found |= weight_metrics(sample, t, config["weight"], bounded_tokens, weights, factor)
+    rules = config.get("reject", [])
+    for i, rule in enumerate(rules):
+        earlier = sum(is_veto(other) == is_veto(rule) for other in rules[:i])
+        suffix = f"_{earlier + 1}" if earlier else ""
+        found |= {name + suffix: value for name, value in rule_metrics(sample, t, rule).items()}
+    return found
+
+
+def mismatch_metrics(sample: Sample, t: int) -> dict[str, float]:
+    p = mean([sample.proximal[i] for i in sample.valid])
+    b = mean([sample.behavior[i] for i in sample.valid])
+    x = clamp(sample.log_ratios[t])
+    squares = [math.exp(clamp(sample.log_ratios[i])) ** 2 for i in sample.valid]
+    total = clamp(math.fsum(sample.log_ratios[i] for i in sample.valid))
+    return {
+        "training_log_ppl": -p, "training_ppl": math.exp(-p), "rollout_log_ppl": -b, "rollout_ppl": math.exp(-b),
+        "kl": -sample.log_ratios[t], "k3_kl": math.expm1(x) - x,
+        "log_ppl_diff": b - p, "log_ppl_abs_diff": abs(b - p), "ppl_ratio": math.exp(b - p),
+        "chi2_token": mean(squares) - 1.0, "chi2_seq": math.exp(total) ** 2 - 1.0,
+    }  # fmt: skip
+
+
+def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights, factor) -> dict[str, float]:
+    ratio = raw_weight(sample, t, weight["level"])
+    found = {"tis_weight_before_bound": ratio, "tis_weight_after_bound": bounded_tokens[t]}
+    found["is_ratio_mean_after_tis_rs"] = bounded_tokens[t]
+    if weight["bound"] == "truncate":
+        found["tis_truncate_fraction"] = float(ratio > weight["upper"])
+    else:
+        found[f"tis_{weight['bound']}_fraction_low"] = float(ratio < lower_of(weight))
+        found[f"tis_{weight['bound']}_fraction_high"] = float(ratio > weight["upper"])
+    final = [weights[i] for i in sample.valid]
+    found |= {
+        "is_ratio_mean_final": mean(final),
+        "is_ratio_min_final": min(final),
+        "is_ratio_max_final": max(final),
+    }
+    if normalizes(weight):
+        found["batch_norm_factor"] = factor
+    return found
+
+
+def is_veto(rule: dict) -> bool:
+    return rule["over"] == "min" and rule.get("upper") is None
+
+
+def rule_metrics(sample: Sample, t: int, rule: dict) -> dict[str, float]:
+    x = statistic(sample, t, rule["over"])
+    if is_veto(rule):
+        fatal = too_low(sample.log_ratios[t], rule)
+        return {
+            "rs_catastrophic_token_fraction": float(fatal),
+            "rs_catastrophic_seq_fraction": float(too_low(x, rule)),
+        }
+    found = {}
+    if rule.get("lower") is not None:
+        found["rs_mask_fraction_low"] = float(too_low(x, rule))
+    if rule.get("upper") is not None:
+        found["rs_mask_fraction_high"] = float(too_high(x, rule))
+    return found
+
+
+def metric_names(config: dict) -> list[str]:
+    """The names that mis.py and this project share for this config, without the prefix `mis_`."""
+    probe = Sample([0.0], [0.0], [True])
+    return sorted(token_metrics(probe, 0, config, [1.0], [1.0], [True], 1.0))
+
+
+def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -> dict[str, float]:
+    """One number a micro-batch. Extremes and fractions of nothing are 0."""
+    ratios = [math.exp(clamp(s.log_ratios[t])) for s in batch for t in s.usable]
+    rows = zip(batch, corrected.weights, corrected.keep, strict=True)
+    applied = [w[t] if keep[t] else 0.0 for s, w, keep in rows for t in s.valid]
+    squares = len(applied) * math.fsum(w * w for w in applied)
+    weight = config.get("weight")
+    level = weight["level"] if weight else "token"
+    passed = [w[t] for s, w in zip(batch, corrected.weights, strict=True) for t in s.valid
+              if has_weight(s, t, level) and inside(s, t, weight)]  # fmt: skip
+    live = [sequence_kept(s, config) for s in batch if s.valid]
+    return {
+        "ess_mb": math.fsum(applied) ** 2 / squares if squares else 0.0,
+        "ratio_min_mb": min(ratios, default=0.0), "ratio_max_mb": max(ratios, default=0.0),
+        "weight_min_mb": min(passed, default=0.0), "weight_max_mb": max(passed, default=0.0),
+        "kept_sequences_mb": sum(live) / len(live) if live else 0.0,
+        "nonfinite_train_mb": float(sum(not math.isfinite(s.proximal[t]) for s in batch for t in s.valid)),
+        "nonfinite_rollout_mb": float(sum(not math.isfinite(s.behavior[t]) for s in batch for t in s.valid)),
+    }  # fmt: skip
+
+
+def sequence_kept(sample: Sample, config: dict) -> bool:
+    """What the rules over sequences, and a mask bound at a level above the token, say of a live sequence."""
+    t, weight = sample.valid[0], config.get("weight")
+    rules = [rule for rule in config.get("reject", []) if rule["over"] != "token"]
+    return all(passes(sample, t, rule) for rule in rules) and (
+        weight is None or weight["level"] == "token" or inside(sample, t, weight)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- margins
+
+
+def decision_margin(batch: Sequence[Sample], config: dict) -> float:
+    """How far, in log units, the nearest decision lies from its bound: near 0, rounding could take it either way."""
+    gaps = [math.inf]
+    weight = config.get("weight")
+    for sample in batch:
+        for t in sample.usable:
+            gaps.append(abs(abs(sample.log_ratios[t]) - CLAMP))
+            if weight and has_weight(sample, t, weight["level"]):
+                bounds = [weight["upper"], lower_of(weight), math.exp(CLAMP), math.exp(-CLAMP)]
+                gaps += [
+                    abs(unit_log_ratio(sample, t, weight["level"]) - math.log(b)) for b in bounds if b > 0
+                ]
+            for rule in config.get("reject", []):
+                gaps += rule_gaps(sample, t, rule)
+    if normalizes(weight):
+        gaps.append(abs(mean_gap(batch, config)))
+    return min(gaps)
+
+
+def rule_gaps(sample: Sample, t: int, rule: dict) -> list[float]:
+    x = statistic(sample, t, rule["over"])
+    bounds = [rule[side] for side in ("lower", "upper") if rule.get(side) is not None]
+    values = [x] + ([sample.log_ratios[t]] if rule["over"] == "min" else [])
+    return [abs(v - math.log(b)) for b in bounds for v in values if not math.isnan(v)]
+
+
+def mean_gap(batch: Sequence[Sample], config: dict) -> float:
+    """Distance of the mean weight from the floor under which nothing is divided."""
+    factor = normalizer(batch, config)
+    return math.inf if factor == 1.0 else math.log(factor) - math.log(MEAN_FLOOR)
+
+
+# --------------------------------------------------------------------------------------------------- hosts' layout
+
+
+def zigzag(total: int, response: int, cp: int, rank: int, padded: int | None = None) -> list[int]:
+    """Response tokens that `rank` owns, in its order: chunks `rank` and `2 cp - 1 - rank` of the logits.
+
+    `padded` is the row length of a `bshd` batch; None is `thd`. Token t of the response is scored by logit
+    `prompt - 1 + t`.
+    """
+    chunk = math.ceil((total if padded is None else padded) / (2 * cp))
+    prompt = total - response
+    if cp == 1:
+        return list(range(response))
+    owned = []
+    for number in (rank, 2 * cp - 1 - rank):
+        logits = range(number * chunk, (number + 1) * chunk)
+        owned += [logit - prompt + 1 for logit in logits if prompt - 1 <= logit < total - 1]
+    return owned

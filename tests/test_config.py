@@ -1,0 +1,121 @@
+"""Both spellings of the config: what they mean, and that they meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from batches import flat_configs, nested
+from hypothesis import given
+
+from mis_plugins.config import (
+    CorrectionConfig,
+    NormalizeConfig,
+    Over,
+    RejectRule,
+    WeightConfig,
+    from_args,
+    from_flat,
+    from_mapping,
+)
+
+MILES_YAML = {
+    "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
+    "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1.0e-4,
+    "tis_batch_normalize": True,
+}  # fmt: skip
+
+
+def test_nested_defaults():
+    assert from_mapping({"weight": {}}) == CorrectionConfig(weight=WeightConfig())
+    weight = from_mapping({"weight": {"normalize": {}}}).weight
+    assert weight == WeightConfig("token", "truncate", None, 2.0, NormalizeConfig("micro_batch", "valid"))
+    assert from_mapping({}) == CorrectionConfig() == from_mapping(None)
+    assert CorrectionConfig().metrics == "full"
+
+
+def test_everything_nested():
+    mapping = {
+        "weight": {"level": "sequence", "bound": "clip", "lower": 0.25, "upper": 4,
+                   "normalize": {"scope": "rollout", "over": "kept"}},
+        "reject": [{"statistic": "ratio", "over": "mean", "lower": 0.99, "upper": 1.01},
+                   {"over": "min", "lower": 1e-4}],
+        "metrics": "core",
+    }  # fmt: skip
+    weight = WeightConfig("sequence", "clip", 0.25, 4.0, NormalizeConfig("rollout", "kept"))
+    rules = (RejectRule("ratio", "mean", 0.99, 1.01), RejectRule("ratio", "min", 1e-4))
+    assert from_mapping(mapping) == CorrectionConfig(weight, rules, "core")
+
+
+def test_rejection_alone():
+    config = from_mapping({"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
+    assert config.weight is None and config.reject == (RejectRule(over="min", lower=1e-4),)
+
+
+def test_miles_yaml():
+    """The mis.yaml that Miles ships."""
+    expected = CorrectionConfig(
+        WeightConfig(upper=2.0, normalize=NormalizeConfig()),
+        (RejectRule(over="token", lower=0.5, upper=2.0), RejectRule(over="min", lower=1e-4)),
+    )
+    assert from_flat(MILES_YAML) == expected
+    assert from_args(SimpleNamespace(use_tis=True, **MILES_YAML)) == expected
+
+
+@given(flat_configs())
+def test_flat_keys_mean_the_nested_ones(flat: dict):
+    assert from_flat(flat) == from_mapping(nested(flat))
+
+
+@pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
+def test_rejection_levels(level: str, over: Over):
+    config = from_flat(
+        {
+            "tis_upper_bound": 2.0,
+            "use_rs": True,
+            "rs_level": level,
+            "rs_lower_bound": 0.9,
+            "rs_upper_bound": 1.1,
+        }
+    )
+    assert config.reject == (RejectRule(over=over, lower=0.9, upper=1.1),)
+
+
+def test_bounds_fall_back_as_in_miles():
+    """rs_ to tis_; the lower one to 1 / upper."""
+    only_upper = from_flat({"tis_upper_bound": 4.0, "use_rs": True, "rs_level": "token"})
+    assert only_upper.reject == (RejectRule(lower=0.25, upper=4.0),)
+    both = from_flat({"tis_lower_bound": 0.6, "tis_upper_bound": 4.0, "use_rs": True, "rs_upper_bound": 3.0})
+    assert both.reject == (RejectRule(lower=0.6, upper=3.0),)
+    clip = from_flat({"tis_mode": "clip", "tis_upper_bound": 4.0}).weight
+    assert clip is not None and clip.floor == 0.25
+
+
+@pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0E-4"])
+def test_numbers_that_yaml_reads_as_text(text: str):
+    flat = from_flat(MILES_YAML | {"rs_veto_threshold": text})
+    assert flat.reject[-1].lower == 1e-4
+    assert from_mapping({"weight": None, "reject": [{"over": "min", "lower": text}]}).reject[0].lower == 1e-4
+
+
+def test_metrics_beside_flat_keys():
+    args = SimpleNamespace(use_tis=True, mis={"metrics": "core"}, **MILES_YAML)
+    assert from_args(args) == dataclasses.replace(from_flat(MILES_YAML), metrics="core")
+
+
+def test_metrics_only_needs_no_keys():
+    assert from_args(SimpleNamespace(use_tis=False, get_mismatch_metrics=True)) == CorrectionConfig()
+
+
+def test_the_hosts_own_clip_flags_are_not_ours():
+    args = SimpleNamespace(use_tis=True, tis_clip=2.0, tis_clip_low=0.0, mis={"weight": {"upper": 3.0}})
+    assert from_args(args).weight == WeightConfig(upper=3.0)
+
+
+def test_configs_are_values():
+    """Frozen and hashable: one config is one key, and nobody edits it between calls."""
+    config = from_mapping({"weight": {}, "reject": [{"lower": 0.5}]})
+    assert hash(config) == hash(from_mapping({"weight": {}, "reject": [{"lower": 0.5}]}))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.metrics = "none"  # type: ignore[misc]

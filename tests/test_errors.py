@@ -1,0 +1,224 @@
+"""Every mistake a user can make: one `MisError` that quotes the user's key and says what to do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from batches import host_args, ratio_batch
+from drive import one_rank
+
+from mis_plugins import mis
+from mis_plugins.config import from_args, from_flat, from_mapping
+from mis_plugins.errors import ConfigError, InputError, MisError
+
+GOOD = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
+
+NESTED = [
+    ({"wieght": {}}, r"mis\.wieght: unknown key.*weight"),
+    ({"weight": {"levle": "token"}}, r"mis\.weight\.levle: unknown key.*level"),
+    ({"weight": {"normalize": {"scop": "rollout"}}}, r"mis\.weight\.normalize\.scop: unknown key.*scope"),
+    ({"weight": {}, "reject": [{"over": "min", "lower": 0.1}, {"ovr": "min"}]},
+     r"mis\.reject\[1\]\.ovr: unknown key.*over"),
+    ({"weight": {"level": "seq"}}, r"mis\.weight\.level: got 'seq'; choose one of token, sequence, geometric"),
+    ({"weight": {"bound": "trunc"}}, r"mis\.weight\.bound: got 'trunc'; choose one of truncate, clip, mask"),
+    ({"weight": {"normalize": {"scope": "batch"}}},
+     r"mis\.weight\.normalize\.scope: got 'batch'; choose one of micro_batch"),
+    ({"weight": {"normalize": {"over": "all"}}}, r"mis\.weight\.normalize\.over: got 'all'; choose one of valid, kept"),
+    ({"weight": {}, "reject": [{"over": "max_", "upper": 2}]},
+     r"mis\.reject\[0\]\.over: got 'max_'; choose one of token"),
+    ({"weight": {}, "metrics": "all"}, r"mis\.metrics: got 'all'; choose one of full, core, none"),
+    ({"weight": {"upper": "two"}}, r"mis\.weight\.upper: got 'two'; expected a number"),
+    ({"weight": {"upper": True}}, r"mis\.weight\.upper: got True; expected a number"),
+    ({"weight": {"upper": [2.0]}}, r"mis\.weight\.upper: got \[2\.0\]; expected a number"),
+    ({"weight": {"upper": None}}, r"mis\.weight\.upper: got None"),
+    ({"weight": "token"}, r"mis\.weight: got 'token'; expected a mapping"),
+    ({"weight": {"normalize": True}}, r"mis\.weight\.normalize: got True; expected a mapping"),
+    ({"weight": {}, "reject": {"over": "min"}}, r"mis\.reject: .*expected a list"),
+    ("weight", r"mis: got 'weight'; expected a mapping"),
+    ({"weight": {"bound": "clip", "lower": 3.0, "upper": 2.0}}, r"mis\.weight\.lower: 3 .*mis\.weight\.upper: 2"),
+    ({"weight": {"bound": "mask", "upper": 0.5}}, r"mis\.weight\.lower.*mis\.weight\.upper"),
+    ({"weight": {"upper": -1.0}}, r"mis\.weight\.upper: got -1"),
+    ({"weight": {"upper": float("nan")}}, r"mis\.weight\.upper: got nan"),
+    ({"weight": {"upper": float("inf")}}, r"mis\.weight\.upper: got inf"),
+    ({"weight": {"bound": "clip", "lower": -0.5}}, r"mis\.weight\.lower: got -0\.5"),
+    ({"weight": {}, "reject": [{"over": "min", "lower": 0.0}]}, r"mis\.reject\[0\]\.lower: got 0"),
+    ({"weight": {}, "reject": [{"over": "sum", "lower": 2.0, "upper": 1.0}]},
+     r"mis\.reject\[0\]\.lower: 2 .*mis\.reject\[0\]\.upper: 1"),
+    # Settings without effect.
+    ({"weight": {"bound": "truncate", "lower": 0.5}},
+     r"mis\.weight\.lower: 0\.5 has no effect with mis\.weight\.bound: truncate"),
+    ({"weight": {}, "reject": [{"over": "token"}]},
+     r"mis\.reject\[0\]\.lower and mis\.reject\[0\]\.upper are both unset"),
+    ({"weight": {"normalize": {"over": "kept"}}}, r"mis\.weight\.normalize\.over: kept has no effect"),
+    ({"reject": [{"over": "min", "lower": 1e-4}]}, r"mis\.weight: missing beside mis\.reject"),
+]  # fmt: skip
+
+FLAT = [
+    ({"tis_level": "seq"}, r"tis_level: got 'seq'; choose one of token, sequence, geometric"),
+    ({"tis_mode": "trunc"}, r"tis_mode: got 'trunc'; choose one of truncate, clip, mask"),
+    ({"rs_level": "seq"}, r"rs_level: got 'seq'; choose one of"),
+    ({"tis_upper_bound": None}, r"tis_upper_bound: unset"),
+    ({"tis_upper_bound": -1}, r"tis_upper_bound: got -1"),
+    ({"tis_upper_bound": 0}, r"tis_upper_bound: got 0"),
+    ({"tis_upper_bound": "two"}, r"tis_upper_bound: got 'two'; expected a number"),
+    ({"tis_lower_bound": 3.0}, r"tis_lower_bound: 3 .*tis_upper_bound: 2"),
+    ({"tis_lower_bound": 3.0, "tis_mode": "clip"}, r"tis_lower_bound: 3 .*tis_upper_bound: 2"),
+    (
+        {"tis_mode": "mask", "tis_lower_bound": None, "tis_upper_bound": 0.9},
+        r"tis_lower_bound.*tis_upper_bound",
+    ),
+    ({"rs_lower_bound": 1.2, "rs_upper_bound": 1.1}, r"rs_lower_bound: 1\.2 .*rs_upper_bound: 1\.1"),
+    ({"rs_upper_bound": 0.4}, r"rs_lower_bound.*from.*tis_.*rs_upper_bound: 0\.4"),
+    ({"rs_veto_threshold": 0}, r"rs_veto_threshold: got 0"),
+    ({"rs_veto_threshold": -1e-4}, r"rs_veto_threshold: got -0\.0001"),
+    ({"use_rs": "yes"}, r"use_rs: got 'yes'; expected true or false"),
+    ({"tis_batch_normalize": "micro"}, r"tis_batch_normalize: got 'micro'; expected true or false"),
+]
+MILES = {
+    "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
+    "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1e-4,
+    "tis_batch_normalize": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mapping", "message"), NESTED)
+def test_nested(mapping: object, message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(mapping)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("change", "message"), FLAT)
+def test_flat(change: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_flat(MILES | change)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"tis_levle": "token", **MILES}, r"tis_levle: unknown key.*tis_level"),
+        ({"rs_veto": 1e-4, **MILES}, r"rs_veto: unknown key"),
+        ({"mis_weight": {}}, r"mis_weight: unknown key"),
+        ({"tis_batch_normalise": True}, r"tis_batch_normalise: unknown key.*tis_batch_normalize"),
+        ({"mis": GOOD, "tis_level": "token"}, r"both `mis:` and .*tis_level"),
+        ({"mis": GOOD, "use_rs": True}, r"both `mis:` and .*use_rs"),
+        ({}, r"--use-tis is set but nothing says how to correct"),
+        ({"mis": {"metrics": "core"}}, r"--use-tis is set but nothing says how to correct"),
+        ({"mis": [1]}, r"mis: got \[1\]; expected a mapping"),
+    ],
+)
+def test_namespace(attributes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_args(SimpleNamespace(use_tis=True, **attributes))
+
+
+def test_one_family():
+    """A user catches MisError, or ValueError."""
+    assert (
+        issubclass(ConfigError, MisError)
+        and issubclass(InputError, MisError)
+        and issubclass(MisError, ValueError)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- inputs
+
+
+def call(
+    entry: str = "compute_mis_weights_with_cp", args: SimpleNamespace | None = None, **change: object
+) -> None:
+    batch = ratio_batch([[0.5, 2.0, 1.0], [1.5], [1.1, 0.9]])
+    kwargs = batch.hook_kwargs() | {"parallel_state": one_rank(), "max_seq_lens": None} | change
+    getattr(mis, entry)(args or host_args(mis=GOOD), **kwargs)
+
+
+ONES = [torch.ones(3), torch.ones(1), torch.ones(2)]
+INPUTS = [
+    ({"train_log_probs": None}, r"train_log_probs: .*None"),
+    ({"rollout_log_probs": None}, r"rollout_log_probs: .*None"),
+    ({"rollout_log_probs": ONES[:2]}, r"rollout_log_probs: 2 sequences.*3"),
+    ({"train_log_probs": [*ONES, torch.ones(1)]}, r"train_log_probs: 4 sequences.*3"),
+    ({"loss_masks": ONES[:2]}, r"loss_masks: 2 sequences.*3"),
+    (
+        {"rollout_log_probs": [ONES[0], torch.ones(2), ONES[2]]},
+        r"rollout_log_probs\[1\]: 2 tokens.*sequence 1 has 1",
+    ),
+    (
+        {"train_log_probs": [ONES[0], ONES[1], torch.ones(5)]},
+        r"train_log_probs\[2\]: 5 tokens.*sequence 2 has 2",
+    ),
+    ({"loss_masks": [torch.ones(4), ONES[1], ONES[2]]}, r"loss_masks\[0\]: 4 tokens.*sequence 0 has 3"),
+    ({"rollout_log_probs": [ONES[0], None, ONES[2]]}, r"rollout_log_probs\[1\]: .*None"),
+    ({"pg_loss": torch.ones(5)}, r"pg_loss: 5.*6"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), INPUTS)
+def test_inputs(change: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        call(**change)
+
+
+@pytest.mark.parametrize(("change", "message"), [*INPUTS[:4], INPUTS[5], INPUTS[6], INPUTS[8]])
+def test_inputs_fsdp(change: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        call("compute_mis_weights_fsdp", **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"total_lengths": [6, 4]}, r"total_lengths.* 2 .*3"),
+        ({"total_lengths": [6, 4, 1]}, r"total_lengths\[2\].*1.*2"),
+        ({"response_lengths": [3, 1]}, r"response_lengths"),
+    ],
+)
+def test_lengths(change: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        call(**change)
+
+
+def test_bshd_needs_max_seq_lens():
+    with pytest.raises(InputError, match="max_seq_lens.*bshd"):
+        call(args=host_args(mis=GOOD, qkv_format="bshd"))
+
+
+def test_an_unknown_layout():
+    with pytest.raises(MisError, match=r"qkv_format: got 'sbhd'; choose one of thd, bshd"):
+        call(args=host_args(mis=GOOD, qkv_format="sbhd"))
+
+
+def test_ulysses_is_refused():
+    two = SimpleNamespace(rank=0, size=2, group=None)
+    state = SimpleNamespace(cp=two, effective_dp=two, effective_dp_cp=two, is_ulysses_cp=True)
+    with pytest.raises(MisError, match="[Uu]lysses"):
+        call(parallel_state=state)
+
+
+def test_fsdp_refuses_context_parallel_input():
+    """Local pieces of a response, with the whole response's mask: what a CP rank would pass."""
+    batch = ratio_batch([[0.5, 2.0, 1.0], [1.5, 1.0]])
+    local, _ = batch.shard(2, 0, None)
+    with pytest.raises(MisError, match="context.parallel.*compute_mis_weights_with_cp"):
+        mis.compute_mis_weights_fsdp(host_args(mis=GOOD), **local.hook_kwargs())
+
+
+def test_fsdp_refuses_a_context_parallel_state():
+    two = SimpleNamespace(rank=0, size=2, group=None)
+    state = SimpleNamespace(cp=two, effective_dp=two, effective_dp_cp=two, is_ulysses_cp=False)
+    with pytest.raises(MisError, match="context.parallel.*compute_mis_weights_with_cp"):
+        call("compute_mis_weights_fsdp", parallel_state=state)
+
+
+def test_rollout_scope_without_its_hook():
+    config = {"weight": {"normalize": {"scope": "rollout"}}}
+    with pytest.raises(MisError, match="mis_plugins.mis.normalize_rollout"):
+        call(args=host_args(mis=config))
+
+
+def test_rollout_scope_on_miles():
+    """Miles hands its arguments alone: nothing to normalize over."""
+    with pytest.raises(MisError, match="rollout"):
+        mis.normalize_rollout(host_args(mis={"weight": {"normalize": {"scope": "rollout"}}}))

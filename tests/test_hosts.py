@@ -1,0 +1,366 @@
+"""The functions as the hosts load and call them, and what the hosts then do with the answer."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+from batches import LEVELS, Batch, batches, broken_batches, configs, host_args, make_batch, ratio_batch
+from drive import assert_all_same, assert_same_bytes, call, one_rank, run, same_bytes
+from hypothesis import given
+from tolerances import EPS, weight_rtol
+
+from mis_plugins import notices
+
+CONFIG = {
+    "weight": {"level": "sequence", "bound": "clip", "upper": 1.5, "normalize": {}},
+    "reject": [{"over": "token", "lower": 0.4, "upper": 3.5}, {"over": "min", "lower": 1e-4}],
+}
+HOOKS = ["compute_mis_weights_with_cp", "compute_mis_weights_fsdp"]
+
+
+def load_function(path: str) -> Callable:
+    """Split at the last dot and import: what both hosts do with `--custom-tis-function-path`."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "compute_mis_weights", "normalize_rollout"])
+def test_dotted_paths_load(name: str):
+    assert callable(load_function(f"mis_plugins.mis.{name}"))
+
+
+def test_miles_call():
+    """Miles's keywords, `parallel_state` and `max_seq_lens` among them."""
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
+    kwargs = batch.hook_kwargs() | {"parallel_state": one_rank(), "max_seq_lens": None}
+    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
+    check_answer(batch, function(args=host_args(mis=CONFIG), **kwargs))
+
+
+def test_slime_call():
+    """slime's keywords: no `parallel_state`, no `max_seq_lens`; one process without Megatron groups."""
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
+    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
+    args = host_args(mis=CONFIG)
+    del args.qkv_format  # slime has no such flag in older releases
+    found = function(args=args, **batch.hook_kwargs())
+    check_answer(batch, found)
+
+
+@pytest.mark.parametrize("extra", [{}, {"cp_rank": 0, "cp_size": 1, "cp_group": None}])
+def test_fsdp_call(extra: dict):
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
+    function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
+    check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra))
+
+
+def check_answer(batch: Batch, answer: tuple) -> None:
+    """Right by the oracle, and of the shapes that the hosts' reducer splits and multiplies."""
+    loss, masks, metrics = answer
+    expected = oracle.correct(batch.samples, CONFIG)
+    assert [m.bool().tolist() for m in masks] == expected.keep
+    applied = [
+        w * keep
+        for row, kept in zip(expected.weights, expected.keep, strict=True)
+        for w, keep in zip(row, kept, strict=True)
+    ]
+    torch.testing.assert_close(
+        loss, batch.pg_loss() * torch.tensor(applied), rtol=2 * weight_rtol(4.0), atol=0
+    )
+    for value in [loss, *metrics.values()]:
+        assert value.shape == (sum(batch.response_lengths),)
+    reduced = [
+        (loss_i * mask).sum() / mask.sum().clamp_min(1)
+        for loss_i, mask in zip(loss.split([2, 1, 3]), masks, strict=True)
+    ]
+    assert all(torch.isfinite(x) for x in reduced)
+
+
+def test_bshd_on_one_rank():
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    thd = run(batch, CONFIG)
+    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
+    args = host_args(mis=CONFIG, qkv_format="bshd")
+    _, masks, _ = function(args=args, **batch.hook_kwargs(), parallel_state=one_rank(), max_seq_lens=[16, 16])
+    assert_all_same(thd.masks, masks, "masks")
+
+
+# ------------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_precision_is_cast_before_the_subtraction(dtype: torch.dtype, level: str):
+    """-9.0 and -8.9375 in half precision: their exact difference, not one of 8 or 11 bits; exp(20) is finite."""
+    batch = make_batch([([-9.0, -0.001], [-8.9375, -20.0], [1, 1]), ([-9.0], [-8.9375], [1])])
+    half = Batch(
+        [x.to(dtype) for x in batch.proximal],
+        [x.to(dtype) for x in batch.behavior],
+        batch.loss_masks,
+        batch.prompts,
+    )
+    config = {"weight": {"level": level, "bound": "mask", "upper": 1e8, "lower": 1e-8}}
+    single = Batch(
+        [x.float() for x in half.proximal], [x.float() for x in half.behavior], half.loss_masks, half.prompts
+    )
+    outcome = run(half, config)
+    assert_same_bytes(outcome, run(single, config))
+    assert outcome.weights[1].item() == pytest.approx(math.exp(-0.0625), rel=4 * EPS)
+
+
+# --------------------------------------------------------------------------------------------------------- metrics
+
+MIS_PY = {
+    "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl", "kl", "k3_kl", "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "ppl_ratio", "chi2_token", "chi2_seq", "tis_weight_before_bound", "tis_weight_after_bound", "rs_mask_fraction_low",
+    "rs_mask_fraction_high", "rs_catastrophic_token_fraction", "rs_catastrophic_seq_fraction",
+    "is_ratio_mean_after_tis_rs",
+    "is_ratio_mean_final", "is_ratio_min_final", "is_ratio_max_final",
+}  # fmt: skip
+FLAT = {
+    "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_lower_bound": 0.5, "tis_upper_bound": 2.0,
+    "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1e-4,
+}  # fmt: skip
+BY_MODE = {
+    "truncate": {"tis_truncate_fraction"},
+    "clip": {"tis_clip_fraction_low", "tis_clip_fraction_high"},
+    "mask": {"tis_mask_fraction_low", "tis_mask_fraction_high"},
+}
+
+
+@pytest.mark.parametrize("mode", BY_MODE)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_metric_of_mis_py_is_there(mode: str, normalize: bool):
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    names = run(batch, tis_mode=mode, tis_batch_normalize=normalize, **FLAT).metrics.keys()
+    wanted = MIS_PY | BY_MODE[mode] | ({"batch_norm_factor"} if normalize else set())
+    assert {f"mis_{name}" for name in wanted} <= set(names)
+
+
+OURS = {
+    "mis_kept_fraction", "mis_saturated_fraction", "mis_ess_mb", "mis_ratio_min_mb", "mis_ratio_max_mb",
+    "mis_weight_min_mb",
+    "mis_weight_max_mb", "mis_kept_sequences_mb", "mis_nonfinite_rollout_mb", "mis_nonfinite_train_mb",
+}  # fmt: skip
+
+
+def test_our_own_metrics():
+    """Ratios 0.5, 3, 1.2 | 40 (dropped); one dead sequence; one non-finite rollout log-prob."""
+    batch = ratio_batch([[0.5, 3.0, 1.2], [40.0], [1.0], [1.0, 1.0]], [[1, 1, 1], [1], [0], [1, 1]])
+    batch.behavior[3][1] = math.nan
+    batch.proximal[0][1] = 30.0  # log ratio 31: beyond the clamp
+    found = run(
+        batch,
+        {
+            "weight": {"upper": 2.0},
+            "reject": [{"over": "token", "upper": 1e20}, {"over": "max", "upper": 1e20}],
+        },
+    )
+    value = {name: float(found.metrics[name][0][0]) for name in OURS}
+    assert OURS <= found.metrics.keys()
+    assert found.metrics["mis_kept_fraction"][3].tolist() == [0.0, 0.0]
+    assert found.metrics["mis_kept_fraction"][0].tolist() == [1.0, 1.0, 1.0]
+    assert found.metrics["mis_saturated_fraction"][0].tolist() == [0.0, 1.0, 0.0]
+    assert value["mis_nonfinite_rollout_mb"] == 1 and value["mis_nonfinite_train_mb"] == 0
+    assert value["mis_ratio_min_mb"] == pytest.approx(0.5, rel=8 * EPS)
+    assert value["mis_ratio_max_mb"] == pytest.approx(math.exp(20), rel=32 * EPS)
+    assert value["mis_weight_max_mb"] == 2.0 and value["mis_weight_min_mb"] == pytest.approx(0.5, rel=8 * EPS)
+    assert value["mis_kept_sequences_mb"] == pytest.approx(2 / 3, rel=2 * EPS)
+
+
+@given(batches() | broken_batches(), configs(metrics="full"))
+def test_metrics_are_finite_everywhere(batch: Batch, config: dict):
+    """The host multiplies by its mask, so a NaN under the mask would not stay there. ppl may overflow, as in mis.py."""
+    outcome = run(batch, config)
+    for name, rows in outcome.metrics.items():
+        assert all(bool(torch.isfinite(row).all()) for row in rows), name
+
+
+@given(batches() | broken_batches(), batches() | broken_batches(), configs())
+def test_the_key_set_is_the_configs(first: Batch, second: Batch, config: dict):
+    """The host takes the names from the first micro-batch and sums over all: order and set must not vary."""
+    assert list(run(first, config).metrics) == list(run(second, config).metrics)
+
+
+@given(batches(min_sequences=2), configs(metrics="full"))
+def test_metrics_of_a_micro_batch_are_one_number(batch: Batch, config: dict):
+    for name, rows in run(batch, config).metrics.items():
+        if name.endswith("_mb"):
+            assert torch.cat(rows).unique().numel() <= 1, name
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}]
+)
+def test_metrics_full_core_none(config: dict):
+    """Fewer metrics, the same correction; core is part of full, and at most 8."""
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.3, 8.0]])
+    full, core, none = (run(batch, config | {"metrics": size}) for size in ("full", "core", "none"))
+    assert 1 <= len(core.metrics) <= 8 and not none.metrics
+    assert core.metrics.keys() < full.metrics.keys()
+    for name, rows in core.metrics.items():
+        assert_all_same(rows, full.metrics[name], name)
+    for other in (core, none):
+        assert same_bytes(other.loss, full.loss)
+        assert_all_same(other.masks, full.masks, "masks")
+
+
+# ---------------------------------------------------------------------------------------------------- metrics only
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged as a warning, from a fresh start of the once-only warnings."""
+    notices.warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="mis_plugins")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("mis_plugins")]
+
+
+ONLY_METRICS = {"use_tis": False, "get_mismatch_metrics": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mis": CONFIG},
+        {"mis": {"weight": {"bound": "mask", "upper": 1.1}}},
+        {"mis": {"metrics": "core"}},
+        {"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False},
+    ],
+)
+def test_metrics_only_changes_nothing(settings: dict, warnings: Callable[[], list[str]]):
+    """`--get-mismatch-metrics` without `--use-tis`: the same loss, the same masks, the mismatch metrics."""
+    batch = ratio_batch([[0.5, 3.0], [1.2, 1e-9]], [[1, 1], [1, 0]])
+    loss_in, loss, masks, metrics = call(batch, None, **ONLY_METRICS, **settings)
+    assert loss is loss_in or same_bytes(loss, loss_in)
+    for mask, given_mask in zip(masks, batch.loss_masks, strict=True):
+        assert torch.equal(mask.float(), given_mask.float())
+    assert {"mis_kl"} <= metrics.keys() or settings.get("mis", {}).get("metrics") == "core"
+    assert metrics
+
+
+def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    batch.behavior[0][1] = math.nan
+    loss_in, loss, masks, _ = call(batch, CONFIG, **ONLY_METRICS)
+    assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
+
+
+def test_use_rs_without_use_tis_warns_once(warnings: Callable[[], list[str]]):
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    for _ in range(3):
+        _, _, masks, _ = call(batch, None, **ONLY_METRICS, **FLAT)
+        assert all(bool(m.bool().all()) for m in masks)
+    assert len(warnings()) == 1 and re.search("use_rs.*use-tis", warnings()[0])
+
+
+def test_both_flags_correct_and_warn_once(warnings: Callable[[], list[str]]):
+    """A yaml with `use_tis: true` under `--get-mismatch-metrics`: the host corrects, and so do we."""
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    plain = run(batch, {"weight": {"upper": 2.0}})
+    for _ in range(3):
+        both = run(batch, None, use_tis=True, get_mismatch_metrics=True, mis={"weight": {"upper": 2.0}})
+        assert_same_bytes(plain, both)
+    assert len(warnings()) == 1 and "get_mismatch_metrics" in warnings()[0].replace("-", "_")
+
+
+def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
+    run(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)
+    assert warnings() == []
+
+
+# --------------------------------------------------------------------------------------------------------- gradient
+
+
+@given(batches(), configs())
+def test_gradient_flows_through_the_loss_alone(batch: Batch, config: dict):
+    """Log-probs that require a gradient (the recompute was skipped) get none through the weights."""
+    kwargs = batch.hook_kwargs()
+    leaves = [x.clone().requires_grad_() for x in batch.proximal]
+    kwargs["train_log_probs"] = leaves
+    function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
+    loss, masks, metrics = function(host_args(mis=config), **kwargs)
+    found = torch.autograd.grad(loss.sum(), [kwargs["pg_loss"], *leaves], allow_unused=True)
+    assert found[0] is not None and all(g is None for g in found[1:])
+    assert not any(x.requires_grad for x in [*masks, *metrics.values()])
+
+
+def test_an_empty_micro_batch():
+    """No sequences, or none with a token: nothing to do, no error, the same keys."""
+    some = run(ratio_batch([[0.5, 3.0]]), CONFIG)
+    empty = run(ratio_batch([[], []]), CONFIG)
+    assert empty.loss.shape == (0,) and [m.shape for m in empty.masks] == [(0,), (0,)]
+    assert list(some.metrics) == list(empty.metrics)
+
+
+# ---------------------------------------------------------------------------------------------------- rollout scope
+
+
+def rollout_data(batch: Batch) -> dict:
+    """What slime and the local host hand to `--rollout-data-postprocess-path`."""
+    return {
+        "log_probs": batch.proximal, "rollout_log_probs": batch.behavior, "loss_masks": batch.loss_masks,
+        "total_lengths": batch.total_lengths, "response_lengths": batch.response_lengths,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]], [[2], [0, 1, 3]]])
+def test_rollout_scope_does_not_depend_on_the_split(level: str, parts: list[list[int]]):
+    """The same sequences in one micro-batch, two or four: the same weights, and mean 1 over all of them."""
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0], [0.2, 2.0]], [[1, 1], [1], [1, 0, 1], [1, 1]])
+    config = {
+        "weight": {"level": level, "bound": "truncate", "upper": 1.5, "normalize": {"scope": "rollout"}}
+    }
+    whole = config["weight"] | {"normalize": {"scope": "micro_batch"}}
+    expected = oracle.correct(batch.samples, {"weight": whole}).weights
+    args = host_args(mis=config)
+    load_function("mis_plugins.mis.normalize_rollout")(args, 0, rollout_data(batch))
+    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
+    for part in parts:
+        kwargs = batch.select(part).hook_kwargs()
+        loss, _, _ = function(args, **kwargs, parallel_state=one_rank(), max_seq_lens=None)
+        (weights,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
+        wanted = torch.tensor([w for i in part for w in expected[i]])
+        torch.testing.assert_close(weights, wanted, rtol=2 * weight_rtol(5.0), atol=0)
+
+
+def test_a_new_rollout_replaces_the_last_ones_mean():
+    config = {"weight": {"upper": 5.0, "normalize": {"scope": "rollout"}}}
+    args = host_args(mis=config)
+    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
+    for rollout_id, ratio in enumerate((0.5, 2.0, 4.0)):
+        batch = ratio_batch([[ratio, ratio], [ratio]])
+        load_function("mis_plugins.mis.normalize_rollout")(args, rollout_id, rollout_data(batch))
+        kwargs = batch.hook_kwargs()
+        loss, _, _ = function(args, **kwargs, parallel_state=one_rank(), max_seq_lens=None)
+        torch.testing.assert_close(loss, kwargs["pg_loss"], rtol=8 * EPS, atol=0)
+
+
+def test_rollout_scope_needs_recomputed_log_probs():
+    """slime leaves `log_probs` out when the recompute was skipped."""
+    data = rollout_data(ratio_batch([[0.5, 3.0]]))
+    del data["log_probs"]
+    args = host_args(mis={"weight": {"normalize": {"scope": "rollout"}}})
+    with pytest.raises(ValueError, match="needs log-probs.*recomputed"):
+        load_function("mis_plugins.mis.normalize_rollout")(args, 0, data)
+
+
+def test_arguments_are_a_plain_namespace():
+    """The hook reads args and writes nothing into the host's namespace."""
+    args = host_args(mis=CONFIG)
+    before = dict(vars(args))
+    batch = ratio_batch([[0.5, 3.0]])
+    load_function("mis_plugins.mis.compute_mis_weights_fsdp")(args, **batch.hook_kwargs())
+    assert vars(args) == before
+    assert isinstance(args, SimpleNamespace)

@@ -1,0 +1,87 @@
+"""The loadable function against the float64 oracle, over the product of configs and ragged batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import oracle
+import pytest
+import torch
+from batches import BOUNDS, LEVELS, Batch, batches, broken_batches, configs, flat_configs, nested, ratio_batch
+from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, call, run
+from hypothesis import assume, given
+from tolerances import DECISION
+
+REJECTS = ("none", "token", "sum", "mean", "min", "max", "sum and min")
+NORMALIZE = (None, "valid", "kept")
+
+
+def check(batch: Batch, config: dict, **settings: object) -> Outcome:
+    """Compare with the oracle, unless a decision lies within float32 rounding of its bound."""
+    expected = oracle.correct(batch.samples, config)
+    assume(expected.margin > DECISION)
+    outcome = run(batch, None, **settings) if settings else run(batch, config)
+    full = config.get("metrics", "full") == "full"
+    assert_matches_oracle(outcome, batch, expected, full)
+    if full:
+        assert_batch_metrics_match(outcome, batch, config, expected)
+    return outcome
+
+
+@given(batches(), configs())
+def test_nested_config(batch: Batch, config: dict):
+    check(batch, config)
+
+
+@given(batches(), flat_configs())
+def test_flat_keys(batch: Batch, flat: dict):
+    check(batch, nested(flat), **flat)
+
+
+@given(broken_batches(), configs())
+def test_non_finite_rollout_log_probs(batch: Batch, config: dict):
+    """A live token whose rollout log-prob is NaN or infinite: weight 0, out of every mean, fails its rules."""
+    outcome = check(batch, config)
+    assert all(torch.isfinite(x).all() for rows in outcome.metrics.values() for x in rows)
+
+
+def product() -> list[tuple]:
+    points = itertools.product(LEVELS, BOUNDS, REJECTS, NORMALIZE)
+    return [p for p in points if p[3] != "kept" or p[2] != "none" or p[1] == "mask"]
+
+
+def rules_of(name: str) -> list[dict]:
+    bounds = {"lower": 0.5, "upper": 1.5}
+    veto = {"over": "min", "lower": 0.2}
+    choices = {"none": [], "min": [veto], "sum and min": [{"over": "sum", **bounds}, veto]}
+    return choices[name] if name in choices else [{"over": name, **bounds}]
+
+
+# Ratios on both sides of every bound below, at each level, and a fully masked, an empty and a single-token sequence.
+WIDE = [[0.9, 1.1, 1.05], [0.1, 1.2], [3.0, 0.9, 1.0, 0.6], [1.3], [], [7.0, 1e-3], [1.01, 0.98, 0.55, 1.7]]
+MASKS = [[1, 1, 1], [1, 1], [1, 0, 1, 1], [1], [], [0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("level", "bound", "reject", "over"), product())
+def test_every_point_of_the_product(level: str, bound: str, reject: str, over: str | None):
+    """Level x bound x rejection x normalization, on one batch where each of them matters."""
+    batch = ratio_batch(WIDE, MASKS)
+    weight = {"level": level, "bound": bound, "upper": 1.25} | ({} if bound == "truncate" else {"lower": 0.7})
+    if over:
+        weight["normalize"] = {"scope": "micro_batch", "over": over}
+    config = {"weight": weight, "reject": rules_of(reject)}
+    expected = oracle.correct(batch.samples, config)
+    assert expected.margin > DECISION, "the batch must keep clear of the bounds"
+    outcome = run(batch, config)
+    assert_matches_oracle(outcome, batch, expected)
+    assert_batch_metrics_match(outcome, batch, config, expected)
+
+
+@given(batches(), configs())
+def test_loss_is_loss_times_weight(batch: Batch, config: dict):
+    """The returned loss is the host's, times the weight, token by token; nothing else has a gradient."""
+    loss_in, loss, _, metrics = call(batch, config)
+    (weights,) = torch.autograd.grad(loss.sum(), loss_in, retain_graph=True)
+    live = batch.flat_mask
+    torch.testing.assert_close(loss[live], (loss_in * weights)[live], rtol=0, atol=0)
+    assert not any(value.requires_grad for value in metrics.values())

@@ -1,0 +1,347 @@
+"""The same batch on 1, 2 and 4 ranks, over gloo and Megatron's own groups: masks exact, weights to rounding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from batches import Batch, host_args, make_batch
+from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, run, same_bytes
+from launch import run_ranks
+from tolerances import DECISION, EPS
+
+from mis_plugins import mis
+from mis_plugins.errors import MisError
+
+FORMATS = ("thd", "bshd")
+ROW = 40  # padded length of a bshd row
+
+
+@dataclass(frozen=True)
+class Case:
+    """One config on one batch a data-parallel rank."""
+
+    config: dict
+    batches: tuple[Batch, ...]
+    qkv_format: str = "thd"
+
+    @property
+    def row(self) -> int | None:
+        return ROW if self.qkv_format == "bshd" else None
+
+    def expected(self, dp_rank: int) -> oracle.Corrected:
+        others = [b.samples for i, b in enumerate(self.batches) if i != dp_rank]
+        normalize = (self.config["weight"] or {}).get("normalize")
+        shared = normalize is not None and normalize["scope"] != "micro_batch"
+        return oracle.correct(self.batches[dp_rank].samples, self.config, others if shared else ())
+
+
+def random_batch(seed: int) -> Batch:
+    """Long and short prompts, so that some ranks own none of a response; empty, single-token and dead sequences."""
+    rng = random.Random(seed)
+    rows, prompts = [], []
+    for length, prompt in [
+        (9, 3),
+        (1, 30),
+        (0, 5),
+        (20, 1),
+        (3, 20),
+        (rng.randint(2, 12), rng.randint(1, 25)),
+        (6, 8),
+    ]:
+        behavior = [rng.uniform(-4.0, 0.0) for _ in range(length)]
+        drift = [rng.choice([0.0, rng.gauss(0, 0.05), rng.gauss(0, 0.8)]) for _ in range(length)]
+        mask = [int(rng.random() < 0.8) for _ in range(length)]
+        rows.append(([b + d for b, d in zip(behavior, drift, strict=True)], behavior, mask))
+        prompts.append(prompt)
+    rows[-1] = (*rows[-1][:2], [0] * 6)
+    return replace(make_batch(rows), prompts=prompts)
+
+
+def clear_batch(seed: int, config: dict) -> Batch:
+    """The first batch from this seed on whose decisions all keep clear of their bounds."""
+    candidates = (random_batch(seed + 1000 * i) for i in itertools.count())
+    return next(b for b in candidates if oracle.correct(b.samples, config).margin > DECISION)
+
+
+def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
+    """Level x bound x rejection x normalization, each with both layouts in turn."""
+    rejects = [[], [{"over": "token", "lower": 0.6, "upper": 1.7}],
+               [{"over": "mean", "lower": 0.8, "upper": 1.2}, {"over": "min", "lower": 0.2}],
+               [{"over": "max", "upper": 4.0}, {"over": "token", "upper": 2.5},
+                {"over": "sum", "lower": 0.05}]]  # fmt: skip
+    cases = []
+    points = itertools.product(("token", "sequence", "geometric"), ("truncate", "clip", "mask"), rejects)
+    for i, (level, bound, reject) in enumerate(points):
+        weight: dict = {"level": level, "bound": bound, "upper": 1.4}
+        over = "kept" if i % 2 and (reject or bound == "mask") else "valid"
+        if i % 4:
+            weight["normalize"] = {"scope": scopes[i % len(scopes)], "over": over}
+        config = {"weight": weight, "reject": reject}
+        cases.append(Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2]))
+    alone = {"weight": None, "reject": [{"over": "min", "lower": 0.2}]}
+    return [*cases, Case(alone, tuple(clear_batch(900 + d, alone) for d in range(dp)))]
+
+
+# ------------------------------------------------------------------------------------------------- on the ranks
+
+
+def handed_state(cp: int) -> SimpleNamespace:
+    """Miles's `parallel_state`, on groups of its own: Megatron is not set up, as its DP group may be wrong there."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cp_groups = [dist.new_group(list(range(first, first + cp))) for first in range(0, world, cp)]
+    dp_groups = [dist.new_group(list(range(first, world, cp))) for first in range(cp)]
+    info = lambda group: SimpleNamespace(group=group, size=group.size(), rank=group.rank())  # noqa: E731
+    return SimpleNamespace(
+        cp=info(cp_groups[rank // cp]), effective_dp=info(dp_groups[rank % cp]), is_ulysses_cp=False
+    )
+
+
+def host_kwargs(
+    case: Case, batch: Batch, cp: int, cp_rank: int, state: SimpleNamespace | None
+) -> tuple[dict, list[list[int]]]:
+    local, owned = batch.shard(cp, cp_rank, case.row)
+    kwargs = batch.hook_kwargs() | {"train_log_probs": local.proximal, "rollout_log_probs": local.behavior}
+    full = batch.pg_loss().detach().split(batch.response_lengths)
+    kwargs["pg_loss"] = torch.cat([x[i] for x, i in zip(full, owned, strict=True)]).requires_grad_()
+    if state is not None:
+        kwargs["parallel_state"] = state
+    if state is not None or case.row:
+        kwargs["max_seq_lens"] = None if case.row is None else [case.row] * len(owned)
+    return kwargs, owned
+
+
+def correct_on_rank(case: Case, cp: int, state: SimpleNamespace | None) -> dict:
+    """The hook twice (activation recompute), as the host of this case calls it."""
+    rank = dist.get_rank()
+    batch = case.batches[rank // cp]
+    args = host_args(mis=case.config, qkv_format=case.qkv_format)
+    kwargs, owned = host_kwargs(case, batch, cp, rank % cp, state)
+    if (case.config["weight"] or {}).get("normalize", {}).get("scope") == "rollout":
+        lists = {"log_probs": kwargs["train_log_probs"], "rollout_log_probs": kwargs["rollout_log_probs"]}
+        names = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
+        mis.normalize_rollout(args, 0, lists | {name: kwargs[name] for name in names if name in kwargs})
+    loss, masks, metrics = mis.compute_mis_weights_with_cp(args, **kwargs)
+    again, masks_again, _ = mis.compute_mis_weights_with_cp(args, **kwargs)
+    assert same_bytes(loss, again) and all(map(same_bytes, masks, masks_again))
+    (weights,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
+    return {"owned": owned, "loss": loss.detach(), "weights": weights, "masks": [m.clone() for m in masks],
+            "metrics": {name: value.clone() for name, value in metrics.items()}}  # fmt: skip
+
+
+def whole(parts: list[dict], batch: Batch) -> Outcome:
+    """Full responses again, from what the ranks of one context-parallel group own."""
+
+    def join(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        full = [torch.full((n,), math.nan) for n in batch.response_lengths]
+        for part, value in zip(parts, values, strict=True):
+            pieces = value.float().split([len(i) for i in part["owned"]])
+            for i, (indices, piece) in enumerate(zip(part["owned"], pieces, strict=True)):
+                full[i][indices] = piece
+        return full
+
+    names = parts[0]["metrics"]
+    assert all(part["metrics"].keys() == names.keys() for part in parts), "the key set differs between ranks"
+    metrics = {name: join([part["metrics"][name] for part in parts]) for name in names}
+    loss, weights = join([p["loss"] for p in parts]), join([p["weights"] for p in parts])
+    return Outcome(torch.cat(loss), weights, parts[0]["masks"], metrics)
+
+
+def check(cases: list[Case], results: list[list[dict]], cp: int, dp: int) -> None:
+    for number, case in enumerate(cases):
+        for d in range(dp):
+            batch, parts = case.batches[d], [results[d * cp + r][number] for r in range(cp)]
+            for part in parts[1:]:
+                assert all(map(same_bytes, part["masks"], parts[0]["masks"])), (
+                    "CP ranks must hand on the same masks"
+                )
+            outcome, expected = whole(parts, batch), case.expected(d)
+            assert_matches_oracle(outcome, batch, expected)
+            if case.config["weight"] is not None:
+                assert_batch_metrics_match(outcome, batch, case.config, expected)
+
+
+# --------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel(cp: int, tmp_path: Path):
+    """slime's call: the groups are Megatron's. Every rank's part is what one rank computes."""
+    cases = make_cases(1, ("micro_batch", "data_parallel", "rollout"))
+    results = run_ranks(cp, cp, lambda rank: [correct_on_rank(case, cp, None) for case in cases], tmp_path)
+    check(cases, results, cp, 1)
+
+
+@pytest.mark.parametrize("host", ["megatron's groups", "handed groups"])
+def test_data_parallel_times_context_parallel(host: str, tmp_path: Path):
+    """DP 2 x CP 2: a CP-replicated number is reduced over DP without CP. Handed groups are the ones used."""
+    scopes = (
+        ("data_parallel", "rollout", "micro_batch")
+        if host == "megatron's groups"
+        else ("data_parallel", "micro_batch")
+    )
+    cases = make_cases(2, scopes)
+
+    def work(rank: int) -> list[dict]:
+        state = None if host == "megatron's groups" else handed_state(2)
+        return [correct_on_rank(case, 2, state) for case in cases]
+
+    results = run_ranks(4, 2, work, tmp_path, megatron=host == "megatron's groups")
+    check(cases, results, 2, 2)
+
+
+def test_a_rank_without_a_single_token(tmp_path: Path):
+    """Short responses after long prompts: some rank owns nothing at all and must still take part."""
+    rows = [([-1.0, -0.5], [-1.2, -0.9], [1, 1]), ([-2.0], [-1.9], [1])]
+    batch = make_batch(rows, prompt=30)
+    owned = [sum(map(len, batch.shard(4, rank, None)[1])) for rank in range(4)]
+    assert 0 in owned, "the batch must leave some rank empty"
+    weight = {"level": "sequence", "bound": "clip", "upper": 1.3, "normalize": {"scope": "micro_batch"}}
+    case = Case({"weight": weight, "reject": [{"over": "token", "upper": 2.0}]}, (batch,))
+    results = run_ranks(4, 4, lambda rank: [correct_on_rank(case, 4, None)], tmp_path)
+    check([case], results, 4, 1)
+
+
+def test_garbage_under_the_mask_on_another_rank(tmp_path: Path):
+    """A NaN that one rank owns, under the mask, changes not one bit on any."""
+    config = {
+        "weight": {
+            "level": "sequence",
+            "bound": "truncate",
+            "upper": 1.5,
+            "normalize": {"scope": "micro_batch"},
+        },
+        "reject": [],
+    }
+    clean = clear_batch(5, config)
+    dirty = Batch([torch.where(m.bool(), x, math.nan) for x, m in zip(clean.proximal, clean.loss_masks, strict=True)],
+                  clean.behavior, clean.loss_masks, clean.prompts)  # fmt: skip
+    cases = [Case(config, (clean,)), Case(config, (dirty,))]
+    for first, second in run_ranks(
+        2, 2, lambda rank: [correct_on_rank(case, 2, None) for case in cases], tmp_path
+    ):
+        assert same_bytes(first["weights"], second["weights"])
+        assert all(map(same_bytes, first["masks"], second["masks"]))
+
+
+def test_context_parallel_agrees_with_one_rank_to_the_last_bits(tmp_path: Path):
+    """Sums over ranks are float64: what reaches float32 differs by its rounding at most."""
+    case = Case(
+        {"weight": {"level": "sequence", "bound": "clip", "upper": 3.0}, "reject": []}, (random_batch(3),)
+    )
+    alone = run(case.batches[0], case.config)
+    results = run_ranks(2, 2, lambda rank: [correct_on_rank(case, 2, None)], tmp_path)
+    outcome = whole([parts[0] for parts in results], case.batches[0])
+    torch.testing.assert_close(torch.cat(outcome.weights), torch.cat(alone.weights), rtol=EPS, atol=0)
+
+
+def count_collectives(calls: Callable[[], object]) -> int:
+    """How often `torch.distributed` is entered, whatever the function."""
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all",
+             "all_to_all_single", "all_gather_object", "barrier", "reduce", "gather")  # fmt: skip
+    entered = []
+    originals = {name: getattr(dist, name) for name in names}
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, lambda *a, _f=function, _n=name, **k: entered.append(_n) or _f(*a, **k))
+        calls()
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+    return len(entered)
+
+
+BUDGETS = [
+    ({"weight": {"level": "token", "upper": 2.0}, "metrics": "none"}, 0),
+    ({"weight": {"level": "token", "upper": 2.0}}, 1),
+    ({"weight": {"level": "sequence", "upper": 2.0, "normalize": {}}}, 1),
+    ({"weight": {"level": "sequence", "bound": "mask", "upper": 2.0}, "reject": [{"over": "min", "lower": 1e-4}]}, 1),
+    ({"weight": {"level": "token", "bound": "mask", "upper": 2.0, "normalize": {}},
+      "reject": [{"over": "token", "upper": 3.0}]}, 2),
+    ({"weight": {"normalize": {"scope": "data_parallel", "over": "kept"}},
+      "reject": [{"over": "token", "upper": 3.0},
+                 {"over": "max", "upper": 9.0}]}, 3),
+]  # fmt: skip
+
+
+def test_collectives_do_not_grow_with_the_sequences(tmp_path: Path):
+    """At most three a micro-batch, whatever N is; none for token weights without normalization and metrics."""
+
+    def work(rank: int) -> list[list[int]]:
+        counts = []
+        for config, _ in BUDGETS:
+            cases = [Case(config, (random_batch(1),) * 2), Case(config, (doubled(random_batch(1)),) * 2)]
+            calls = [
+                (host_args(mis=config), host_kwargs(c, c.batches[0], 2, rank % 2, None)[0]) for c in cases
+            ]
+            for args, kwargs in calls:
+                mis.compute_mis_weights_with_cp(
+                    args, **kwargs
+                )  # the config digest is exchanged once, at first use
+            counts.append(
+                [
+                    count_collectives(lambda c=call: mis.compute_mis_weights_with_cp(c[0], **c[1]))
+                    for call in calls
+                ]
+            )
+        return counts
+
+    for counts in run_ranks(4, 2, work, tmp_path):
+        for (config, budget), (few, many) in zip(BUDGETS, counts, strict=True):
+            assert few == many <= budget, config
+
+
+def doubled(batch: Batch) -> Batch:
+    return batch.select([*range(len(batch.prompts))] * 2)
+
+
+def test_what_every_rank_can_see_raises_on_every_rank(tmp_path: Path):
+    """A wrong length list: no rank enters a collective, so none waits for the others."""
+
+    def work(rank: int) -> str:
+        case = Case({"weight": {"level": "sequence"}, "reject": []}, (random_batch(2),))
+        kwargs, _ = host_kwargs(case, case.batches[0], 2, rank, None)
+        kwargs["total_lengths"] = kwargs["total_lengths"][:-1]
+        try:
+            mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs)
+        except MisError as error:
+            return str(error)
+        return ""
+
+    assert all("total_lengths" in message for message in run_ranks(2, 2, work, tmp_path))
+
+
+def test_a_rank_local_fault_raises_before_its_first_collective(tmp_path: Path):
+    """One rank holds a token too few: it says so, and does not wait for the other one."""
+
+    def work(rank: int) -> str:
+        case = Case({"weight": {"level": "sequence"}, "reject": []}, (random_batch(2),))
+        kwargs, _ = host_kwargs(case, case.batches[0], 2, rank, None)
+        if rank == 1:
+            return ""
+        kwargs["rollout_log_probs"] = [kwargs["rollout_log_probs"][0][:-1], *kwargs["rollout_log_probs"][1:]]
+        try:
+            mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs)
+        except MisError as error:
+            return str(error)
+        return "no error"
+
+    assert "rollout_log_probs[0]" in run_ranks(2, 2, work, tmp_path)[0]
+
+
+def test_the_oracles_layout_covers_each_token_once():
+    """Zigzag written down in oracle.py, for both layouts: every response token has one owner."""
+    for cp, total, response in itertools.product((1, 2, 4, 8), (2, 3, 9, 31, 40), (1, 2, 8, 30)):
+        for row in (None, ROW):
+            if response < total:
+                owned = [oracle.zigzag(total, response, cp, rank, row) for rank in range(cp)]
+                assert sorted(sum(owned, [])) == list(range(response))

@@ -1,0 +1,224 @@
+"""What the hosts' own mis.py gets wrong, right here. Each docstring says what it did; CHANGELOG.md lists them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import oracle
+import pytest
+import torch
+from batches import Batch, batches, host_args, make_batch, ratio_batch
+from drive import assert_all_same, assert_close, assert_matches_oracle, call, run, same_bytes
+from hypothesis import given
+from tolerances import EPS, sum_rtol
+
+from mis_plugins import notices
+from mis_plugins.errors import ConfigError
+
+MILES_YAML = {
+    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
+    "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
+    "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
+}  # fmt: skip
+NO_REJECTION = {"use_rs": False, "rs_veto_threshold": None}
+
+
+def flat(**change: object) -> dict:
+    return MILES_YAML | change
+
+
+def host_loss(loss: torch.Tensor, masks: Sequence[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """The hosts' reducer: the mean over each sequence's mask, summed. It multiplies, so a NaN survives a 0."""
+    rows = zip(loss.split(lengths), masks, strict=True)
+    return torch.stack([(x * mask).sum() / mask.sum().clamp_min(1) for x, mask in rows]).sum()
+
+
+def test_b1_geometric_level_with_normalization():
+    """mis.py: ValueError `Unsupported tis_level` at the first step; its own yaml has normalization on."""
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
+    outcome = run(batch, **flat(tis_level="geometric", **NO_REJECTION))
+    weight = {"level": "geometric", "bound": "truncate", "upper": 2.0, "normalize": {}}
+    assert_matches_oracle(outcome, batch, oracle.correct(batch.samples, {"weight": weight}))
+
+
+def test_b2_metrics_only_without_a_yaml():
+    """mis.py: AttributeError, the Namespace has no tis_lower_bound."""
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    loss_in, loss, masks, metrics = call(batch, use_tis=False, get_mismatch_metrics=True)
+    assert same_bytes(loss, loss_in) and "mis_kl" in metrics
+    assert_all_same(masks, batch.loss_masks, "masks")
+
+
+def test_b3_a_rejected_ratio_never_enters_the_mean():
+    """mis.py, mask mode with normalization: one rejected ratio of e^20 among 1000 leaves weights of 2e-6."""
+    row = [1.0] * 999 + [math.exp(19.9)]
+    batch = ratio_batch([row])
+    outcome = run(batch, **flat(tis_mode="mask", **NO_REJECTION))
+    assert outcome.masks[0].bool().tolist() == [True] * 999 + [False]
+    assert bool((outcome.weights[0][:999] - 1.0).abs().max() <= sum_rtol(2))
+
+
+@pytest.mark.parametrize("log_prob", [-11.0, -18.0, -31.0])
+def test_b3_the_gradient_norm_does_not_shrink_with_one_bad_token(log_prob: float):
+    """mis.py: gradient norm 0.383 -> 0.147 / 2.2e-4 / 4.0e-7 as the one rejected token gets rarer."""
+
+    def norm(last: float) -> float:
+        batch = make_batch([([-1.0] * 512, [-1.0] * 511 + [last], [1] * 512)])
+        return float(run(batch, **flat(tis_mode="mask", **NO_REJECTION)).weights[0].norm())
+
+    assert norm(log_prob) == norm(-5.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["proximal", "behavior"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_b5_garbage_under_the_mask(value: float, side: str, level: str):
+    """mis.py: `x * mask` keeps a NaN; loss NaN in 123 of 125 configurations."""
+    clean = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]], [[1, 0, 1], [1, 1]])
+    dirty = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]], [[1, 0, 1], [1, 1]])
+    getattr(dirty, side)[0][1] = value
+    settings = flat(tis_level=level, rs_level=level)
+    expected, found = run(clean, **settings), run(dirty, **settings)
+    assert_all_same(expected.weights, found.weights, "weights")
+    assert_all_same(expected.masks, found.masks, "masks")
+    live = clean.flat_mask
+    for name, rows in found.metrics.items():
+        assert same_bytes(torch.cat(rows)[live], torch.cat(expected.metrics[name])[live]), name
+    lengths = clean.response_lengths
+    assert same_bytes(
+        host_loss(expected.loss, expected.masks, lengths), host_loss(found.loss, found.masks, lengths)
+    )
+
+
+def test_b5_a_host_that_guards_its_loss_stays_guarded():
+    """Miles zeroes what stands under the mask; multiplied by mis.py's NaN weight its loss is NaN again."""
+    batch = ratio_batch([[0.5, 3.0]], [[1, 0]])
+    batch.proximal[0][1] = math.nan
+    _, loss, masks, _ = call(batch, **flat(**NO_REJECTION))
+    assert torch.isfinite(host_loss(loss, masks, [2]))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_b6_a_fully_masked_sequence_leaves_the_mean_alone(level: str):
+    """mis.py, sequence level: it counts in the mean; 4 live beside 4 dead sequences get weights doubled."""
+    live = [[0.9, 1.1], [1.3], [0.7, 0.8], [1.0]]
+    alone = run(ratio_batch(live), **flat(tis_level=level, **NO_REJECTION))
+    both = run(ratio_batch(live + live, [[1] * len(r) for r in live] + [[0] * len(r) for r in live]),
+               **flat(tis_level=level, **NO_REJECTION))  # fmt: skip
+    assert_all_same(alone.weights, both.weights[:4], "weights")
+
+
+def test_b7_a_veto_needs_no_use_rs():
+    """mis.py: silently off without `use_rs`."""
+    batch = ratio_batch([[0.5, 1e-5], [1.2]])
+    outcome = run(batch, **flat(use_rs=False))
+    assert [m.tolist() for m in outcome.masks] == [[0, 0], [1]]
+
+
+def test_rejection_without_a_weight():
+    """mis.py has no such setting: `use_rs` without `use_tis` does nothing. Here it is `weight: null`."""
+    batch = ratio_batch([[0.5, 1e-5], [1.2]])
+    config = {"weight": None, "reject": [{"over": "min", "lower": 1e-4}]}
+    outcome = run(batch, config)
+    assert [m.tolist() for m in outcome.masks] == [[0, 0], [1]]
+    assert outcome.weights[1].tolist() == [1.0] and outcome.weights[0].tolist() == [0.0, 0.0]
+
+
+def test_metrics_only_with_the_shipped_yaml_does_not_correct(caplog: pytest.LogCaptureFixture):
+    """`use_rs: true` under `--get-mismatch-metrics`: nothing is rejected, and it says so once."""
+    notices.warn_once.cache_clear()
+    batch = ratio_batch([[0.5, 1e-5], [9.0]])
+    with caplog.at_level(logging.WARNING, logger="mis_plugins"):
+        loss_in, loss, masks, _ = call(batch, **flat(use_tis=False, get_mismatch_metrics=True))
+    assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tis_upper_bound": -1.0},  # flipped the sign of the loss
+        {"tis_lower_bound": 3.0},  # accepted under truncate
+        {"tis_upper_bound": None, "tis_lower_bound": None},  # TypeError inside the loss, after the rollout
+        {"rs_veto_threshold": 0.0},  # never fired
+        {"rs_veto_threshold": -1.0},  # log of it is NaN: never fired
+        {"tis_batch_normalise": True},  # a typo, set and ignored
+        {"tis_mode": "truncation"},  # raised inside the loss
+    ],
+)
+def test_impossible_settings_are_refused(change: dict):
+    """mis.py accepts them, or raises after the first rollout."""
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        run(ratio_batch([[1.0]]), **flat(**change))
+
+
+def test_bounds_as_yaml_text():
+    """`1e-4` is text to YAML: mis.py raises in torch.log; here it is the number."""
+    batch = ratio_batch([[0.5, 1e-5], [1.2]])
+    text, number = run(batch, **flat(rs_veto_threshold="1e-4")), run(batch, **flat(rs_veto_threshold=1e-4))
+    assert_all_same(text.masks, number.masks, "masks")
+
+
+@pytest.mark.parametrize("log_ratio", [50.0, 89.0, 120.0])
+def test_k3_is_clamped_as_weights_are(log_ratio: float):
+    """mis.py: 4e19 at a log ratio of 50, inf at 89."""
+    batch = make_batch([([0.0], [-log_ratio], [1])])
+    found = run(batch, {"weight": {}}).metrics["mis_k3_kl"][0].item()
+    assert_close(found, math.exp(20.0) - 21.0, 32 * EPS, 0.0, "k3")
+
+
+def test_a_live_non_finite_rollout_log_prob_never_weighs_one():
+    """mis.py: NaN weight, and 0 * NaN keeps the loss NaN even where rejection masks the token."""
+    for value in (math.nan, math.inf, -math.inf):
+        batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])
+        batch.behavior[0][2] = value
+        _, loss, masks, metrics = call(batch, **flat())
+        assert torch.isfinite(host_loss(loss, masks, [3, 1]))
+        assert loss[2].item() == 0.0
+        assert metrics["mis_nonfinite_rollout_mb"].tolist() == [1.0] * 4
+
+
+def test_a_live_non_finite_trainer_log_prob_is_counted():
+    """Its gradient is already in the host's loss: counted under a name of its own, and weight 0."""
+    batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])
+    batch.proximal[0][2] = math.nan
+    _, _, _, metrics = call(batch, **flat())
+    assert metrics["mis_nonfinite_train_mb"].tolist() == [1.0] * 4
+    assert metrics["mis_nonfinite_rollout_mb"].tolist() == [0.0] * 4
+
+
+def test_true_extremes_of_the_weight():
+    """mis.py's is_ratio_max_final reads 6e7 with an upper bound of 2 in mask mode; weight_max_mb is the applied one."""
+    batch = ratio_batch([[1.0, math.exp(18.0)], [0.8]])
+    outcome = run(batch, **flat(tis_mode="mask", tis_batch_normalize=False, **NO_REJECTION))
+    assert outcome.metrics["mis_weight_max_mb"][0][0].item() <= 2.0
+    assert outcome.metrics["mis_is_ratio_max_final"][0][0].item() == pytest.approx(
+        math.exp(18.0), rel=32 * EPS
+    )
+
+
+def test_one_of_two_sequences_vetoed_reads_a_half():
+    """mis.py's fraction, averaged by token, reads 0.010 for a short vetoed sequence beside a long one."""
+    batch = ratio_batch([[1e-6], [1.0] * 99])
+    outcome = run(batch, **flat())
+    assert outcome.metrics["mis_kept_sequences_mb"][0][0].item() == 0.5
+
+
+@given(batches())
+def test_only_the_loss_is_on_the_tape(batch: Batch):
+    """mis.py under CP pads with zeros that require a gradient: 769 tensors saved for backward instead of 1."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        call(batch, **flat())
+    assert len(saved) <= 2
+    assert all(x.numel() <= batch.flat_mask.numel() for x in saved)
+
+
+def test_a_preset_is_not_turned_on_by_use_tis_in_args():
+    """`use_tis` stays the host's flag: our own keys never set it, and without it a config changes nothing."""
+    args = host_args(use_tis=False, mis={"weight": {"upper": 1.1}})
+    batch = ratio_batch([[3.0]])
+    loss_in, loss, _, _ = call(batch, **vars(args))
+    assert same_bytes(loss_in, loss)

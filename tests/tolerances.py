@@ -1,0 +1,52 @@
+"""Every tolerance of the tests. Each follows from float32 and the size of the numbers; none is tuned.
+
+`EPS` is the spacing of float32 at 1: a rounded operation is off by at most EPS / 2 of its result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+EPS = torch.finfo(torch.float32).eps
+
+# A decision is compared exactly, so batches keep every statistic this far (in log units) from every bound:
+# a thousand times the rounding of a log ratio near 1, far below the gaps that matter to a user.
+DECISION = 1000 * EPS
+
+# exp, one product and one division after the log ratio: each at most one EPS (torch's exp is good to 1 ulp).
+FEW_OPERATIONS = 4
+
+
+def weight_rtol(total_abs_log_ratio: float) -> float:
+    """Relative error of exp(sum of log ratios).
+
+    Each subtraction proximal - behavior rounds by EPS / 2 of its result, the sum once more; exp turns the absolute
+    error of its argument into a relative one.
+    """
+    return EPS * (total_abs_log_ratio + FEW_OPERATIONS)
+
+
+def normalized_rtol(largest_total_abs_log_ratio: float) -> float:
+    """A weight over a mean of positive weights: a mean of positive numbers is no worse than its worst term."""
+    return 2 * weight_rtol(largest_total_abs_log_ratio)
+
+
+def metric_atol(total_abs_log_ratio: float, largest_abs_log_prob: float, tokens: int, value: float) -> float:
+    """Error of a metric: the worst is exp(2 x sum) - 1, or exp(mean log-prob) with `tokens` float32 additions.
+
+    The exponential doubles the relative error of a weight; the subtraction of 1 makes it absolute at scale 1.
+    """
+    amplification = total_abs_log_ratio + largest_abs_log_prob * (1 + tokens) + FEW_OPERATIONS
+    return 2 * EPS * amplification * max(1.0, abs(value))
+
+
+def sum_rtol(terms: int) -> float:
+    """A float32 sum of `terms` numbers of one sign, in any order."""
+    return EPS * terms
+
+
+# Log-probs of one small model by two float32 implementations: logits near 8, a few dozen roundings deep.
+FP32_LOG_PROB = 80 * EPS
+
+# The same with bfloat16 logits near 8, each rounded to a multiple of 1/32: one step up in one, one down in the other.
+BF16_LOG_PROB = 2 / 32
