@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-
 from mis_plugins.errors import ConfigError
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 TASK_NAMES = ("reverse", "sort", "add")
 
 DESCRIPTION = """\
-A small, real RL run on CPU. A Megatron-core trainer learns from what a separate rollout engine sampled in a precision of its own, so that
+A small, real RL run on CPU. A Megatron-core trainer learns from what a separate rollout engine sampled in a
+precision of its own, so that
 the two disagree; load a correction as Miles and slime would load it and see what it does.
 """
 
@@ -27,7 +27,8 @@ examples:
     python -m mis_plugins.local --rollout-weights int3 --context-parallel-size 2 --output runs/uncorrected
   the same, corrected:
     python -m mis_plugins.local --rollout-weights int3 --context-parallel-size 2 --output runs/corrected \\
-        --use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp --custom-config-path mis.yaml
+        --use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp --custom-config-path
+        mis.yaml
 """
 
 SMOKE = {
@@ -73,7 +74,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     args.global_batch_size = args.global_batch_size or samples
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
     if args.data_parallel_size is None:
-        args.data_parallel_size = max(1, int(os.environ.get("WORLD_SIZE", ranks)) // ranks)
+        args.data_parallel_size = max(1, int(os.environ.get("WORLD_SIZE", str(ranks))) // ranks)
     args.world_size = ranks * args.data_parallel_size
     args.micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // args.data_parallel_size)
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
@@ -113,7 +114,8 @@ def check(args: argparse.Namespace) -> None:
 def _check_hooks(args: argparse.Namespace) -> None:
     if args.use_tis and args.use_rollout_logprobs:
         raise ConfigError(
-            "--use-tis with --use-rollout-logprobs: the first corrects the proximal policy that the second bypasses; drop one"
+            "--use-tis with --use-rollout-logprobs: "
+            "the first corrects the proximal policy that the second bypasses; drop one"
         )
     if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path is None:
         given = "--use-tis" if args.use_tis else "--get-mismatch-metrics"
@@ -127,7 +129,9 @@ def _check_hooks(args: argparse.Namespace) -> None:
             "a group of one has no baseline; give at least 2 samples a prompt, or use reinforce"
         )
     if args.advantage_estimator == "grpo" and args.reward_shift != 0:
-        raise ConfigError("--reward-shift has no effect with --advantage-estimator grpo; use reinforce or drop it")
+        raise ConfigError(
+            "--reward-shift has no effect with --advantage-estimator grpo; use reinforce or drop it"
+        )
 
 
 def _divides(total: int, total_flag: str, args: argparse.Namespace, name: str) -> None:
@@ -166,7 +170,16 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for add in (_add_run, _add_task, _add_rollout, _add_correction, _add_loss, _add_optimizer, _add_ranks, _add_model):
+    for add in (
+        _add_run,
+        _add_task,
+        _add_rollout,
+        _add_correction,
+        _add_loss,
+        _add_optimizer,
+        _add_ranks,
+        _add_model,
+    ):
         add(parser)
     return parser
 
@@ -174,96 +187,224 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument(
-        "--output", default="runs/local", metavar="DIR",
+        "--output",
+        default="runs/local",
+        metavar="DIR",
         help="where metrics.jsonl, summary.json and curves.png go (default: %(default)s)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of weights, prompts and samples (default: %(default)s)")
-    group.add_argument("--num-rollout", type=int, default=200, help="rollouts to train on (default: %(default)s)")
-    group.add_argument("--save", metavar="DIR", help="write a checkpoint here, at --save-interval and at the end")
-    group.add_argument("--save-interval", type=int, default=50, metavar="N", help="rollouts between checkpoints (default: %(default)s)")
-    group.add_argument("--load", metavar="DIR", help="resume from the checkpoint in this folder; any layout of ranks may read it")
-    group.add_argument("--eval-interval", type=int, default=5, metavar="N", help="rollouts between evaluations of both policies (default: %(default)s)")
-    group.add_argument("--eval-prompts", type=int, default=256, metavar="N", help="held-out prompts, one sample each (default: %(default)s)")
     group.add_argument(
-        "--grad-cosine-every", type=int, default=0, metavar="N",
-        help="every N rollouts, compare the direction of the gradient with an on-policy one, drawn from the trainer's own weights; 0: never",
+        "--seed", type=int, default=0, help="of weights, prompts and samples (default: %(default)s)"
     )
-    group.add_argument("--smoke", action="store_true", help="a tiny run that only shows that everything works")
+    group.add_argument(
+        "--num-rollout", type=int, default=200, help="rollouts to train on (default: %(default)s)"
+    )
+    group.add_argument(
+        "--save", metavar="DIR", help="write a checkpoint here, at --save-interval and at the end"
+    )
+    group.add_argument(
+        "--save-interval",
+        type=int,
+        default=50,
+        metavar="N",
+        help="rollouts between checkpoints (default: %(default)s)",
+    )
+    group.add_argument(
+        "--load",
+        metavar="DIR",
+        help="resume from the checkpoint in this folder; any layout of ranks may read it",
+    )
+    group.add_argument(
+        "--eval-interval",
+        type=int,
+        default=5,
+        metavar="N",
+        help="rollouts between evaluations of both policies (default: %(default)s)",
+    )
+    group.add_argument(
+        "--eval-prompts",
+        type=int,
+        default=256,
+        metavar="N",
+        help="held-out prompts, one sample each (default: %(default)s)",
+    )
+    group.add_argument(
+        "--grad-cosine-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every N rollouts, compare the direction of the gradient with an on-policy one, drawn from "
+        "the trainer's own weights; 0: never",
+    )
+    group.add_argument(
+        "--smoke", action="store_true", help="a tiny run that only shows that everything works"
+    )
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("task", "A string of digits to reverse, sort or add; reward 1 for exactly the right answer, else 0.")
+    group = parser.add_argument_group(
+        "task", "A string of digits to reverse, sort or add; reward 1 for exactly the right answer, else 0."
+    )
     group.add_argument("--task", choices=TASK_NAMES, default="reverse", help="(default: %(default)s)")
-    group.add_argument("--num-digits", type=int, default=6, metavar="N", help="digits of an operand (default: %(default)s)")
-    group.add_argument("--warmup-steps", type=int, default=400, metavar="N", help="supervised steps before RL (default: %(default)s)")
-    group.add_argument("--warmup-lr", type=float, default=3e-3, help="learning rate of the supervised steps (default: %(default)s)")
     group.add_argument(
-        "--warmup-cache", metavar="DIR",
-        help="where warm-started weights are kept, so that runs to be compared start from the same ones (default: beside --output)",
+        "--num-digits", type=int, default=6, metavar="N", help="digits of an operand (default: %(default)s)"
+    )
+    group.add_argument(
+        "--warmup-steps",
+        type=int,
+        default=400,
+        metavar="N",
+        help="supervised steps before RL (default: %(default)s)",
+    )
+    group.add_argument(
+        "--warmup-lr",
+        type=float,
+        default=3e-3,
+        help="learning rate of the supervised steps (default: %(default)s)",
+    )
+    group.add_argument(
+        "--warmup-cache",
+        metavar="DIR",
+        help="where warm-started weights are kept, so that runs to be compared start from the same ones "
+        "(default: beside --output)",
     )
 
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
-    group.add_argument("--rollout-batch-size", type=int, default=16, metavar="N", help="prompts a rollout (default: %(default)s)")
-    group.add_argument("--n-samples-per-prompt", type=int, default=4, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--rollout-batch-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="prompts a rollout (default: %(default)s)",
+    )
+    group.add_argument(
+        "--n-samples-per-prompt", type=int, default=4, metavar="N", help="(default: %(default)s)"
+    )
     group.add_argument("--rollout-temperature", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument(
-        "--rollout-weights", choices=PRECISIONS, default="bf16",
+        "--rollout-weights",
+        choices=PRECISIONS,
+        default="bf16",
         help="precision of the rollout engine's weights; the trainer is float32 (default: %(default)s)",
     )
     group.add_argument(
-        "--rollout-data-postprocess-path", metavar="FN",
+        "--rollout-data-postprocess-path",
+        metavar="FN",
         help="called as slime calls it, fn(args, rollout_id, rollout_data), after log-probs and advantages",
     )
 
 
 def _add_correction(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("correction", "Of the mismatch between trainer and rollout engine, by a hook loaded as Miles loads it.")
+    group = parser.add_argument_group(
+        "correction",
+        "Of the mismatch between trainer and rollout engine, by a hook loaded as Miles loads it.",
+    )
     group.add_argument("--use-tis", action="store_true", help="let the hook change the loss and its masks")
     group.add_argument("--get-mismatch-metrics", action="store_true", help="call the hook for its metrics")
-    group.add_argument("--custom-tis-function-path", metavar="FN", help="dotted path, e.g. mis_plugins.mis.compute_mis_weights_with_cp")
-    group.add_argument("--custom-config-path", metavar="YAML", help="each top-level key becomes an attribute of args, as in the hosts")
-    group.add_argument("--use-rollout-logprobs", action="store_true", help="PPO against the rollout engine's log-probs, without recomputing them")
+    group.add_argument(
+        "--custom-tis-function-path",
+        metavar="FN",
+        help="dotted path, e.g. mis_plugins.mis.compute_mis_weights_with_cp",
+    )
+    group.add_argument(
+        "--custom-config-path",
+        metavar="YAML",
+        help="each top-level key becomes an attribute of args, as in the hosts",
+    )
+    group.add_argument(
+        "--use-rollout-logprobs",
+        action="store_true",
+        help="PPO against the rollout engine's log-probs, without recomputing them",
+    )
 
 
 def _add_loss(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss")
     group.add_argument(
-        "--advantage-estimator", choices=("grpo", "reinforce"), default="grpo",
-        help="grpo: reward minus the mean of its prompt's group, over its deviation; reinforce: reward + --reward-shift (default: %(default)s)",
+        "--advantage-estimator",
+        choices=("grpo", "reinforce"),
+        default="grpo",
+        help="grpo: reward minus the mean of its prompt's group, over its deviation; reinforce: reward + "
+        "--reward-shift (default: %(default)s)",
     )
-    group.add_argument("--disable-grpo-std-normalization", action="store_true", help="grpo: subtract the group's mean only")
-    group.add_argument("--reward-shift", type=float, default=0.0, metavar="X", help="reinforce: -1 punishes failures and leaves successes alone (default: %(default)s)")
+    group.add_argument(
+        "--disable-grpo-std-normalization", action="store_true", help="grpo: subtract the group's mean only"
+    )
+    group.add_argument(
+        "--reward-shift",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="reinforce: -1 punishes failures and leaves successes alone (default: %(default)s)",
+    )
     group.add_argument("--eps-clip", type=float, default=0.2, help="PPO clip (default: %(default)s)")
     group.add_argument("--eps-clip-high", type=float, help="upper PPO clip (default: --eps-clip)")
-    group.add_argument("--calculate-per-token-loss", action="store_true", help="average over tokens, not over samples")
+    group.add_argument(
+        "--calculate-per-token-loss", action="store_true", help="average over tokens, not over samples"
+    )
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
-    group.add_argument("--global-batch-size", type=int, metavar="N", help="samples an optimizer step (default: the whole rollout)")
-    group.add_argument("--micro-batch-size", type=int, metavar="N", help="samples of one data-parallel rank a forward pass (default: all of its share)")
+    group.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="samples an optimizer step (default: the whole rollout)",
+    )
+    group.add_argument(
+        "--micro-batch-size",
+        type=int,
+        metavar="N",
+        help="samples of one data-parallel rank a forward pass (default: all of its share)",
+    )
     group.add_argument("--lr", type=float, default=1e-3, help="(default: %(default)s)")
     group.add_argument("--adam-beta1", type=float, default=0.9, help="(default: %(default)s)")
     group.add_argument("--adam-beta2", type=float, default=0.98, help="(default: %(default)s)")
     group.add_argument("--weight-decay", type=float, default=0.0, help="(default: %(default)s)")
-    group.add_argument("--clip-grad", type=float, default=1.0, help="limit of the gradient norm; 0: none (default: %(default)s)")
+    group.add_argument(
+        "--clip-grad",
+        type=float,
+        default=1.0,
+        help="limit of the gradient norm; 0: none (default: %(default)s)",
+    )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks", "Forked by this command, or made by torchrun.")
-    group.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="ranks that share each sequence (default: %(default)s)")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="ranks that share each matrix (default: %(default)s)")
-    group.add_argument("--data-parallel-size", type=int, metavar="N", help="ranks that share the samples (default: what torchrun started leaves, else 1)")
+    group.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share each sequence (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share each matrix (default: %(default)s)",
+    )
+    group.add_argument(
+        "--data-parallel-size",
+        type=int,
+        metavar="N",
+        help="ranks that share the samples (default: what torchrun started leaves, else 1)",
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "A Qwen3-shaped decoder, under Megatron's names.")
     group.add_argument("--hidden-size", type=int, default=64, metavar="N", help="(default: %(default)s)")
     group.add_argument("--num-layers", type=int, default=2, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--num-attention-heads", type=int, default=4, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--num-attention-heads", type=int, default=4, metavar="N", help="(default: %(default)s)"
+    )
     group.add_argument("--num-query-groups", type=int, default=2, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--kv-channels", type=int, default=16, metavar="N", help="size of a head (default: %(default)s)")
+    group.add_argument(
+        "--kv-channels", type=int, default=16, metavar="N", help="size of a head (default: %(default)s)"
+    )
     group.add_argument("--ffn-hidden-size", type=int, default=128, metavar="N", help="(default: %(default)s)")

@@ -1,4 +1,6 @@
-"""Checkpoints: whole weights and optimizer moments under Hugging Face names, so that any layout of ranks can resume."""
+"""Checkpoints: whole weights and optimizer moments under Hugging Face names, so that any layout of ranks can
+resume.
+"""
 
 from __future__ import annotations
 

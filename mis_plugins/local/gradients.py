@@ -20,13 +20,17 @@ from mis_plugins.local.trainer import Trainer
 
 def on_policy(args: Namespace) -> Namespace:
     """The same settings without any correction: what samples of the trainer's own policy need."""
-    return Namespace(**{**vars(args), "use_tis": False, "get_mismatch_metrics": False, "use_rollout_logprobs": False})
+    return Namespace(
+        **{**vars(args), "use_tis": False, "get_mismatch_metrics": False, "use_rollout_logprobs": False}
+    )
 
 
 def mean_gradient(
     args: Namespace, state: ParallelState, trainer: Trainer, rollouts: Sequence[Rollout]
 ) -> Tensor:
-    """Gradient of the policy loss at the current weights, averaged over the rollouts; no step is taken. Collective."""
+    """Gradient of the policy loss at the current weights, averaged over the rollouts; no step is taken.
+    Collective.
+    """
     total = torch.zeros(())
     whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].problems)})
     for rollout in rollouts:
@@ -46,7 +50,8 @@ def cosines(
 ) -> dict[str, float]:
     """Cosine of each setting's gradient on ``sampled`` to the on-policy gradient.
 
-    The reference is the mean of two independent on-policy estimates. Their own cosine, under ``"on-policy"``, says how much of what is
+    The reference is the mean of two independent on-policy estimates. Their own cosine, under ``"on-policy"``,
+    says how much of what is
     missing to 1 is sampling noise: no setting can be expected to do better.
     """
     plain = on_policy(next(iter(settings.values())))

@@ -1,4 +1,6 @@
-"""The RL loop: sample with the rollout engine, score with the trainer, correct, train, synchronise the weights, evaluate both policies."""
+"""The RL loop: sample with the rollout engine, score with the trainer, correct, train, synchronise the
+weights, evaluate both policies.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def run_rank(args: Namespace) -> None:
 
 @contextmanager
 def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], None]]:
-    """What to call with each rollout's record. However the run ends, its files are complete afterwards. Rank 0 writes them."""
+    """What to call with each rollout's record. However the run ends, its files are complete afterwards. Rank
+    0 writes them.
+    """
     if dist.get_rank() != 0:
         yield lambda row: None
         return
@@ -72,7 +76,12 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
     status = "failed"
     try:
         with _table(args, folder, first_rollout) as table:
-            yield lambda row: (log.append(row), table.add(row))
+
+            def record(row: Row) -> None:
+                log.append(row)
+                table.add(row)
+
+            yield record
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -147,11 +156,15 @@ class Loop:
         self.engine.update_weights(self.trainer.weights(), self.next_rollout)
         if self.next_rollout % self.args.save_interval == 0:
             self.save()
-        return row | _rollout_row(rollout) | {
-            "rollout_seconds": sampled - started,
-            "train_seconds": trained - sampled,
-            "seconds": time.perf_counter() - began,
-        }
+        return (
+            row
+            | _rollout_row(rollout)
+            | {
+                "rollout_seconds": sampled - started,
+                "train_seconds": trained - sampled,
+                "seconds": time.perf_counter() - began,
+            }
+        )
 
     def train(self, rollout_id: int, rollout: Rollout) -> Row:
         """All optimizer steps of one rollout; their metrics averaged."""
@@ -160,7 +173,8 @@ class Loop:
         share = self.args.global_batch_size // self.state.effective_dp.size
         steps = [range(start, start + share) for start in range(0, len(data["tokens"]), share)]
         rows = [
-            self.trainer.accumulate(self.args, data, indices, policy_loss) | {"grad_norm": self.trainer.step()}
+            self.trainer.accumulate(self.args, data, indices, policy_loss)
+            | {"grad_norm": self.trainer.step()}
             for indices in steps
         ]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
@@ -176,7 +190,9 @@ class Loop:
         return collect(self.args, self.task, engine, (self.args.seed, *stream), _prompts(self.held_out))
 
     def evaluate(self) -> Row:
-        """Mean reward on held-out prompts of the rollout policy and of the trainer's, whose weights are float32."""
+        """Mean reward on held-out prompts of the rollout policy and of the trainer's, whose weights are
+        float32.
+        """
         return {
             "eval_trainer": self._held_out_reward(self.fp32()),
             "eval_rollout": self._held_out_reward(self.engine),
@@ -184,9 +200,7 @@ class Loop:
 
     def _held_out_reward(self, engine: RolloutEngine) -> float:
         seeds = [derive_seed(self.args.seed, "evaluation", index) for index in range(len(self.held_out))]
-        responses = sample_responses(
-            engine, self.task, self.held_out, seeds, self.args.rollout_temperature
-        )
+        responses = sample_responses(engine, self.task, self.held_out, seeds, self.args.rollout_temperature)
         pairs = zip(self.held_out, responses, strict=True)
         rewards = [self.task.reward(problem, response.tokens) for problem, response in pairs]
         return sum(rewards) / len(rewards)

@@ -1,6 +1,7 @@
 """The policy loss of the embedded host, and the place where it calls the TIS hook.
 
-The call, its keyword arguments and what happens to its answer follow Miles's ``policy_loss_function``: the returned masks rebuild the
+The call, its keyword arguments and what happens to its answer follow Miles's ``policy_loss_function``: the
+returned masks rebuild the
 numerator of the loss only, its denominators and all metrics keep the masks of the batch.
 """
 
@@ -37,7 +38,9 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a data-parallel rank. Lists have one entry a sample; log-probs are CP-local, masks whole."""
+    """One micro-batch of a data-parallel rank. Lists have one entry a sample; log-probs are CP-local, masks
+    whole.
+    """
 
     layout: Layout
     loss_masks: list[Tensor]
@@ -52,7 +55,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Reducer:
-    """``sum_i (1 / n_i) sum_t x_t m_t`` over this rank's tokens, with ``n_i`` the mask sum of the batch; or the plain sum over tokens."""
+    """``sum_i (1 / n_i) sum_t x_t m_t`` over this rank's tokens, with ``n_i`` the mask sum of the batch; or
+    the plain sum over tokens.
+    """
 
     weight: Tensor
 
@@ -81,7 +86,9 @@ def clipped_surrogate(
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's ``exp(x) - 1 - x``, with x clamped to +-10 as in Miles; estimates KL(q || p) from samples of q, x = log p - log q."""
+    """Schulman's ``exp(x) - 1 - x``, with x clamped to +-10 as in Miles; estimates KL(q || p) from samples of
+    q, x = log p - log q.
+    """
     bounded = log_ratio.clamp(-10, 10)
     return bounded.exp() - 1 - bounded
 

@@ -1,7 +1,9 @@
 """The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-shaped, on CPU.
 
-Nothing of Megatron is changed but the shims of :func:`cpu_shims`. Weights enter and leave under the names of a Hugging Face Qwen3
-checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout all read the same dictionary.
+Nothing of Megatron is changed but the shims of :func:`cpu_shims`. Weights enter and leave under the names of
+a Hugging Face Qwen3
+checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout all read
+the same dictionary.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,8 @@ INIT_STD = 0.02
 
 
 def cpu_shims() -> None:
-    """The one place where Megatron is changed: ``RotaryEmbedding`` moves its table to ``torch.cuda.current_device()`` on first use.
+    """The one place where Megatron is changed: ``RotaryEmbedding`` moves its table to
+    ``torch.cuda.current_device()`` on first use.
 
     The environment variable only silences Megatron's advice for GPUs.
     """
@@ -42,7 +45,7 @@ def cpu_shims() -> None:
 def build_model(config: ModelConfig, state: ParallelState, *, per_token_loss: bool) -> GPTModel:
     """An uninitialised ``GPTModel`` of this rank; its weights come through :class:`Naming`."""
     cpu_shims()
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return GPTModel(
         config=_transformer_config(config, state, per_token_loss),
@@ -56,9 +59,7 @@ def build_model(config: ModelConfig, state: ParallelState, *, per_token_loss: bo
     )
 
 
-def _transformer_config(
-    config: ModelConfig, state: ParallelState, per_token_loss: bool
-) -> TransformerConfig:
+def _transformer_config(config: ModelConfig, state: ParallelState, per_token_loss: bool) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -104,7 +105,9 @@ def response_log_probs(model: torch.nn.Module, layout: Layout, temperature: floa
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Fresh weights under Hugging Face names: norms 1, the rest normal, outputs into the residual stream scaled by depth."""
+    """Fresh weights under Hugging Face names: norms 1, the rest normal, outputs into the residual stream
+    scaled by depth.
+    """
     generator = torch.Generator().manual_seed(seed)
     depth = (2 * config.num_layers) ** -0.5
 
@@ -121,8 +124,10 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 class Shards:
     """How one Megatron parameter is made of Hugging Face weights on one tensor-parallel rank.
 
-    ``cut`` says along what the weights are divided among the ranks. Several weights share one parameter in ``groups`` interleaved
-    blocks: all of a query group's rows of q, then k, then v (``groups`` is the number of query groups of this rank); gate, then up (1).
+    ``cut`` says along what the weights are divided among the ranks. Several weights share one parameter in
+    ``groups`` interleaved
+    blocks: all of a query group's rows of q, then k, then v (``groups`` is the number of query groups of this
+    rank); gate, then up (1).
     """
 
     names: tuple[str, ...]
@@ -146,8 +151,7 @@ class Shards:
         rows = [shapes[name][0] // share // self.groups for name in self.names]
         parts = local.unflatten(0, (self.groups, -1)).split(rows, 1)
         return {
-            name: _gather(part.flatten(0, 1), dim, tp)
-            for name, part in zip(self.names, parts, strict=True)
+            name: _gather(part.flatten(0, 1), dim, tp) for name, part in zip(self.names, parts, strict=True)
         }
 
 
@@ -192,7 +196,9 @@ def _layer_shards(index: int, groups: int) -> dict[str, Shards]:
 
 @dataclass(frozen=True)
 class Naming:
-    """Translates tensors shaped like the parameters (weights, gradients, optimizer moments) to Hugging Face names and back."""
+    """Translates tensors shaped like the parameters (weights, gradients, optimizer moments) to Hugging Face
+    names and back.
+    """
 
     config: ModelConfig
     tp: GroupInfo

@@ -1,6 +1,7 @@
 """The ranks of the embedded host: who they are, how they start and how they stop.
 
-Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not. Under ``torchrun`` the ranks exist
+Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not. Under
+``torchrun`` the ranks exist
 already and only join the process group. All collectives run over gloo, so a laptop without a GPU is enough.
 """
 
@@ -11,15 +12,16 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state as mpu
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import MisError
 
@@ -52,7 +54,7 @@ class ParallelState:
     is_ulysses_cp: bool = False
 
 
-def _info(group: dist.ProcessGroup) -> GroupInfo:
+def _info(group: Any) -> GroupInfo:
     return GroupInfo(rank=dist.get_rank(group), size=dist.get_world_size(group), group=group)
 
 
@@ -96,24 +98,33 @@ class StopSignal:
 def launch(world_size: int, main: Callable[[], None]) -> int:
     """Run ``main`` on every rank and return the exit code of the run.
 
-    0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once. 130: interrupted.
+    0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once. 130:
+    interrupted.
     """
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        return _run_rank(main, Path(tempfile.mkdtemp(prefix="mis-local-")), dist.get_rank())
     with tempfile.TemporaryDirectory(prefix="mis-local-") as scratch:
+        if "RANK" in os.environ:
+            return _torchrun_rank(main, Path(scratch))
         return _fork_ranks(world_size, main, Path(scratch))
 
 
+def _torchrun_rank(main: Callable[[], None], scratch: Path) -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    code = _run_rank(main, scratch, dist.get_rank())
+    _print_reports(scratch)
+    return code
+
+
 def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int:
-    ranks = mp.start_processes(
+    ranks = start_processes(
         _forked_rank, args=(world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
     )
-    previous = signal.signal(signal.SIGINT, _forward_interrupts([rank.pid for rank in ranks.processes]))
+    assert ranks is not None  # join=False gives a context
+    previous = signal.signal(signal.SIGINT, _forward_interrupts(ranks.processes))
     try:
         while not ranks.join():
             pass
-    except mp.ProcessExitedException as failure:
+    except ProcessExitedException as failure:
         _print_reports(scratch)
         return failure.exit_code if failure.exit_code > 0 else EXIT_FAILURE
     finally:
@@ -121,13 +132,14 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
     return EXIT_INTERRUPTED if (scratch / "interrupted").exists() else 0
 
 
-def _forward_interrupts(pids: list[int]) -> Callable[[int, FrameType | None], None]:
+def _forward_interrupts(ranks: Sequence[Any]) -> Callable[[int, FrameType | None], None]:
     """First Ctrl-C: ask the ranks to finish their rollout. Second: end them now."""
     asked: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL if asked else signal.SIGINT)
+        for rank in ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, signal.SIGKILL if asked else signal.SIGINT)
         asked.append(signum)
 
     return forward
@@ -135,8 +147,7 @@ def _forward_interrupts(pids: list[int]) -> Callable[[int, FrameType | None], No
 
 def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(scratch / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
     code = _run_rank(main, scratch, rank)
     if code == EXIT_INTERRUPTED:
         (scratch / "interrupted").touch()
@@ -160,7 +171,9 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
 
 
 def _print_reports(scratch: Path) -> None:
-    """Print what the ranks reported: the same user error once, otherwise the first fault (the rest are its echoes)."""
+    """Print what the ranks reported: the same user error once, otherwise the first fault (the rest are its
+    echoes).
+    """
     reports = sorted(scratch.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if reports:
         print(reports[0].read_text(), end="", file=sys.stderr)

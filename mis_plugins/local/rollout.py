@@ -1,6 +1,7 @@
 """One rollout: prompts, sampled responses, rewards, and the shard of them that a data-parallel rank trains on.
 
-Every random choice is derived from ``--seed``, the rollout and the sample, so that a resumed run, another layout of ranks or a paired run
+Every random choice is derived from ``--seed``, the rollout and the sample, so that a resumed run, another
+layout of ranks or a paired run
 sees the same prompts and the same draws.
 """
 
@@ -60,7 +61,9 @@ def sample_responses(
 
 @dataclass(frozen=True)
 class Rollout:
-    """A whole rollout, the same on every rank; one entry a sample, the samples of a prompt next to each other."""
+    """A whole rollout, the same on every rank; one entry a sample, the samples of a prompt next to each
+    other.
+    """
 
     problems: list[Problem]
     generations: list[Generation]
@@ -69,9 +72,15 @@ class Rollout:
 
 
 def collect(
-    args: Namespace, task: Task, engine: RolloutEngine, stream: tuple[int | str, ...], excluded: Collection[tuple[int, ...]]
+    args: Namespace,
+    task: Task,
+    engine: RolloutEngine,
+    stream: tuple[int | str, ...],
+    excluded: Collection[tuple[int, ...]],
 ) -> Rollout:
-    """Sample ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times. ``stream`` names the random choices. Collective."""
+    """Sample ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times. ``stream`` names the random
+    choices. Collective.
+    """
     prompts = draw_problems(task, args.rollout_batch_size, derive_seed(*stream, "prompts"), excluded)
     problems = [problem for problem in prompts for _ in range(args.n_samples_per_prompt)]
     seeds = [derive_seed(*stream, "sample", index) for index in range(len(problems))]
@@ -79,14 +88,14 @@ def collect(
     return score(args, task, problems, generations)
 
 
-def score(
-    args: Namespace, task: Task, problems: list[Problem], generations: list[Generation]
-) -> Rollout:
+def score(args: Namespace, task: Task, problems: list[Problem], generations: list[Generation]) -> Rollout:
     """Judge the responses and compute their advantages."""
     pairs = zip(problems, generations, strict=True)
     rewards = torch.tensor([task.reward(problem, generation.tokens) for problem, generation in pairs])
     groups = rewards.view(-1, args.n_samples_per_prompt)
-    return Rollout(problems, generations, rewards, ESTIMATORS[args.advantage_estimator](args, groups).flatten())
+    return Rollout(
+        problems, generations, rewards, ESTIMATORS[args.advantage_estimator](args, groups).flatten()
+    )
 
 
 def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> list[int]:
@@ -96,7 +105,9 @@ def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: 
 
 
 def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutData:
-    """What the hosts call ``rollout_data`` for this rank: log-probs and advantages CP-local, masks and tokens whole."""
+    """What the hosts call ``rollout_data`` for this rank: log-probs and advantages CP-local, masks and tokens
+    whole.
+    """
     order = training_order(
         len(rollout.problems), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
     )

@@ -1,4 +1,5 @@
-"""The trainer: Megatron's model, data parallelism and gradient finalization, and an optimizer of ``torch.optim``.
+"""The trainer: Megatron's model, data parallelism and gradient finalization, and an optimizer of
+``torch.optim``.
 
 Megatron's own optimizers need CUDA, so AdamW steps on the ``main_grad`` that Megatron's DDP reduced.
 """
@@ -22,7 +23,9 @@ from mis_plugins.local.model import Naming, build_model, response_log_probs
 from mis_plugins.local.parallel import ParallelState
 
 RolloutData = dict[str, Any]
-"""What the hosts call ``rollout_data``: lists with one entry a sample of this data-parallel rank, in the order of training."""
+"""What the hosts call ``rollout_data``: lists with one entry a sample of this data-parallel rank, in the
+order of training.
+"""
 
 LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], tuple[Tensor, Metrics]]
 
@@ -82,9 +85,11 @@ class Trainer:
     def accumulate(
         self, args: Namespace, data: RolloutData, indices: Sequence[int], loss_function: LossFunction
     ) -> dict[str, float]:
-        """Leave in every ``main_grad`` the gradient of the loss averaged over the samples of all data-parallel ranks.
+        """Leave in every ``main_grad`` the gradient of the loss averaged over the samples of all
+        data-parallel ranks.
 
-        ``args`` are those the loss function reads. ``indices`` are this rank's samples; every rank passes the same number of them.
+        ``args`` are those the loss function reads. ``indices`` are this rank's samples; every rank passes the
+        same number of them.
 
         Returns:
             Metrics, averaged over the same samples (over their tokens with ``--calculate-per-token-loss``).
@@ -107,14 +112,18 @@ class Trainer:
         return self._average(sums, total)
 
     def _loss_scale(self, count: int) -> float:
-        """Undo what Megatron's DDP does: it averages over all ranks, or divides by tokens counted on every context rank."""
+        """Undo what Megatron's DDP does: it averages over all ranks, or divides by tokens counted on every
+        context rank.
+        """
         if self.args.calculate_per_token_loss:
             return float(self.state.cp.size)
         return self.state.effective_dp_cp.size / count
 
     def _average(self, sums: Sequence[Metrics], total: float) -> dict[str, float]:
         names = sorted(sums[0])
-        stacked = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in sums]).sum(0)
+        stacked = torch.stack(
+            [torch.stack([metrics[name].double() for name in names]) for metrics in sums]
+        ).sum(0)
         dist.all_reduce(stacked, group=self.state.effective_dp_cp.group)
         return dict(zip(names, (stacked / total).tolist(), strict=True))
 
@@ -124,15 +133,17 @@ class Trainer:
         limit = self.args.clip_grad
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for parameter in self.parameters.values():
-            parameter.grad = parameter.main_grad.mul_(scale)
+            parameter.grad = _main_grad(parameter).mul_(scale)
         self.optimizer.step()
         return norm
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient: shards are summed over the tensor-parallel ranks, replicas counted once."""
+        """Norm of the whole gradient: shards are summed over the tensor-parallel ranks, replicas counted
+        once.
+        """
         sharded, replicated = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for name, parameter in self.parameters.items():
-            square = parameter.main_grad.double().square().sum()
+            square = _main_grad(parameter).double().square().sum()
             if self.naming.sharded(name):
                 sharded += square
             else:
@@ -142,7 +153,9 @@ class Trainer:
 
     def gradient(self) -> Tensor:
         """The whole accumulated gradient as one float64 vector, the same in every layout. Collective."""
-        whole = self.naming.to_hf({name: parameter.main_grad for name, parameter in self.parameters.items()})
+        whole = self.naming.to_hf(
+            {name: _main_grad(parameter) for name, parameter in self.parameters.items()}
+        )
         return torch.cat([tensor.double().flatten() for tensor in whole.values()])
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -181,3 +194,8 @@ class Trainer:
             proximal=pick("log_probs") if "log_probs" in data else None,
             behavior=pick("rollout_log_probs"),
         )
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
+    """The reduced gradient that Megatron's DDP hangs on a parameter."""
+    return parameter.main_grad  # type: ignore[attr-defined]

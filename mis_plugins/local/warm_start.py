@@ -1,4 +1,6 @@
-"""Supervised steps before RL, so that the first rollouts earn rewards. Runs to be compared share the result through a file."""
+"""Supervised steps before RL, so that the first rollouts earn rewards. Runs to be compared share the result
+through a file.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ BATCH = 64
 
 
 def warm_start(
-    args: Namespace, config: ModelConfig, task: Task, state: ParallelState, excluded: Collection[tuple[int, ...]]
+    args: Namespace,
+    config: ModelConfig,
+    task: Task,
+    state: ParallelState,
+    excluded: Collection[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Weights after ``--warmup-steps`` supervised steps, from the cache if an equal run left them there. Collective."""
+    """Weights after ``--warmup-steps`` supervised steps, from the cache if an equal run left them there.
+    Collective.
+    """
     path = cache_path(args, config)
     found = [read_weights(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
@@ -41,15 +49,29 @@ def warm_start(
 def cache_path(args: Namespace, config: ModelConfig) -> Path:
     """One file for each task, seed, model and length of the warm start."""
     folder = Path(args.warmup_cache) if args.warmup_cache else Path(args.output).parent / "warm-start"
-    recipe = (config, args.seed, args.warmup_steps, args.warmup_lr, args.adam_beta1, args.adam_beta2, args.eval_prompts)
+    recipe = (
+        config,
+        args.seed,
+        args.warmup_steps,
+        args.warmup_lr,
+        args.adam_beta1,
+        args.adam_beta2,
+        args.eval_prompts,
+    )
     digest = hashlib.blake2b(repr(recipe).encode(), digest_size=6).hexdigest()
     return folder / f"{args.task}{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
 
 
 def supervise(
-    args: Namespace, config: ModelConfig, task: Task, state: ParallelState, excluded: Collection[tuple[int, ...]]
+    args: Namespace,
+    config: ModelConfig,
+    task: Task,
+    state: ParallelState,
+    excluded: Collection[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Train fresh weights on right answers. Cosine decay, so that the end does not depend on the last few batches."""
+    """Train fresh weights on right answers. Cosine decay, so that the end does not depend on the last few
+    batches.
+    """
     settings = Namespace(**{**vars(args), "micro_batch_size": BATCH, "weight_decay": 0.0})
     trainer = Trainer(settings, config, state, initial_weights(config, args.seed), args.warmup_lr)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
