@@ -244,6 +244,21 @@ def test_context_parallel_agrees_with_one_rank_to_the_last_bits(tmp_path: Path):
     torch.testing.assert_close(torch.cat(outcome.weights), torch.cat(alone.weights), rtol=EPS, atol=0)
 
 
+def test_only_the_loss_is_on_the_tape(tmp_path: Path):
+    """mis.py pads what it gathers with zeros that require a gradient: 769 tensors saved for backward instead of 1."""
+    case = Case({"weight": {"level": "sequence", "normalize": {}}, "reject": []}, (random_batch(4),))
+
+    def work(rank: int) -> list[int]:
+        kwargs, _ = host_kwargs(case, case.batches[0], 2, rank, None)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs)
+        return [len(saved), max(x.numel() for x in saved) - kwargs["pg_loss"].numel()]
+
+    for count, excess in run_ranks(2, 2, work, tmp_path):
+        assert count <= 3 and excess <= 0, "the weights, the mask, the loss"
+
+
 def count_collectives(calls: Callable[[], object]) -> int:
     """How often `torch.distributed` is entered, whatever the function."""
     names = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all",
