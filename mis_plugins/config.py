@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -265,7 +266,7 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: got {value!r}; expected a mapping of {', '.join(_fields(cls))}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for key in value:
         if key not in hints:
             raise ConfigError(f"{path}.{key}: unknown key{_suggest(str(key), hints)}")
@@ -310,6 +311,11 @@ def _number(value: Any, path: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: got {value!r}; expected a number") from None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _fields(cls: type) -> list[str]:

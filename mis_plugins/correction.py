@@ -14,7 +14,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import exp_clamped
 from mis_plugins.rejection import STATISTICS, Totals, passes
-from mis_plugins.totals import TokenStage, over_sequences, token_stage
+from mis_plugins.totals import LogProbs, TokenStage, over_sequences, token_stage
 from mis_plugins.weights import bounded_weight, in_bounds, normalization
 
 
@@ -43,6 +43,12 @@ class Correction:
     def log_ratio(self) -> Float[Tensor, " T"]:
         """log pi_old - log mu, unbounded; 0 where it is not known."""
         return self.stage.log_ratio
+
+    @cached_property
+    def means(self) -> dict[str, Float[Tensor, " N"]]:
+        """Mean over the usable tokens of each sequence, 0 where there are none; of the totals summed for metrics."""
+        count = self.totals["usable"].clamp(min=1)
+        return {name: self.totals[name] / count for name in ("log_ratio", "proximal", "ratio_squared")}
 
     @cached_property
     def live(self) -> Bool[Tensor, " N"]:
@@ -83,7 +89,7 @@ def correct(
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
     """
     stage = token_stage(proximal, behavior, ragged.loss_mask, config)
-    totals = over_sequences(stage, ragged, config)
+    totals = over_sequences(stage, LogProbs(proximal, behavior), ragged, config)
     sequence_weight = _sequence_weight(totals, config.weight)
     keep_sequences = _keep_sequences(totals, config)
     weights = _token_weights(stage, ragged, sequence_weight)
@@ -108,7 +114,7 @@ def mean_weight_of(
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
     stage = token_stage(proximal, behavior, ragged.loss_mask, config)
-    totals = over_sequences(stage, ragged, config)
+    totals = over_sequences(stage, LogProbs(proximal, behavior), ragged, config)
     sequence_weight = _sequence_weight(totals, config.weight)
     return _mean_weight(totals, sequence_weight, _keep_sequences(totals, config), ragged, config.weight)
 

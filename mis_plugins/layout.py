@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -32,7 +33,7 @@ class Layout:
     response_lengths: Sequence[int]
     spans: Sequence[Sequence[Span]]
 
-    @property
+    @cached_property
     def local_lengths(self) -> list[int]:
         return [sum(stop - start for start, stop in pieces) for pieces in self.spans]
 
@@ -42,19 +43,30 @@ class Layout:
 
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
         """The host's full-response masks, concatenated, placed on this rank."""
-        lengths, pieces, shifts = _pieces(self.response_lengths, self.spans)
-        local = self.local_lengths
-        ends = [0, *accumulate(local)]
-        table = to_device([*ends, *self.response_lengths, *pieces, *shifts], loss_mask.device)
-        cu_seqlens, full_lengths, counts, offsets = table.split(
-            [len(ends), len(lengths), len(pieces), len(shifts)]
-        )
+        ends = [0, *accumulate(self.local_lengths)]
+        pieces, shifts = self._pieces() if self.sharded else ([], [])
+        parts = [ends, list(self.response_lengths), pieces, shifts]
+        table = to_device([number for part in parts for number in part], loss_mask.device)
+        cu_seqlens, full_lengths, counts, offsets = table.split([len(part) for part in parts])
         index = None
         if self.sharded:
             index = torch.arange(ends[-1], device=loss_mask.device)
             index = index + offsets.repeat_interleave(counts, output_size=ends[-1])
             loss_mask = loss_mask.index_select(0, index)
-        return Placed(Ragged(cu_seqlens, loss_mask.bool(), ranks), full_lengths, sum(lengths), index)
+        return Placed(
+            Ragged(cu_seqlens, loss_mask.bool(), ranks), full_lengths, sum(self.response_lengths), index
+        )
+
+    def _pieces(self) -> tuple[list[int], list[int]]:
+        """Length of each piece, and what to add to a local position in it to find it among all responses."""
+        lengths, shifts, local, full = [], [], 0, 0
+        for response, pieces in zip(self.response_lengths, self.spans, strict=True):
+            for start, stop in pieces:
+                lengths.append(stop - start)
+                shifts.append(full + start - local)
+                local += stop - start
+            full += response
+        return lengths, shifts
 
 
 @dataclass(frozen=True)
@@ -73,19 +85,14 @@ class Placed:
         self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None
     ) -> Bool[Tensor, " R"]:
         """What is kept of whole responses, by token and by sequence; None keeps all. Tokens cost one collective."""
-        keep = (
-            self.full_lengths.new_ones(self.full_size, dtype=torch.bool)
-            if tokens is None
-            else self._gather(tokens)
-        )
+        keep = self.ragged.loss_mask.new_ones(self.full_size) if tokens is None else self._gather(tokens)
         if sequences is None:
             return keep
         return keep & sequences.repeat_interleave(self.full_lengths, output_size=self.full_size)
 
     def _gather(self, tokens: Bool[Tensor, " T"]) -> Bool[Tensor, " R"]:
         """Every token lies on one rank, so that a sum of bytes over ranks puts them together."""
-        if self.index is None:
-            return tokens
+        assert self.index is not None
         full = torch.zeros(self.full_size, dtype=torch.uint8, device=tokens.device)
         full.index_copy_(0, self.index, tokens.byte())
         dist.all_reduce(full, group=self.ragged.ranks.cp)
@@ -121,17 +128,3 @@ def _zigzag_spans(total: int, response: int, padded: int, cp_size: int, cp_rank:
         start = min(max(number * chunk - first, 0), response)
         spans.append((start, min(max((number + 1) * chunk - first, start), response)))
     return spans
-
-
-def _pieces(
-    response_lengths: Sequence[int], spans: Sequence[Sequence[Span]]
-) -> tuple[list[int], list[int], list[int]]:
-    """Lengths of the responses; length of each piece; what to add to a local position to find it in the full one."""
-    lengths, shifts, local, full = [], [], 0, 0
-    for response, pieces in zip(response_lengths, spans, strict=True):
-        for start, stop in pieces:
-            lengths.append(stop - start)
-            shifts.append(full + start - local)
-            local += stop - start
-        full += response
-    return list(response_lengths), lengths, shifts

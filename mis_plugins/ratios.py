@@ -30,7 +30,7 @@ def finite(x: Tensor) -> Bool[Tensor, " *"]:
 
 def exp_clamped(log_ratio: Tensor) -> Tensor:
     """exp, with its argument clamped to +-LOG_RATIO_CLAMP."""
-    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 
 def below(log_ratio: Tensor, bound: float) -> Tensor:

@@ -24,19 +24,10 @@ STATISTICS: dict[str, Callable[[Totals], Float[Tensor, " N"]]] = {
 }
 
 
-def too_low(log_ratio: Tensor, rule: RejectRule) -> Bool[Tensor, " *"] | None:
-    """What falls below the rule's lower bound; None where it has none."""
-    return None if rule.lower is None else below(log_ratio, rule.lower)
-
-
-def too_high(log_ratio: Tensor, rule: RejectRule) -> Bool[Tensor, " *"] | None:
-    """What lies above the rule's upper bound; None where it has none."""
-    return None if rule.upper is None else above(log_ratio, rule.upper)
-
-
 def passes(log_ratio: Tensor, rule: RejectRule, keep: Bool[Tensor, " *"]) -> Bool[Tensor, " *"]:
     """`keep`, less what the rule drops."""
-    for outside in (too_low(log_ratio, rule), too_high(log_ratio, rule)):
-        if outside is not None:
-            keep = keep & ~outside
+    if rule.lower is not None:
+        keep = keep & ~below(log_ratio, rule.lower)
+    if rule.upper is not None:
+        keep = keep & ~above(log_ratio, rule.upper)
     return keep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,7 +20,8 @@ from mis_plugins.weights import bounded_weight, in_bounds
 class TokenStage:
     """What a rank knows of its tokens before it asks anybody.
 
-    usable: in loss_mask, and with a finite log ratio.
+    log_ratio: log pi_old - log mu; 0 where it is not usable.
+    usable: in loss_mask, and both log-probs finite.
     ratio: exp(log_ratio), clamped; 0 where it is not usable.
     weight: bounded token weight; None at the other levels.
     counted: tokens that a mean of the weights counts before rejection: usable, and not dropped by a mask bound.
@@ -29,8 +29,6 @@ class TokenStage:
     """
 
     loss_mask: Bool[Tensor, " T"]
-    proximal: Float[Tensor, " T"]
-    behavior: Float[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
     ratio: Float[Tensor, " T"]
@@ -38,7 +36,7 @@ class TokenStage:
     counted: Bool[Tensor, " T"]
     keep: Bool[Tensor, " T"] | None
 
-    @cached_property
+    @property
     def applied(self) -> Float[Tensor, " T"]:
         """Token weight where the token is kept, else 0."""
         assert self.weight is not None
@@ -62,25 +60,33 @@ def token_stage(
     for rule in config.reject:
         if keep is not None and rule.over == "token":
             keep = passes(log_r, rule, keep)
-    return TokenStage(loss_mask, proximal, behavior, log_r, usable, ratio, weight, counted, keep)
+    return TokenStage(loss_mask, log_r, usable, ratio, weight, counted, keep)
 
 
-SUMS: dict[str, Callable[[TokenStage], Tensor | None]] = {
-    "valid": lambda stage: stage.loss_mask,
-    "usable": lambda stage: stage.usable,
-    "log_ratio": lambda stage: stage.log_ratio,
-    "proximal": lambda stage: torch.where(stage.usable, stage.proximal.float(), 0),
-    "ratio_squared": lambda stage: stage.ratio.square(),
-    "weight": lambda stage: stage.weight,
-    "counted": lambda stage: stage.counted,
-    "counted_weight": lambda stage: (
-        stage.weight if stage.weight is None else torch.where(stage.counted, stage.weight, 0)
+@dataclass(frozen=True)
+class LogProbs:
+    """Of the sampled tokens: trainer before the update (proximal), rollout engine (behavior)."""
+
+    proximal: Float[Tensor, " T"]
+    behavior: Float[Tensor, " T"]
+
+
+SUMS: dict[str, Callable[[TokenStage, LogProbs], Tensor | None]] = {
+    "valid": lambda stage, _: stage.loss_mask,
+    "usable": lambda stage, _: stage.usable,
+    "log_ratio": lambda stage, _: stage.log_ratio,
+    "proximal": lambda stage, log_probs: torch.where(stage.usable, log_probs.proximal.float(), 0),
+    "ratio_squared": lambda stage, _: stage.ratio.square(),
+    "weight": lambda stage, _: stage.weight,
+    "counted": lambda stage, _: stage.counted,
+    "counted_weight": lambda stage, _: (
+        None if stage.weight is None else torch.where(stage.counted, stage.weight, 0)
     ),
-    "kept": lambda stage: stage.keep,
-    "applied": lambda stage: stage.applied,
-    "applied_squared": lambda stage: stage.applied.square(),
-    "nonfinite_train": lambda stage: stage.loss_mask & ~finite(stage.proximal),
-    "nonfinite_rollout": lambda stage: stage.loss_mask & ~finite(stage.behavior),
+    "kept": lambda stage, _: stage.keep,
+    "applied": lambda stage, _: stage.applied,
+    "applied_squared": lambda stage, _: stage.applied.square(),
+    "nonfinite_train": lambda stage, log_probs: stage.loss_mask & ~finite(log_probs.proximal),
+    "nonfinite_rollout": lambda stage, log_probs: stage.loss_mask & ~finite(log_probs.behavior),
 }
 
 MAXIMA: dict[str, Callable[[TokenStage], Tensor]] = {
@@ -92,20 +98,20 @@ MAXIMA: dict[str, Callable[[TokenStage], Tensor]] = {
 
 
 def over_sequences(
-    stage: TokenStage, ragged: Ragged, config: CorrectionConfig
+    stage: TokenStage, log_probs: LogProbs, ragged: Ragged, config: CorrectionConfig
 ) -> dict[str, Float[Tensor, " N"]]:
     """The totals that this config needs, by the names above; nothing is computed or sent where it needs none."""
     sums, maxima = needed_sums(config), needed_maxima(config)
     if not sums and not maxima:
         return {}
     rows = ragged.over_sequence(
-        (_row(stage, name) for name in sums), (MAXIMA[name](stage) for name in maxima)
+        (_row(name, stage, log_probs) for name in sums), (MAXIMA[name](stage) for name in maxima)
     )
     return dict(zip(sums + maxima, rows.unbind(), strict=True))
 
 
-def _row(stage: TokenStage, name: str) -> Tensor:
-    row = SUMS[name](stage)
+def _row(name: str, stage: TokenStage, log_probs: LogProbs) -> Tensor:
+    row = SUMS[name](stage, log_probs)
     assert row is not None, name
     return row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class HostBatch:
     def behavior(self) -> Float[Tensor, " T"]:
         return torch.cat(list(self.rollout_log_probs)).detach()
 
-    @property
+    @cached_property
     def loss_mask(self) -> Tensor:
         """`[R]`, in the host's dtype."""
         return torch.cat(list(self.loss_masks))
@@ -107,8 +108,10 @@ def host_layout(
 def _check(name: str, tensors: Sequence[Tensor | None], expected: Sequence[int], where: str) -> None:
     if len(tensors) != len(expected):
         raise InputError(f"{name}: {len(tensors)} sequences, but the batch has {len(expected)}")
-    for i, (tensor, count) in enumerate(zip(tensors, expected, strict=True)):
-        if tensor is None:
-            raise InputError(f"{name}[{i}]: None; sequence {i} came without log-probs")
-        if tensor.numel() != count:
-            raise InputError(f"{name}[{i}]: {tensor.numel()} tokens, but sequence {i} has {count} {where}")
+    counts = [None if tensor is None else tensor.numel() for tensor in tensors]
+    if counts == list(expected):
+        return
+    i = next(i for i, count in enumerate(counts) if count != expected[i])
+    if counts[i] is None:
+        raise InputError(f"{name}[{i}]: None; sequence {i} came without log-probs")
+    raise InputError(f"{name}[{i}]: {counts[i]} tokens, but sequence {i} has {expected[i]} {where}")
