@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("mis_plugins", "true_on_policy", "yaml", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+pytestmark = pytest.mark.xdist_group("wheel")  # one worker, so that the wheel is built once
 PRESETS = sorted(path.name for path in (ROOT / "yaml").glob("*.yaml"))
 
 
@@ -44,9 +45,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a new environment that holds the wheel, and borrows torch and the like without installing."""
     folder = tmp_path_factory.mktemp("bare")
-    run(sys.executable, "-m", "venv", str(folder), cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder), cwd=folder)
     python = folder / "bin" / "python"
-    run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel), cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", str(python))
+    run(*pip, "install", "--quiet", "--no-deps", str(wheel), cwd=folder)
     # A .pth line adds a folder to sys.path but does not run the .pth files in it: our editable install stays out.
     site_packages = next(folder.glob("lib/python*/site-packages"))
     (site_packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -75,7 +77,7 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
         for top in ("mis_plugins", "true_on_policy")
         for path in (ROOT / top).rglob("*.py")
     }
-    assert held == modules | {"mis_plugins/py.typed"} | {f"mis_plugins/yaml/{name}" for name in PRESETS}
+    assert held == modules | {"mis_plugins/py.typed"} | {f"mis_plugins/presets/{name}" for name in PRESETS}
 
 
 def test_base_install_needs_little(wheel: Path) -> None:
@@ -84,7 +86,7 @@ def test_base_install_needs_little(wheel: Path) -> None:
         metadata = HeaderParser().parsestr(archive.read(name).decode())
     needs = metadata.get_all("Requires-Dist") or []
     assert [need for need in needs if "extra ==" not in need] == ["torch", "pyyaml", "jaxtyping"]
-    assert metadata["Requires-Python"] == "<3.14,>=3.11"
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
 
 
 def test_yaml_folder_does_not_shadow_pyyaml() -> None:
@@ -105,7 +107,7 @@ def test_import_takes_no_host_and_no_megatron(bare: Path, tmp_path: Path) -> Non
     """Blocked, not merely unused: an import of any of them would raise."""
     code = (
         "import sys\n"
-        "for name in ('megatron', 'miles', 'slime', 'transformers', 'rich', 'matplotlib', 'numpy.testing', 'ray'):\n"
+        "for name in ('megatron', 'miles', 'slime', 'transformers', 'rich', 'matplotlib', 'ray'):\n"
         "    sys.modules[name] = None\n"
         "import mis_plugins, mis_plugins.mis, mis_plugins.config, true_on_policy\n"
         "print(mis_plugins.__file__)"
