@@ -1,8 +1,8 @@
-"""A checkout of Miles or slime made importable on a CPU-only machine. Nothing of it is copied, nothing on its disk is changed.
+"""A checkout of Miles or slime made importable on a CPU-only machine; nothing of it is copied or changed on disk.
 
 Three things stand between a checkout and a CPU: packages that only serve the rollout side (ray, sglang, httpx) are
-stood in for where they are not installed; `torch.compile` is switched off, since it costs minutes and changes no result;
-process groups come from Megatron over gloo.
+stood in for where they are not installed; `torch.compile` is switched off, since it costs minutes and changes no
+result; process groups come from Megatron over gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 ROLLOUT_SIDE_PACKAGES = ("ray", "sglang", "httpx")
 
@@ -62,6 +62,10 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         pass
+
+
+def stand_in_for_missing_packages() -> None:
+    sys.meta_path.append(_StandInFinder())
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def load_host(name: str, checkout: Path) -> Host:
             f"--checkout {checkout}: no package {name}/ in it; give the root of a {name} checkout"
         )
     sys.path.insert(0, str(checkout.resolve()))
-    sys.meta_path.append(_StandInFinder())
+    stand_in_for_missing_packages()
     _keep_float32_gradients()
     try:
         importlib.import_module(host.loss_module)
@@ -133,7 +137,7 @@ def load_host(name: str, checkout: Path) -> Host:
 
 
 def _keep_float32_gradients() -> None:
-    """Megatron's fused cross-entropy, which Miles uses, rounds the logits' gradient to bfloat16 and so hides differences.
+    """Megatron's fused cross-entropy, which Miles uses, rounds the logits' gradient to bfloat16 and hides differences.
 
     Its unfused twin computes the same in float32. This is the one function that the driver exchanges.
     """
@@ -177,15 +181,13 @@ def run_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
     Forked, since importing Megatron anew costs a rank ten seconds. `torch.save` carries the answers back.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, folder, work), nprocs=world_size, start_method="fork")
+        start_processes(_rank, (world_size, folder, work), nprocs=world_size, start_method="fork")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[[int], Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(work(rank), f"{folder}/{rank}.pt")
     except BaseException:

@@ -1,0 +1,324 @@
+"""What does the correction cost a training step, and what does the number of sequences add to it?
+
+Ours and a baseline are asked in turn, A B A B, in one process group on one thread, with Miles's own mis.yaml in force.
+A call counts as the hook plus the reading of every metric it returns, one at a time and dropped, as the hosts do; the
+host's own averaging is not in it, nor is the backward (one multiplication). Without --baseline the baseline is
+per_sequence.py, the plain way. Miles's own function, with PYTHONPATH at a Miles checkout:
+
+    --baseline examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp
+
+time        median of the calls on the wall clock, slowest rank
+cpu         median of the processor time of rank 0, waiting left out: what a busy machine cannot stretch
+operators   dispatched below autograd, views included, collectives apart
+waits       operators that make the host wait for a CUDA device (on CPU: that would)
+copies      host data made a tensor: on CUDA a copy each
+bytes       what one rank puts into its collectives
+peak        largest sum of live tensor bytes that the call added on rank 0, from the profiler's allocator events
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
+from provenance import as_markdown, provenance
+from rich.console import Console
+from rich.table import Table
+from tallies import peak_bytes, tally
+from torch import Tensor
+
+OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
+PLAIN = "per_sequence.compute_mis_weights_with_cp"
+MIXED = (16, 8192)
+PROMPT = 32
+FEWEST_CALLS, MOST_CALLS = 3, 60
+
+MIS_YAML = {
+    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
+    "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
+    "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
+}  # fmt: skip
+
+Hook = Callable[..., tuple[Tensor, Any, Any]]
+Spent = tuple[float, float]  # wall clock, processor time
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    cpu_seconds: float
+    operators: int
+    waits: int
+    copies: int
+    collectives: int
+    collective_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    sequences: int
+    length: str
+    cp: int
+    ours: Cost
+    baseline: Cost
+
+    @property
+    def times_faster(self) -> float:
+        return self.baseline.seconds / self.ours.seconds
+
+    @property
+    def times_less_cpu(self) -> float:
+        return self.baseline.cpu_seconds / self.ours.cpu_seconds
+
+    @property
+    def share_of_memory(self) -> float:
+        return self.ours.peak_bytes / max(1, self.baseline.peak_bytes)
+
+
+def response_lengths(sequences: int, length: str) -> list[int]:
+    """All equal, or `mixed`: log-uniform between MIXED, the same for every run."""
+    if length != "mixed":
+        return [int(length)] * sequences
+    low, high = (torch.tensor(float(x)).log() for x in MIXED)
+    drawn = torch.rand(sequences, generator=torch.Generator().manual_seed(0))
+    return (low + drawn * (high - low)).exp().long().tolist()
+
+
+def zigzag(full: Tensor, total: int, cp: int, rank: int) -> Tensor:
+    """This rank's two pieces of a response, as the hosts cut it."""
+    if cp == 1:
+        return full
+    chunk = -(-total // (2 * cp))
+    first = total - len(full) - 1
+    cuts = [(n * chunk - first, (n + 1) * chunk - first) for n in (rank, 2 * cp - 1 - rank)]
+    return torch.cat([full[max(a, 0) : max(b, 0)] for a, b in cuts])
+
+
+def hook_kwargs(lengths: Sequence[int], cp: int, rank: int) -> dict[str, Any]:
+    """A single-turn micro-batch whose engines disagree by a standard deviation of 0.1 per token."""
+    torch.manual_seed(0)
+    totals = [PROMPT + length for length in lengths]
+    proximal = [-2 * torch.rand(length) for length in lengths]
+    behavior = [x - 0.1 * torch.randn_like(x) for x in proximal]
+
+    def share(values: list[Tensor]) -> list[Tensor]:
+        return [zigzag(x, total, cp, rank) for x, total in zip(values, totals, strict=True)]
+
+    local = share(proximal)
+    return {
+        "pg_loss": torch.randn(sum(map(len, local))).requires_grad_(),
+        "train_log_probs": local,
+        "rollout_log_probs": share(behavior),
+        "loss_masks": [torch.ones(length, dtype=torch.int) for length in lengths],
+        "total_lengths": totals,
+        "response_lengths": list(lengths),
+    }
+
+
+def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        pg_loss, masks, metrics = hook(args, **kwargs)
+        for name in metrics:
+            _ = metrics[name]
+        return pg_loss, masks
+
+    return call
+
+
+def hook_args(metrics: str | None) -> Namespace:
+    extra = {} if metrics is None else {"mis": {"metrics": metrics}}
+    return Namespace(**MIS_YAML, **extra, qkv_format="thd", get_mismatch_metrics=False)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Ours against the baseline: which, with which of our metrics, and how long each is called."""
+
+    baseline: str = PLAIN
+    metrics: str = "full"
+    seconds: float = 3.0
+
+
+def measure(contest: Contest, shapes: Sequence[tuple[int, str]], cp: int) -> list[Row]:
+    """One process group for all shapes; ours and the baseline take turns in it."""
+
+    def work(rank: int) -> list[tuple[Cost, Cost]]:
+        start_groups("miles" if importlib.util.find_spec("miles") else None, cp)
+        return [_both(contest, hook_kwargs(response_lengths(*shape), cp, rank)) for shape in shapes]
+
+    costs = run_ranks(cp, work)[0]
+    return [Row(*shape, cp, *pair) for shape, pair in zip(shapes, costs, strict=True)]
+
+
+def _load(path: str) -> Hook:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _both(contest: Contest, kwargs: dict[str, Any]) -> tuple[Cost, Cost]:
+    ours = called(_load(OURS), hook_args(contest.metrics), kwargs)
+    baseline = called(_load(contest.baseline), hook_args(None), kwargs)
+    spent = _alternating_seconds((ours, baseline), contest.seconds)
+    ours_spent, baseline_spent = zip(*spent, strict=True)
+    return _cost(ours, ours_spent), _cost(baseline, baseline_spent)
+
+
+def _alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) -> list[list[Spent]]:
+    """Two calls of each to warm up, then A B A B until both had their time; every rank stops at the same round."""
+    once = [_seconds(call) for call in calls]
+    once = [_seconds(call) for call in calls]
+    average = sum(wall for wall, _ in once) / len(once)
+    rounds = min(max(FEWEST_CALLS, int(seconds / average)), MOST_CALLS)
+    return [[_seconds(call) for call in calls] for _ in range(rounds)]
+
+
+def _seconds(call: Callable[[], Any]) -> Spent:
+    """Wall clock of the slowest rank, which all of them wait for; processor time of this one."""
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    kept = call()
+    cpu = time.process_time() - cpu_start
+    wall = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    del kept
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    return wall.item(), cpu
+
+
+def _cost(call: Callable[[], Any], spent: Sequence[Spent]) -> Cost:
+    counted = tally(call)
+    peak = peak_bytes(call)
+    wall, cpu = (median(column) for column in zip(*spent, strict=True))
+    collectives = sum(counted.collectives.values())
+    waits = sum(counted.waits.values())
+    return Cost(
+        wall, cpu, counted.operators, waits, counted.copies, collectives, counted.collective_bytes, peak
+    )
+
+
+HEADINGS = (
+    "N x length",
+    "CP",
+    "",
+    "time",
+    "cpu",
+    "operators",
+    "waits",
+    "copies",
+    "collectives",
+    "bytes",
+    "peak",
+    "ratio",
+)
+
+
+def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Two lines a row: the baseline, then ours with what it saves."""
+    out: list[tuple[str, ...]] = []
+    for row in rows:
+        saved = f"{row.times_faster:.1f}x less time ({row.times_less_cpu:.1f}x cpu), {row.share_of_memory:.2f}x memory"
+        out.append((f"{row.sequences} x {row.length}", str(row.cp), "baseline", *_figures(row.baseline), ""))
+        out.append(("", "", "ours", *_figures(row.ours), saved))
+    return out
+
+
+def _figures(cost: Cost) -> tuple[str, ...]:
+    counts = cost.operators, cost.waits, cost.copies, cost.collectives, cost.collective_bytes
+    times = f"{1e3 * cost.seconds:.2f} ms", f"{1e3 * cost.cpu_seconds:.2f} ms"
+    return *times, *(f"{count:,}" for count in counts), f"{cost.peak_bytes / 1e6:.2f} MB"
+
+
+def as_table(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("", "N x length", "ratio") else "right")
+    for line in lines(rows):
+        table.add_row(*line, end_section=line[0] == "")
+    return table
+
+
+def write_results(path: Path, rows: Sequence[Row], measured: dict[str, str], named: str) -> None:
+    """FILE.json, and beside it FILE.md for people."""
+    ratios = ("times_faster", "times_less_cpu", "share_of_memory")
+    listed = [asdict(row) | {name: getattr(row, name) for name in ratios} for row in rows]
+    path.write_text(
+        json.dumps({"measured with": measured, "baseline": named, "rows": listed}, indent=1) + "\n"
+    )
+    table = [HEADINGS, ("---",) * len(HEADINGS), *lines(rows)]
+    body = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    legend = (__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[2]
+    path.with_suffix(".md").write_text(
+        f"{as_markdown(measured)}\nBaseline: `{named}`\n\n```\n{legend}```\n\n{body}\n"
+    )
+
+
+def parse_arguments() -> Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    comma: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences in the micro-batch")
+    parser.add_argument("--length", type=comma, default=["128", "1024", "8192", "mixed"])
+    parser.add_argument("--cp", type=comma, default=["1", "2", "4"])
+    parser.add_argument("--baseline", default=PLAIN, help="dotted path of a hook to compare with")
+    parser.add_argument("--metrics", choices=("full", "core", "none"), default="full", help="of ours")
+    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    parser.add_argument("--thp", action="store_true", help="again in a child with transparent huge pages")
+    parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
+    return parser.parse_args()
+
+
+def measure_all(arguments: Namespace) -> list[Row]:
+    if arguments.smoke:
+        arguments.n, arguments.length, arguments.cp = ["8", "64"], ["128"], ["1", "2"]
+    contest = Contest(arguments.baseline, arguments.metrics, 0.1 if arguments.smoke else 3.0)
+    shapes = [(int(n), length) for n, length in itertools.product(arguments.n, arguments.length)]
+    by_cp = [measure(contest, shapes, int(cp)) for cp in arguments.cp]
+    return list(itertools.chain.from_iterable(by_cp))
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    stand_in_for_missing_packages()
+    warnings.filterwarnings("ignore", module="megatron")
+    importlib.import_module("megatron.core")  # before the fork: seconds a rank
+    for path in (OURS, arguments.baseline):
+        _load(path)
+    rows = measure_all(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    pages = "huge pages" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "ordinary pages"
+    console.print(as_table(rows, f"ours against {arguments.baseline} ({pages})"))
+    if arguments.json:
+        write_results(arguments.json, rows, provenance(), arguments.baseline)
+    return _with_huge_pages() if arguments.thp else 0
+
+
+def _with_huge_pages() -> int:
+    """Page faults weigh on large CPU tensors and on no GPU; a new process, since the allocator reads this once."""
+    words = [word for word in sys.argv if word != "--thp"]
+    if "--json" in words:
+        at = words.index("--json") + 1
+        words[at] = str(Path(words[at]).with_suffix(".thp.json"))
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
+    return subprocess.run([sys.executable, *words], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What a function does besides taking time: operators, waits for the device, copies to it, collectives, memory.
+
+Waits and copies are read from the operators that make them on CUDA, so that a machine without one can count them:
+reading a value on the host, and every operator whose output size is data (nonzero, a boolean index, ...).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALWAYS_WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+    "bincount",
+)
+
+
+@dataclass
+class Tally:
+    """operators: dispatched, views included. copies: host data made a tensor. waits: device syncs."""
+
+    operators: int = 0
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_bytes: int = 0
+
+
+class Tallying(TorchDispatchMode):
+    """Counts every operator below autograd, collectives apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = Tally()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace == "c10d":
+            self.tally.collectives[name] += 1
+            self.tally.collective_bytes += _bytes_given(name, args)
+        else:
+            self.tally.operators += 1
+            self.tally.waits.update([name] if _waits(name, func, args, kwargs or {}) else [])
+            self.tally.copies += name == "lift_fresh"
+        return func(*args, **(kwargs or {}))
+
+
+def _waits(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if name in ALWAYS_WAITS:
+        return True
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_"):
+        return any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return name == "_to_copy" and kwargs.get("device") == torch.device("cpu") and args[0].device.type != "cpu"
+
+
+def _bytes_given(name: str, args: Any) -> int:
+    """What this rank puts in: the second argument of a gather, the first of a reduction."""
+    given = args[1] if "allgather" in name else args[0]
+    return sum(x.numel() * x.element_size() for x in tree_leaves(given) if isinstance(x, torch.Tensor))
+
+
+def tally(function: Callable[[], Any]) -> Tally:
+    with Tallying() as counting:
+        function()
+    return counting.tally
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Largest sum of live CPU tensor bytes that `function` added, from the allocator events of torch's profiler."""
+    with (
+        _silenced(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording,
+    ):
+        kept = function()
+    del kept
+    live = peak = 0
+    for change in _allocations(recording):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """The profiler announces itself on the process's standard error, below Python."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _allocations(recording: Any) -> Iterator[int]:
+    events = recording.profiler.kineto_results.events()
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return (nbytes for _, nbytes in memory)

@@ -1,0 +1,110 @@
+"""The benchmarks run, and the bounds they exist to watch hold: operators, waits and collectives do not grow with N."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+import correction_cost
+import per_sequence
+import tallies
+
+MOST_OPERATORS = 300
+MOST_COLLECTIVES = 3
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of one `--smoke` run: N 8 and 64, CP 1 and 2."""
+    path = tmp_path_factory.mktemp("benchmarks") / "cost.json"
+    command = [sys.executable, str(BENCHMARKS / "correction_cost.py"), "--smoke", "--json", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert path.with_suffix(".md").read_text().startswith("```\npython benchmarks/correction_cost.py --smoke")
+    return json.loads(path.read_text())["rows"]
+
+
+def test_smoke_holds_the_bounds(smoke: list[dict[str, Any]]):
+    assert [(row["sequences"], row["cp"]) for row in smoke] == [(8, 1), (64, 1), (8, 2), (64, 2)]
+    for row in smoke:
+        ours = row["ours"]
+        assert ours["operators"] <= MOST_OPERATORS
+        assert ours["waits"] == 0
+        assert ours["collectives"] == 0 if row["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
+        assert ours["peak_bytes"] > 0 and ours["seconds"] > 0
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_operators_do_not_grow_with_sequences(smoke: list[dict[str, Any]], cp: int):
+    few, many = (row for row in smoke if row["cp"] == cp)
+    assert few["ours"]["operators"] == many["ours"]["operators"]
+    assert few["ours"]["collectives"] == many["ours"]["collectives"]
+    assert many["baseline"]["operators"] > 6 * few["baseline"]["operators"]
+
+
+@pytest.mark.parametrize("metrics", ["core", "none"])
+def test_fewer_metrics_cost_less(metrics: str):
+    counts = [tallies.tally(_ours(chosen)).operators for chosen in (metrics, "full")]
+    assert counts[0] < counts[1]
+
+
+def test_no_operator_of_ours_depends_on_data():
+    """Fake tensors have no values: whatever would wait for the device raises."""
+    with FakeTensorMode():
+        _ours("full")()
+        with pytest.raises(DataDependentOutputException):
+            _plain()()
+
+
+def test_the_plain_baseline_is_the_same_correction():
+    ours, plain = _ours("full")(), _plain()()
+    torch.testing.assert_close(ours[0], plain[0])
+    for mine, theirs in zip(ours[1], plain[1], strict=True):
+        assert torch.equal(mine.bool(), theirs.bool())
+
+
+def test_tally_sees_waits_and_copies():
+    def waiting() -> None:
+        x = torch.arange(4.0)
+        float(x[x > 1].sum())
+        torch.tensor(3.0)
+        x.repeat_interleave(torch.tensor([1, 2, 3, 4]))
+
+    counted = tallies.tally(waiting)
+    assert counted.waits == {"index": 1, "_local_scalar_dense": 1, "repeat_interleave": 1}
+    assert counted.copies == 2
+
+
+def test_peak_counts_what_lives_at_once():
+    def two_of_three() -> torch.Tensor:
+        first = torch.ones(1000)
+        second = first * 2
+        del first
+        return second + 1
+
+    assert 8000 <= tallies.peak_bytes(two_of_three) < 9000
+
+
+def _ours(metrics: str) -> Any:
+    from mis_plugins.mis import compute_mis_weights_with_cp
+
+    return correction_cost.called(compute_mis_weights_with_cp, correction_cost.hook_args(metrics), _batch())
+
+
+def _plain() -> Any:
+    hook = per_sequence.compute_mis_weights_with_cp
+    return correction_cost.called(hook, correction_cost.hook_args(None), _batch())
+
+
+def _batch() -> dict[str, Any]:
+    return correction_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
