@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import correction_cost
+import per_sequence
 import pytest
+import tallies
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
-import correction_cost
-import per_sequence
-import tallies
-
 MOST_OPERATORS = 300
 MOST_COLLECTIVES = 3
 
