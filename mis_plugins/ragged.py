@@ -38,7 +38,7 @@ class Ragged:
     loss_mask: the host's: true where a token enters the loss.
     """
 
-    cu_seqlens: Int[Tensor, "N+1"]
+    cu_seqlens: Int[Tensor, " bounds"]  # N + 1 of them
     loss_mask: Bool[Tensor, " T"]
     ranks: Ranks = Ranks()
 
