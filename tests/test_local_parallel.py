@@ -199,8 +199,9 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
         k = key.clone().requires_grad_()
         outputs = []
         for q, k_one, v in zip(query.split(lengths), k.split(lengths), value.split(lengths), strict=True):
-            heads = [x.transpose(0, 1).repeat_interleave(4 // x.shape[1], 0) for x in (q, k_one, v)]
-            outputs.append(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(0, 1).flatten(1))
+            q, k_one, v = (x.transpose(0, 1).repeat_interleave(4 // x.shape[1], 0) for x in (q, k_one, v))
+            attended = F.scaled_dot_product_attention(q, k_one, v, is_causal=True)
+            outputs.append(attended.transpose(0, 1).flatten(1))
         out = torch.cat(outputs)
         out.square().sum().backward()
         assert k.grad is not None

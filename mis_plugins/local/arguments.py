@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 from mis_plugins.errors import ConfigError
+from mis_plugins.local.loading import load_function
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 TASK_NAMES = ("reverse", "sort", "add")
@@ -39,6 +40,7 @@ SMOKE = {
     "warmup_steps": 20,
     "hidden_size": 32,
     "ffn_hidden_size": 64,
+    "micro_batch_size": None,
     "eval_prompts": 16,
     "eval_interval": 2,
 }
@@ -50,22 +52,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         ConfigError: settings that cannot work together; the message quotes the flags.
     """
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     if args.smoke:
-        _apply_smoke(parser, args)
+        vars(args).update(SMOKE)
     _fill_defaults(args)
     if args.custom_config_path is not None:
         merge_custom_config(args, args.custom_config_path)
     check(args)
     return args
-
-
-def _apply_smoke(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Shrink what the user has not set."""
-    for name, value in SMOKE.items():
-        if getattr(args, name) == parser.get_default(name):
-            setattr(args, name, value)
 
 
 def _fill_defaults(args: argparse.Namespace) -> None:
@@ -95,6 +89,13 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse sizes that do not divide and flags that need or exclude each other."""
+    _check_sizes(args)
+    if args.rollout_temperature <= 0:
+        raise ConfigError(f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0")
+    _check_hooks(args)
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
     for name in _POSITIVE:
         if getattr(args, name) < 1:
             raise ConfigError(f"{_flag(name)}: got {getattr(args, name)}; give at least 1")
@@ -106,9 +107,13 @@ def check(args: argparse.Namespace) -> None:
     _divides(args.num_attention_heads, "--num-attention-heads", args, "num_query_groups")
     for name in ("num_query_groups", "ffn_hidden_size"):
         _divides(getattr(args, name), _flag(name), args, "tensor_model_parallel_size")
-    if args.rollout_temperature <= 0:
-        raise ConfigError(f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0")
-    _check_hooks(args)
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None and int(started) != args.world_size:
+        raise ConfigError(
+            f"torchrun's WORLD_SIZE = {started} is not the product of --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}, --context-parallel-size {args.context_parallel_size} "
+            f"and --data-parallel-size {args.data_parallel_size}"
+        )
 
 
 def _check_hooks(args: argparse.Namespace) -> None:
@@ -123,6 +128,10 @@ def _check_hooks(args: argparse.Namespace) -> None:
             f"{given} needs --custom-tis-function-path; "
             "give mis_plugins.mis.compute_mis_weights_with_cp or a function of your own"
         )
+    for flag in ("--custom-tis-function-path", "--rollout-data-postprocess-path"):
+        path = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if path is not None:
+            load_function(path, flag)
     if args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--advantage-estimator grpo with --n-samples-per-prompt {args.n_samples_per_prompt}: "
@@ -236,7 +245,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "the trainer's own weights; 0: never",
     )
     group.add_argument(
-        "--smoke", action="store_true", help="a tiny run that only shows that everything works"
+        "--smoke",
+        action="store_true",
+        help="a tiny run that only shows that everything works; overrides sizes",
     )
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 

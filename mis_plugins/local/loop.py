@@ -19,7 +19,8 @@ from rich.console import Console
 from mis_plugins.local import checkpoint, report
 from mis_plugins.local.engine import DecodeEngine, ModelConfig, RolloutEngine
 from mis_plugins.local.gradients import cosines, on_policy
-from mis_plugins.local.loss import load_function, policy_loss
+from mis_plugins.local.loading import load_function
+from mis_plugins.local.loss import policy_loss
 from mis_plugins.local.parallel import ParallelState, StopSignal, initialize
 from mis_plugins.local.rollout import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
 from mis_plugins.local.tasks import TASKS, Problem, Task

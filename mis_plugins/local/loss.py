@@ -7,33 +7,18 @@ numerator of the loss only, its denominators and all metrics keep the masks of t
 
 from __future__ import annotations
 
-import importlib
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_plugins.errors import ConfigError
 from mis_plugins.local.batch import Layout
+from mis_plugins.local.loading import load_function
 from mis_plugins.local.parallel import ParallelState
 
 Metrics = dict[str, Tensor]
-
-
-def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """The function at ``package.module.name``.
-
-    Raises:
-        ConfigError: it cannot be imported; the message quotes ``flag``.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{flag}: cannot load {path!r} ({error}); give package.module.function") from error
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Trainer:
         for parameter in self.parameters.values():
             parameter.grad = _main_grad(parameter).mul_(scale)
         self.optimizer.step()
-        # DDP adds .grad to main_grad after the next backward pass: left in place, the two being one, it would count twice.
+        # DDP adds .grad to main_grad after a backward pass: left in place, the two being one, it would count twice.
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 

@@ -1,0 +1,324 @@
+"""The embedded host from its command line: errors, hooks, resume, interruption, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.local import arguments, loss
+from mis_plugins.local.advantages import ESTIMATORS
+from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.batch import pack
+from mis_plugins.local.loop import run_rank
+from mis_plugins.local.loss import MicroBatch, clipped_surrogate, k3, policy_loss
+from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupInfo, ParallelState, launch
+from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
+from mis_plugins.local.tasks import TASKS
+
+MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
+ALONE = ParallelState(*(GroupInfo(0, 1, None) for _ in range(5)))  # type: ignore[arg-type]
+
+
+def run(flags: str, output: Path) -> int:
+    args = parse_args(f"--smoke --quiet --output {output} {flags}".split())
+    return launch(args.world_size, lambda: run_rank(args))
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(output: Path) -> list[dict[str, Any]]:
+    """The records without what a clock measured."""
+    return [
+        {key: value for key, value in record.items() if "seconds" not in key} for record in records(output)
+    ]
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rollout-batch-size 3 --global-batch-size 8", r"--rollout-batch-size x .* = 12 .*--global-batch-size 8"),
+        ("--global-batch-size 8 --data-parallel-size 3", r"--global-batch-size = 8 .*--data-parallel-size 3"),
+        ("--global-batch-size 8 --micro-batch-size 3", r"--global-batch-size / .* = 8 .*--micro-batch-size 3"),
+        ("--tensor-model-parallel-size 4", "--num-query-groups = 2 .*--tensor-model-parallel-size 4"),
+        ("--num-attention-heads 6 --num-query-groups 4", "--num-attention-heads = 6 .*--num-query-groups 4"),
+        ("--num-rollout 0", "--num-rollout: got 0; give at least 1"),
+        ("--rollout-temperature 0", "--rollout-temperature: got 0.0"),
+        ("--use-tis", "--use-tis needs --custom-tis-function-path"),
+        ("--get-mismatch-metrics", "--get-mismatch-metrics needs --custom-tis-function-path"),
+        (f"--use-tis --use-rollout-logprobs --custom-tis-function-path {MIS}", "--use-tis with --use-rollout-logprobs"),
+        ("--use-tis --custom-tis-function-path mis_plugins.mis.nothing", "--custom-tis-function-path: cannot load"),
+        ("--rollout-data-postprocess-path mis_plugins.nothing.fn", "--rollout-data-postprocess-path: cannot load"),
+        ("--n-samples-per-prompt 1", "--advantage-estimator grpo with --n-samples-per-prompt 1"),
+        ("--reward-shift -1", "--reward-shift has no effect with --advantage-estimator grpo"),
+        ("--custom-config-path /nowhere.yaml", "--custom-config-path /nowhere.yaml: .*No such file"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused_by_their_flags(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_args(flags.split())
+
+
+def test_torchrun_decides_the_data_parallel_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse_args(["--context-parallel-size", "2"]).data_parallel_size == 2
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 4 .*--data-parallel-size 3"):
+        parse_args(["--data-parallel-size", "3", "--global-batch-size", "6", "--rollout-batch-size", "3"])
+
+
+def test_a_users_mistake_is_told_in_one_line_and_exits_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mis_plugins.local", "--use-tis", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr.startswith("error: --use-tis needs") and done.stderr.count("\n") == 1
+
+
+def test_an_error_inside_the_ranks_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = f"--context-parallel-size 2 --load {tmp_path / 'nothing'}"
+    assert run(flags, tmp_path / "run") == EXIT_USER_ERROR
+    assert capfd.readouterr().err.count("no checkpoint.pt there") == 1
+
+
+# --- config and hooks -----------------------------------------------------------------------------------------
+
+
+def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("lr: 0.5\ntis_level: token\nmis: {metrics: core}\n")
+    args = parse_args(["--custom-config-path", str(path)])
+    assert (args.lr, args.tis_level, args.mis) == (0.5, "token", {"metrics": "core"})
+    assert args.qkv_format == "thd"
+
+
+def micro_batch(*, rejected: bool) -> tuple[MicroBatch, list[torch.Tensor], torch.Tensor]:
+    """Two samples, 3 and 2 response tokens; what a hook that rejects the second sample returns; target log-probs."""
+    lengths, prompt = [3, 2], 2
+    layout = pack([torch.arange(prompt + length) for length in lengths], lengths)
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
+    values = [torch.full((length,), -1.0) for length in lengths]
+    batch = MicroBatch(
+        layout, masks, [torch.full((length,), 2.0) for length in lengths], values, [v - 0.5 for v in values]
+    )
+    kept = [masks[0], masks[1] * (0 if rejected else 1)]
+    return batch, kept, torch.full((5,), -1.0, requires_grad=True)
+
+
+@pytest.mark.parametrize("use_tis", [True, False])
+def test_the_hook_is_called_as_miles_calls_it(use_tis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    batch, kept, log_probs = micro_batch(rejected=True)
+
+    def hook(**kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+        calls.append(kwargs)
+        return 3 * kwargs["pg_loss"], kept, {"seen": torch.arange(5.0)}
+
+    monkeypatch.setattr(loss, "load_function", lambda path, flag: hook)
+    args = settings(use_tis=use_tis, get_mismatch_metrics=not use_tis)
+    total, metrics = policy_loss(args, ALONE, batch, log_probs)
+    (call,) = calls
+    assert set(call) == {
+        "args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths",
+        "response_lengths", "parallel_state", "max_seq_lens",
+    }  # fmt: skip
+    assert (call["total_lengths"], call["response_lengths"]) == ([5, 4], [3, 2])
+    assert call["train_log_probs"] is batch.proximal and call["loss_masks"] is batch.loss_masks
+    # ratio 1, advantage 2: loss -2 a token, times 3; the second sample is rejected, the first averages 2 of 3 tokens
+    assert total.item() == pytest.approx(-6.0)
+    # metrics keep the masks of the batch: (0 + 2) / 2 + (3 + 4) / 2
+    assert metrics["seen"].item() == pytest.approx(4.5)
+    assert metrics["kept_fraction"].item() == pytest.approx(1.0)
+
+
+def settings(**given: Any) -> Namespace:
+    return Namespace(**{
+        "use_tis": False, "get_mismatch_metrics": False, "use_rollout_logprobs": False, "eps_clip": 0.2,
+        "eps_clip_high": 0.28, "calculate_per_token_loss": False, "custom_tis_function_path": "a.b",
+        **given,
+    })  # fmt: skip
+
+
+def test_a_rejected_token_leaves_the_numerator_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, _, log_probs = micro_batch(rejected=False)
+    one_dropped = [torch.tensor([1, 0, 0]), torch.tensor([1, 1])]
+    monkeypatch.setattr(
+        loss, "load_function", lambda path, flag: lambda **kw: (kw["pg_loss"], one_dropped, {})
+    )
+    total, _ = policy_loss(settings(use_tis=True), ALONE, batch, log_probs)
+    assert total.item() == pytest.approx(-2 * (1 / 2 + 2 / 2))
+
+
+def test_without_recomputed_log_probs_the_target_policy_is_the_proximal_one() -> None:
+    batch, _, log_probs = micro_batch(rejected=False)
+    bypass = MicroBatch(batch.layout, batch.loss_masks, batch.advantages, None, batch.behavior)
+    total, metrics = policy_loss(settings(use_rollout_logprobs=True), ALONE, bypass, log_probs)
+    # ratio exp(0.5) is clipped at 1.28
+    assert total.item() == pytest.approx(-2 * 1.28 * 2, rel=1e-6)
+    assert metrics["pg_clipfrac"].item() == pytest.approx(2.0)
+
+
+POSTPROCESS_CALLS = "postprocess.json"
+
+
+def note_call(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """A --rollout-data-postprocess-path hook: keeps what it was handed."""
+    keys = {"tokens", "response_lengths", "loss_masks", "rollout_log_probs", "log_probs", "advantages"}
+    assert keys <= set(rollout_data)
+    assert len({len(rollout_data[key]) for key in keys}) == 1
+    with (Path(args.output) / POSTPROCESS_CALLS).open("a") as file:
+        file.write(f"{rollout_id}\n")
+
+
+def test_the_rollout_data_hook_is_called_as_slime_calls_it(tmp_path: Path) -> None:
+    assert run(f"--rollout-data-postprocess-path {__name__}.note_call", tmp_path) == 0
+    assert (tmp_path / POSTPROCESS_CALLS).read_text().split() == ["0", "1", "2"]
+
+
+# --- what a run leaves behind ---------------------------------------------------------------------------------
+
+
+def test_a_corrected_run_over_two_context_ranks_leaves_complete_files(tmp_path: Path) -> None:
+    yaml = tmp_path / "mis.yaml"
+    yaml.write_text("mis:\n  weight: {level: token, bound: truncate, upper: 2.0}\n")
+    hook = f"--use-tis --custom-tis-function-path {MIS} --custom-config-path {yaml}"
+    flags = f"--context-parallel-size 2 --rollout-weights int4 --grad-cosine-every 2 {hook}"
+    assert run(flags, tmp_path / "run") == 0
+    rows = records(tmp_path / "run")
+    assert [row["rollout"] for row in rows] == [row["weight_version"] for row in rows] == [0, 1, 2]
+    assert all(0 < row["k3_kl"] < 1 and row["mis_kl"] is not None for row in rows)
+    assert -1 <= rows[0]["grad_cosine"] <= 1 and "grad_cosine" not in rows[1]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "finished" and summary["arguments"]["rollout_weights"] == "int4"
+    assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_gives_the_same_numbers(tmp_path: Path) -> None:
+    """Four rollouts at once, and two, then two more from the checkpoint."""
+    common = f"--seed 7 --rollout-weights int8 --warmup-cache {tmp_path}"
+    straight = tmp_path / "straight"
+    assert run_rollouts(4, common, straight) == 0
+    resumed = tmp_path / "resumed"
+    assert run_rollouts(2, f"{common} --save {tmp_path}/save", resumed) == 0
+    assert run_rollouts(4, f"{common} --load {tmp_path}/save", resumed) == 0
+    assert numbers(resumed) == numbers(straight)
+    assert len(numbers(straight)) == 4
+
+
+def run_rollouts(count: int, flags: str, output: Path) -> int:
+    args = parse_args(f"--smoke --quiet --output {output} {flags}".split())
+    args.num_rollout = count
+    return launch(args.world_size, lambda: run_rank(args))
+
+
+def test_another_layout_of_ranks_reads_the_checkpoint(tmp_path: Path) -> None:
+    common = f"--warmup-cache {tmp_path}"
+    assert run_rollouts(2, f"{common} --save {tmp_path}/save", tmp_path / "one") == 0
+    ranks = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    assert run_rollouts(3, f"{common} --load {tmp_path}/save {ranks}", tmp_path / "four") == 0
+    assert [row["rollout"] for row in records(tmp_path / "four")] == [2]
+
+
+def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_resumes(tmp_path: Path) -> None:
+    flags = f"--smoke --output {tmp_path} --save {tmp_path}/save --context-parallel-size 2".split()
+    program = (
+        "import sys; from mis_plugins.local import arguments, __main__;"
+        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *flags], env=environment, stdout=subprocess.DEVNULL
+    )
+    wait_for(tmp_path / "metrics.jsonl", lines=3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == EXIT_INTERRUPTED
+    rows = records(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    assert (tmp_path / "curves.png").stat().st_size > 0
+    saved = torch.load(tmp_path / "save/checkpoint.pt")
+    assert saved["next_rollout"] == len(rows) == rows[-1]["rollout"] + 1
+
+
+def wait_for(path: Path, lines: int, limit_s: float = 120.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
+        time.sleep(0.05)
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------
+
+
+def test_advantages() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    grpo = Namespace(disable_grpo_std_normalization=False)
+    centred = Namespace(disable_grpo_std_normalization=True)
+    half = 0.5 / torch.tensor([1.0, 0.0, 0.0, 1.0]).std()
+    assert torch.allclose(
+        ESTIMATORS["grpo"](grpo, rewards)[0], half * torch.tensor([1.0, -1, -1, 1]), rtol=1e-5
+    )
+    assert torch.equal(ESTIMATORS["grpo"](centred, rewards)[0], torch.tensor([0.5, -0.5, -0.5, 0.5]))
+    assert torch.equal(ESTIMATORS["grpo"](grpo, rewards)[1], torch.zeros(4)), (
+        "a group of equals teaches nothing"
+    )
+    assert torch.equal(ESTIMATORS["reinforce"](Namespace(reward_shift=-1.0), rewards), rewards - 1)
+
+
+def test_the_clip_acts_on_the_side_that_gains() -> None:
+    log_ratio = torch.tensor([2.0, 0.5, 2.0, 0.5]).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    values, clipped = clipped_surrogate(log_ratio, advantages, 0.2, 0.28)
+    assert torch.allclose(values, torch.tensor([-1.28, -0.5, 2.0, 0.8]))
+    assert clipped.tolist() == [1, 0, 0, 1]
+
+
+def test_k3_is_zero_for_equal_policies_and_finite_for_any() -> None:
+    assert k3(torch.zeros(1)).item() == 0
+    assert k3(torch.tensor([1.0, -1.0])).tolist() == pytest.approx([0.71828, 0.36788], abs=1e-5)
+    assert torch.isfinite(k3(torch.tensor([1e4, -1e4]))).all()
+
+
+def test_training_order_gives_every_rank_its_part_of_every_step() -> None:
+    orders = [training_order(16, 8, rank, 2) for rank in range(2)]
+    assert sorted(orders[0] + orders[1]) == list(range(16))
+    for step in range(2):
+        block = {index for order in orders for index in order[4 * step : 4 * step + 4]}
+        assert block == set(range(8 * step, 8 * step + 8))
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    task = TASKS["reverse"](1)
+    held_out = frozenset(problem.prompt for problem in draw_problems(task, 4, seed=0))
+    assert not held_out & {problem.prompt for problem in draw_problems(task, 200, 1, held_out)}
+
+
+def test_seeds_differ_with_every_part() -> None:
+    assert len({derive_seed(a, name, b) for a in range(3) for name in ("x", "y") for b in range(3)}) == 18
+
+
+def test_the_help_shows_every_flag_of_a_miles_launch_script() -> None:
+    text = arguments.build_parser().format_help()
+    for flag in (
+        "--use-tis",
+        "--custom-config-path",
+        "--num-rollout",
+        "--eps-clip-high",
+        "--rollout-weights",
+    ):
+        assert flag in text
