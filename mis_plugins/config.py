@@ -12,7 +12,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,8 +149,8 @@ class CorrectionConfig:
         return self.weight is not None or bool(self.reject)
 
 
-def from_mapping(mapping: Mapping[str, Any] | None) -> CorrectionConfig:
-    """The nested spelling.
+def from_mapping(mapping: Any) -> CorrectionConfig:
+    """The nested spelling: what stands under `mis:`.
 
     >>> from_mapping({"weight": {"upper": 3}, "reject": [{"over": "min", "lower": "1e-4"}]}).weight.upper
     3.0
@@ -322,7 +322,7 @@ def _fields(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def _suggest(name: str, known: typing.Iterable[str]) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"

@@ -4,7 +4,7 @@ Three kinds of metric. Per token and per sequence: a host that averages them ove
 tokens or sequences. Per micro-batch (`_mb`): one number on every token, exact over context-parallel ranks; a host's
 average makes of it the mean over micro-batches, weighted by their tokens or samples.
 
-Names that Miles's `mis.py` has mean what they mean there. `docs` of each are the comments beside them.
+Names that Miles's `mis.py` has mean what they mean there.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def k3_kl(c: Correction) -> Float[Tensor, " T"]:
     return log_ratio.expm1().sub_(log_ratio)
 
 
-def saturated_fraction(c: Correction) -> Tensor:
-    """Where |log r_t| exceeds the clamp: beyond it all ratios look alike."""
-    return torch.gt(c.log_ratio.abs(), LOG_RATIO_CLAMP, out=torch.empty_like(c.log_ratio))
+def saturated(log_ratio: Tensor) -> Tensor:
+    """1 where |log r|, of a token or of a sequence, exceeds the clamp: beyond it all ratios look alike."""
+    return torch.gt(log_ratio.abs(), LOG_RATIO_CLAMP, out=torch.empty_like(log_ratio))
 
 
 def kept_fraction(c: Correction) -> Tensor:
@@ -156,12 +156,8 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
     """Mean over the sequence of the weights as multiplied into the loss, dropped tokens included."""
     if c.sequence_weight is not None:
         return _normalized(c, c.sequence_weight)
-    count = c.totals["valid"].clamp(min=1)
-    return (
-        _normalized(c, c.totals["weight"] / count)
-        if c.stage.weight is not None
-        else c.totals["usable"] / count
-    )
+    total = c.totals["usable"] if c.stage.weight is None else c.totals["weight"]
+    return _normalized(c, total / c.totals["valid"].clamp(min=1))
 
 
 def final_min(c: Correction) -> Float[Tensor, " N"]:
@@ -226,7 +222,7 @@ def nonfinite_rollout(c: Correction) -> Float[Tensor, ""]:
     return c.totals["nonfinite_rollout"].sum()
 
 
-TOKEN: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl, "saturated_fraction": saturated_fraction}
+TOKEN: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl, "saturated_fraction": lambda c: saturated(c.log_ratio)}
 
 SEQUENCE: dict[str, Metric] = {
     "training_log_ppl": training_log_ppl,
@@ -272,6 +268,7 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
     else:
         home, log_ratio = sequence, lambda c: sequence_log_ratio(c.totals, weight)
         before, after = lambda c: sequence_ratio(c.totals, weight), lambda c: c.sequence_weight
+        sequence["saturated_sequence_fraction"] = lambda c: saturated(sequence_log_ratio(c.totals, weight))
     home["tis_weight_before_bound"] = before
     home["tis_weight_after_bound"] = home["is_ratio_mean_after_tis_rs"] = after
     if weight.bound == "truncate":
