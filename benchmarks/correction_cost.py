@@ -306,8 +306,14 @@ def main() -> int:
     pages = "huge pages" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "ordinary pages"
     console.print(as_table(rows, f"ours against {arguments.baseline} ({pages})"))
     if arguments.json:
-        write_results(arguments.json, rows, provenance(), arguments.baseline)
+        write_results(arguments.json, rows, provenance(_checkout(arguments.baseline)), arguments.baseline)
     return _with_huge_pages() if arguments.thp else 0
+
+
+def _checkout(baseline: str) -> dict[str, Path]:
+    """Where the baseline's source is, for its commit; nothing where it is ours."""
+    source = sys.modules[baseline.rpartition(".")[0]].__file__
+    return {"baseline": Path(source).parent} if source and baseline != PLAIN else {}
 
 
 def _with_huge_pages() -> int:

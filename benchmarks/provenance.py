@@ -41,10 +41,13 @@ def _cores(lines: list[str]) -> int:
 
 
 def _commit(path: Path) -> str:
-    asked = subprocess.run(
-        ["git", "-C", str(path), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    dirty = subprocess.run(
-        ["git", "-C", str(path), "status", "--porcelain", "-uno"], capture_output=True, text=True
-    )
-    return (asked.stdout.strip()[:12] or "unknown") + (" (modified)" if dirty.stdout.strip() else "")
+    asked = _git(path, "rev-parse", "HEAD")
+    measured = ("mis_plugins", "benchmarks", ":!mis_plugins/local") if path == REPOSITORY else (".",)
+    changed = _git(path, "status", "--porcelain", "--untracked-files=no", "--", *measured)
+    return (asked[:12] or "unknown") + (" (modified)" if changed else "")
+
+
+def _git(path: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(path), *words], capture_output=True, text=True, check=False
+    ).stdout.strip()

@@ -93,6 +93,20 @@ def test_peak_counts_what_lives_at_once():
     assert 8000 <= tallies.peak_bytes(two_of_three) < 9000
 
 
+def test_parity_without_a_host_is_no_verdict(tmp_path: Path):
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "host_parity.py"),
+        "--host",
+        "slime",
+        "--checkout",
+        str(tmp_path),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "could not compare" in ran.stdout and "no package slime/" in ran.stdout
+
+
 def _ours(metrics: str) -> Any:
     from mis_plugins.mis import compute_mis_weights_with_cp
 
