@@ -35,9 +35,11 @@ class Layout:
 
     @cached_property
     def local_lengths(self) -> list[int]:
+        if not self.sharded:
+            return list(self.response_lengths)
         return [sum(stop - start for start, stop in pieces) for pieces in self.spans]
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         return any(len(pieces) > 1 for pieces in self.spans)
 

@@ -21,7 +21,8 @@ from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import fsdp, miles, slime
-from mis_plugins.hosts.batch import HostBatch, Tensors, host_layout
+from mis_plugins.hosts.agreement import check_agreement
+from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.layout import Placed, whole
 from mis_plugins.notices import warn_once
 
@@ -32,8 +33,8 @@ def compute_mis_weights_with_cp(
     args: Any,
     *,
     pg_loss: Tensor,
-    train_log_probs: Tensors,
-    rollout_log_probs: Tensors,
+    train_log_probs: Handed,
+    rollout_log_probs: Handed,
     loss_masks: Tensors,
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -66,8 +67,8 @@ def compute_mis_weights_fsdp(
     args: Any,
     *,
     pg_loss: Tensor,
-    train_log_probs: Tensors,
-    rollout_log_probs: Tensors,
+    train_log_probs: Handed,
+    rollout_log_probs: Handed,
     loss_masks: Tensors,
     response_lengths: Sequence[int] | None = None,
     parallel_state: Any = None,
@@ -81,7 +82,7 @@ def compute_mis_weights_fsdp(
 
 
 def compute_mis_weights(
-    args: Any, *, train_log_probs: Tensors, rollout_log_probs: Tensors, loss_masks: Tensors
+    args: Any, *, train_log_probs: Handed, rollout_log_probs: Handed, loss_masks: Tensors
 ) -> tuple[Tensors | None, Tensors, Mapping[str, Tensors]]:
     """Lists in, lists out, one process: for notebooks and for hosts that multiply by themselves.
 
@@ -156,6 +157,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
 
 
 def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:
+    check_agreement(config, batch.ranks, batch.loss_masks[0].device)
     placed = batch.place()
     rollout_mean = getattr(args, "_mis_rollout_mean", None)
     return correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean), placed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from mis_plugins.layout import Layout, Placed, whole, zigzag
 from mis_plugins.ragged import Ranks
 
 Tensors = Sequence[Tensor]
+Handed = Sequence[Tensor | None] | None  # what a host may really pass; HostBatch refuses the None
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class HostBatch:
         InputError: when built, before any work; it names the list, the sequence and both counts.
     """
 
-    train_log_probs: Tensors
-    rollout_log_probs: Tensors
+    train_log_probs: Handed
+    rollout_log_probs: Handed
     loss_masks: Tensors
     layout: Layout
     ranks: Ranks = Ranks()
@@ -56,11 +57,11 @@ class HostBatch:
 
     @property
     def proximal(self) -> Float[Tensor, " T"]:
-        return torch.cat(list(self.train_log_probs)).detach()
+        return _cat(self.train_log_probs)
 
     @property
     def behavior(self) -> Float[Tensor, " T"]:
-        return torch.cat(list(self.rollout_log_probs)).detach()
+        return _cat(self.rollout_log_probs)
 
     @cached_property
     def loss_mask(self) -> Tensor:
@@ -103,6 +104,10 @@ def host_layout(
     return zigzag(
         total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None
     )
+
+
+def _cat(log_probs: Handed) -> Float[Tensor, " T"]:
+    return torch.cat(cast(list[Tensor], list(log_probs or ()))).detach()
 
 
 def _check(name: str, tensors: Sequence[Tensor | None], expected: Sequence[int], where: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import miles
+from mis_plugins.hosts.batch import Handed
 from mis_plugins.ragged import Ranks
 
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
@@ -28,7 +27,7 @@ def ranks(parallel_state: Any | None) -> Ranks:
     return miles.parallel(parallel_state)[0]
 
 
-def check_whole(log_probs: Sequence[Tensor] | None, response_lengths: Sequence[int]) -> None:
+def check_whole(log_probs: Handed, response_lengths: Sequence[int]) -> None:
     """Refuse pieces of responses, which only context parallelism makes."""
     for i, (piece, length) in enumerate(zip(log_probs or (), response_lengths, strict=False)):
         if piece is not None and piece.numel() < length:
