@@ -9,10 +9,10 @@ from pathlib import Path
 
 import oracle
 import pytest
+import yaml
 from batches import host_args, ratio_batch
 from drive import assert_matches_oracle, run
 
-import yaml
 from mis_plugins.__main__ import main
 from mis_plugins.config import (
     CorrectionConfig,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.loading import load_function
 
