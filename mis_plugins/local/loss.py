@@ -116,7 +116,7 @@ def policy_loss(
 
 def call_tis_hook(
     args: Namespace, state: ParallelState, batch: MicroBatch, loss: Tensor, proximal: list[Tensor]
-) -> tuple[Tensor, list[Tensor], Metrics]:
+) -> tuple[Tensor, Sequence[Tensor], Metrics]:
     """Call ``--custom-tis-function-path`` with Miles's keyword arguments."""
     hook = load_function(args.custom_tis_function_path, "--custom-tis-function-path")
     return hook(
