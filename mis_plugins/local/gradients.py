@@ -6,7 +6,8 @@ What a mismatched rollout engine does to learning shows here before, and whether
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -41,28 +42,33 @@ def mean_gradient(
     return total / len(rollouts)
 
 
-def cosines(
-    settings: Mapping[str, Namespace],
+@dataclass(frozen=True)
+class Reference:
+    """Two independent estimates of the on-policy gradient."""
+
+    first: Tensor
+    second: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        return (self.first + self.second) / 2
+
+    @property
+    def agreement(self) -> float:
+        """Their cosine: what sampling noise leaves of 1. No setting can be expected to do better."""
+        return cosine(self.first, self.second)
+
+
+def on_policy_reference(
+    args: Namespace,
     state: ParallelState,
     trainer: Trainer,
-    sampled: Sequence[Rollout],
-    references: tuple[Sequence[Rollout], Sequence[Rollout]],
-) -> dict[str, float]:
-    """Cosine of each setting's gradient on ``sampled`` to the on-policy gradient.
-
-    The reference is the mean of two independent on-policy estimates. Their own cosine, under ``"on-policy"``,
-    says how much of what is
-    missing to 1 is sampling noise: no setting can be expected to do better.
-    """
-    plain = on_policy(next(iter(settings.values())))
-    first, second = (mean_gradient(plain, state, trainer, rollouts) for rollouts in references)
-    reference = (first + second) / 2
-    found = {
-        name: _cosine(mean_gradient(args, state, trainer, sampled), reference)
-        for name, args in settings.items()
-    }
-    return found | {"on-policy": _cosine(first, second)}
+    samples: tuple[Sequence[Rollout], Sequence[Rollout]],
+) -> Reference:
+    """From two sets of rollouts that the trainer's own policy sampled. Collective."""
+    first, second = (mean_gradient(on_policy(args), state, trainer, rollouts) for rollouts in samples)
+    return Reference(first, second)
 
 
-def _cosine(left: Tensor, right: Tensor) -> float:
+def cosine(left: Tensor, right: Tensor) -> float:
     return float(F.cosine_similarity(left, right, dim=0))

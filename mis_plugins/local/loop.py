@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mis_plugins.local import checkpoint, report
 from mis_plugins.local.engine import DecodeEngine, ModelConfig, RolloutEngine
-from mis_plugins.local.gradients import cosines, on_policy
+from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.loss import policy_loss
 from mis_plugins.local.parallel import ParallelState, StopSignal, initialize
@@ -207,15 +207,20 @@ class Loop:
         return sum(rewards) / len(rewards)
 
     def gradient_cosines(self) -> Row:
-        """Direction of this rollout's gradient with and without the hook; see ``gradients.py``."""
-        rollouts = [
-            [self.collect(engine, name, self.next_rollout, index) for index in range(COSINE_ROLLOUTS)]
-            for engine, name in ((self.engine, "cosine"), (self.fp32(), "first"), (self.reference, "second"))
-        ]
+        """Direction of the gradient at these weights, with this run's correction and without; see ``gradients.py``."""
+        samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
+        reference = on_policy_reference(self.args, self.state, self.trainer, samples)
+        sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
-        found = cosines(settings, self.state, self.trainer, rollouts[0], (rollouts[1], rollouts[2]))
-        found["grad_cosine_on_policy"] = found.pop("on-policy")
-        return found
+        gradients = {
+            name: mean_gradient(args, self.state, self.trainer, sampled) for name, args in settings.items()
+        }
+        found = {name: cosine(gradient, reference.mean) for name, gradient in gradients.items()}
+        return found | {"grad_cosine_on_policy": reference.agreement}
+
+    def pool(self, engine: RolloutEngine, name: str) -> list[Rollout]:
+        """The rollouts whose gradients are averaged before directions are compared."""
+        return [self.collect(engine, name, self.next_rollout, index) for index in range(COSINE_ROLLOUTS)]
 
     def fp32(self) -> DecodeEngine:
         """An engine that samples from the trainer's own policy."""

@@ -1,0 +1,270 @@
+"""Does correction help, when, and by how much? Every method, both advantages, several seeds; the gradient's direction.
+
+Runs are processes of their own, two at a time and one thread each. A finished run is not repeated, so the experiment
+can be interrupted and taken up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from mis_plugins.local.arguments import PRECISIONS, parse_args
+from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
+from mis_plugins.local.loop import Loop
+from mis_plugins.local.loss import k3
+from mis_plugins.local.parallel import initialize, launch
+from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
+from mis_plugins.local.report import SUMMARY, plot_curves, write_json
+from mis_plugins.local.rollout import Rollout, shard
+
+SEEDS = (0, 1, 2)
+COSINE_METHODS = tuple(method for method in METHODS if method != "matched")
+COSINE_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp32")
+COSINE_ROLLOUTS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the experiment."""
+
+    method: str
+    estimator: str
+    seed: int
+
+    def folder(self, root: Path) -> Path:
+        return root / f"{self.estimator}-{self.method.replace(' ', '')}-seed{self.seed}"
+
+
+def cells(seeds: Sequence[int]) -> list[Cell]:
+    """Seed by seed, so that an interrupted experiment holds whole comparisons."""
+    return [
+        Cell(method, estimator, seed)
+        for seed, estimator, method in itertools.product(seeds, ESTIMATORS, METHODS)
+    ]
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What a finished run left, else None."""
+    path = folder / SUMMARY
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    return summary if summary.get("status") == "finished" else None
+
+
+def run_cell(cell: Cell, root: Path, smoke: bool) -> None:
+    """Run one cell in a process of its own, unless it is finished. Its output goes to ``run.log`` beside its files."""
+    folder = cell.folder(root)
+    if read_summary(folder) is not None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    extra = [
+        "--warmup-cache",
+        str(root / "warm-start"),
+        "--eval-interval",
+        "10",
+        *(["--smoke"] if smoke else []),
+    ]
+    argv = command_line(cell.method, cell.estimator, cell.seed, folder, *extra)
+    with (folder / "run.log").open("w") as log:
+        command = [sys.executable, "-m", "mis_plugins.local", *argv]
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def measure_cosines(seed: int, estimator: str, root: Path, smoke: bool) -> dict[str, dict[str, float]]:
+    """By rollout precision, the cosine of every method's gradient to the on-policy one, at the warm-started policy."""
+    folder = root / "cosines" / f"{estimator}-seed{seed}"
+    path = folder / "cosines.json"
+    if not path.is_file():
+        settings = {
+            name: _settings(name, estimator, seed, folder / name, root, smoke) for name in COSINE_METHODS
+        }
+        if launch(1, lambda: write_json(path, _cosines_by_precision(settings))):
+            raise RuntimeError(f"measuring the gradient's direction failed for {estimator}, seed {seed}")
+    return json.loads(path.read_text())
+
+
+def _settings(method: str, estimator: str, seed: int, folder: Path, root: Path, smoke: bool) -> Namespace:
+    extra = ["--warmup-cache", str(root / "warm-start"), *(["--smoke"] if smoke else [])]
+    return parse_args(command_line(method, estimator, seed, folder, *extra))
+
+
+def _cosines_by_precision(settings: Mapping[str, Namespace]) -> dict[str, dict[str, float]]:
+    """``{"on-policy": {"agreement": c}, "int3": {method: c, "k3_kl": k}, ...}``"""
+    plain = settings["uncorrected"]
+    loop = Loop.start(plain, initialize(1, 1))
+    config, weights = loop.engine.config, loop.trainer.weights()
+
+    def rollouts(engine: DecodeEngine, name: str) -> list[Rollout]:
+        engine.update_weights(weights, 0)
+        return [loop.collect(engine, name, index) for index in range(COSINE_ROLLOUTS)]
+
+    samples = (rollouts(loop.reference, "first"), rollouts(loop.reference, "second"))
+    reference = on_policy_reference(plain, loop.state, loop.trainer, samples)
+    found = {"on-policy": {"agreement": reference.agreement}}
+    for precision in COSINE_PRECISIONS:
+        sampled = rollouts(DecodeEngine(config, precision), "cosine")
+        gradients = {
+            name: mean_gradient(args, loop.state, loop.trainer, sampled) for name, args in settings.items()
+        }
+        found[precision] = {name: cosine(gradient, reference.mean) for name, gradient in gradients.items()}
+        found[precision]["k3_kl"] = _mismatch(loop, sampled)
+    return found
+
+
+def _mismatch(loop: Loop, sampled: Sequence[Rollout]) -> float:
+    """k3 KL a token of the sampled responses."""
+    kls = []
+    for rollout in sampled:
+        data = shard(loop.args, loop.state, rollout)
+        log_ratio = torch.cat(loop.trainer.log_probs(data)) - torch.cat(data["rollout_log_probs"])
+        kls.append(float(k3(log_ratio).mean()))
+    return fmean(kls)
+
+
+def result(root: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything the tables show: by estimator and method, a list with one entry a seed."""
+    runs = {
+        estimator: {
+            method: [read_summary(Cell(method, estimator, seed).folder(root)) for seed in seeds]
+            for method in METHODS
+        }
+        for estimator in ESTIMATORS
+    }
+    kept = (
+        "trainer_start",
+        "trainer_final",
+        "rollout_start",
+        "rollout_final",
+        "collapsed",
+        "k3_kl",
+        "kept_fraction",
+    )
+    numbers = {
+        estimator: {
+            method: [{key: summary[key] for key in kept} for summary in summaries if summary]
+            for method, summaries in methods.items()
+        }
+        for estimator, methods in runs.items()
+    }
+    return {"recipe": " ".join(RECIPE), "seeds": list(seeds), "runs": numbers, "gradient_cosine": directions}
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The tables, and what they mean."""
+    lines = [
+        "# Collapse and correction",
+        "",
+        "Made by `bash scripts/experiment-collapse.sh`. A Megatron-core policy reverses digits. `matched` samples it",
+        "in float32, every other run in emulated int3 weights. Rewards on 256 held-out prompts, an entry a seed, sampled",
+        "(standard error up to 0.03): of the trainer's float32 policy, and of the rollout policy, in int3.",
+        "Final: mean over the last tenth of the run. Collapsed: the trainer's final reward is below half of its start.",
+        "",
+        f"    {content['recipe']}",
+    ]
+    for estimator, methods in content["runs"].items():
+        lines += ["", f"## Advantage: {estimator}", "", *_run_table(methods)]
+    return "\n".join([*lines, "", *_cosine_section(content["gradient_cosine"])]) + "\n"
+
+
+def _run_table(methods: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    head = "| method | trainer, start | trainer, final | rollout, start | rollout, final | collapsed | k3 KL | kept |"
+    rows = [head, "|---|---|---|---|---|---|---|---|"]
+    for method, runs in methods.items():
+        rewards = (
+            _each(runs, key) for key in ("trainer_start", "trainer_final", "rollout_start", "rollout_final")
+        )
+        collapsed = f"{sum(run['collapsed'] for run in runs)} of {len(runs)}"
+        means = (
+            fmean(run[key] for run in runs) if runs else float("nan") for key in ("k3_kl", "kept_fraction")
+        )
+        rows.append(f"| {' | '.join([method, *rewards, collapsed, *(f'{mean:.2g}' for mean in means)])} |")
+    return rows
+
+
+def _each(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+    return ", ".join(f"{run[key]:.2f}" for run in runs)
+
+
+def _cosine_section(directions: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    lines = [
+        "## Direction of the gradient",
+        "",
+        "At the warm-started policy, before any RL step: cosine of the policy gradient on samples of the rollout",
+        "engine to the on-policy gradient, mean over the seeds. A gradient pools",
+        f"{COSINE_ROLLOUTS} rollouts. `on-policy`: the cosine of two independent on-policy gradients, which is what",
+        "sampling noise leaves of 1.",
+    ]
+    for estimator, precisions in directions.items():
+        lines += ["", f"Advantage {estimator}; on-policy {precisions['on-policy']['agreement']:.3f}", ""]
+        lines += [
+            f"| rollout weights | k3 KL | {' | '.join(COSINE_METHODS)} |",
+            "|---" * (2 + len(COSINE_METHODS)) + "|",
+        ]
+        for precision in COSINE_PRECISIONS:
+            row = precisions[precision]
+            values = [f"{row['k3_kl']:.1e}", *(f"{row[method]:.3f}" for method in COSINE_METHODS)]
+            lines.append(f"| {precision} | {' | '.join(values)} |")
+    return lines
+
+
+def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Mean over the seeds of what :func:`measure_cosines` gives."""
+    return {
+        precision: {name: fmean(one[precision][name] for one in measured) for name in names}
+        for precision, names in measured[0].items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.experiment", description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/collapse"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("benchmarks/results"), help="(default: %(default)s)"
+    )
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
+    options = parser.parse_args()
+    with ThreadPoolExecutor(options.processes) as pool:
+        work = pool.map(lambda cell: run_cell(cell, options.runs, options.smoke), cells(options.seeds))
+        list(track(work, "runs", total=len(cells(options.seeds))))
+    directions = {
+        estimator: mean_directions(
+            [measure_cosines(seed, estimator, options.runs, options.smoke) for seed in options.seeds]
+        )
+        for estimator in ESTIMATORS
+    }
+    publish(options.runs, options.results, options.seeds, directions)
+    return 0
+
+
+def publish(root: Path, results: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> None:
+    """Write collapse.json, collapse.md, collapse.png (R-1) and collapse-group.png, and say where."""
+    results.mkdir(parents=True, exist_ok=True)
+    content = result(root, seeds, directions)
+    write_json(results / "collapse.json", content)
+    (results / "collapse.md").write_text(markdown(content))
+    for estimator, name in (("R-1", "collapse.png"), ("group", "collapse-group.png")):
+        folders = {
+            method: [Cell(method, estimator, seed).folder(root) for seed in seeds] for method in METHODS
+        }
+        plot_curves(folders, results / name)
+    print(results.resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
