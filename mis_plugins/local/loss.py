@@ -8,7 +8,7 @@ numerator of the loss only, its denominators and all metrics keep the masks of t
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +116,7 @@ def policy_loss(
 
 def call_tis_hook(
     args: Namespace, state: ParallelState, batch: MicroBatch, loss: Tensor, proximal: list[Tensor]
-) -> tuple[Tensor, Sequence[Tensor], Metrics]:
+) -> tuple[Tensor, Sequence[Tensor], Mapping[str, Tensor]]:
     """Call ``--custom-tis-function-path`` with Miles's keyword arguments."""
     hook = load_function(args.custom_tis_function_path, "--custom-tis-function-path")
     return hook(
