@@ -246,6 +246,8 @@ def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights
     ratio = raw_weight(sample, t, weight["level"])
     found = {"tis_weight_before_bound": ratio, "tis_weight_after_bound": bounded_tokens[t]}
     found["is_ratio_mean_after_tis_rs"] = bounded_tokens[t]
+    if weight["level"] != "token":
+        found["saturated_sequence_fraction"] = float(abs(unit_log_ratio(sample, t, weight["level"])) > CLAMP)
     if weight["bound"] == "truncate":
         found["tis_truncate_fraction"] = float(ratio > weight["upper"])
     else:
