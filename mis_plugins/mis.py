@@ -157,7 +157,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
 
 
 def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:
-    check_agreement(config, batch.ranks, batch.loss_masks[0].device)
+    check_agreement(config, batch.ranks.cp, batch.loss_masks[0].device)
     placed = batch.place()
     rollout_mean = getattr(args, "_mis_rollout_mean", None)
     return correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean), placed
