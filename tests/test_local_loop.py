@@ -22,12 +22,13 @@ from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.batch import pack
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.loss import MicroBatch, clipped_surrogate, k3, policy_loss
-from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, launch
+from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupInfo, ParallelState, launch
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
 from mis_plugins.local.tasks import TASKS
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
-HOST_STATE: Any = None  # the loss hands the parallel state to the hook and reads nothing of it
+NOBODY = GroupInfo(0, 1, None)
+ALONE = ParallelState(NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)
 
 
 def run(flags: str, output: Path) -> int:
@@ -132,7 +133,7 @@ def test_the_hook_is_called_as_miles_calls_it(use_tis: bool, monkeypatch: pytest
 
     monkeypatch.setattr(loss, "load_function", lambda path, flag: hook)
     args = settings(use_tis=use_tis, get_mismatch_metrics=not use_tis)
-    total, metrics = policy_loss(args, HOST_STATE, batch, log_probs)
+    total, metrics = policy_loss(args, ALONE, batch, log_probs)
     (call,) = calls
     assert set(call) == {
         "args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths",
@@ -161,14 +162,14 @@ def test_a_rejected_token_leaves_the_numerator_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         loss, "load_function", lambda path, flag: lambda **kw: (kw["pg_loss"], one_dropped, {})
     )
-    total, _ = policy_loss(settings(use_tis=True), HOST_STATE, batch, log_probs)
+    total, _ = policy_loss(settings(use_tis=True), ALONE, batch, log_probs)
     assert total.item() == pytest.approx(-2 * (1 / 2 + 2 / 2))
 
 
 def test_without_recomputed_log_probs_the_target_policy_is_the_proximal_one() -> None:
     batch, _, log_probs = micro_batch(rejected=False)
     bypass = MicroBatch(batch.layout, batch.loss_masks, batch.advantages, None, batch.behavior)
-    total, metrics = policy_loss(settings(use_rollout_logprobs=True), HOST_STATE, bypass, log_probs)
+    total, metrics = policy_loss(settings(use_rollout_logprobs=True), ALONE, bypass, log_probs)
     # ratio exp(0.5) is clipped at 1.28
     assert total.item() == pytest.approx(-2 * 1.28 * 2, rel=1e-6)
     assert metrics["pg_clipfrac"].item() == pytest.approx(2.0)

@@ -27,7 +27,8 @@ from mis_plugins.local.tasks import TASKS, Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
 from mis_plugins.local.warm_start import warm_start
 
-Row = dict[str, float]
+Row = dict[str, int | float]
+"""Metrics of one rollout; the names are those of ``report.Record``, and the hook's own."""
 
 COSINE_ROLLOUTS = 4
 """Rollouts pooled into each gradient whose direction is compared."""

@@ -36,7 +36,7 @@ class GroupInfo:
 
     rank: int
     size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: no other rank
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Trainer:
         per_token = self.args.calculate_per_token_loss
         finalize_model_grads([self.ddp], tokens if per_token else None)
         # finalize_model_grads has summed the tokens over the ranks: each token once for every context rank.
-        total = int(tokens) / self.state.cp.size if per_token else count
+        total = int(tokens) / self.state.cp.size if per_token else float(count)
         return self._average(sums, total)
 
     def _loss_scale(self, count: int) -> float:
