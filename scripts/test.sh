@@ -11,4 +11,4 @@ ruff check .
 ruff format --check .
 pyright
 python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadgroup --durations 10 -r s \
-    --jaxtyping-packages mis_plugins,true_on_policy,beartype.beartype "$@"
+    --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "$@"

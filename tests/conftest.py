@@ -1,7 +1,7 @@
 """Settings every test shares: one thread a process, a repeatable hypothesis in CI, and no silent skips there.
 
 Shapes are checked at run time by jaxtyping's own flag, which `scripts/test.sh` sets:
-`--jaxtyping-packages mis_plugins,true_on_policy,beartype.beartype`.
+`--jaxtyping-packages mis_plugins,true_on_policy,shapes.checked`.
 """
 
 from __future__ import annotations
