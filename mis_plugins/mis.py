@@ -93,8 +93,8 @@ def compute_mis_weights(
     lengths = [mask.numel() for mask in loss_masks]
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
-    metrics = {name: value.split(lengths) for name, value in diagnose(correction, prefix="").items()}
-    weights = correction.weights.split(lengths) if config.corrects else None
+    metrics = {name: list(value.split(lengths)) for name, value in diagnose(correction, prefix="").items()}
+    weights = list(correction.weights.split(lengths)) if config.corrects else None
     return weights, _masks(batch, correction, placed), metrics
 
 
@@ -170,4 +170,4 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
         return batch.loss_masks
     keep = correction.keep if placed.index is None else placed.full_mask(tokens, sequences)
     masks = batch.loss_mask
-    return torch.where(keep, masks, 0).to(masks.dtype).split(list(batch.layout.response_lengths))
+    return list(torch.where(keep, masks, 0).to(masks.dtype).split(list(batch.layout.response_lengths)))
