@@ -87,23 +87,26 @@ def correct(
         proximal: log-probs of the trainer before the update (pi_old), any float dtype.
         behavior: log-probs that the rollout engine sampled with (mu).
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
+
+    Raises:
+        InputError: `scope: rollout` without its mean.
     """
+    normalize = config.weight.normalize if config.weight else None
+    if normalize and normalize.scope == "rollout" and rollout_mean is None:
+        raise InputError(
+            "mis.weight.normalize.scope: rollout needs the mean of the whole rollout batch, and it was never "
+            "computed: pass --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
+        )
     stage = token_stage(proximal, behavior, ragged.loss_mask, config)
     totals = over_sequences(stage, LogProbs(proximal, behavior), ragged, config)
     sequence_weight = _sequence_weight(totals, config.weight)
     keep_sequences = _keep_sequences(totals, config)
-    weights = _token_weights(stage, ragged, sequence_weight)
-    mean = None
-    if config.weight and config.weight.normalize:
+    weights, mean = _token_weights(stage, ragged, sequence_weight), None
+    if config.weight and normalize:
         mean = rollout_mean
-        if config.weight.normalize.scope != "rollout":
+        if normalize.scope != "rollout":
             mean = _mean_weight(totals, sequence_weight, keep_sequences, ragged, config.weight)
-        elif mean is None:
-            raise InputError(
-                "mis.weight.normalize.scope: rollout needs the mean of the whole rollout batch, and it was never "
-                "computed: pass --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
-            )
-        weights = (weights / mean).float()
+        weights = weights / mean
     return Correction(config, ragged, stage, totals, weights, keep_sequences, mean, sequence_weight)
 
 
