@@ -93,6 +93,17 @@ def test_normalized_weights_have_mean_one(level: str, bound: str, over: str):
     assert abs(math.fsum(units) / len(units) - 1.0) <= sum_rtol(len(units)) + 2 * EPS
 
 
+@pytest.mark.parametrize(("log_ratio", "weight"), [(-18.0, 1.0), (-19.0, math.exp(-19.0))])
+def test_a_vanishing_mean_divides_nothing(log_ratio: float, weight: float):
+    """Above 1e-8 the mean divides; below (e^-19 = 5.6e-9) it would only blow up rounding, and the weights stay."""
+    batch = make_batch([([log_ratio] * 2, [0.0] * 2, [1, 1]), ([log_ratio], [0.0], [1])])
+    for level in ("token", "geometric"):
+        weights = run(batch, {"weight": {"level": level, "normalize": {}}}).weights
+        torch.testing.assert_close(
+            torch.cat(weights), torch.full((3,), weight), rtol=2 * weight_rtol(20.0), atol=0
+        )
+
+
 def test_a_small_drift_compounds():
     """1.001 a token over 2000 tokens: a sequence ratio of 1.001^2000 = 7.38, and a geometric one of 1.001."""
     batch = make_batch([([math.log(1.001)] * 2000, [0.0] * 2000, [1] * 2000)])
