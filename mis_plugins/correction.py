@@ -101,11 +101,11 @@ def correct(
     totals = over_sequences(stage, LogProbs(proximal, behavior), ragged, config)
     sequence_weight = _sequence_weight(totals, config.weight)
     keep_sequences = _keep_sequences(totals, config)
-    weights, mean = _token_weights(stage, ragged, sequence_weight), None
-    if config.weight and normalize:
-        mean = rollout_mean
-        if normalize.scope != "rollout":
-            mean = _mean_weight(totals, sequence_weight, keep_sequences, ragged, config.weight)
+    weights = _token_weights(stage, ragged, sequence_weight)
+    mean = rollout_mean if normalize else None
+    if config.weight and normalize and normalize.scope != "rollout":
+        mean = _mean_weight(totals, sequence_weight, keep_sequences, ragged, config.weight)
+    if mean is not None:
         weights = weights / mean
     return Correction(config, ragged, stage, totals, weights, keep_sequences, mean, sequence_weight)
 
