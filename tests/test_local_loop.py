@@ -53,7 +53,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--rollout-batch-size 3 --global-batch-size 8", r"--rollout-batch-size x .* = 12 .*--global-batch-size 8"),
+        ("--rollout-batch-size 3 --global-batch-size 9", r"--rollout-batch-size x .* = 24 .*--global-batch-size 9"),
         ("--global-batch-size 8 --data-parallel-size 3", r"--global-batch-size = 8 .*--data-parallel-size 3"),
         ("--global-batch-size 8 --micro-batch-size 3", r"--global-batch-size / .* = 8 .*--micro-batch-size 3"),
         ("--tensor-model-parallel-size 4", "--num-query-groups = 2 .*--tensor-model-parallel-size 4"),
@@ -307,6 +307,13 @@ def test_held_out_prompts_are_never_trained_on() -> None:
     task = TASKS["reverse"](1)
     held_out = frozenset(problem.prompt for problem in draw_problems(task, 4, seed=0))
     assert not held_out & {problem.prompt for problem in draw_problems(task, 200, 1, held_out)}
+
+
+def test_holding_out_every_prompt_is_refused() -> None:
+    task = TASKS["reverse"](1)
+    everything = frozenset(problem.prompt for problem in draw_problems(task, 500, seed=0))
+    with pytest.raises(ConfigError, match="--eval-prompts holds out nearly every prompt"):
+        draw_problems(task, 1, 1, everything)
 
 
 def test_seeds_differ_with_every_part() -> None:

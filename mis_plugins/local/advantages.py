@@ -12,8 +12,9 @@ from torch import Tensor
 def group_relative(
     rewards: Float[Tensor, "prompts samples"], *, normalize_std: bool
 ) -> Float[Tensor, "prompts samples"]:
-    """``A = R - mean(R)`` within each prompt's group, over its deviation if asked (GRPO, Shao et al. 2024,
-    arxiv.org/abs/2402.03300).
+    """``A = R - mean(R)`` within each prompt's group, over its deviation if asked.
+
+    GRPO: Shao et al. 2024, arxiv.org/abs/2402.03300.
     """
     centred = rewards - rewards.mean(1, keepdim=True)
     return centred / (rewards.std(1, keepdim=True) + 1e-6) if normalize_std else centred

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from mis_plugins.config import from_args
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.loading import load_function
 
@@ -17,8 +18,8 @@ TASK_NAMES = ("reverse", "sort", "add")
 
 DESCRIPTION = """\
 A small, real RL run on CPU. A Megatron-core trainer learns from what a separate rollout engine sampled in a
-precision of its own, so that
-the two disagree; load a correction as Miles and slime would load it and see what it does.
+precision of its own, so that the two disagree; load a correction as Miles and slime would load it and see what
+it does.
 """
 
 EPILOG = """\
@@ -29,8 +30,8 @@ examples:
     python -m mis_plugins.local --rollout-weights int3 --context-parallel-size 2 --output runs/uncorrected
   the same, corrected:
     python -m mis_plugins.local --rollout-weights int3 --context-parallel-size 2 --output runs/corrected \\
-        --use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp --custom-config-path
-        mis.yaml
+        --use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp \\
+        --custom-config-path yaml/sequence.yaml
 """
 
 SMOKE = {
@@ -56,10 +57,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = build_parser().parse_args(argv)
     if args.smoke:
         vars(args).update(SMOKE)
-    _fill_defaults(args)
     if args.custom_config_path is not None:
         merge_custom_config(args, args.custom_config_path)
-    check(args)
+    _check_positive(args)
+    _fill_defaults(args)
+    _check_sizes(args)
+    _check_hooks(args)
     return args
 
 
@@ -88,18 +91,17 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
         setattr(args, key, value)
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse sizes that do not divide and flags that need or exclude each other."""
-    _check_sizes(args)
+def _check_positive(args: argparse.Namespace) -> None:
+    for name in _POSITIVE:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{_flag(name)}: got {value}; give at least 1")
     if args.rollout_temperature <= 0:
         raise ConfigError(f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0")
-    _check_hooks(args)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    for name in _POSITIVE:
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{_flag(name)}: got {getattr(args, name)}; give at least 1")
+    """Refuse sizes that do not divide."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     _divides(samples, "--rollout-batch-size x --n-samples-per-prompt", args, "global_batch_size")
     _divides(args.global_batch_size, "--global-batch-size", args, "data_parallel_size")
@@ -118,6 +120,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_hooks(args: argparse.Namespace) -> None:
+    """Refuse hooks that cannot be loaded, and flags that need or exclude each other."""
     if args.use_tis and args.use_rollout_logprobs:
         raise ConfigError(
             "--use-tis with --use-rollout-logprobs: "
@@ -133,6 +136,10 @@ def _check_hooks(args: argparse.Namespace) -> None:
         path = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if path is not None:
             load_function(path, flag)
+    if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path.startswith(
+        "mis_plugins."
+    ):
+        from_args(args)  # our own hooks would refuse an impossible config only after the first rollout
     if args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--advantage-estimator grpo with --n-samples-per-prompt {args.n_samples_per_prompt}: "
@@ -259,12 +266,12 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--task", choices=TASK_NAMES, default="reverse", help="(default: %(default)s)")
     group.add_argument(
-        "--num-digits", type=int, default=6, metavar="N", help="digits of an operand (default: %(default)s)"
+        "--num-digits", type=int, default=10, metavar="N", help="digits of an operand (default: %(default)s)"
     )
     group.add_argument(
         "--warmup-steps",
         type=int,
-        default=400,
+        default=500,
         metavar="N",
         help="supervised steps before RL (default: %(default)s)",
     )
@@ -292,7 +299,7 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="prompts a rollout (default: %(default)s)",
     )
     group.add_argument(
-        "--n-samples-per-prompt", type=int, default=4, metavar="N", help="(default: %(default)s)"
+        "--n-samples-per-prompt", type=int, default=8, metavar="N", help="(default: %(default)s)"
     )
     group.add_argument("--rollout-temperature", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument(
@@ -372,7 +379,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples of one data-parallel rank a forward pass (default: all of its share)",
     )
-    group.add_argument("--lr", type=float, default=1e-3, help="(default: %(default)s)")
+    group.add_argument("--lr", type=float, default=5e-5, help="(default: %(default)s)")
     group.add_argument("--adam-beta1", type=float, default=0.9, help="(default: %(default)s)")
     group.add_argument("--adam-beta2", type=float, default=0.98, help="(default: %(default)s)")
     group.add_argument("--weight-decay", type=float, default=0.0, help="(default: %(default)s)")

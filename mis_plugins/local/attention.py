@@ -1,11 +1,9 @@
 """Core attention for packed sequences under context parallelism, on any device.
 
-Megatron's local ``DotProductAttention`` refuses packed sequences and context parallelism; its Transformer
-Engine twin needs a GPU. This
-module takes its place through the layer spec: keys and values are gathered over the context ranks once, every
-sequence of the pack becomes a
-row of one padded batch, and a single masked SDPA serves them all. The cost does not grow with the number of
-sequences except by their tokens.
+Megatron's local ``DotProductAttention`` refuses packed sequences and context parallelism; its Transformer Engine
+twin needs a GPU. This module takes its place through the layer spec: keys and values are gathered over the context
+ranks once, every sequence of the pack becomes a row of one padded batch, and a single masked SDPA serves them all.
+The cost does not grow with the number of sequences except by their tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from mis_plugins.local.batch import Layout
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron's description of a pack, and our index maps beside it: they reach the attention without a
-    global.
-    """
+    """Megatron's description of a pack, and our index maps beside it, which so reach the attention."""
 
     layout: Layout | None = None
 

@@ -1,10 +1,8 @@
 """Packed micro-batches: where each token of each sequence lies on this context-parallel rank.
 
-The layout is zigzag: a sequence of ``L`` tokens is padded to ``2 * cp`` equal chunks, and rank ``r`` holds
-chunks ``r`` and
-``2 * cp - 1 - r``, so that causal attention costs every rank the same. Without context parallelism nothing is
-padded. The log-prob of
-the token at position ``p`` is read from the logits at ``p - 1``.
+The layout is zigzag: a sequence of ``L`` tokens is padded to ``2 * cp`` equal chunks, and rank ``r`` holds chunks
+``r`` and ``2 * cp - 1 - r``, so that causal attention costs every rank the same. Without context parallelism nothing
+is padded. The log-prob of the token at position ``p`` is read from the logits at ``p - 1``.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Index maps of one micro-batch on one rank. ``N`` sequences, ``S`` slots here, ``R`` response tokens
-    scored here.
+    """Index maps of one micro-batch on one rank.
 
-    ``Q`` and ``K`` are the longest sequence as counted in local slots and in padded tokens.
+    ``N`` sequences, ``S`` slots of this rank, ``R`` response tokens that it scores. ``Q`` and ``K`` are the longest
+    sequence, counted in slots of this rank and in padded tokens.
     """
 
     total_lengths: list[int]

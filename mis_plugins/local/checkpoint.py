@@ -1,6 +1,4 @@
-"""Checkpoints: whole weights and optimizer moments under Hugging Face names, so that any layout of ranks can
-resume.
-"""
+"""Checkpoints: whole weights and optimizer moments under Hugging Face names, for any layout of ranks to resume."""
 
 from __future__ import annotations
 

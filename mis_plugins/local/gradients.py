@@ -29,9 +29,7 @@ def on_policy(args: Namespace) -> Namespace:
 def mean_gradient(
     args: Namespace, state: ParallelState, trainer: Trainer, rollouts: Sequence[Rollout]
 ) -> Tensor:
-    """Gradient of the policy loss at the current weights, averaged over the rollouts; no step is taken.
-    Collective.
-    """
+    """Gradient of the policy loss at the current weights, averaged over the rollouts. Collective; no step is taken."""
     total = torch.zeros(())
     whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].problems)})
     for rollout in rollouts:

@@ -1,6 +1,4 @@
-"""The RL loop: sample with the rollout engine, score with the trainer, correct, train, synchronise the
-weights, evaluate both policies.
-"""
+"""The RL loop: sample, recompute log-probs, correct, train, synchronise the weights, evaluate both policies."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ def run_rank(args: Namespace) -> None:
     Raises:
         KeyboardInterrupt: a rank was interrupted; everything was written.
     """
-    stop = StopSignal()
     loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    stop = StopSignal()
     with recording(args, loop.next_rollout) as record:
         while loop.next_rollout < args.num_rollout:
             record(loop.one_rollout())
@@ -65,8 +63,9 @@ def run_rank(args: Namespace) -> None:
 
 @contextmanager
 def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], None]]:
-    """What to call with each rollout's record. However the run ends, its files are complete afterwards. Rank
-    0 writes them.
+    """Gives what to call with each rollout's record. However the run ends, its files are complete afterwards.
+
+    Rank 0 writes them.
     """
     if dist.get_rank() != 0:
         yield lambda row: None
@@ -75,7 +74,10 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
     folder.mkdir(parents=True, exist_ok=True)
     log = report.MetricsLog(folder / report.METRICS)
     log.truncate(after=first_rollout - 1)
-    status = "failed"
+    status, arguments = (
+        "failed",
+        dict(vars(args)),
+    )  # as they were given: a hook may keep its own things on args
     try:
         with _table(args, folder, first_rollout) as table:
 
@@ -89,7 +91,6 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         status = "interrupted"
         raise
     finally:
-        arguments = {name: value for name, value in vars(args).items() if not callable(value)}
         summary = {**report.summarize(log.read()), "status": status, "arguments": arguments}
         report.write_json(folder / report.SUMMARY, summary)
         report.plot_curves({folder.name: folder}, folder / report.CURVES)
@@ -192,9 +193,7 @@ class Loop:
         return collect(self.args, self.task, engine, (self.args.seed, *stream), _prompts(self.held_out))
 
     def evaluate(self) -> Row:
-        """Mean reward on held-out prompts of the rollout policy and of the trainer's, whose weights are
-        float32.
-        """
+        """Mean reward on held-out prompts, of the trainer's float32 policy and of the rollout policy."""
         return {
             "eval_trainer": self._held_out_reward(self.fp32()),
             "eval_rollout": self._held_out_reward(self.engine),
@@ -208,7 +207,7 @@ class Loop:
         return sum(rewards) / len(rewards)
 
     def gradient_cosines(self) -> Row:
-        """Direction of the gradient at these weights, with this run's correction and without; see ``gradients.py``."""
+        """Direction of the gradient at these weights, with this run's correction and without."""
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
         reference = on_policy_reference(self.args, self.state, self.trainer, samples)
         sampled = self.pool(self.engine, "cosine")

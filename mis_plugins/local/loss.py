@@ -1,8 +1,7 @@
 """The policy loss of the embedded host, and the place where it calls the TIS hook.
 
 The call, its keyword arguments and what happens to its answer follow Miles's ``policy_loss_function``: the
-returned masks rebuild the
-numerator of the loss only, its denominators and all metrics keep the masks of the batch.
+returned masks rebuild the numerator of the loss only, its denominators and all metrics keep the batch's masks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-shaped, on CPU.
 
-Nothing of Megatron is changed but the shims of :func:`cpu_shims`. Weights enter and leave under the names of
-a Hugging Face Qwen3
-checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout all read
-the same dictionary.
+Nothing of Megatron is changed but what :func:`cpu_shims` changes. Weights enter and leave under the names of a
+Hugging Face Qwen3 checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout
+all read the same dictionary.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ INIT_STD = 0.02
 
 
 def cpu_shims() -> None:
-    """The one place where Megatron is changed: ``RotaryEmbedding`` moves its table to
-    ``torch.cuda.current_device()`` on first use.
+    """The one place where Megatron is changed: its RoPE moves a table to ``torch.cuda.current_device()`` on first use.
 
     The environment variable only silences Megatron's advice for GPUs.
     """
@@ -105,9 +103,7 @@ def response_log_probs(model: torch.nn.Module, layout: Layout, temperature: floa
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Fresh weights under Hugging Face names: norms 1, the rest normal, outputs into the residual stream
-    scaled by depth.
-    """
+    """Fresh weights by Hugging Face name: norms 1, the rest normal, scaled by depth where they enter the residual."""
     generator = torch.Generator().manual_seed(seed)
     depth = (2 * config.num_layers) ** -0.5
 
@@ -124,10 +120,9 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 class Shards:
     """How one Megatron parameter is made of Hugging Face weights on one tensor-parallel rank.
 
-    ``cut`` says along what the weights are divided among the ranks. Several weights share one parameter in
-    ``groups`` interleaved
-    blocks: all of a query group's rows of q, then k, then v (``groups`` is the number of query groups of this
-    rank); gate, then up (1).
+    ``cut`` says along what the weights are divided among the ranks. Several weights share one parameter in ``groups``
+    interleaved blocks: a query group's rows of q, then of k, then of v, in as many blocks as the rank has query
+    groups; gate, then up, in one.
     """
 
     names: tuple[str, ...]

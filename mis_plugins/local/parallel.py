@@ -1,8 +1,7 @@
 """The ranks of the embedded host: who they are, how they start and how they stop.
 
-Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not. Under
-``torchrun`` the ranks exist
-already and only join the process group. All collectives run over gloo, so a laptop without a GPU is enough.
+Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not. Under ``torchrun``
+the ranks exist already and only join the process group. All collectives run over gloo, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from mis_plugins.errors import MisError
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+
+INTERRUPTED = "interrupted"  # the file by which a rank tells the launcher
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,6 @@ def initialize(tensor_parallel: int, context_parallel: int) -> ParallelState:
     )
 
 
-def shutdown() -> None:
-    """Undo :func:`initialize`, so that one process can build another layout."""
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 class StopSignal:
     """Ctrl-C seen by any rank ends the run on all ranks, at the same rollout."""
 
@@ -98,8 +93,8 @@ class StopSignal:
 def launch(world_size: int, main: Callable[[], None]) -> int:
     """Run ``main`` on every rank and return the exit code of the run.
 
-    0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once. 130:
-    interrupted.
+    0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once.
+    130: interrupted.
     """
     with tempfile.TemporaryDirectory(prefix="mis-local-") as scratch:
         if "RANK" in os.environ:
@@ -111,8 +106,7 @@ def _torchrun_rank(main: Callable[[], None], scratch: Path) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     code = _run_rank(main, scratch, dist.get_rank())
-    _print_reports(scratch)
-    return code
+    return _print_report(scratch) if code in (EXIT_FAILURE, EXIT_USER_ERROR) else code
 
 
 def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int:
@@ -124,12 +118,12 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
     try:
         while not ranks.join():
             pass
-    except ProcessExitedException as failure:
-        _print_reports(scratch)
-        return failure.exit_code if failure.exit_code > 0 else EXIT_FAILURE
+    except ProcessExitedException:
+        # A rank may fail only because another was interrupted and left their collective.
+        return EXIT_INTERRUPTED if (scratch / INTERRUPTED).exists() else _print_report(scratch)
     finally:
         signal.signal(signal.SIGINT, previous)
-    return EXIT_INTERRUPTED if (scratch / "interrupted").exists() else 0
+    return EXIT_INTERRUPTED if (scratch / INTERRUPTED).exists() else 0
 
 
 def _forward_interrupts(ranks: Sequence[Any]) -> Callable[[int, FrameType | None], None]:
@@ -150,7 +144,7 @@ def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: 
     dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
     code = _run_rank(main, scratch, rank)
     if code == EXIT_INTERRUPTED:
-        (scratch / "interrupted").touch()
+        (scratch / INTERRUPTED).touch()
     elif code:
         # No orderly exit: the other ranks may wait in a collective, and only this exit code tells the launcher.
         sys.exit(code)
@@ -170,10 +164,9 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
         return EXIT_FAILURE
 
 
-def _print_reports(scratch: Path) -> None:
-    """Print what the ranks reported: the same user error once, otherwise the first fault (the rest are its
-    echoes).
-    """
+def _print_report(scratch: Path) -> int:
+    """Print the first fault that a rank reported, the others being its echoes, and return its exit code."""
     reports = sorted(scratch.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if reports:
-        print(reports[0].read_text(), end="", file=sys.stderr)
+    text = reports[0].read_text() if reports else "a rank was killed\n"
+    print(text, end="", file=sys.stderr)
+    return EXIT_USER_ERROR if text.startswith("error: ") else EXIT_FAILURE

@@ -1,8 +1,7 @@
 """One rollout: prompts, sampled responses, rewards, and the shard of them that a data-parallel rank trains on.
 
-Every random choice is derived from ``--seed``, the rollout and the sample, so that a resumed run, another
-layout of ranks or a paired run
-sees the same prompts and the same draws.
+Every random choice is derived from ``--seed``, the rollout and the sample, so that a resumed run, another layout of
+ranks or a paired run sees the same prompts and the same draws.
 """
 
 from __future__ import annotations
@@ -16,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mis_plugins.errors import ConfigError
 from mis_plugins.local.advantages import ESTIMATORS
 from mis_plugins.local.batch import pack
 from mis_plugins.local.engine import Generation, RolloutEngine
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData
+
+MAX_DRAWS = 1000
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -33,13 +35,21 @@ def derive_seed(*parts: int | str) -> int:
 def draw_problems(
     task: Task, count: int, seed: int, excluded: Collection[tuple[int, ...]] = frozenset()
 ) -> list[Problem]:
-    """``count`` problems whose prompts are not among ``excluded``."""
+    """``count`` problems whose prompts are not among ``excluded``.
+
+    Raises:
+        ConfigError: hardly any prompt is left.
+    """
     generator = torch.Generator().manual_seed(seed)
     problems: list[Problem] = []
-    while len(problems) < count:
+    for _ in range(MAX_DRAWS):
         drawn = task.sample(count - len(problems), generator)
         problems += [problem for problem in drawn if problem.prompt not in excluded]
-    return problems
+        if len(problems) == count:
+            return problems
+    raise ConfigError(
+        "--eval-prompts holds out nearly every prompt there is; give fewer, or more --num-digits"
+    )
 
 
 def sample_responses(
@@ -61,9 +71,7 @@ def sample_responses(
 
 @dataclass(frozen=True)
 class Rollout:
-    """A whole rollout, the same on every rank; one entry a sample, the samples of a prompt next to each
-    other.
-    """
+    """A whole rollout, the same on every rank; one entry a sample, those of a prompt next to each other."""
 
     problems: list[Problem]
     generations: list[Generation]
@@ -78,8 +86,9 @@ def collect(
     stream: tuple[int | str, ...],
     excluded: Collection[tuple[int, ...]],
 ) -> Rollout:
-    """Sample ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times. ``stream`` names the random
-    choices. Collective.
+    """Sample each of ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times. Collective.
+
+    ``stream`` names the random choices.
     """
     prompts = draw_problems(task, args.rollout_batch_size, derive_seed(*stream, "prompts"), excluded)
     problems = [problem for problem in prompts for _ in range(args.n_samples_per_prompt)]

@@ -1,5 +1,4 @@
-"""The trainer: Megatron's model, data parallelism and gradient finalization, and an optimizer of
-``torch.optim``.
+"""The trainer: Megatron's model, data parallelism and gradient finalization, and an optimizer of torch.
 
 Megatron's own optimizers need CUDA, so AdamW steps on the ``main_grad`` that Megatron's DDP reduced.
 """
@@ -23,9 +22,7 @@ from mis_plugins.local.model import Naming, build_model, response_log_probs
 from mis_plugins.local.parallel import ParallelState
 
 RolloutData = dict[str, Any]
-"""What the hosts call ``rollout_data``: lists with one entry a sample of this data-parallel rank, in the
-order of training.
-"""
+"""The hosts' ``rollout_data``: lists with one entry a sample of this data-parallel rank, in training order."""
 
 LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], tuple[Tensor, Metrics]]
 
@@ -85,11 +82,11 @@ class Trainer:
     def accumulate(
         self, args: Namespace, data: RolloutData, indices: Sequence[int], loss_function: LossFunction
     ) -> dict[str, float]:
-        """Leave in every ``main_grad`` the gradient of the loss averaged over the samples of all
-        data-parallel ranks.
+        """Leave in every ``main_grad`` the gradient of the loss, averaged over the samples of all ranks. Collective.
 
-        ``args`` are those the loss function reads. ``indices`` are this rank's samples; every rank passes the
-        same number of them.
+        Args:
+            args: what the loss function reads.
+            indices: this rank's samples; every rank passes the same number of them.
 
         Returns:
             Metrics, averaged over the same samples (over their tokens with ``--calculate-per-token-loss``).
@@ -112,9 +109,7 @@ class Trainer:
         return self._average(sums, total)
 
     def _loss_scale(self, count: int) -> float:
-        """Undo what Megatron's DDP does: it averages over all ranks, or divides by tokens counted on every
-        context rank.
-        """
+        """Undo Megatron's DDP: it averages over all ranks, or divides by tokens counted on every context rank."""
         if self.args.calculate_per_token_loss:
             return float(self.state.cp.size)
         return self.state.effective_dp_cp.size / count
@@ -140,9 +135,7 @@ class Trainer:
         return norm
 
     def gradient_norm(self) -> float:
-        """Norm of the whole gradient: shards are summed over the tensor-parallel ranks, replicas counted
-        once.
-        """
+        """Norm of the whole gradient: shards summed over the tensor-parallel ranks, replicas counted once."""
         sharded, replicated = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for name, parameter in self.parameters.items():
             square = _main_grad(parameter).double().square().sum()

@@ -1,6 +1,4 @@
-"""Supervised steps before RL, so that the first rollouts earn rewards. Runs to be compared share the result
-through a file.
-"""
+"""Supervised steps before RL, so that the first rollouts earn rewards; runs to be compared share the result."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def warm_start(
     state: ParallelState,
     excluded: Collection[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Weights after ``--warmup-steps`` supervised steps, from the cache if an equal run left them there.
-    Collective.
-    """
+    """Weights after ``--warmup-steps`` supervised steps, or what an equal run left in the cache. Collective."""
     path = cache_path(args, config)
     found = [read_weights(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
@@ -54,6 +50,9 @@ def cache_path(args: Namespace, config: ModelConfig) -> Path:
         args.seed,
         args.warmup_steps,
         args.warmup_lr,
+        args.rollout_temperature,
+        args.clip_grad,
+        args.calculate_per_token_loss,
         args.adam_beta1,
         args.adam_beta2,
         args.eval_prompts,
@@ -69,9 +68,7 @@ def supervise(
     state: ParallelState,
     excluded: Collection[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Train fresh weights on right answers. Cosine decay, so that the end does not depend on the last few
-    batches.
-    """
+    """Train fresh weights on right answers, with cosine decay: the end does not depend on the last few batches."""
     settings = Namespace(**{**vars(args), "micro_batch_size": BATCH, "weight_decay": 0.0})
     trainer = Trainer(settings, config, state, initial_weights(config, args.seed), args.warmup_lr)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
