@@ -274,6 +274,24 @@ def test_both_flags_correct_and_warn_once(warnings: Callable[[], list[str]]):
     assert len(warnings()) == 1 and "get_mismatch_metrics" in warnings()[0].replace("-", "_")
 
 
+def test_a_rule_alone_weighs_one_or_zero():
+    """`weight: null`: 1 where a rollout log-prob is known, 0 where it is not."""
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    batch.behavior[0][1] = math.nan
+    args = host_args(mis={"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
+    weights, masks, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
+    assert [w.tolist() for w in weights] == [[1.0, 0.0], [1.0]]
+    assert [m.tolist() for m in masks] == [[0, 0], [1]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lists_of_weights_are_zero_outside_the_mask(level: str):
+    batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]], [[1, 0, 1], [0]])
+    args = host_args(mis={"weight": {"level": level, "bound": "clip", "upper": 2.0}})
+    weights, _, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
+    assert [(w != 0).tolist() for w in weights] == [[True, False, True], [False]]
+
+
 def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
     run(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)
     assert warnings() == []

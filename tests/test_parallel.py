@@ -33,6 +33,7 @@ class Case:
     config: dict
     batches: tuple[Batch, ...]
     qkv_format: str = "thd"
+    recompute: bool = False
 
     @property
     def row(self) -> int | None:
@@ -87,7 +88,9 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
         if i % 4:
             weight["normalize"] = {"scope": scopes[i % len(scopes)], "over": over}
         config = {"weight": weight, "reject": reject}
-        cases.append(Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2]))
+        cases.append(
+            Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2], i % 5 == 0)
+        )
     alone = {"weight": None, "reject": [{"over": "min", "lower": 0.2}]}
     return [*cases, Case(alone, tuple(clear_batch(900 + d, alone) for d in range(dp)))]
 
@@ -121,7 +124,7 @@ def host_kwargs(
 
 
 def correct_on_rank(case: Case, cp: int, state: SimpleNamespace | None) -> dict:
-    """The hook twice (activation recompute), as the host of this case calls it."""
+    """The hook as the host of this case calls it; under activation recompute a second time, to the same bits."""
     rank = dist.get_rank()
     batch = case.batches[rank // cp]
     args = host_args(mis=case.config, qkv_format=case.qkv_format)
@@ -131,8 +134,9 @@ def correct_on_rank(case: Case, cp: int, state: SimpleNamespace | None) -> dict:
         names = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
         mis.normalize_rollout(args, 0, lists | {name: kwargs[name] for name in names if name in kwargs})
     loss, masks, metrics = mis.compute_mis_weights_with_cp(args, **kwargs)
-    again, masks_again, _ = mis.compute_mis_weights_with_cp(args, **kwargs)
-    assert same_bytes(loss, again) and all(map(same_bytes, masks, masks_again))
+    if case.recompute:
+        again, masks_again, _ = mis.compute_mis_weights_with_cp(args, **kwargs)
+        assert same_bytes(loss, again) and all(map(same_bytes, masks, masks_again))
     (weights,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
     return {"owned": owned, "loss": loss.detach(), "weights": weights, "masks": [m.clone() for m in masks],
             "metrics": {name: value.clone() for name, value in metrics.items()}}  # fmt: skip
@@ -189,7 +193,7 @@ def test_data_parallel_times_context_parallel(host: str, tmp_path: Path):
         if host == "megatron's groups"
         else ("data_parallel", "micro_batch")
     )
-    cases = make_cases(2, scopes)
+    cases = make_cases(2, scopes)[:: 1 if host == "megatron's groups" else 2]
 
     def work(rank: int) -> list[dict]:
         state = None if host == "megatron's groups" else handed_state(2)
