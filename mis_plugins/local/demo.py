@@ -23,7 +23,7 @@ def main() -> int:
     """Exit code: 0, or that of the run that failed."""
     parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.demo", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument(
         "--smoke", action="store_true", help="a few tiny rollouts that show nothing but that it works"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from torch import Tensor
 
 from mis_plugins.local.checkpoint import read_weights, write_atomically
@@ -73,7 +74,8 @@ def supervise(
     trainer = Trainer(settings, config, state, initial_weights(config, args.seed), args.warmup_lr)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
     mine = training_order(BATCH, BATCH, state.effective_dp.rank, state.effective_dp.size)
-    for step in range(args.warmup_steps):
+    silent = args.quiet or dist.get_rank() != 0
+    for step in track(range(args.warmup_steps), "warm start", disable=silent):
         problems = draw_problems(task, BATCH, derive_seed(args.seed, "warm start", step), excluded)
         data = answers(trainer, [problems[index] for index in mine])
         trainer.accumulate(settings, data, range(len(mine)), supervised_loss)

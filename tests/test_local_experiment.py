@@ -1,0 +1,110 @@
+"""The recipe of the demonstration, and the tables of the collapse experiment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mis_plugins.config import from_args
+from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.demo import RUNS, conclude
+from mis_plugins.local.experiment import (
+    COSINE_METHODS,
+    COSINE_PRECISIONS,
+    Cell,
+    cells,
+    mean_directions,
+    publish,
+    read_summary,
+)
+from mis_plugins.local.recipe import ESTIMATORS, METHODS, command_line
+from mis_plugins.local.report import METRICS, SUMMARY
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_run_of_the_experiment_parses_to_what_its_name_says(
+    method: str, estimator: str, tmp_path: Path
+) -> None:
+    args = parse_args(command_line(method, estimator, 3, tmp_path))
+    assert args.num_rollout >= 200 and args.seed == 3
+    assert (args.rollout_weights == "fp32") == (method == "matched")
+    assert args.advantage_estimator == ("grpo" if estimator == "group" else "reinforce")
+    assert args.use_tis == (METHODS[method] is not None)
+    if args.use_tis:
+        config = from_args(args)
+        assert config.weight is not None
+        assert (config.weight.level == "sequence") == (method == "sequence")
+        assert bool(config.reject) == ("geometric" in method)
+        assert (config.weight.normalize is not None) == ("BN" in method)
+
+
+def test_the_demonstration_differs_in_the_correction_alone(tmp_path: Path) -> None:
+    plain, corrected = (vars(parse_args(command_line(RUNS[name], "R-1", 0, tmp_path))) for name in RUNS)
+    differing = {key for key in corrected if corrected[key] != plain.get(key)}
+    assert differing == {"use_tis", "custom_tis_function_path", "custom_config_path", "mis"}
+
+
+def leave_a_run(folder: Path, final: float, status: str = "finished") -> None:
+    numbers = {"trainer_start": 0.9, "trainer_final": final, "rollout_start": 0.5, "rollout_final": final / 2}
+    rest = {
+        "collapsed": final < 0.45,
+        "k3_kl": 0.25,
+        "kept_fraction": 0.5,
+        "grad_cosine": None,
+        "rollouts": 1,
+    }
+    folder.mkdir(parents=True)
+    (folder / SUMMARY).write_text(json.dumps({**numbers, **rest, "status": status}))
+    record = {
+        "rollout": 0,
+        "eval_trainer": final,
+        "eval_rollout": final / 2,
+        "k3_kl": 0.25,
+        "kept_fraction": 0.5,
+    }
+    (folder / METRICS).write_text(json.dumps(record) + "\n")
+
+
+def test_an_interrupted_run_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+    leave_a_run(tmp_path / "a", 0.5)
+    leave_a_run(tmp_path / "b", 0.5, status="interrupted")
+    assert read_summary(tmp_path / "a") is not None
+    assert read_summary(tmp_path / "b") is None and read_summary(tmp_path / "c") is None
+
+
+def test_the_tables_hold_every_seed(tmp_path: Path) -> None:
+    seeds = (0, 1, 2)
+    for cell in cells(seeds):
+        leave_a_run(cell.folder(tmp_path / "runs"), 0.1 + 0.3 * cell.seed)
+    precision = {method: 0.5 for method in COSINE_METHODS} | {"k3_kl": 1e-3}
+    one = {"on-policy": {"agreement": 0.9}, **{name: precision for name in COSINE_PRECISIONS}}
+    directions = {estimator: mean_directions([one, one]) for estimator in ESTIMATORS}
+    publish(tmp_path / "runs", tmp_path / "results", seeds, directions)
+    table = (tmp_path / "results/collapse.md").read_text()
+    row = (
+        "| 0.90, 0.90, 0.90 | 0.10, 0.40, 0.70 | 0.50, 0.50, 0.50 | 0.05, 0.20, 0.35 | 2 of 3 | 0.25 | 0.5 |"
+    )
+    assert table.count(row) == len(METHODS) * len(ESTIMATORS)
+    assert table.count("| int3 | 1.0e-03 | 0.500 |") == len(ESTIMATORS)
+    content = json.loads((tmp_path / "results/collapse.json").read_text())
+    assert len(content["runs"]["R-1"]["sequence"]) == 3
+    for picture in ("collapse.png", "collapse-group.png"):
+        assert (tmp_path / "results" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    everything = cells((0, 1, 2))
+    assert len(everything) == 30 == len({cell.folder(tmp_path) for cell in everything})
+    assert Cell("token TIS", "R-1", 0) in everything
+
+
+def test_the_demonstration_says_what_it_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, final in zip(RUNS, (0.1, 0.8), strict=True):
+        leave_a_run(tmp_path / name, final)
+    conclude(tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "from 0.90 to 0.10" in said and "from 0.90 to 0.80" in said
+    assert (tmp_path / "curves.png").exists() and str(tmp_path) in said
