@@ -26,7 +26,13 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",
-    packages=["mis_plugins", "mis_plugins.hosts", "mis_plugins.local", "mis_plugins.presets", "true_on_policy"],
+    packages=[
+        "mis_plugins",
+        "mis_plugins.hosts",
+        "mis_plugins.local",
+        "mis_plugins.presets",
+        "true_on_policy",
+    ],
     # yaml/ holds no code and has no __init__.py (it would shadow PyYAML); a wheel carries it inside the package.
     package_dir={"mis_plugins.presets": "yaml"},
     package_data={"mis_plugins": ["py.typed"], "mis_plugins.presets": ["*.yaml"]},
