@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.progress import track
 
 from mis_plugins.local.arguments import PRECISIONS, parse_args
@@ -35,7 +36,8 @@ from mis_plugins.local.rollout import Rollout, shard
 SEEDS = (0, 1, 2)
 COSINE_METHODS = tuple(method for method in METHODS if method != "matched")
 COSINE_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp32")
-COSINE_ROLLOUTS = 8
+COSINE_ROLLOUTS = 32
+COSINE_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,20 @@ def measure_cosines(seed: int, estimator: str, root: Path, smoke: bool) -> dict[
         settings = {
             name: _settings(name, estimator, seed, folder / name, root, smoke) for name in COSINE_METHODS
         }
-        if launch(1, lambda: write_json(path, _cosines_by_precision(settings))):
+        if launch(COSINE_RANKS, lambda: _write_cosines(settings, path)):
             raise RuntimeError(f"measuring the gradient's direction failed for {estimator}, seed {seed}")
     return json.loads(path.read_text())
 
 
 def _settings(method: str, estimator: str, seed: int, folder: Path, root: Path, smoke: bool) -> Namespace:
-    extra = ["--warmup-cache", str(root / "warm-start"), *(["--smoke"] if smoke else [])]
-    return parse_args(command_line(method, estimator, seed, folder, *extra))
+    extra = ["--warmup-cache", str(root / "warm-start"), "--data-parallel-size", str(COSINE_RANKS)]
+    return parse_args(command_line(method, estimator, seed, folder, *extra, *(["--smoke"] if smoke else [])))
+
+
+def _write_cosines(settings: Mapping[str, Namespace], path: Path) -> None:
+    found = _cosines_by_precision(settings)
+    if dist.get_rank() == 0:
+        write_json(path, found)
 
 
 def _cosines_by_precision(settings: Mapping[str, Namespace]) -> dict[str, dict[str, float]]:
@@ -127,12 +135,13 @@ def _cosines_by_precision(settings: Mapping[str, Namespace]) -> dict[str, dict[s
 
 def _mismatch(loop: Loop, sampled: Sequence[Rollout]) -> float:
     """k3 KL a token of the sampled responses."""
-    kls = []
+    total = torch.zeros(2, dtype=torch.float64)
     for rollout in sampled:
         data = shard(loop.args, loop.state, rollout)
         log_ratio = torch.cat(loop.trainer.log_probs(data)) - torch.cat(data["rollout_log_probs"])
-        kls.append(float(k3(log_ratio).mean()))
-    return fmean(kls)
+        total += torch.stack([k3(log_ratio).sum().double(), torch.tensor(float(len(log_ratio)))])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
 
 
 def result(root: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> dict[str, Any]:
