@@ -7,12 +7,23 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import oracle
 import pytest
 import torch
-from batches import LEVELS, Batch, batches, broken_batches, configs, host_args, make_batch, ratio_batch
+from batches import (
+    LEVELS,
+    MASK_TYPES,
+    Batch,
+    batches,
+    broken_batches,
+    configs,
+    host_args,
+    make_batch,
+    ratio_batch,
+)
 from drive import assert_all_same, assert_same_bytes, call, one_rank, run, same_bytes
 from hypothesis import given
 from tolerances import EPS, weight_rtol
@@ -91,6 +102,17 @@ def test_bshd_on_one_rank():
     args = host_args(mis=CONFIG, qkv_format="bshd")
     _, masks, _ = function(args=args, **batch.hook_kwargs(), parallel_state=one_rank(), max_seq_lens=[16, 16])
     assert_all_same(thd.masks, masks, "masks")
+
+
+@pytest.mark.parametrize("dtype", MASK_TYPES)
+def test_masks_come_back_as_the_host_keeps_them(dtype: torch.dtype):
+    """Same dtype, one tensor a sequence, full responses; the host's own are not written to."""
+    batch = ratio_batch([[0.5, 9.0], [1.2]])
+    batch = replace(batch, loss_masks=[m.to(dtype) for m in batch.loss_masks])
+    masks = run(batch, {"weight": None, "reject": [{"over": "token", "upper": 2.0}]}).masks
+    assert [m.dtype for m in masks] == [dtype, dtype]
+    assert [m.tolist() for m in masks] == [[1, 0], [1]]
+    assert [m.tolist() for m in batch.loss_masks] == [[1, 1], [1]]
 
 
 # ------------------------------------------------------------------------------------------------------- precision
@@ -247,6 +269,14 @@ def test_metrics_only_changes_nothing(settings: dict, warnings: Callable[[], lis
         assert torch.equal(mask.float(), given_mask.float())
     assert {"mis_kl"} <= metrics.keys() or settings.get("mis", {}).get("metrics") == "core"
     assert metrics
+
+
+def test_metrics_only_honours_the_size_of_the_catalogue():
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    count = {
+        size: len(call(batch, {"metrics": size}, **ONLY_METRICS)[3]) for size in ("full", "core", "none")
+    }
+    assert count["full"] > 8 >= count["core"] > count["none"] == 0
 
 
 def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():

@@ -179,6 +179,20 @@ def test_a_live_non_finite_rollout_log_prob_never_weighs_one():
         assert metrics["mis_nonfinite_rollout_mb"].tolist() == [1.0] * 4
 
 
+def test_a_sequence_with_an_unknown_weight_has_the_smallest_one_zero():
+    batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])
+    batch.behavior[0][2] = math.nan
+    found = run(batch, {"weight": {"upper": 2.0}}).metrics
+    assert [float(row[0]) for row in found["mis_is_ratio_min_final"]] == [
+        0.0,
+        pytest.approx(1.2, rel=4 * EPS),
+    ]
+    assert [float(row[0]) for row in found["mis_is_ratio_max_final"]] == [
+        2.0,
+        pytest.approx(1.2, rel=4 * EPS),
+    ]
+
+
 def test_a_live_non_finite_trainer_log_prob_is_counted():
     """Its gradient is already in the host's loss: counted under a name of its own, and weight 0."""
     batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])
