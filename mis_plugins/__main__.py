@@ -51,11 +51,17 @@ def path(arguments: argparse.Namespace) -> str:
 
 
 def load(file: Path) -> CorrectionConfig:
-    """Read a file as the host does: every top-level key becomes an argument."""
+    """Read a file as the host does: every top-level key becomes an argument.
+
+    Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
+    """
     keys = yaml.safe_load(file.read_text())
     if not isinstance(keys, dict):
         raise ConfigError(f"got {keys!r}; expected a mapping with the key `mis:` or Miles's flat keys")
-    return configs.from_args(argparse.Namespace(**{str(key): value for key, value in keys.items()}))
+    mis = keys.get("mis")
+    only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
+    arguments = {"use_tis": not only_metrics} | {str(key): value for key, value in keys.items()}
+    return configs.from_args(argparse.Namespace(**arguments))
 
 
 def describe(config: CorrectionConfig) -> str:

@@ -38,6 +38,7 @@ NESTED = [
     ({"weight": {}, "reject": {"over": "min"}}, r"mis\.reject: .*expected a list"),
     ("weight", r"mis: got 'weight'; expected a mapping"),
     ({"weight": {"bound": "clip", "lower": 3.0, "upper": 2.0}}, r"mis\.weight\.lower: 3 .*mis\.weight\.upper: 2"),
+    ({"weight": {"bound": "clip", "lower": 2.0, "upper": 2.0}}, r"mis\.weight\.lower: 2 .*mis\.weight\.upper: 2"),
     ({"weight": {"bound": "mask", "upper": 0.5}}, r"mis\.weight\.lower.*mis\.weight\.upper"),
     ({"weight": {"upper": -1.0}}, r"mis\.weight\.upper: got -1"),
     ({"weight": {"upper": float("nan")}}, r"mis\.weight\.upper: got nan"),
