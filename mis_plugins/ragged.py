@@ -8,6 +8,7 @@ context-parallel ranks. Summing a token twice therefore cannot be written: only 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,10 +52,8 @@ class Ragged:
         rows, none without context parallelism. Sums are float64 from the first addition and depend on their own
         sequence alone; a sequence without a token has sum 0 and maximum -inf. Rows are read one at a time.
         """
-        wide = torch.empty_like(self.loss_mask, dtype=torch.float64)  # one buffer for all rows
-        totals = [self._total(wide.copy_(x)) for x in sums]
-        largest = [self._largest(x) for x in maxima]
-        rows = torch.stack(totals + largest)
+        totals = self._totals(sums)
+        rows = torch.stack(totals + [self._largest(x) for x in maxima])
         return rows if self.ranks.cp is None else _combine(_all_gather(rows, self.ranks.cp), len(totals))
 
     def over_batch(self, per_sequence: Float[Tensor, "K N"]) -> Float[Tensor, " K"]:
@@ -72,14 +71,21 @@ class Ragged:
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
         return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.loss_mask.numel())
 
-    def _total(self, x: Float[Tensor, " T"]) -> Float[Tensor, " N"]:
+    def _totals(self, rows: Iterable[Shaped[Tensor, " T"]]) -> list[Float[Tensor, " N"]]:
+        wide = torch.empty_like(self.loss_mask, dtype=torch.float64)  # one buffer for all rows
         # unsafe skips a check of the offsets that would wait for the device.
-        return torch.segment_reduce(x, "sum", offsets=self.cu_seqlens, unsafe=True)
+        reduce = functools.partial(torch.segment_reduce, reduce="sum", offsets=self.cu_seqlens, unsafe=True)
+        return [reduce(wide.copy_(_bytes(x))) for x in rows]
 
     def _largest(self, x: Float[Tensor, " T"]) -> Float[Tensor, " N"]:
         # A scatter, in any order: a segment_reduce of maxima takes three times as long on a CPU.
         lowest = torch.full_like(self.cu_seqlens[1:], -torch.inf, dtype=x.dtype)
         return lowest.scatter_reduce_(0, self._sequence_of_token, x, "amax").double()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Bools as the bytes that they are: a CPU widens those four times faster."""
+    return x.view(torch.int8) if x.dtype == torch.bool else x
 
 
 def _all_gather(x: Float[Tensor, "K N"], group: dist.ProcessGroup) -> Float[Tensor, "cp K N"]:
