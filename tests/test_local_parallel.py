@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from tolerances import EPS
+from tolerances import EPS, FP32_LOG_PROB
 
 from mis_plugins.local import parallel
 from mis_plugins.local.arguments import parse_args
@@ -172,6 +172,31 @@ def test_micro_batches_do_not_change_a_loss_without_normalization(recorded: Roll
     ):
         assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
         assert relative(gradient, reference) < RTOL
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
+    tp: int, yaml: Path, recorded: Rollout, tmp_path: Path
+) -> None:
+    """Two forward passes that share no code: names, the interleaving of q, k and v, RoPE and norms all agree."""
+    args = settings(Grid(tp=tp), yaml)
+    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+
+    def main() -> None:
+        state = parallel.initialize(tp, 1)
+        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        scores = trainer.log_probs(shard(args, state, recorded))
+        torch.save((trainer.weights(), torch.cat(scores)), tmp_path / f"{state.tp.rank}.pt")
+
+    assert parallel.launch(tp, main) == 0
+    weights, scores = torch.load(tmp_path / "0.pt")
+    assert all(torch.equal(weights[name], weight) for name, weight in strong_weights(args).items())
+    engine = DecodeEngine(config, "fp32")
+    engine.update_weights(weights, version=0)
+    pairs = list(zip(recorded.problems, recorded.generations, strict=True))
+    sequences = [problem.prompt + generation.tokens for problem, generation in pairs]
+    expected = engine.score(sequences, [len(generation.tokens) for _, generation in pairs])
+    torch.testing.assert_close(scores, torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
