@@ -2,3 +2,10 @@
 
 ``python -m mis_plugins.local --help``
 """
+
+import warnings
+
+# Megatron notices the lack of Transformer Engine and Apex, which need a GPU, in one warning a module.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+# torch 2.13 renames a collective that older torch knows by this name alone.
+warnings.filterwarnings("ignore", message=r".*all_gather_into_tensor", category=FutureWarning)

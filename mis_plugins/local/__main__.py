@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 
 from mis_plugins.errors import MisError
 from mis_plugins.local.arguments import parse_args
@@ -16,8 +15,6 @@ def main() -> int:
     except MisError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # Megatron notices the lack of Transformer Engine and Apex, which need a GPU, in one warning a module.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     # Megatron takes seconds to import: not before the settings are known to be right, and once for all ranks.
     from mis_plugins.local.loop import run_rank
     from mis_plugins.local.parallel import launch
