@@ -80,7 +80,7 @@ def test_the_tables_hold_every_seed(tmp_path: Path) -> None:
     for cell in cells(seeds):
         leave_a_run(cell.folder(tmp_path / "runs"), 0.1 + 0.3 * cell.seed)
     precision = {method: 0.5 for method in COSINE_METHODS} | {"k3_kl": 1e-3}
-    one = {"on-policy": {"agreement": 0.9}, **{name: precision for name in COSINE_PRECISIONS}}
+    one = {"on-policy": {"agreement": 0.9, "reward": 0.5}, **{name: precision for name in COSINE_PRECISIONS}}
     directions = {estimator: mean_directions([one, one]) for estimator in ESTIMATORS}
     publish(tmp_path / "runs", tmp_path / "results", seeds, directions)
     table = (tmp_path / "results/collapse.md").read_text()
