@@ -215,10 +215,10 @@ def _cosine_section(directions: Mapping[str, Mapping[str, Mapping[str, float]]])
     lines = [
         "## Direction of the gradient",
         "",
-        f"At a policy of only {COSINE_WARMUP_STEPS} supervised steps, which still fails often, before any RL step: cosine",
-        "of the policy gradient on samples of the rollout engine to the on-policy gradient, mean over the seeds. A",
-        f"gradient pools {COSINE_ROLLOUTS} rollouts. Agreement: the cosine of two independent on-policy gradients of the",
-        "same size, that is, how much sampling noise there is; the reference is the mean of the two.",
+        f"At a policy of only {COSINE_WARMUP_STEPS} supervised steps, which still fails often, before any RL step:",
+        "cosine of the policy gradient on samples of the rollout engine to the on-policy gradient, mean over the",
+        f"seeds. A gradient pools {COSINE_ROLLOUTS} rollouts. Agreement: the cosine of two independent on-policy",
+        "gradients of the same size, that is, how much sampling noise there is; the reference is the mean of the two.",
     ]
     for estimator, precisions in directions.items():
         at = precisions["on-policy"]

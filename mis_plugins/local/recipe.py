@@ -28,14 +28,14 @@ TOKEN_TIS = {"level": "token", "bound": "truncate", "upper": 2.0}
 # What --custom-config-path holds under `mis:`, or None without the hook. The geometric bounds are wide: int3 weights
 # mismatch a hundred times as much as a real engine does.
 METHODS: dict[str, Mapping[str, Any] | None] = {
-    "matched": None,
     "uncorrected": None,
-    "token TIS": {"weight": TOKEN_TIS},
     "TIS + geometric + BN": {
         "weight": {**TOKEN_TIS, "normalize": {"scope": "micro_batch", "over": "valid"}},
         "reject": [{"over": "mean", "lower": 0.8, "upper": 1.25}],
     },
     "sequence": {"weight": {"level": "sequence", "bound": "truncate", "upper": 5.0}},
+    "token TIS": {"weight": TOKEN_TIS},
+    "matched": None,
 }
 
 
