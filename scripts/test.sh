@@ -10,5 +10,5 @@ export OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .
 pyright
-python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadgroup --durations 10 -r s \
+python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --durations 10 -r s \
     --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "$@"

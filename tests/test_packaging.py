@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("mis_plugins", "true_on_policy", "yaml", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-pytestmark = pytest.mark.xdist_group("wheel")  # one worker, so that the wheel is built once
 PRESETS = sorted(path.name for path in (ROOT / "yaml").glob("*.yaml"))
 
 
