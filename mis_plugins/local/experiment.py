@@ -185,6 +185,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "in float32, every other run in emulated int3 weights. Rewards on 256 held-out prompts, an entry a seed,",
         "sampled (standard error up to 0.03): of the trainer's float32 policy, and of the rollout policy, in int3.",
         "Final: mean over the last tenth of the run. Collapsed: the trainer's final reward is below half of its start.",
+        "How the recipe was found, and where no correction helped: collapse-search.md.",
         "",
         f"    {content['recipe']}",
     ]
