@@ -42,7 +42,11 @@ def _cores(lines: list[str]) -> int:
 
 def _commit(path: Path) -> str:
     asked = _git(path, "rev-parse", "HEAD")
-    measured = ("mis_plugins", "benchmarks", ":!mis_plugins/local") if path == REPOSITORY else (".",)
+    measured = (
+        ("mis_plugins", "benchmarks", ":!mis_plugins/local", ":!benchmarks/results")
+        if path == REPOSITORY
+        else (".",)
+    )
     changed = _git(path, "status", "--porcelain", "--untracked-files=no", "--", *measured)
     return (asked[:12] or "unknown") + (" (modified)" if changed else "")
 
