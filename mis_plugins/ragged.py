@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -44,17 +45,29 @@ class Ragged:
     ranks: Ranks = Ranks()
 
     def over_sequence(
-        self, sums: Iterable[Shaped[Tensor, " T"]], maxima: Iterable[Float[Tensor, " T"]] = ()
-    ) -> Float[Tensor, "K N"]:
-        """Total of each of `sums`, then largest of each of `maxima`, over all tokens of a sequence, on whatever rank.
+        self,
+        sums: Iterable[Shaped[Tensor, " T"]],
+        squares: Iterable[Float[Tensor, " T"]] = (),
+        minima: Iterable[Float[Tensor, " T"]] = (),
+        maxima: Iterable[Float[Tensor, " T"]] = (),
+        counts: Iterable[Bool[Tensor, " T"]] = (),
+    ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
+        """What each sequence adds up to over all its tokens, on whatever rank: rows of sums, of sums
+        of squares, of minima and of maxima.
 
-        What does not count is 0 (or -inf) there: by torch.where, since a product keeps NaN. One collective for all
-        rows, none without context parallelism. Sums are float64 from the first addition and depend on their own
-        sequence alone; a sequence without a token has sum 0 and maximum -inf. Rows are read one at a time.
+        And how many tokens of the whole micro-batch each of `counts` marks. What does not count is 0 (or +-inf)
+        there: by torch.where, since a product keeps NaN. One collective for everything, none without context
+        parallelism. Sums are float64 from the first addition and depend on their own sequence alone; a sequence
+        without a token has sum 0, minimum inf and maximum -inf. Rows are read one at a time.
         """
-        totals = self._totals(sums)
-        rows = torch.stack(totals + [self._largest(x) for x in maxima])
-        return rows if self.ranks.cp is None else _combine(_all_gather(rows, self.ranks.cp), len(totals))
+        totals = self._totals(sums, squares)
+        smallest = [-self._extreme(x, "amin") for x in minima]
+        rows = torch.stack(totals + smallest + [self._extreme(x, "amax") for x in maxima])
+        marked = torch.stack([x.count_nonzero().double() for x in counts] or [rows.new_zeros(())])
+        if self.ranks.cp is not None:
+            rows, marked = _combine(rows, marked, len(totals), self.ranks.cp)
+        rows[len(totals) : len(totals) + len(smallest)].neg_()
+        return rows, marked
 
     def over_batch(self, per_sequence: Float[Tensor, "K N"]) -> Float[Tensor, " K"]:
         """Sum over the sequences of this micro-batch and of its data-parallel peers: one collective, if any."""
@@ -71,33 +84,35 @@ class Ragged:
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
         return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.loss_mask.numel())
 
-    def _totals(self, rows: Iterable[Shaped[Tensor, " T"]]) -> list[Float[Tensor, " N"]]:
+    def _totals(self, sums: Iterable[Tensor], squares: Iterable[Tensor]) -> list[Float[Tensor, " N"]]:
         wide = torch.empty_like(self.loss_mask, dtype=torch.float64)  # one buffer for all rows
         # unsafe skips a check of the offsets that would wait for the device.
         reduce = functools.partial(torch.segment_reduce, reduce="sum", offsets=self.cu_seqlens, unsafe=True)
-        return [reduce(wide.copy_(_bytes(x))) for x in rows]
+        totals = [reduce(wide.copy_(as_bytes(x))) for x in sums]
+        return totals + [reduce(wide.copy_(x).square_()) for x in squares]
 
-    def _largest(self, x: Float[Tensor, " T"]) -> Float[Tensor, " N"]:
-        # A scatter, in any order: a segment_reduce of maxima takes three times as long on a CPU.
-        lowest = torch.full_like(self.cu_seqlens[1:], -torch.inf, dtype=x.dtype)
-        return lowest.scatter_reduce_(0, self._sequence_of_token, x, "amax").double()
+    def _extreme(self, x: Float[Tensor, " T"], op: Literal["amin", "amax"]) -> Float[Tensor, " N"]:
+        # A scatter, in any order: a segment_reduce of extremes takes three times as long on a CPU.
+        none = torch.full_like(self.cu_seqlens[1:], torch.inf if op == "amin" else -torch.inf, dtype=x.dtype)
+        return none.scatter_reduce_(0, self._sequence_of_token, x, op).double()
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """Bools as the bytes that they are: a CPU widens those four times faster."""
     return x.view(torch.int8) if x.dtype == torch.bool else x
 
 
-def _all_gather(x: Float[Tensor, "K N"], group: dist.ProcessGroup) -> Float[Tensor, "cp K N"]:
-    size = dist.get_world_size(group)
-    parts = x.new_empty(size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(parts, x, group=group)
-    return parts.view(size, *x.shape)
-
-
-def _combine(parts: Float[Tensor, "cp K N"], sums: int) -> Float[Tensor, "K N"]:
-    """Sums add and maxima compete, in rank order: the same bits on every rank."""
-    return torch.cat([parts[:, :sums].sum(0), parts[:, sums:].amax(0)])
+def _combine(
+    rows: Float[Tensor, "K N"], marked: Float[Tensor, " C"], sums: int, group: dist.ProcessGroup
+) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
+    """Sums and counts add, extremes compete, in rank order: the same bits on every rank."""
+    packed = torch.cat([rows.flatten(), marked])
+    gathered = packed.new_empty(dist.get_world_size(group) * packed.numel())
+    dist.all_gather_into_tensor(gathered, packed, group=group)
+    parts = gathered.view(-1, packed.numel())
+    every = parts[:, : rows.numel()].view(-1, *rows.shape)
+    combined = torch.cat([every[:, :sums].sum(0), every[:, sums:].amax(0)])
+    return combined, parts[:, rows.numel() :].sum(0)
 
 
 def to_device(numbers: list[int], device: torch.device) -> Int[Tensor, " _"]:

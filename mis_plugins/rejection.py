@@ -19,7 +19,7 @@ Totals = Mapping[str, Float[Tensor, " N"]]
 STATISTICS: dict[str, Callable[[Totals], Float[Tensor, " N"]]] = {
     "sum": lambda totals: totals["log_ratio"],
     "mean": lambda totals: totals["log_ratio"] / totals["valid"].clamp(min=1),
-    "min": lambda totals: -totals["negated_log_ratio_max"],
+    "min": lambda totals: totals["log_ratio_min"],
     "max": lambda totals: totals["log_ratio_max"],
 }
 

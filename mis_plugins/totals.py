@@ -76,7 +76,6 @@ SUMS: dict[str, Callable[[TokenStage, LogProbs], Tensor | None]] = {
     "usable": lambda stage, _: stage.usable,
     "log_ratio": lambda stage, _: stage.log_ratio,
     "proximal": lambda stage, log_probs: torch.where(stage.usable, log_probs.proximal.float(), 0),
-    "ratio_squared": lambda stage, _: stage.ratio.square(),
     "weight": lambda stage, _: stage.weight,
     "counted": lambda stage, _: stage.counted,
     "counted_weight": lambda stage, _: (
@@ -84,30 +83,48 @@ SUMS: dict[str, Callable[[TokenStage, LogProbs], Tensor | None]] = {
     ),
     "kept": lambda stage, _: stage.keep,
     "applied": lambda stage, _: stage.applied,
-    "applied_squared": lambda stage, _: stage.applied.square(),
+}
+
+SQUARES: dict[str, Callable[[TokenStage], Tensor]] = {
+    "ratio_squared": lambda stage: stage.ratio,
+    "applied_squared": lambda stage: stage.applied,
+}
+
+COUNTS: dict[str, Callable[[TokenStage, LogProbs], Tensor]] = {
     "nonfinite_train": lambda stage, log_probs: stage.loss_mask & ~finite(log_probs.proximal),
     "nonfinite_rollout": lambda stage, log_probs: stage.loss_mask & ~finite(log_probs.behavior),
 }
 
+MINIMA: dict[str, Callable[[TokenStage], Tensor]] = {
+    "log_ratio_min": lambda stage: torch.where(stage.usable, stage.log_ratio, torch.inf),
+    "counted_min": lambda stage: torch.where(stage.counted, stage.log_ratio, torch.inf),
+}
+
 MAXIMA: dict[str, Callable[[TokenStage], Tensor]] = {
     "log_ratio_max": lambda stage: torch.where(stage.usable, stage.log_ratio, -torch.inf),
-    "negated_log_ratio_max": lambda stage: torch.where(stage.usable, -stage.log_ratio, -torch.inf),
     "counted_max": lambda stage: torch.where(stage.counted, stage.log_ratio, -torch.inf),
-    "negated_counted_max": lambda stage: torch.where(stage.counted, -stage.log_ratio, -torch.inf),
 }
 
 
 def over_sequences(
     stage: TokenStage, log_probs: LogProbs, ragged: Ragged, config: CorrectionConfig
-) -> dict[str, Float[Tensor, " N"]]:
-    """The totals that this config needs, by the names above; nothing is computed or sent where it needs none."""
-    sums, maxima = needed_sums(config), needed_maxima(config)
-    if not sums and not maxima:
+) -> dict[str, Float[Tensor, " ..."]]:
+    """The totals that this config needs, by the names above; nothing is computed or sent where it needs none.
+
+    Each has one value a sequence, those of `COUNTS` one for the micro-batch.
+    """
+    sums, squares, minima, maxima, counts = needed(config)
+    if not (sums or minima or maxima):
         return {}
-    rows = ragged.over_sequence(
-        (_row(name, stage, log_probs) for name in sums), (MAXIMA[name](stage) for name in maxima)
+    rows, marked = ragged.over_sequence(
+        (_row(name, stage, log_probs) for name in sums),
+        (SQUARES[name](stage) for name in squares),
+        (MINIMA[name](stage) for name in minima),
+        (MAXIMA[name](stage) for name in maxima),
+        (COUNTS[name](stage, log_probs) for name in counts),
     )
-    return dict(zip(sums + maxima, rows.unbind(), strict=True))
+    totals = dict(zip(sums + squares + minima + maxima, rows.unbind(), strict=True))
+    return totals | dict(zip(counts, marked.unbind(), strict=False))
 
 
 def _row(name: str, stage: TokenStage, log_probs: LogProbs) -> Tensor:
@@ -116,8 +133,15 @@ def _row(name: str, stage: TokenStage, log_probs: LogProbs) -> Tensor:
     return row
 
 
-def needed_sums(config: CorrectionConfig) -> list[str]:
-    """Names of `SUMS`, in order. A token-level config without normalization and metrics needs none."""
+def needed(config: CorrectionConfig) -> list[list[str]]:
+    """Names of `SUMS`, `SQUARES`, `MINIMA`, `MAXIMA` and `COUNTS`: none for token level without mean and metrics."""
+    names = _needed_sums(config) | _needed_extremes(config)
+    if config.metrics != "none":
+        names |= set(COUNTS)
+    return [[name for name in table if name in names] for table in (SUMS, SQUARES, MINIMA, MAXIMA, COUNTS)]
+
+
+def _needed_sums(config: CorrectionConfig) -> set[str]:
     names: set[str] = set()
     by_token = config.weight is not None and config.weight.level == "token"
     if any(rule.over != "token" for rule in config.reject) or (config.weight and not by_token):
@@ -125,11 +149,11 @@ def needed_sums(config: CorrectionConfig) -> list[str]:
     if config.weight and config.weight.normalize:
         names |= _needed_for_mean(config, config.weight, by_token)
     if config.metrics != "none":
-        names |= {"valid", "usable", "log_ratio", "nonfinite_train", "nonfinite_rollout"}
+        names |= {"valid", "usable", "log_ratio"}
         names |= {"applied", "applied_squared"} if by_token else ({"kept"} if drops_tokens(config) else set())
     if config.metrics == "full":
         names |= {"proximal", "ratio_squared"} | ({"weight"} if by_token else set())
-    return [name for name in SUMS if name in names]
+    return names
 
 
 def _needed_for_mean(config: CorrectionConfig, weight: WeightConfig, by_token: bool) -> set[str]:
@@ -141,20 +165,18 @@ def _needed_for_mean(config: CorrectionConfig, weight: WeightConfig, by_token: b
     return {"counted", "counted_weight"} if weight.bound == "mask" else {"usable", "weight"}
 
 
+def _needed_extremes(config: CorrectionConfig) -> set[str]:
+    names = {f"log_ratio_{rule.over}" for rule in config.reject if rule.over in ("min", "max")}
+    if config.metrics != "none":
+        names |= {"log_ratio_max"}
+    if config.metrics == "full":
+        weight = config.weight
+        masks = weight is not None and (weight.level, weight.bound) == ("token", "mask")
+        names |= {"log_ratio_min"} | ({"counted_min", "counted_max"} if masks else set())
+    return names
+
+
 def drops_tokens(config: CorrectionConfig) -> bool:
     """Whether single tokens can be rejected."""
     masks = config.weight and config.weight.level == "token" and config.weight.bound == "mask"
     return bool(masks) or any(rule.over == "token" for rule in config.reject)
-
-
-def needed_maxima(config: CorrectionConfig) -> list[str]:
-    """Names of `MAXIMA`, in order."""
-    names: set[str] = set()
-    weight = config.weight
-    if config.metrics != "none" or any(rule.over == "max" for rule in config.reject):
-        names |= {"log_ratio_max"}
-    if config.metrics == "full" or any(rule.over == "min" for rule in config.reject):
-        names |= {"negated_log_ratio_max"}
-    if config.metrics == "full" and weight and (weight.level, weight.bound) == ("token", "mask"):
-        names |= {"counted_max", "negated_counted_max"}
-    return [name for name in MAXIMA if name in names]
