@@ -12,8 +12,8 @@
 # A Ray cluster must be up (ray start --head --num-gpus 8).
 set -euo pipefail
 
-: "${MILES_DIR:=/root/miles}"
-: "${MODEL_DIR:=/root/models}" "${DATA_DIR:=/root/datasets}" "${SAVE_DIR:=/root/runs/qwen3-4b-mis-fsdp}"
+: "${MILES_DIR:=$HOME/miles}"
+: "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${SAVE_DIR:=$HOME/runs/qwen3-4b-mis-fsdp}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
 MIS_CONFIG=${MIS_CONFIG:-$(python3 -m mis_plugins config path mis)}
 python3 -m mis_plugins config check "$MIS_CONFIG"

@@ -12,8 +12,8 @@
 # A Ray cluster must be up (ray start --head --num-gpus 8).
 set -euo pipefail
 
-: "${MILES_DIR:=/root/miles}" "${MEGATRON_DIR:=/root/Megatron-LM}"
-: "${MODEL_DIR:=/root/models}" "${DATA_DIR:=/root/datasets}" "${SAVE_DIR:=/root/runs/qwen3-4b-mis-miles}"
+: "${MILES_DIR:=$HOME/miles}" "${MEGATRON_DIR:=$HOME/Megatron-LM}"
+: "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${SAVE_DIR:=$HOME/runs/qwen3-4b-mis-miles}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
 MIS_CONFIG=${MIS_CONFIG:-$(python3 -m mis_plugins config path mis)}
 python3 -m mis_plugins config check "$MIS_CONFIG"

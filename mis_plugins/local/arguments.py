@@ -189,6 +189,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for add in (
         _add_run,
+        _add_checkpoint,
+        _add_evaluation,
         _add_task,
         _add_rollout,
         _add_correction,
@@ -216,6 +218,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--num-rollout", type=int, default=200, help="rollouts to train on (default: %(default)s)"
     )
     group.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a tiny run that only shows that everything works; overrides sizes",
+    )
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoint")
+    group.add_argument(
         "--save", metavar="DIR", help="write a checkpoint here, at --save-interval and at the end"
     )
     group.add_argument(
@@ -230,6 +242,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="resume from the checkpoint in this folder; any layout of ranks may read it",
     )
+
+
+def _add_evaluation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("evaluation")
     group.add_argument(
         "--eval-interval",
         type=int,
@@ -252,12 +268,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="every N rollouts, compare the direction of the gradient with an on-policy one, drawn from "
         "the trainer's own weights; 0: never",
     )
-    group.add_argument(
-        "--smoke",
-        action="store_true",
-        help="a tiny run that only shows that everything works; overrides sizes",
-    )
-    group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
