@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from mis_plugins import config as configs
+from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
 
@@ -47,7 +47,7 @@ def check(arguments: argparse.Namespace) -> str:
 
 def path(arguments: argparse.Namespace) -> str:
     """Where a preset lies."""
-    return str(configs.preset_path(arguments.target))
+    return str(reading.preset_path(arguments.target))
 
 
 def load(file: Path) -> CorrectionConfig:
@@ -61,7 +61,7 @@ def load(file: Path) -> CorrectionConfig:
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     arguments = {"use_tis": not only_metrics} | {str(key): value for key, value in keys.items()}
-    return configs.from_args(argparse.Namespace(**arguments))
+    return reading.from_args(argparse.Namespace(**arguments))
 
 
 def describe(config: CorrectionConfig) -> str:
@@ -74,9 +74,9 @@ def _describe_weight(weight: WeightConfig | None) -> str:
     if weight is None:
         return "weight: none"
     bound = {
-        "truncate": f"capped at {weight.upper:g}",
-        "clip": f"clipped to [{weight.floor:g}, {weight.upper:g}]",
-        "mask": f"used as it is in [{weight.floor:g}, {weight.upper:g}], dropped from the loss outside",
+        "truncate": f"capped at {weight.ceiling:g}",
+        "clip": f"clipped to [{weight.floor:g}, {weight.ceiling:g}]",
+        "mask": f"used as it is in [{weight.floor:g}, {weight.ceiling:g}], dropped from the loss outside",
     }[weight.bound]
     line = f"weight: {WHAT[weight.level]}, pi_old / mu, {bound}"
     if weight.normalize:

@@ -1,58 +1,61 @@
-"""What to correct and how, as frozen dataclasses; the only module that reads a raw dict or Namespace.
+"""What to correct and how, as frozen dataclasses. `reading.py` makes them of what a user wrote.
 
-Two spellings of one config. The nested key `mis:` is strict: an unknown key, a wrong type, a bound that cannot
-hold or a setting without effect is a `ConfigError` that quotes the user's key. Miles's flat keys (`tis_level`,
-`rs_veto_threshold`, ...) mean what its `mis.yaml` says, and are refused only where they cannot work.
+Each checks itself when it is made: a bound that cannot hold or a setting without effect is a `ConfigError`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mis_plugins.errors import ConfigError
 
-Level = Literal["token", "sequence", "geometric"]
-Bound = Literal["truncate", "clip", "mask"]
+Level = Literal["token", "segment", "segment_geometric", "sequence", "geometric"]
+Bound = Literal["none", "truncate", "clip", "mask", "zero"]
 Scope = Literal["micro_batch", "data_parallel", "rollout"]
 Population = Literal["valid", "kept"]
+Statistic = Literal["ratio", "k1", "k2", "k3", "prob_diff", "abs_prob_diff", "proximal_prob", "behavior_prob"]
 Over = Literal["token", "sum", "mean", "min", "max"]
-Metrics = Literal["full", "core", "none"]
+Unit = Literal["sequence", "segment"]
+Metrics = Literal["full", "core", "none", "all"]
 
-FLAT_KEYS = (
-    "tis_level",
-    "tis_mode",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "tis_batch_normalize",
-    "use_rs",
-    "rs_level",
-    "rs_lower_bound",
-    "rs_upper_bound",
-    "rs_veto_threshold",
-)
-HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
-LEVEL_OVER: dict[Level, Over] = {"token": "token", "sequence": "sum", "geometric": "mean"}
+DEFAULT_UPPER = 2.0
+LEVEL_OVER: dict[Level, Over] = {
+    "token": "token",
+    "segment": "sum",
+    "segment_geometric": "mean",
+    "sequence": "sum",
+    "geometric": "mean",
+}
+
+# What a statistic of one token can be: a bound outside would drop nothing or everything.
+RANGE: dict[Statistic, tuple[float, float]] = {
+    "ratio": (0, math.inf),
+    "k1": (-math.inf, math.inf),
+    "k2": (0, math.inf),
+    "k3": (0, math.inf),
+    "prob_diff": (-1, 1),
+    "abs_prob_diff": (0, 1),
+    "proximal_prob": (0, 1),
+    "behavior_prob": (0, 1),
+}
 
 
-def _check_bounds(lower: float | None, upper: float | None) -> None:
+def check_ratio_bounds(lower: float | None, upper: float | None) -> None:
     """Refuse bounds on a ratio, which is positive, that nothing or everything would cross."""
-    if lower is not None and not 0 < lower < float("inf"):
+    if lower is not None and not 0 < lower < math.inf:
         raise ConfigError(
             f"{{lower}}: got {lower:g}; a ratio is never below 0, so give a number above 0 or null"
         )
-    if upper is not None and not 0 < upper < float("inf"):
+    if upper is not None and not 0 < upper < math.inf:
         raise ConfigError(
             f"{{upper}}: got {upper:g}; every ratio is above 0, so give a finite number above 0"
         )
+    _check_order(lower, upper)
+
+
+def _check_order(lower: float | None, upper: float | None) -> None:
     if lower is not None and upper is not None and lower >= upper:
         raise ConfigError(f"{{lower}}: {lower:g} is not below {{upper}}: {upper:g}")
 
@@ -63,7 +66,8 @@ class NormalizeConfig:
 
     scope: whose mean. `micro_batch`; `data_parallel`, all-reduced over the ranks of this micro-batch; `rollout`,
         the whole rollout batch, computed once by `--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout`.
-    over: `valid`, what loss_mask keeps; `kept`, what also passes rejection. What a mask bound drops enters neither.
+    over: `valid`, what loss_mask keeps; `kept`, what also passes rejection. What a mask bound drops enters neither;
+        what a zero bound sets to 0 enters both as 0.
     """
 
     scope: Scope = "micro_batch"
@@ -74,255 +78,219 @@ class NormalizeConfig:
 class WeightConfig:
     """The importance weight: a ratio of `level`, bounded.
 
-    level: `token` r_t; `sequence`, the product over the sequence; `geometric`, its geometric mean.
-    bound: `truncate` min(r, upper) (TIS); `clip` to [lower, upper] (CIS); `mask` drops what lies outside
-        [lower, upper] and leaves the rest unbounded (MIS, IcePop).
-    lower: None is 1 / upper. Truncation has none.
+    level: `token` r_t; `sequence`, the product over the sequence; `geometric`, its geometric mean; `segment` and
+        `segment_geometric`, the same over a segment, which is a run of ones in the loss mask (a turn of the model).
+    bound: `none`; `truncate` min(r, upper) (TIS); `clip` to [lower, upper] (CIS); outside [lower, upper] `mask` drops
+        the token from the loss mask (MIS, IcePop) and `zero` sets its weight to 0 and leaves the mask; inside, both
+        leave the ratio as it is.
+    lower: None is 1 / upper, 0 is no lower bound. Truncation has none.
+    upper: 2 where it is not given.
     """
 
     level: Level = "token"
     bound: Bound = "truncate"
     lower: float | None = None
-    upper: float = 2.0
+    upper: float | None = None
     normalize: NormalizeConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_bounds(self.lower, self.upper)
+        if self.bound == "none":
+            for name in ("lower", "upper"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{{{name}}}: {getattr(self, name):g} has no effect with {{bound}}: none; drop it"
+                    )
+            return
+        if self.upper is None:
+            object.__setattr__(self, "upper", DEFAULT_UPPER)  # so that saying 2 and saying nothing are equal
+        check_ratio_bounds(self.lower or None, self.upper)
         if self.bound == "truncate":
             if self.lower is not None:
                 raise ConfigError(
                     f"{{lower}}: {self.lower:g} has no effect with {{bound}}: truncate; drop it, or use {{bound}}: clip"
                 )
-        elif self.lower is None and self.upper <= 1:
+        elif self.lower is None and self.ceiling <= 1:
             raise ConfigError(
-                f"{{lower}}: unset means 1 / {{upper}}: {1 / self.upper:g}, not below {{upper}}: {self.upper:g}"
+                f"{{lower}}: unset means 1 / {{upper}}: {1 / self.ceiling:g}, not below {{upper}}: {self.ceiling:g}"
             )
 
     @property
+    def ceiling(self) -> float:
+        """The upper bound in force: infinite without a bound."""
+        return math.inf if self.upper is None else self.upper
+
+    @property
     def floor(self) -> float:
-        """The lower bound in force: 0 for truncation, 1 / upper where none is given."""
-        if self.bound == "truncate":
+        """The lower bound in force: 0 for truncation and without a bound, 1 / upper where none is given."""
+        if self.bound in ("none", "truncate"):
             return 0.0
-        return 1 / self.upper if self.lower is None else self.lower
+        return 1 / self.ceiling if self.lower is None else self.lower
+
+    @property
+    def by_segment(self) -> bool:
+        return self.level in ("segment", "segment_geometric")
+
+    @property
+    def by_sequence(self) -> bool:
+        return self.level in ("sequence", "geometric")
 
 
 @dataclass(frozen=True)
 class RejectRule:
-    """Drop what lies outside [lower, upper]: the token ratio, or a statistic of it over the sequence.
+    """Drop what lies outside [lower, upper]: a statistic of one token, or what it adds up to over a unit.
 
-    over: `token` drops tokens; the others drop sequences, by the ratio of the whole sequence (`sum` of log ratios),
-        its geometric `mean` (geometric masking), its smallest (`min`: a veto) or largest (`max`) token ratio.
+    statistic: with log r = log pi_old - log mu, clamped to +-20 in k2 and k3:
+        `ratio` r; `k1` -log r; `k2` (log r)^2 / 2; `k3` r - 1 - log r; `prob_diff` pi_old - mu; `abs_prob_diff`
+        |pi_old - mu|; `proximal_prob` pi_old; `behavior_prob` mu. (Schulman 2020, "Approximating KL Divergence")
+    over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.
+        Ratios multiply: their `sum` is the ratio of the whole unit and their `mean` the geometric mean (geometric
+        masking). `min` with `lower` is a veto.
+    unit: what is dropped: `sequence`, or `segment`, a run of ones in the loss mask.
     """
 
-    statistic: Literal["ratio"] = "ratio"
+    statistic: Statistic = "ratio"
     over: Over = "token"
     lower: float | None = None
     upper: float | None = None
+    unit: Unit = "sequence"
 
     def __post_init__(self) -> None:
-        _check_bounds(self.lower, self.upper)
+        if self.over == "token" and self.unit == "segment":
+            raise ConfigError("{unit}: segment has no effect with {over}: token, which drops single tokens")
+        if self.statistic == "ratio":
+            check_ratio_bounds(self.lower, self.upper)
+        else:
+            self._check_range()
+            _check_order(self.lower, self.upper)
         if self.lower is None and self.upper is None:
             raise ConfigError(
                 "{lower} and {upper} are both unset: the rule rejects nothing; give at least one"
             )
 
+    def _check_range(self) -> None:
+        low, high = RANGE[self.statistic]
+        if self.over == "sum":
+            low, high = (-math.inf if low else 0), math.inf
+        for name in ("lower", "upper"):
+            bound = getattr(self, name)
+            if bound is not None and not low < bound < high:
+                raise ConfigError(
+                    f"{{{name}}}: got {bound:g}; {self.statistic} over {self.over} lies between {low:g} and {high:g}, "
+                    "so that nothing or everything would be rejected"
+                )
+
+    @property
+    def limits(self) -> tuple[float | None, float | None]:
+        """The bounds on what is really compared: of ratios the logarithm, so that nothing overflows."""
+        if self.statistic != "ratio":
+            return self.lower, self.upper
+        return tuple(None if bound is None else math.log(bound) for bound in (self.lower, self.upper))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class OpsmConfig:
+    """Off-policy sequence masking: drop what has a negative advantage and mean_t(log mu - log pi_theta) > delta.
+
+    delta: nats a token. Miles uses 1e-4.
+    advantage: `token`, a token is dropped by its own advantage; `sequence`, by the mean over its sequence.
+    reference: whose log-probs stand for mu: `behavior` (the rollout engine; `proximal` where it gave none, with a
+        warning) or `proximal`.
+
+    DeepSeek-AI 2025, "DeepSeek-V3.2", arxiv.org/abs/2512.02556, section 3.1.
+    """
+
+    delta: float
+    advantage: Literal["token", "sequence"] = "token"
+    reference: Literal["behavior", "proximal"] = "behavior"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delta < math.inf:
+            raise ConfigError(f"{{delta}}: got {self.delta:g}; give a finite number of nats, at least 0")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The policy loss of `--custom-loss-function-path mis_plugins.mis.policy_loss`; clip widths are the host's flags.
+
+    surrogate: `clip` (PPO, GRPO), `reinforce` -w A log pi_theta, or `cispo`, the same with the clipped ratio as a
+        constant factor.
+    old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
+        the rollout engine (bypass; then weights and rules look at pi_theta / mu).
+    ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
+    unbiased_kl: multiply the KL term by pi_theta / old (DeepSeek-V3.2).
+    weigh_kl: multiply the KL term by the importance weight and drop it where a token is rejected.
+    """
+
+    surrogate: Literal["clip", "reinforce", "cispo"] = "clip"
+    old: Literal["proximal", "behavior"] = "proximal"
+    ratio: Literal["token", "sequence"] = "token"
+    unbiased_kl: bool = False
+    weigh_kl: bool = False
+
+    def __post_init__(self) -> None:
+        if self.surrogate == "reinforce" and self.old == "proximal":
+            raise ConfigError(
+                "{old}: proximal with {surrogate}: reinforce leaves pi_theta / pi_old out of the gradient; "
+                "use {old}: behavior"
+            )
+        if self.surrogate == "reinforce" and self.ratio == "sequence":
+            raise ConfigError("{ratio}: sequence has no effect with {surrogate}: reinforce")
+
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """All of it. `weight: null` multiplies by 1; rules in `reject` are AND-ed."""
+    """All of it. `weight: null` multiplies by 1; rules in `reject` are AND-ed.
+
+    opsm, objective: only the loss hook can serve them: `--loss-type custom_loss --custom-loss-function-path
+        mis_plugins.mis.policy_loss`.
+    denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
+        the `kept` ones.
+    on_all_rejected: of a micro-batch whose every sequence is rejected: `skip` trains on nothing, `keep` rejects
+        nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
+    keep_floor: warn where less than this share of a step's tokens is kept.
+    """
 
     weight: WeightConfig | None = None
     reject: tuple[RejectRule, ...] = ()
     metrics: Metrics = "full"
+    opsm: OpsmConfig | None = None
+    objective: ObjectiveConfig | None = None
+    denominator: Literal["original", "kept"] = "original"
+    on_all_rejected: Literal["skip", "keep", "raise"] = "skip"
+    keep_floor: float = 0.1
 
     def __post_init__(self) -> None:
         normalize = self.weight and self.weight.normalize
-        drops = self.reject or (self.weight and self.weight.bound == "mask")
-        if normalize and normalize.over == "kept" and not drops:
+        if normalize and normalize.over == "kept" and not self.rejects:
             raise ConfigError(
                 "{weight}.normalize.over: kept has no effect where nothing is rejected; use valid"
             )
+        if self.denominator == "kept" and not (self.rejects or self.opsm):
+            raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
+        if self.on_all_rejected != "skip" and not (self.rejects or self.opsm):
+            raise ConfigError(
+                f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
+            )
+        if not 0 <= self.keep_floor <= 1:
+            raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
+        objective = self.objective
+        if self.weight and objective and (objective.old, objective.surrogate) == ("behavior", "clip"):
+            raise ConfigError(
+                "{weight}: with {objective}.old: behavior the clipped ratio is pi_theta / mu already, and a weight "
+                "would count it twice; set {weight}: null"
+            )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether anything can be dropped from the loss mask, OPSM aside."""
+        return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
 
     @property
     def corrects(self) -> bool:
         """Whether it can change a loss at all."""
         return self.weight is not None or bool(self.reject)
 
-
-def from_mapping(mapping: Any) -> CorrectionConfig:
-    """The nested spelling: what stands under `mis:`.
-
-    >>> from_mapping({"weight": {"upper": 3}, "reject": [{"over": "min", "lower": "1e-4"}]}).weight.upper
-    3.0
-    """
-    if isinstance(mapping, Mapping) and "reject" in mapping and "weight" not in mapping:
-        raise ConfigError(
-            "mis.weight: missing beside mis.reject; say `weight: null` to reject without weighting"
-        )
-    return _parse(CorrectionConfig, {} if mapping is None else mapping, "mis")
-
-
-def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
-    """Miles's flat keys, as its `mis.yaml` documents them. A veto needs no `use_rs` here."""
-    flat = {key: keys.get(key) for key in FLAT_KEYS}
-    number = lambda key: _convert(float | None, flat[key], key)  # noqa: E731
-    lower, upper, veto = number("tis_lower_bound"), number("tis_upper_bound"), number("rs_veto_threshold")
-    if upper is None:
-        raise ConfigError("tis_upper_bound: unset; every tis_mode needs it (mis.yaml has 2.0)")
-    bound = _convert(Bound, flat["tis_mode"] or "truncate", "tis_mode")
-    with _spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
-        _check_bounds(lower, upper)
-    with _spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
-        weight = WeightConfig(
-            level=_convert(Level, flat["tis_level"] or "token", "tis_level"),
-            bound=bound,
-            lower=None if bound == "truncate" else lower,
-            upper=upper,
-            normalize=NormalizeConfig()
-            if _convert(bool, flat["tis_batch_normalize"] or False, "tis_batch_normalize")
-            else None,
-        )
-    rules = []
-    if _convert(bool, flat["use_rs"] or False, "use_rs"):
-        rules.append(_flat_rule(flat, lower, upper))
-    if veto is not None:
-        with _spelled(lower="rs_veto_threshold"):
-            rules.append(RejectRule(over="min", lower=veto))
-    return CorrectionConfig(weight, tuple(rules), metrics)
-
-
-def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
-    """`use_rs`: bounds that are unset fall back to those of the weight, as in Miles."""
-    lower = _convert(float | None, flat["rs_lower_bound"], "rs_lower_bound")
-    upper = _convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
-    fallback = 1 / tis_upper if tis_lower is None else tis_lower
-    with _spelled(
-        lower="rs_lower_bound" if lower is not None else "rs_lower_bound (unset, from the tis_ bounds)",
-        upper="rs_upper_bound" if upper is not None else "rs_upper_bound (unset, from tis_upper_bound)",
-    ):
-        return RejectRule(
-            over=LEVEL_OVER[_convert(Level, flat["rs_level"] or "token", "rs_level")],
-            lower=fallback if lower is None else lower,
-            upper=tis_upper if upper is None else upper,
-        )
-
-
-def from_args(args: Any) -> CorrectionConfig:
-    """The config that a host's argument Namespace carries, in either spelling.
-
-    Raises:
-        ConfigError: a key that looks like ours and is not; both spellings at once; `--use-tis` with no config.
-    """
-    attributes = vars(args)
-    for name in attributes:
-        if name.startswith(("tis_", "rs_", "mis_")) and name not in FLAT_KEYS + HOST_KEYS:
-            raise ConfigError(f"{name}: unknown key{_suggest(name, FLAT_KEYS)}")
-    nested = attributes.get("mis")
-    flat = {key: attributes[key] for key in FLAT_KEYS if key in attributes}
-    if flat and isinstance(nested, Mapping) and set(nested) - {"metrics"}:
-        raise ConfigError(
-            f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the two spellings"
-        )
-    config = from_mapping(nested)
-    if flat and flat.get("tis_upper_bound") is None and not attributes.get("use_tis"):
-        return config
-    if flat:
-        config = from_flat(flat, config.metrics)
-    if attributes.get("use_tis") and not config.corrects:
-        raise ConfigError(
-            "--use-tis is set but nothing says how to correct: pass a preset, for example "
-            "--custom-config-path $(python -m mis_plugins config path mis)"
-        )
-    return config
-
-
-def preset_path(name: str) -> Path:
-    """The file of a preset, in a checkout or in an installed package.
-
-    Raises:
-        ConfigError: names the nearest preset that exists.
-    """
-    presets = {path.stem: path for path in sorted(_preset_folder().glob("*.yaml"))}
-    if name not in presets:
-        raise ConfigError(f"preset {name!r}: unknown{_suggest(name, presets)}")
-    return presets[name]
-
-
-def _preset_folder() -> Path:
-    package = Path(__file__).parent
-    return next(folder for folder in (package / "presets", package.parent / "yaml") if folder.is_dir())
-
-
-@contextmanager
-def _spelled(**names: str) -> Iterator[None]:
-    """Within, a ConfigError quotes these names for its fields."""
-    try:
-        yield
-    except ConfigError as error:
-        raise error.spelled(names) from None
-
-
-def _parse(cls: type, value: Any, path: str) -> Any:
-    """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: got {value!r}; expected a mapping of {', '.join(_fields(cls))}")
-    hints = _hints(cls)
-    for key in value:
-        if key not in hints:
-            raise ConfigError(f"{path}.{key}: unknown key{_suggest(str(key), hints)}")
-    arguments = {key: _convert(hints[key], item, f"{path}.{key}") for key, item in value.items()}
-    try:
-        return cls(**arguments)
-    except ConfigError as error:
-        raise error.spelled({}, f"{path}.") from None
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """`value` as the annotation `kind`, or an error that quotes `path`."""
-    origin, choices = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        if value is None and type(None) in choices:
-            return None
-        return _convert(choices[0], value, path)
-    if origin is Literal:
-        if value not in choices:
-            raise ConfigError(f"{path}: got {value!r}; choose one of {', '.join(choices)}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{path}: got {value!r}; expected a list")
-        return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(kind):
-        return _parse(typing.cast(type, kind), value, path)
-    return _boolean(value, path) if kind is bool else _number(value, path)
-
-
-def _boolean(value: Any, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{path}: got {value!r}; expected true or false")
-    return value
-
-
-def _number(value: Any, path: str) -> float:
-    """YAML reads 1e-4 as text: a number all the same."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{path}: got {value!r}; expected a number") from None
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _fields(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+    @property
+    def needs_loss_hook(self) -> bool:
+        """Whether it sees advantages or the target policy, which the TIS hook does not."""
+        return self.opsm is not None or self.objective is not None

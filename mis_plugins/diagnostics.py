@@ -266,10 +266,10 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
     home["tis_weight_before_bound"] = before
     home["tis_weight_after_bound"] = home["is_ratio_mean_after_tis_rs"] = after
     if weight.bound == "truncate":
-        home["tis_truncate_fraction"] = lambda c: share_above(log_ratio(c), weight.upper)
+        home["tis_truncate_fraction"] = lambda c: share_above(log_ratio(c), weight.ceiling)
     else:
         home[f"tis_{weight.bound}_fraction_low"] = lambda c: share_below(log_ratio(c), weight.floor)
-        home[f"tis_{weight.bound}_fraction_high"] = lambda c: share_above(log_ratio(c), weight.upper)
+        home[f"tis_{weight.bound}_fraction_high"] = lambda c: share_above(log_ratio(c), weight.ceiling)
     sequence |= {
         "is_ratio_mean_final": final_mean,
         "is_ratio_min_final": final_min,

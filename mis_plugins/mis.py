@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins import config as configs
+from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.diagnostics import diagnose
@@ -134,7 +134,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
 
 def config_in_force(args: Any) -> CorrectionConfig:
     """The config that the host's arguments carry; without --use-tis, one that changes nothing."""
-    config = configs.from_args(args)
+    config = reading.from_args(args)
     if not args.use_tis:
         if getattr(args, "use_rs", False):
             warn_once("use_rs is set but --use-tis is not: metrics only, nothing is rejected")

@@ -18,12 +18,12 @@ from mis_plugins.ratios import above, below
 
 def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
     """TIS: min(r, upper)."""
-    return ratio.clamp(max=config.upper)
+    return ratio.clamp(max=config.ceiling)
 
 
 def clip(ratio: Tensor, config: WeightConfig) -> Tensor:
     """CIS: min(max(r, lower), upper)."""
-    return ratio.clamp(config.floor, config.upper)
+    return ratio.clamp(config.floor, config.ceiling)
 
 
 def mask(ratio: Tensor, config: WeightConfig) -> Tensor:
@@ -46,7 +46,7 @@ def bounded_weight(ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConf
 
 def in_bounds(log_ratio: Tensor, config: WeightConfig) -> Bool[Tensor, " *"]:
     """lower <= r <= upper."""
-    return ~(below(log_ratio, config.floor) | above(log_ratio, config.upper))
+    return ~(below(log_ratio, config.floor) | above(log_ratio, config.ceiling))
 
 
 def normalization(total: Float[Tensor, " 2"]) -> Float[Tensor, ""]:

@@ -15,10 +15,8 @@ from mis_plugins.config import (
     Over,
     RejectRule,
     WeightConfig,
-    from_args,
-    from_flat,
-    from_mapping,
 )
+from mis_plugins.reading import from_args, from_flat, from_mapping
 
 MILES_YAML = {
     "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,

@@ -10,8 +10,8 @@ from batches import host_args, ratio_batch
 from drive import one_rank
 
 from mis_plugins import mis
-from mis_plugins.config import from_args, from_flat, from_mapping
 from mis_plugins.errors import ConfigError, InputError, MisError
+from mis_plugins.reading import from_args, from_flat, from_mapping
 
 GOOD = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
 
@@ -21,14 +21,14 @@ NESTED = [
     ({"weight": {"normalize": {"scop": "rollout"}}}, r"mis\.weight\.normalize\.scop: unknown key.*scope"),
     ({"weight": {}, "reject": [{"over": "min", "lower": 0.1}, {"ovr": "min"}]},
      r"mis\.reject\[1\]\.ovr: unknown key.*over"),
-    ({"weight": {"level": "seq"}}, r"mis\.weight\.level: got 'seq'; choose one of token, sequence, geometric"),
-    ({"weight": {"bound": "trunc"}}, r"mis\.weight\.bound: got 'trunc'; choose one of truncate, clip, mask"),
+    ({"weight": {"level": "seq"}}, r"mis\.weight\.level: got 'seq'; choose one of token, segment, segment_geometric, sequence, geometric"),
+    ({"weight": {"bound": "trunc"}}, r"mis\.weight\.bound: got 'trunc'; choose one of none, truncate, clip, mask, zero"),
     ({"weight": {"normalize": {"scope": "batch"}}},
      r"mis\.weight\.normalize\.scope: got 'batch'; choose one of micro_batch"),
     ({"weight": {"normalize": {"over": "all"}}}, r"mis\.weight\.normalize\.over: got 'all'; choose one of valid, kept"),
     ({"weight": {}, "reject": [{"over": "max_", "upper": 2}]},
      r"mis\.reject\[0\]\.over: got 'max_'; choose one of token"),
-    ({"weight": {}, "metrics": "all"}, r"mis\.metrics: got 'all'; choose one of full, core, none"),
+    ({"weight": {}, "metrics": "all"}, r"mis\.metrics: got 'some'; choose one of full, core, none, all"),
     ({"weight": {"upper": "two"}}, r"mis\.weight\.upper: got 'two'; expected a number"),
     ({"weight": {"upper": True}}, r"mis\.weight\.upper: got True; expected a number"),
     ({"weight": {"upper": [2.0]}}, r"mis\.weight\.upper: got \[2\.0\]; expected a number"),

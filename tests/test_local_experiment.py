@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.config import from_args
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.demo import RUNS, conclude
 from mis_plugins.local.experiment import (
@@ -21,6 +20,7 @@ from mis_plugins.local.experiment import (
 )
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, command_line
 from mis_plugins.local.report import METRICS, SUMMARY
+from mis_plugins.reading import from_args
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -19,11 +19,9 @@ from mis_plugins.config import (
     NormalizeConfig,
     RejectRule,
     WeightConfig,
-    from_args,
-    from_flat,
-    preset_path,
 )
 from mis_plugins.errors import ConfigError
+from mis_plugins.reading import from_args, from_flat, preset_path
 
 FOLDER = Path(__file__).parent.parent / "yaml"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from mis_plugins.config import from_args
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.loading import load_function
+from mis_plugins.reading import from_args
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 TASK_NAMES = ("reverse", "sort", "add")
