@@ -271,6 +271,11 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
             )
+        if self.on_all_rejected == "keep" and self.weight and self.weight.bound == "mask":
+            raise ConfigError(
+                "{on_all_rejected}: keep would train on the unbounded weights that {weight}.bound: mask drops; "
+                "use skip, or {weight}.bound: clip"
+            )
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
         objective = self.objective

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import LEVEL_OVER, CorrectionConfig, WeightConfig
+from mis_plugins.config import CorrectionConfig, WeightConfig
 from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import exp_clamped
-from mis_plugins.rejection import STATISTICS, Totals, passes
-from mis_plugins.totals import LogProbs, TokenStage, over_sequences, token_stage
-from mis_plugins.weights import bounded_weight, in_bounds, normalization
+from mis_plugins.rejection import Totals, aggregate, passes
+from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
+from mis_plugins.totals import TokenStage, over_sequences, sequence_rules, token_stage
+from mis_plugins.units import counted_units, known, passing_units, unit_weight
+from mis_plugins.weights import normalization
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,13 @@ class Correction:
     """What a micro-batch's loss is multiplied by and what of it stays.
 
     weights: w_t, without gradient; 0 outside loss_mask and where the ratio is not known.
-    keep_tokens: what a rule over tokens (or a token-level mask bound) leaves; None where there is none.
+    keep_tokens: what rules over tokens and segments (or a mask bound of theirs) leave; None where there is none.
     keep_sequences: what the rules over sequences leave; None where there is none.
     mean_weight: what the weights were divided by; None without normalization.
-    sequence_weight: bounded and not yet normalized, at sequence and geometric level; None at token level.
+    sequence_weight: bounded and not yet normalized, at sequence and geometric level; None at the others.
+    all_rejected: there are valid tokens and no sequence keeps one with a weight; None where nothing can be rejected.
+    rescale: original over kept number of tokens of each sequence; None with the original denominator.
+    segments: None where the config knows none.
     totals: per-sequence sums and extremes, see `totals.py`.
     """
 
@@ -38,6 +42,9 @@ class Correction:
     keep_sequences: Bool[Tensor, " N"] | None
     mean_weight: Float[Tensor, ""] | None
     sequence_weight: Float[Tensor, " N"] | None
+    all_rejected: Bool[Tensor, ""] | None
+    rescale: Float[Tensor, " N"] | None
+    segments: SegmentStage | None
 
     @property
     def log_ratio(self) -> Float[Tensor, " T"]:
@@ -58,6 +65,13 @@ class Correction:
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:
         return self.stage.keep
+
+    @property
+    def loss_factor(self) -> Float[Tensor, " T"]:
+        """What a kept token's loss is multiplied by: its weight, rescaled to the denominator in force."""
+        if self.rescale is None:
+            return self.weights
+        return self.weights * self.ragged.to_tokens(self.rescale.float())
 
     @cached_property
     def keep(self) -> Bool[Tensor, " T"]:
@@ -97,17 +111,37 @@ def correct(
             "mis.weight.normalize.scope: rollout needs the mean of the whole rollout batch, and it was never "
             "computed: pass --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
         )
-    stage = token_stage(proximal, behavior, ragged.loss_mask, config)
-    totals = over_sequences(stage, LogProbs(proximal, behavior), ragged, config)
-    sequence_weight = _sequence_weight(totals, config.weight)
+    stage, segments = _staged(proximal, behavior, ragged, config)
+    totals = over_sequences(stage, ragged, config)
     keep_sequences = _keep_sequences(totals, config)
+    all_rejected = _all_rejected(totals, keep_sequences) if config.rejects else None
+    if config.on_all_rejected == "keep" and all_rejected is not None:
+        stage, keep_sequences = _nothing_rejected(stage, keep_sequences, all_rejected)
+    sequence_weight = _sequence_weight(totals, config.weight)
     weights = _token_weights(stage, ragged, sequence_weight)
     mean = rollout_mean if normalize else None
     if config.weight and normalize and normalize.scope != "rollout":
-        mean = _mean_weight(totals, sequence_weight, keep_sequences, ragged, config.weight)
+        mean = _mean_weight(Pool(totals, sequence_weight, segments, keep_sequences), ragged, config.weight)
     if mean is not None:
         weights = weights / mean
-    return Correction(config, ragged, stage, totals, weights, keep_sequences, mean, sequence_weight)
+    rescale = None
+    if config.denominator == "kept":
+        rescale = denominator_scale(totals["valid"], kept_in(totals, keep_sequences))
+        if config.on_all_rejected == "keep" and all_rejected is not None:
+            rescale = torch.where(all_rejected, 1, rescale)
+    return Correction(
+        config=config,
+        ragged=ragged,
+        stage=stage,
+        totals=totals,
+        weights=weights,
+        keep_sequences=keep_sequences,
+        mean_weight=mean,
+        sequence_weight=sequence_weight,
+        all_rejected=all_rejected,
+        rescale=rescale,
+        segments=segments,
+    )
 
 
 @torch.no_grad()
@@ -116,55 +150,63 @@ def mean_weight_of(
 ) -> Float[Tensor, ""]:
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
-    stage = token_stage(proximal, behavior, ragged.loss_mask, config)
-    totals = over_sequences(stage, LogProbs(proximal, behavior), ragged, config)
-    sequence_weight = _sequence_weight(totals, config.weight)
-    return _mean_weight(totals, sequence_weight, _keep_sequences(totals, config), ragged, config.weight)
-
-
-def sequence_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
-    """log r of the whole sequence: the sum, or its mean over the valid tokens."""
-    return STATISTICS[LEVEL_OVER[weight.level]](totals)
-
-
-def sequence_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
-    """exp of it, clamped; 0 where it is not known."""
-    return torch.where(known(totals), exp_clamped(sequence_log_ratio(totals, weight)), 0)
-
-
-def known(totals: Totals) -> Bool[Tensor, " N"]:
-    """Sequences with a valid token, all of whose log ratios are finite."""
-    return (totals["valid"] > 0) & (totals["usable"] == totals["valid"])
+    stage, segments = _staged(proximal, behavior, ragged, config)
+    totals = over_sequences(stage, ragged, config)
+    pool = Pool(totals, _sequence_weight(totals, config.weight), segments, _keep_sequences(totals, config))
+    return _mean_weight(pool, ragged, config.weight)
 
 
 def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
-    """How many tokens of each sequence the rules over tokens leave; without such a rule, all usable ones."""
+    """How many tokens of each sequence the rules over tokens and segments leave; without such, all usable ones."""
     return totals["kept"] if "kept" in totals else totals["usable"]
 
 
+def kept_in(totals: Totals, keep_sequences: Bool[Tensor, " N"] | None) -> Float[Tensor, " N"]:
+    """How many tokens of each sequence all rules leave."""
+    kept = kept_tokens(totals)
+    return kept if keep_sequences is None else torch.where(keep_sequences, kept, 0)
+
+
+def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """What turns a mean over the valid tokens of each sequence into one over the kept: n_valid / n_kept, 0 of none."""
+    return torch.where(kept > 0, valid / kept.clamp(min=1), 0)
+
+
+def _staged(
+    proximal: Tensor, behavior: Tensor, ragged: Ragged, config: CorrectionConfig
+) -> tuple[TokenStage, SegmentStage | None]:
+    stage = token_stage(proximal, behavior, ragged.loss_mask, config)
+    return segment_stage(stage, ragged, config) if needs_segments(config) else (stage, None)
+
+
 def _sequence_weight(totals: Totals, weight: WeightConfig | None) -> Float[Tensor, " N"] | None:
-    if weight is None or weight.level == "token":
-        return None
-    return bounded_weight(sequence_ratio(totals, weight), known(totals), weight)
+    return unit_weight(totals, weight) if weight is not None and weight.by_sequence else None
 
 
 def _keep_sequences(totals: Totals, config: CorrectionConfig) -> Bool[Tensor, " N"] | None:
-    rules = [rule for rule in config.reject if rule.over != "token"]
-    masks = config.weight is not None and config.weight.bound == "mask" and config.weight.level != "token"
+    rules, weight = sequence_rules(config), config.weight
+    masks = weight is not None and weight.bound == "mask" and weight.by_sequence
     if not rules and not masks:
         return None
-    keep = known(totals)
+    keep = passing_units(totals, weight) if masks and weight else known(totals)
     for rule in rules:
-        keep = passes(STATISTICS[rule.over](totals), rule, keep)
-    return keep & counted_sequences(totals, config.weight) if masks else keep
+        keep = passes(aggregate(totals, rule), rule, keep)
+    return keep
 
 
-def counted_sequences(totals: Totals, weight: WeightConfig | None) -> Bool[Tensor, " N"]:
-    """Sequences that a mean of sequence weights counts: known, and not dropped by a mask bound."""
-    assert weight is not None
-    if weight.bound != "mask":
-        return known(totals)
-    return known(totals) & in_bounds(sequence_log_ratio(totals, weight), weight)
+def _all_rejected(totals: Totals, keep_sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, ""]:
+    kept = totals["applied"] if "applied" in totals else kept_tokens(totals)
+    kept = kept > 0 if keep_sequences is None else (kept > 0) & keep_sequences
+    return (totals["valid"] > 0).any() & ~kept.any()
+
+
+def _nothing_rejected(
+    stage: TokenStage, keep_sequences: Bool[Tensor, " N"] | None, where: Bool[Tensor, ""]
+) -> tuple[TokenStage, Bool[Tensor, " N"] | None]:
+    """`where` is one flag for the micro-batch. What has no weight stays without one."""
+    if stage.keep is not None:
+        stage = replace(stage, keep=stage.keep | (where & stage.usable))
+    return stage, None if keep_sequences is None else keep_sequences | where
 
 
 def _token_weights(
@@ -177,37 +219,57 @@ def _token_weights(
     return torch.where(ragged.loss_mask, ragged.to_tokens(sequence_weight.float()), 0)
 
 
-def _mean_weight(
-    totals: Totals,
-    sequence_weight: Float[Tensor, " N"] | None,
-    keep_sequences: Bool[Tensor, " N"] | None,
-    ragged: Ragged,
-    weight: WeightConfig,
-) -> Float[Tensor, ""]:
-    """Mean of the bounded weights: over tokens at token level, each sequence once at the others."""
+@dataclass(frozen=True)
+class Pool:
+    """What a mean of the weights draws from: tokens, segments or sequences, by the level of the weight."""
+
+    totals: Totals
+    sequence_weight: Float[Tensor, " N"] | None
+    segments: SegmentStage | None
+    keep_sequences: Bool[Tensor, " N"] | None
+
+
+def _mean_weight(pool: Pool, ragged: Ragged, weight: WeightConfig) -> Float[Tensor, ""]:
+    """Mean of the bounded weights: over tokens at token level, each live segment or sequence once at the others."""
     assert weight.normalize is not None
     kept_only = weight.normalize.over == "kept"
-    if sequence_weight is None:
-        total, count = _token_population(totals, kept_only, weight)
-        counted = None
+    if pool.segments is not None and pool.segments.weight is not None:
+        total, count = _segment_population(pool, pool.segments, pool.segments.weight, weight, kept_only)
+    elif pool.sequence_weight is not None:
+        total, count = _sequence_population(pool, pool.sequence_weight, weight, kept_only)
     else:
-        counted = counted_sequences(totals, weight)
-        if kept_only:
-            counted = counted & (kept_tokens(totals) > 0)
-        total, count = sequence_weight, torch.ones_like(sequence_weight)
-    for keep in (counted, keep_sequences if kept_only else None):
-        if keep is not None:
-            total, count = torch.where(keep, total, 0), torch.where(keep, count, 0)
+        total, count = _token_population(pool, weight, kept_only)
     both = torch.stack([total, count])
     return normalization(ragged.over_batch(both) if weight.normalize.scope != "micro_batch" else both.sum(-1))
 
 
-def _token_population(
-    totals: Totals, kept_only: bool, weight: WeightConfig
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+def _token_population(pool: Pool, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
     """Sum of token weights and their number, by sequence."""
+    totals = pool.totals
     if kept_only:
-        return totals["applied"], kept_tokens(totals)
+        both = totals["applied"], kept_tokens(totals)
+        keep = pool.keep_sequences
+        return both if keep is None else (torch.where(keep, both[0], 0), torch.where(keep, both[1], 0))
     if weight.bound == "mask":
         return totals["counted_weight"], totals["counted"]
     return totals["weight"], totals["usable"]
+
+
+def _sequence_population(
+    pool: Pool, sequence_weight: Float[Tensor, " N"], weight: WeightConfig, kept_only: bool
+) -> tuple[Tensor, Tensor]:
+    counted = counted_units(pool.totals, weight)
+    if kept_only:
+        counted = counted & (kept_in(pool.totals, pool.keep_sequences) > 0)
+    return torch.where(counted, sequence_weight, 0), counted.double()
+
+
+def _segment_population(
+    pool: Pool, segments: SegmentStage, bounded: Float[Tensor, " S"], weight: WeightConfig, kept_only: bool
+) -> tuple[Tensor, Tensor]:
+    counted = counted_units(segments.totals, weight)
+    if kept_only:
+        counted = counted & segments.keep
+        if pool.keep_sequences is not None:
+            counted = counted & pool.keep_sequences.index_select(0, segments.segments.owner)
+    return torch.where(counted, bounded, 0), counted.double()

@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, RejectRule
-from mis_plugins.correction import (
-    Correction,
-    counted_sequences,
-    kept_tokens,
-    sequence_log_ratio,
-    sequence_ratio,
-)
+from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.correction import Correction, kept_tokens
+from mis_plugins.divergence import k1, k3
 from mis_plugins.ragged import as_bytes
-from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, saturated, share_above, share_below
-from mis_plugins.rejection import STATISTICS
+from mis_plugins.ratios import exp_clamped, log_bound, saturated, share_above, share_below
+from mis_plugins.rejection import aggregate
+from mis_plugins.totals import monotone
+from mis_plugins.units import passing_units, unit_log_ratio, unit_ratio
 from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
@@ -104,13 +102,12 @@ def catalogue(config: CorrectionConfig) -> Catalogue:
 
 def kl(c: Correction) -> Float[Tensor, " T"]:
     """k1 estimate of KL(mu || pi_old): log mu - log pi_old. Any sign; its mean is near 0 on policy."""
-    return -c.log_ratio
+    return k1(c.log_ratio)
 
 
 def k3_kl(c: Correction) -> Float[Tensor, " T"]:
     """k3 estimate of KL(mu || pi_old): r - 1 - log r, at least 0; log r clamped at +-20. (Schulman 2020)"""
-    log_ratio = c.log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return log_ratio.expm1().sub_(log_ratio)
+    return k3(c.log_ratio)
 
 
 def kept_fraction(c: Correction) -> Tensor:
@@ -156,13 +153,13 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
 
 def final_min(c: Correction) -> Float[Tensor, " N"]:
     """Smallest of them."""
-    smallest = _weight_at(c, c.totals["log_ratio_min"])
+    smallest = _extreme_weight(c, "min", passing=False)
     return torch.where(c.totals["usable"] == c.totals["valid"], smallest, 0)
 
 
 def final_max(c: Correction) -> Float[Tensor, " N"]:
     """Largest of them."""
-    return _weight_at(c, c.totals["log_ratio_max"])
+    return _extreme_weight(c, "max", passing=False)
 
 
 # Per micro-batch.
@@ -180,14 +177,14 @@ def ratio_min(c: Correction) -> Float[Tensor, ""]:
 
 def weight_max(c: Correction) -> Float[Tensor, ""]:
     """Largest weight that passes the bound, normalized."""
-    name = "counted_max" if "counted_max" in c.totals else "log_ratio_max"
-    return _largest(*_counted_weight(c, c.totals[name]))
+    largest = _extreme_weight(c, "max", passing=True)
+    return _largest(largest, _has_passing(c, largest))
 
 
 def weight_min(c: Correction) -> Float[Tensor, ""]:
     """Smallest weight that passes the bound, normalized."""
-    name = "counted_min" if "counted_min" in c.totals else "log_ratio_min"
-    return _smallest(*_counted_weight(c, c.totals[name]))
+    smallest = _extreme_weight(c, "min", passing=True)
+    return _smallest(smallest, _has_passing(c, smallest))
 
 
 def kept_sequences(c: Correction) -> Float[Tensor, ""]:
@@ -256,20 +253,25 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
     weight = config.weight
     if weight is None:
         return
-    if weight.level == "token":
-        home, log_ratio = token, lambda c: c.log_ratio
-        before, after = lambda c: c.stage.ratio, lambda c: c.stage.weight
+    if weight.by_sequence:
+        home, log_ratio = sequence, lambda c: unit_log_ratio(c.totals, weight)
+        before, after = lambda c: unit_ratio(c.totals, weight), lambda c: c.sequence_weight
+        sequence["saturated_sequence_fraction"] = lambda c: saturated(log_ratio(c))
     else:
-        home, log_ratio = sequence, lambda c: sequence_log_ratio(c.totals, weight)
-        before, after = lambda c: sequence_ratio(c.totals, weight), lambda c: c.sequence_weight
-        sequence["saturated_sequence_fraction"] = lambda c: saturated(sequence_log_ratio(c.totals, weight))
+        home, log_ratio = token, _of_unit
+        before, after = _token_ratio(weight), lambda c: c.stage.weight
+    if weight.by_segment:
+        token["saturated_segment_fraction"] = lambda c: saturated(log_ratio(c))
     home["tis_weight_before_bound"] = before
     home["tis_weight_after_bound"] = home["is_ratio_mean_after_tis_rs"] = after
+    high = lambda c: share_above(log_ratio(c), log_bound(weight.ceiling))  # noqa: E731
     if weight.bound == "truncate":
-        home["tis_truncate_fraction"] = lambda c: share_above(log_ratio(c), weight.ceiling)
-    else:
-        home[f"tis_{weight.bound}_fraction_low"] = lambda c: share_below(log_ratio(c), weight.floor)
-        home[f"tis_{weight.bound}_fraction_high"] = lambda c: share_above(log_ratio(c), weight.ceiling)
+        home["tis_truncate_fraction"] = high
+    elif weight.bound != "none":
+        home[f"tis_{weight.bound}_fraction_low"] = lambda c: share_below(
+            log_ratio(c), log_bound(weight.floor)
+        )
+        home[f"tis_{weight.bound}_fraction_high"] = high
     sequence |= {
         "is_ratio_mean_final": final_mean,
         "is_ratio_min_final": final_min,
@@ -280,7 +282,7 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
 def _rule_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: dict[str, Metric]) -> None:
     """What each rule would drop alone. A second rule of a kind is numbered."""
     for rule, suffix in zip(config.reject, _suffixes(config.reject), strict=True):
-        home = token if rule.over == "token" else sequence
+        home = token if rule.over == "token" or rule.unit == "segment" else sequence
         low, high = _outside(rule)
         if _is_veto(rule):
             token[f"rs_catastrophic_token_fraction{suffix}"] = _outside(replace(rule, over="token"))[0]
@@ -294,16 +296,25 @@ def _rule_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: 
 
 def _outside(rule: RejectRule) -> tuple[Metric, Metric]:
     """What lies below the rule's lower bound, and above its upper one."""
-    statistic = (
-        (lambda c: c.log_ratio) if rule.over == "token" else (lambda c: STATISTICS[rule.over](c.totals))
-    )
-    low = lambda c: None if rule.lower is None else share_below(statistic(c), rule.lower)  # noqa: E731
-    high = lambda c: None if rule.upper is None else share_above(statistic(c), rule.upper)  # noqa: E731
+    lower, upper = rule.limits
+    low = lambda c: None if lower is None else share_below(compared(c, rule), lower)  # noqa: E731
+    high = lambda c: None if upper is None else share_above(compared(c, rule), upper)  # noqa: E731
     return low, high
 
 
+def compared(c: Correction, rule: RejectRule) -> Tensor:
+    """What a rule compares with its limits: of each sequence, or else of each token."""
+    if rule.over == "token":
+        return c.stage.statistic(rule.statistic)
+    if rule.unit == "sequence":
+        return aggregate(c.totals, rule)
+    assert c.segments is not None
+    spread = c.segments.segments.ragged.to_tokens(aggregate(c.segments.totals, rule).float())
+    return torch.where(c.ragged.loss_mask, spread, 0)
+
+
 def _is_veto(rule: RejectRule) -> bool:
-    return rule.over == "min" and rule.upper is None
+    return rule.over == "min" and rule.upper is None and rule.unit == "sequence"
 
 
 def _suffixes(rules: tuple[RejectRule, ...]) -> list[str]:
@@ -316,20 +327,40 @@ def _normalized(c: Correction, weight: Tensor) -> Tensor:
     return weight if c.mean_weight is None else weight / c.mean_weight
 
 
-def _weight_at(c: Correction, log_ratio: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """The applied weight of a token with this log ratio (bounds are monotone); of the sequence at other levels."""
+def _token_ratio(weight: WeightConfig) -> Metric:
+    if weight.level == "token":
+        return lambda c: c.stage.ratio
+    return lambda c: torch.where(c.ragged.loss_mask, exp_clamped(_of_unit(c)), 0)
+
+
+def _of_unit(c: Correction) -> Float[Tensor, " T"]:
+    assert c.stage.unit_log_ratio is not None
+    return c.stage.unit_log_ratio
+
+
+def _extreme_weight(c: Correction, side: Literal["min", "max"], passing: bool) -> Float[Tensor, " N"]:
+    """The extreme applied weight of each sequence, perhaps only among those within a mask or zero bound."""
+    weight = c.config.weight
     if c.sequence_weight is not None:
         return _normalized(c, c.sequence_weight)
-    if c.config.weight is None:
-        return torch.ones_like(log_ratio)
-    return _normalized(c, BOUNDS[c.config.weight.bound](exp_clamped(log_ratio), c.config.weight))
+    if weight is None:
+        return torch.ones_like(c.totals[f"log_ratio_{side}"])
+    if not monotone(weight):
+        return _normalized(c, c.totals[f"{'passing_weight' if passing else 'weight'}_{side}"])
+    name = f"passing_{side}" if passing and weight.bound == "mask" else f"log_ratio_{side}"
+    return _normalized(c, BOUNDS[weight.bound](exp_clamped(c.totals[name]), weight))
 
 
-def _counted_weight(c: Correction, log_ratio: Float[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-    """Extreme weight of each sequence, and whether it has one that passes the bound."""
+def _has_passing(c: Correction, extreme: Float[Tensor, " N"]) -> Tensor:
+    """Whether a sequence has a weight within a mask or zero bound."""
+    weight = c.config.weight
+    if weight is None:
+        return c.totals["usable"] > 0
     if c.sequence_weight is not None:
-        return _weight_at(c, log_ratio), counted_sequences(c.totals, c.config.weight)
-    return _weight_at(c, log_ratio), log_ratio.isfinite()
+        return passing_units(c.totals, weight)
+    if monotone(weight):
+        return c.totals["passing_max" if weight.bound == "mask" else "log_ratio_max"].isfinite()
+    return extreme.isfinite()
 
 
 def _largest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:

@@ -14,10 +14,10 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from mis_plugins.ragged import Ragged, Ranks, to_device
+from mis_plugins.ragged import Ragged, Ranks, Responses, to_device
 
 Span = tuple[int, int]  # [start, stop) within a response
 
@@ -46,18 +46,16 @@ class Layout:
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
         """The host's full-response masks, concatenated, placed on this rank."""
         ends = [0, *accumulate(self.local_lengths)]
-        pieces, shifts = self._pieces() if self.sharded else ([], [])
-        parts = [ends, list(self.response_lengths), pieces, shifts]
+        if not self.sharded:
+            return Placed(Ragged(to_device(ends, loss_mask.device), loss_mask.bool(), ranks))
+        full_ends = [0, *accumulate(self.response_lengths)]
+        parts = [ends, full_ends, *self._pieces()]
         table = to_device([number for part in parts for number in part], loss_mask.device)
-        cu_seqlens, full_lengths, counts, offsets = table.split([len(part) for part in parts])
-        index = None
-        if self.sharded:
-            index = torch.arange(ends[-1], device=loss_mask.device)
-            index = index + offsets.repeat_interleave(counts, output_size=ends[-1])
-            loss_mask = loss_mask.index_select(0, index)
-        return Placed(
-            Ragged(cu_seqlens, loss_mask.bool(), ranks), full_lengths, sum(self.response_lengths), index
-        )
+        cu_seqlens, starts, counts, offsets = table.split([len(part) for part in parts])
+        index = torch.arange(ends[-1], device=loss_mask.device)
+        index = index + offsets.repeat_interleave(counts, output_size=ends[-1])
+        whole = Responses(starts, loss_mask.bool(), index)
+        return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole))
 
     def _pieces(self) -> tuple[list[int], list[int]]:
         """Length of each piece, and what to add to a local position in it to find it among all responses."""
@@ -73,30 +71,25 @@ class Layout:
 
 @dataclass(frozen=True)
 class Placed:
-    """A Ragged batch and the way back from its local tokens to the host's full responses.
-
-    index: of each local token among all R response tokens; None where they are the same.
-    """
+    """A Ragged batch and the way back from its local tokens to the host's full responses."""
 
     ragged: Ragged
-    full_lengths: Int[Tensor, " N"]
-    full_size: int
-    index: Int[Tensor, " T"] | None
 
     def full_mask(
         self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None
     ) -> Bool[Tensor, " R"]:
         """What is kept of whole responses, by token and by sequence; None keeps all. Tokens cost one collective."""
-        keep = self.ragged.loss_mask.new_ones(self.full_size) if tokens is None else self._gather(tokens)
+        responses = self.ragged.responses
+        assert responses is not None
+        keep = torch.ones_like(responses.loss_mask) if tokens is None else self._gather(tokens, responses)
         if sequences is None:
             return keep
-        return keep & sequences.repeat_interleave(self.full_lengths, output_size=self.full_size)
+        return keep & sequences.repeat_interleave(responses.cu_seqlens.diff(), output_size=keep.numel())
 
-    def _gather(self, tokens: Bool[Tensor, " T"]) -> Bool[Tensor, " R"]:
+    def _gather(self, tokens: Bool[Tensor, " T"], responses: Responses) -> Bool[Tensor, " R"]:
         """Every token lies on one rank, so that a sum of bytes over ranks puts them together."""
-        assert self.index is not None
-        full = torch.zeros(self.full_size, dtype=torch.uint8, device=tokens.device)
-        full.index_copy_(0, self.index, tokens.byte())
+        full = torch.zeros_like(responses.loss_mask, dtype=torch.uint8)
+        full.index_copy_(0, responses.index, tokens.byte())
         dist.all_reduce(full, group=self.ragged.ranks.cp)
         return full.bool()
 

@@ -3,6 +3,8 @@
     --custom-tis-function-path       mis_plugins.mis.compute_mis_weights_with_cp   (Megatron)
     --custom-tis-function-path       mis_plugins.mis.compute_mis_weights_fsdp      (FSDP)
     --rollout-data-postprocess-path  mis_plugins.mis.normalize_rollout             (`scope: rollout`)
+    --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
+    --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
 
 They keep no state that a second call could see: under recompute a hook runs twice for each micro-batch.
 """
@@ -20,9 +22,11 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import fsdp, miles, slime
+from mis_plugins.hosts import denominator, fsdp, miles, slime
 from mis_plugins.hosts.agreement import check_agreement
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
+from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
+from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
 from mis_plugins.notices import warn_once
 
@@ -94,7 +98,7 @@ def compute_mis_weights(
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
     metrics = {name: list(value.split(lengths)) for name, value in diagnose(correction, prefix="").items()}
-    weights = list(correction.weights.split(lengths)) if config.corrects else None
+    weights = list(correction.loss_factor.split(lengths)) if config.corrects else None
     return weights, _masks(batch, correction, placed), metrics
 
 
@@ -133,8 +137,20 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
 
 
 def config_in_force(args: Any) -> CorrectionConfig:
-    """The config that the host's arguments carry; without --use-tis, one that changes nothing."""
+    """The config that the host's arguments carry; without --use-tis, one that changes nothing.
+
+    Raises:
+        ConfigError: what this hook cannot serve; it says which could.
+    """
     config = reading.from_args(args)
+    if config.needs_loss_hook:
+        key = "mis.opsm" if config.opsm else "mis.objective"
+        raise ConfigError(
+            f"{key}: the TIS hook sees neither advantages nor the target policy; pass --loss-type custom_loss "
+            "--custom-loss-function-path mis_plugins.mis.policy_loss in place of --use-tis"
+        )
+    if config.denominator == "kept":
+        denominator.check(args)
     if not args.use_tis:
         if getattr(args, "use_rs", False):
             warn_once("use_rs is set but --use-tis is not: metrics only, nothing is rejected")
@@ -152,7 +168,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
         )
     correction, placed = _correct(args, batch, config)
     if config.corrects:
-        pg_loss = torch.where(correction.keep, pg_loss * correction.weights, 0)
+        pg_loss = torch.where(correction.keep, pg_loss * correction.loss_factor, 0)
     return pg_loss, _masks(batch, correction, placed), diagnose(correction)
 
 
@@ -168,6 +184,6 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
     tokens, sequences = correction.keep_tokens, correction.keep_sequences
     if tokens is None and sequences is None:
         return batch.loss_masks
-    keep = correction.keep if placed.index is None else placed.full_mask(tokens, sequences)
+    keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
     masks = batch.loss_mask
     return list(torch.where(keep, masks, 0).to(masks.dtype).split(list(batch.layout.response_lengths)))

@@ -33,16 +33,41 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class Responses:
+    """The whole responses of which a rank holds a part.
+
+    cu_seqlens: where each starts among all R response tokens, and R at the end.
+    index: of each local token among them.
+    """
+
+    cu_seqlens: Int[Tensor, " bounds"]  # N + 1 of them
+    loss_mask: Bool[Tensor, " R"]
+    index: Int[Tensor, " T"]
+
+
+@dataclass(frozen=True)
 class Ragged:
     """N sequences packed into T local tokens, with what counts among them.
 
     cu_seqlens: where each sequence starts, and T at the end, on the tokens' device.
     loss_mask: the host's: true where a token enters the loss.
+    responses: None where the local tokens are the whole responses.
     """
 
     cu_seqlens: Int[Tensor, " bounds"]  # N + 1 of them
     loss_mask: Bool[Tensor, " T"]
     ranks: Ranks = Ranks()
+    responses: Responses | None = None
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.cu_seqlens.numel() - 1
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The same tokens by segment: a run of ones in the loss mask of one sequence."""
+        return Segments.of(self)
 
     def over_sequence(
         self,
@@ -95,6 +120,40 @@ class Ragged:
         # A scatter, in any order: a segment_reduce of extremes takes three times as long on a CPU.
         none = torch.full_like(self.cu_seqlens[1:], torch.inf if op == "amin" else -torch.inf, dtype=x.dtype)
         return none.scatter_reduce_(0, self._sequence_of_token, x, op).double()
+
+
+@dataclass(frozen=True)
+class Segments:
+    """S segments in the order of the tokens, as many as there can be: those at the end may have no token.
+
+    ragged: the local tokens packed by segment; masked ones lie in any, where they do not count.
+    owner: the sequence of each segment.
+    """
+
+    ragged: Ragged
+    owner: Int[Tensor, " S"]
+
+    @classmethod
+    def of(cls, sequences: Ragged) -> Segments:
+        whole = sequences.responses
+        starts, mask = (sequences if whole is None else whole).cu_seqlens, (whole or sequences).loss_mask
+        size = (mask.numel() + sequences.size) // 2 + 1  # runs of n tokens number at most (n + 1) / 2
+        numbers = torch.arange(size + 1, device=mask.device)
+        of_token = _run_of_token(starts, mask)
+        first = torch.searchsorted(of_token, numbers[:-1])
+        owner = torch.searchsorted(starts, first, right=True).sub_(1).clamp_(max=max(sequences.size - 1, 0))
+        local = of_token if whole is None else of_token.index_select(0, whole.index)
+        # Response tokens keep their order on every rank, so that local numbers never decrease.
+        bounds = torch.searchsorted(local, numbers)
+        return cls(Ragged(bounds, sequences.loss_mask, sequences.ranks), owner)
+
+
+def _run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
+    """The number of the last run of ones that began at or before each token, never less than 0."""
+    previous = mask.new_zeros(mask.numel() + 1)
+    previous[1:] = mask
+    begins = mask & ~previous.index_fill_(0, starts, False)[:-1]
+    return begins.cumsum(0).sub_(1).clamp_(min=0)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of the sampled tokens: trainer before the update (proximal), rollout engine (behavior)."""
+
+    proximal: Float[Tensor, " T"]
+    behavior: Float[Tensor, " T"]
 
 
 def log_ratio(
@@ -34,24 +43,19 @@ def exp_clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 
-def below(log_ratio: Tensor, bound: float) -> Bool[Tensor, " *"]:
-    """Where the ratio is strictly below `bound`. Compared as logarithms, so that nothing overflows."""
-    return log_ratio < math.log(bound)
+def log_bound(bound: float) -> float:
+    """The logarithm that a log ratio is compared with, so that nothing overflows; -inf for no lower bound."""
+    return math.log(bound) if bound > 0 else -math.inf
 
 
-def above(log_ratio: Tensor, bound: float) -> Bool[Tensor, " *"]:
-    """Where the ratio is strictly above `bound`."""
-    return log_ratio > math.log(bound)
+def share_below(x: Tensor, bound: float) -> Tensor:
+    """1 where x is strictly below the bound, else 0: to be averaged."""
+    return _flags(torch.lt, x, bound)
 
 
-def share_below(log_ratio: Tensor, bound: float) -> Tensor:
-    """1 where the ratio is below the bound, else 0: to be averaged."""
-    return _flags(torch.lt, log_ratio, math.log(bound))
-
-
-def share_above(log_ratio: Tensor, bound: float) -> Tensor:
-    """1 where the ratio is above the bound, else 0."""
-    return _flags(torch.gt, log_ratio, math.log(bound))
+def share_above(x: Tensor, bound: float) -> Tensor:
+    """1 where x is strictly above the bound, else 0."""
+    return _flags(torch.gt, x, bound)
 
 
 def saturated(log_ratio: Tensor) -> Tensor:

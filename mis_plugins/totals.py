@@ -1,46 +1,62 @@
-"""What is summed over each sequence: everything of a micro-batch that crosses context-parallel ranks, in one go."""
+"""What is added up over each sequence: everything of a micro-batch that crosses context-parallel ranks, in one go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, WeightConfig
+from mis_plugins.config import CorrectionConfig, RejectRule, Statistic, WeightConfig
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import exp_clamped, finite, log_ratio
-from mis_plugins.rejection import passes
+from mis_plugins.ratios import LogProbs, exp_clamped, finite, log_ratio
+from mis_plugins.rejection import passes, row_of, total_of
+from mis_plugins.statistics import STATISTICS
 from mis_plugins.weights import bounded_weight, in_bounds
 
 
 @dataclass(frozen=True)
 class TokenStage:
-    """What a rank knows of its tokens before it asks anybody.
+    """What is known of each local token before its sequence is.
 
     log_ratio: log pi_old - log mu; 0 where it is not usable.
     usable: in loss_mask, and both log-probs finite.
     ratio: exp(log_ratio), clamped; 0 where it is not usable.
-    weight: bounded token weight; None at the other levels.
-    counted: tokens that a mean of the weights counts before rejection: usable, and not dropped by a mask bound.
-    keep: `counted`, and passing every rule over tokens; None where nothing can drop a single token.
+    unit_log_ratio: log ratio of what weighs the token, itself or its segment; None at the other levels.
+    weight: bounded, of the token or of its segment; None at the other levels.
+    passing: the weight is known, and within a mask or zero bound.
+    keep: what mask bound and rules over tokens and segments leave; None where they can drop nothing.
     """
 
+    config: CorrectionConfig
+    log_probs: LogProbs
     loss_mask: Bool[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
     ratio: Float[Tensor, " T"]
+    unit_log_ratio: Float[Tensor, " T"] | None
     weight: Float[Tensor, " T"] | None
-    counted: Bool[Tensor, " T"]
+    passing: Bool[Tensor, " T"]
     keep: Bool[Tensor, " T"] | None
 
     @property
+    def counted(self) -> Bool[Tensor, " T"]:
+        """What a mean of the weights counts before rejection: not what a mask bound drops, but what zero zeroes."""
+        zero = self.config.weight is not None and self.config.weight.bound == "zero"
+        return self.usable if zero else self.passing
+
+    @property
     def applied(self) -> Float[Tensor, " T"]:
-        """Token weight where the token is kept, else 0."""
+        """Weight of the token where it is kept, else 0."""
         assert self.weight is not None
         return self.weight if self.keep is None else torch.where(self.keep, self.weight, 0)
+
+    def statistic(self, name: Statistic) -> Float[Tensor, " T"]:
+        """What a rule looks at, 0 where it is not known."""
+        value = STATISTICS[name](self.log_ratio, self.log_probs)
+        return torch.where(self.usable, value, 0) if name.endswith(("prob", "diff")) else value
 
 
 def token_stage(
@@ -52,131 +68,182 @@ def token_stage(
     """Everything that needs no other token than itself."""
     log_r, usable = log_ratio(proximal, behavior, loss_mask)
     ratio = torch.where(usable, exp_clamped(log_r), 0)
-    token_weight = config.weight if config.weight and config.weight.level == "token" else None
-    masked = token_weight if token_weight and token_weight.bound == "mask" else None
-    counted = usable & in_bounds(log_r, masked) if masked else usable
-    weight = None if token_weight is None else bounded_weight(ratio, usable, token_weight)
-    keep = counted if drops_tokens(config) else None
+    weight = config.weight if config.weight and config.weight.level == "token" else None
+    passing = in_bounds(log_r, usable, weight) if weight else usable
+    stage = TokenStage(
+        config=config,
+        log_probs=LogProbs(proximal, behavior),
+        loss_mask=loss_mask,
+        log_ratio=log_r,
+        usable=usable,
+        ratio=ratio,
+        unit_log_ratio=log_r if weight else None,
+        weight=bounded_weight(ratio, usable, passing, weight) if weight else None,
+        passing=passing,
+        keep=None,
+    )
+    if not drops_tokens(config):
+        return stage
+    keep = passing if weight and weight.bound == "mask" else usable
     for rule in config.reject:
-        if keep is not None and rule.over == "token":
-            keep = passes(log_r, rule, keep)
-    return TokenStage(loss_mask, log_r, usable, ratio, weight, counted, keep)
+        if rule.over == "token":
+            keep = passes(stage.statistic(rule.statistic), rule, keep)
+    return replace(stage, keep=keep)
 
 
-@dataclass(frozen=True)
-class LogProbs:
-    """Of the sampled tokens: trainer before the update (proximal), rollout engine (behavior)."""
+Row = Callable[[TokenStage], Tensor | None]
 
-    proximal: Float[Tensor, " T"]
-    behavior: Float[Tensor, " T"]
-
-
-SUMS: dict[str, Callable[[TokenStage, LogProbs], Tensor | None]] = {
-    "valid": lambda stage, _: stage.loss_mask,
-    "usable": lambda stage, _: stage.usable,
-    "log_ratio": lambda stage, _: stage.log_ratio,
-    "proximal": lambda stage, log_probs: torch.where(stage.usable, log_probs.proximal.float(), 0),
-    "weight": lambda stage, _: stage.weight,
-    "counted": lambda stage, _: stage.counted,
-    "counted_weight": lambda stage, _: (
+SUMS: dict[str, Row] = {
+    "valid": lambda stage: stage.loss_mask,
+    "usable": lambda stage: stage.usable,
+    "proximal": lambda stage: torch.where(stage.usable, stage.log_probs.proximal.float(), 0),
+    "weight": lambda stage: stage.weight,
+    "counted": lambda stage: stage.counted,
+    "counted_weight": lambda stage: (
         None if stage.weight is None else torch.where(stage.counted, stage.weight, 0)
     ),
-    "kept": lambda stage, _: stage.keep,
-    "applied": lambda stage, _: stage.applied,
-}
+    "kept": lambda stage: stage.keep,
+    "applied": lambda stage: stage.applied,
+} | {row_of(name): lambda stage, name=name: stage.statistic(name) for name in STATISTICS}
 
-SQUARES: dict[str, Callable[[TokenStage], Tensor]] = {
+SQUARES: dict[str, Row] = {
     "ratio_squared": lambda stage: stage.ratio,
     "applied_squared": lambda stage: stage.applied,
 }
 
-COUNTS: dict[str, Callable[[TokenStage, LogProbs], Tensor]] = {
-    "nonfinite_train": lambda stage, log_probs: stage.loss_mask & ~finite(log_probs.proximal),
-    "nonfinite_rollout": lambda stage, log_probs: stage.loss_mask & ~finite(log_probs.behavior),
+COUNTS: dict[str, Callable[[TokenStage], Tensor]] = {
+    "nonfinite_train": lambda stage: stage.loss_mask & ~finite(stage.log_probs.proximal),
+    "nonfinite_rollout": lambda stage: stage.loss_mask & ~finite(stage.log_probs.behavior),
 }
 
-MINIMA: dict[str, Callable[[TokenStage], Tensor]] = {
-    "log_ratio_min": lambda stage: torch.where(stage.usable, stage.log_ratio, torch.inf),
-    "counted_min": lambda stage: torch.where(stage.counted, stage.log_ratio, torch.inf),
-}
 
-MAXIMA: dict[str, Callable[[TokenStage], Tensor]] = {
-    "log_ratio_max": lambda stage: torch.where(stage.usable, stage.log_ratio, -torch.inf),
-    "counted_max": lambda stage: torch.where(stage.counted, stage.log_ratio, -torch.inf),
-}
+def _extremes(suffix: str, none: float) -> dict[str, Row]:
+    def among(where: Callable[[TokenStage], Tensor], what: Row) -> Row:
+        return lambda stage: torch.where(where(stage), what(stage), none)  # type: ignore[arg-type]
+
+    usable, passing = lambda stage: stage.usable, lambda stage: stage.passing
+    rows = {
+        "passing": among(passing, lambda stage: stage.log_ratio),
+        "weight": among(usable, lambda stage: stage.weight),
+        "passing_weight": among(passing, lambda stage: stage.weight),
+    } | {row_of(name): among(usable, lambda stage, name=name: stage.statistic(name)) for name in STATISTICS}
+    return {name + suffix: row for name, row in rows.items()}
+
+
+MINIMA: dict[str, Row] = _extremes("_min", torch.inf)
+MAXIMA: dict[str, Row] = _extremes("_max", -torch.inf)
 
 
 def over_sequences(
-    stage: TokenStage, log_probs: LogProbs, ragged: Ragged, config: CorrectionConfig
+    stage: TokenStage, ragged: Ragged, config: CorrectionConfig
 ) -> dict[str, Float[Tensor, " ..."]]:
     """The totals that this config needs, by the names above; nothing is computed or sent where it needs none.
 
     Each has one value a sequence, those of `COUNTS` one for the micro-batch.
     """
-    sums, squares, minima, maxima, counts = needed(config)
+    return totals(stage, ragged, needed(config))
+
+
+def totals(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> dict[str, Float[Tensor, " ..."]]:
+    """Of each unit of `ragged`: a sequence, or a segment."""
+    names = set(names)
+    sums, squares, minima, maxima, counts = (
+        [name for name in table if name in names] for table in (SUMS, SQUARES, MINIMA, MAXIMA, COUNTS)
+    )
     if not (sums or minima or maxima):
         return {}
     rows, marked = ragged.over_sequence(
-        (_row(name, stage, log_probs) for name in sums),
-        (SQUARES[name](stage) for name in squares),
-        (MINIMA[name](stage) for name in minima),
-        (MAXIMA[name](stage) for name in maxima),
-        (COUNTS[name](stage, log_probs) for name in counts),
+        (_row(SUMS[name], stage) for name in sums),
+        (_row(SQUARES[name], stage) for name in squares),
+        (_row(MINIMA[name], stage) for name in minima),
+        (_row(MAXIMA[name], stage) for name in maxima),
+        (COUNTS[name](stage) for name in counts),
     )
-    totals = dict(zip(sums + squares + minima + maxima, rows.unbind(), strict=True))
-    return totals | dict(zip(counts, marked.unbind(), strict=False))
+    by_unit = dict(zip(sums + squares + minima + maxima, rows.unbind(), strict=True))
+    return by_unit | dict(zip(counts, marked.unbind(), strict=False))
 
 
-def _row(name: str, stage: TokenStage, log_probs: LogProbs) -> Tensor:
-    row = SUMS[name](stage, log_probs)
-    assert row is not None, name
-    return row
+def _row(row: Row, stage: TokenStage) -> Tensor:
+    value = row(stage)
+    assert value is not None
+    return value
 
 
-def needed(config: CorrectionConfig) -> list[list[str]]:
-    """Names of `SUMS`, `SQUARES`, `MINIMA`, `MAXIMA` and `COUNTS`: none for token level without mean and metrics."""
-    names = _needed_sums(config) | _needed_extremes(config)
-    if config.metrics != "none":
-        names |= set(COUNTS)
-    return [[name for name in table if name in names] for table in (SUMS, SQUARES, MINIMA, MAXIMA, COUNTS)]
-
-
-def _needed_sums(config: CorrectionConfig) -> set[str]:
-    names: set[str] = set()
-    by_token = config.weight is not None and config.weight.level == "token"
-    if any(rule.over != "token" for rule in config.reject) or (config.weight and not by_token):
+def needed(config: CorrectionConfig) -> set[str]:
+    """Names of the tables above: none for token level without mean, rejection and metrics."""
+    names = _needed_for_mean(config) | _needed_for_metrics(config)
+    rules = sequence_rules(config)
+    names |= {total_of(rule) for rule in rules}
+    if rules or (config.weight and config.weight.by_sequence):
         names |= {"valid", "usable", "log_ratio"}
-    if config.weight and config.weight.normalize:
-        names |= _needed_for_mean(config, config.weight, by_token)
-    if config.metrics != "none":
-        names |= {"valid", "usable", "log_ratio"}
-        names |= {"applied", "applied_squared"} if by_token else ({"kept"} if drops_tokens(config) else set())
-    if config.metrics == "full":
-        names |= {"proximal", "ratio_squared"} | ({"weight"} if by_token else set())
+    if config.rejects:
+        names |= {"valid", _kept_row(config)}
+    if config.denominator == "kept":
+        names |= {"valid", "kept" if drops_tokens(config) else "usable"}
     return names
 
 
-def _needed_for_mean(config: CorrectionConfig, weight: WeightConfig, by_token: bool) -> set[str]:
-    assert weight.normalize is not None
+def weighs_tokens(config: CorrectionConfig) -> bool:
+    """Whether each token has a weight of its own, or of its segment."""
+    return config.weight is not None and not config.weight.by_sequence
+
+
+def sequence_rules(config: CorrectionConfig) -> list[RejectRule]:
+    return [rule for rule in config.reject if rule.over != "token" and rule.unit == "sequence"]
+
+
+def segment_rules(config: CorrectionConfig) -> list[RejectRule]:
+    return [rule for rule in config.reject if rule.unit == "segment"]
+
+
+def drops_tokens(config: CorrectionConfig) -> bool:
+    """Whether less than a whole sequence can be rejected."""
+    masks = weighs_tokens(config) and config.weight is not None and config.weight.bound == "mask"
+    return masks or len(sequence_rules(config)) < len(config.reject)
+
+
+def monotone(weight: WeightConfig) -> bool:
+    """Whether the extreme weights of a sequence are those of its extreme token ratios."""
+    return weight.level == "token" and weight.bound != "zero"
+
+
+def _kept_row(config: CorrectionConfig) -> str:
+    """What tells whether anything of a sequence is kept, sequence rules aside."""
+    if weighs_tokens(config):
+        return "applied"
+    return "kept" if drops_tokens(config) else "usable"
+
+
+def _needed_for_mean(config: CorrectionConfig) -> set[str]:
+    weight = config.weight
+    if weight is None or weight.normalize is None:
+        return set()
     if weight.normalize.over == "kept":
-        return {"kept" if drops_tokens(config) else "usable"} | ({"applied"} if by_token else set())
-    if not by_token:
+        kept = {"kept" if drops_tokens(config) else "usable"}
+        return kept | ({"applied"} if weight.level == "token" else set())
+    if weight.level != "token":
         return set()
     return {"counted", "counted_weight"} if weight.bound == "mask" else {"usable", "weight"}
 
 
-def _needed_extremes(config: CorrectionConfig) -> set[str]:
-    names = {f"log_ratio_{rule.over}" for rule in config.reject if rule.over in ("min", "max")}
-    if config.metrics != "none":
-        names |= {"log_ratio_max"}
-    if config.metrics == "full":
-        weight = config.weight
-        masks = weight is not None and (weight.level, weight.bound) == ("token", "mask")
-        names |= {"log_ratio_min"} | ({"counted_min", "counted_max"} if masks else set())
-    return names
+def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
+    if config.metrics == "none":
+        return set()
+    names = {"valid", "usable", "log_ratio", "log_ratio_max"} | set(COUNTS)
+    if weighs_tokens(config):
+        names |= {"applied", "applied_squared"}
+    elif drops_tokens(config):
+        names |= {"kept"}
+    if config.metrics == "core":
+        return names
+    names |= {"proximal", "ratio_squared", "log_ratio_min"}
+    return names | (_needed_for_weights(config.weight) if config.weight else set())
 
 
-def drops_tokens(config: CorrectionConfig) -> bool:
-    """Whether single tokens can be rejected."""
-    masks = config.weight and config.weight.level == "token" and config.weight.bound == "mask"
-    return bool(masks) or any(rule.over == "token" for rule in config.reject)
+def _needed_for_weights(weight: WeightConfig) -> set[str]:
+    """For the mean and the extremes of the weights of each sequence."""
+    if weight.by_sequence:
+        return set()
+    if not monotone(weight):
+        return {"weight", "weight_min", "weight_max", "passing_weight_min", "passing_weight_max"}
+    return {"weight"} | ({"passing_min", "passing_max"} if weight.bound == "mask" else set())

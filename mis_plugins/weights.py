@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Bound, WeightConfig
-from mis_plugins.ratios import above, below
+from mis_plugins.ratios import log_bound
 
 
 def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
@@ -26,27 +26,38 @@ def clip(ratio: Tensor, config: WeightConfig) -> Tensor:
     return ratio.clamp(config.floor, config.ceiling)
 
 
-def mask(ratio: Tensor, config: WeightConfig) -> Tensor:
-    """MIS, IcePop: r itself. What lies outside the bounds is dropped from the loss mask, see `in_bounds`."""
+def unbounded(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """r itself. Of `mask` (MIS, IcePop) and `zero`, what lies outside is dealt with where it is known which that is."""
     return ratio
 
 
 BOUNDS: dict[Bound, Callable[[Tensor, WeightConfig], Tensor]] = {
+    "none": unbounded,
     "truncate": truncate,
     "clip": clip,
-    "mask": mask,
+    "mask": unbounded,
+    "zero": unbounded,
 }
 
 
-def bounded_weight(ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Tensor:
-    """w = bound(r); 0 where the ratio is not known, and reads 0."""
+def bounded_weight(
+    ratio: Tensor, usable: Bool[Tensor, " *"], passing: Bool[Tensor, " *"], config: WeightConfig
+) -> Tensor:
+    """w = bound(r); 0 where the ratio is not known, and reads 0.
+
+    passing: `usable`, and within a mask or zero bound.
+    """
     weight = BOUNDS[config.bound](ratio, config)
+    if config.bound == "zero":
+        return torch.where(passing, weight, 0)
     return torch.where(usable, weight, 0) if config.bound == "clip" else weight
 
 
-def in_bounds(log_ratio: Tensor, config: WeightConfig) -> Bool[Tensor, " *"]:
-    """lower <= r <= upper."""
-    return ~(below(log_ratio, config.floor) | above(log_ratio, config.ceiling))
+def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Bool[Tensor, " *"]:
+    """`usable`, and for a mask or zero bound lower <= r <= upper."""
+    if config.bound not in ("mask", "zero"):
+        return usable
+    return usable & ~((log_ratio < log_bound(config.floor)) | (log_ratio > log_bound(config.ceiling)))
 
 
 def normalization(total: Float[Tensor, " 2"]) -> Float[Tensor, ""]:

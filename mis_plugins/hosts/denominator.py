@@ -1,0 +1,33 @@
+"""Where `mis.denominator: kept` can be had: a host divides a sequence's loss by its original number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mis_plugins.errors import ConfigError
+
+REDUCER = "mis_plugins.mis.kept_token_mean"
+
+
+def check(args: Any) -> None:
+    """Refuse `kept` where the host's own division would undo it, or another hook's would do it twice.
+
+    Raises:
+        ConfigError: it quotes the host's flag.
+    """
+    if getattr(args, "calculate_per_token_loss", False):
+        raise ConfigError(
+            "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides the "
+            "whole step by a token count that no hook can change; drop the flag, or use mis.denominator: original"
+        )
+    reducer = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    if reducer == REDUCER:
+        raise ConfigError(
+            f"mis.denominator: kept and --custom-pg-loss-reducer-function-path {REDUCER} both divide by the kept tokens; "
+            "keep one of them"
+        )
+    if reducer is not None:
+        raise ConfigError(
+            f"mis.denominator: kept has no effect that we could promise: --custom-pg-loss-reducer-function-path {reducer} "
+            "divides as it likes; drop one of them"
+        )

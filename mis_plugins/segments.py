@@ -1,0 +1,81 @@
+"""Weights and rules of segments, a segment being a run of ones in the loss mask: one turn of the model.
+
+Once it is known what a segment weighs and whether it stays, that is a weight and a mask on each of its tokens, and the
+rest of the pipeline knows no segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig, WeightConfig
+from mis_plugins.ragged import Ragged, Segments
+from mis_plugins.rejection import Totals, aggregate, passes, total_of
+from mis_plugins.totals import TokenStage, segment_rules, totals
+from mis_plugins.units import known, passing_units, unit_log_ratio, unit_weight
+
+
+@dataclass(frozen=True)
+class SegmentStage:
+    """What is known of S segments.
+
+    totals: what each adds up to, see `totals.py`.
+    keep: what passes mask bound and rules over segments and has a token that passes those over tokens.
+    weight: bounded; 0 where the segment is not known. None where the weights are not those of segments.
+    """
+
+    segments: Segments
+    totals: Totals
+    keep: Bool[Tensor, " S"]
+    weight: Float[Tensor, " S"] | None
+
+
+def needs_segments(config: CorrectionConfig) -> bool:
+    return bool(segment_rules(config)) or (config.weight is not None and config.weight.by_segment)
+
+
+def segment_stage(
+    stage: TokenStage, ragged: Ragged, config: CorrectionConfig
+) -> tuple[TokenStage, SegmentStage]:
+    """The stage of the tokens with weights and rules of segments in it; one collective over context-parallel ranks."""
+    segments = ragged.segments
+    names = {"valid", "usable", "log_ratio"} | {total_of(rule) for rule in segment_rules(config)}
+    of_segment = totals(stage, segments.ragged, names | ({"kept"} if stage.keep is not None else set()))
+    weight = config.weight if config.weight and config.weight.by_segment else None
+    keep = _keep(of_segment, config, weight)
+    if stage.keep is not None:
+        stage = replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
+        keep = keep & (of_segment["kept"] > 0)
+    if weight is None:
+        return stage, SegmentStage(segments, of_segment, keep, None)
+    bounded = unit_weight(of_segment, weight)
+    stage = _weighted(stage, of_segment, bounded, segments.ragged, weight)
+    return stage, SegmentStage(segments, of_segment, keep, bounded)
+
+
+def _keep(of_segment: Totals, config: CorrectionConfig, weight: WeightConfig | None) -> Bool[Tensor, " S"]:
+    masks = weight is not None and weight.bound == "mask"
+    keep = passing_units(of_segment, weight) if masks and weight else known(of_segment)
+    for rule in segment_rules(config):
+        keep = passes(aggregate(of_segment, rule), rule, keep)
+    return keep
+
+
+def _weighted(
+    stage: TokenStage,
+    of_segment: Totals,
+    bounded: Float[Tensor, " S"],
+    segments: Ragged,
+    weight: WeightConfig,
+) -> TokenStage:
+    spread = segments.to_tokens
+    return replace(
+        stage,
+        unit_log_ratio=torch.where(stage.loss_mask, spread(unit_log_ratio(of_segment, weight).float()), 0),
+        weight=torch.where(stage.loss_mask, spread(bounded.float()), 0),
+        passing=stage.usable & spread(passing_units(of_segment, weight)),
+    )

@@ -1,0 +1,43 @@
+"""The importance ratio and the weight of a unit: a sequence, or a segment of one. From the totals over its tokens."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config import LEVEL_OVER, WeightConfig
+from mis_plugins.ratios import exp_clamped
+from mis_plugins.rejection import Totals
+from mis_plugins.weights import bounded_weight, in_bounds
+
+
+def known(totals: Totals) -> Bool[Tensor, " N"]:
+    """Units with a valid token, all of whose log ratios are finite."""
+    return (totals["valid"] > 0) & (totals["usable"] == totals["valid"])
+
+
+def unit_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """log r of the whole unit: the sum, or its mean over the valid tokens."""
+    total = totals["log_ratio"]
+    return total / totals["valid"].clamp(min=1) if LEVEL_OVER[weight.level] == "mean" else total
+
+
+def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """exp of it, clamped; 0 where it is not known."""
+    return torch.where(known(totals), exp_clamped(unit_log_ratio(totals, weight)), 0)
+
+
+def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
+    """Units that are known, and within a mask or zero bound."""
+    return in_bounds(unit_log_ratio(totals, weight), known(totals), weight)
+
+
+def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """The bounded ratio; 0 where it is not known."""
+    return bounded_weight(unit_ratio(totals, weight), known(totals), passing_units(totals, weight), weight)
+
+
+def counted_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
+    """What a mean of the weights counts before rejection: not what a mask bound drops, but what zero zeroes."""
+    return known(totals) if weight.bound == "zero" else passing_units(totals, weight)
