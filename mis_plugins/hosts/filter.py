@@ -1,0 +1,139 @@
+"""Samples whose rollout log-probs do not fit their response, taken out of the loss before a trainer sees them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mis_plugins.errors import InputError
+from mis_plugins.notices import warn_once
+
+logger = logging.getLogger("mis_plugins")
+
+Cause = Literal["missing", "of another count", "not finite"]
+
+NAMED = 10
+"""How many dropped samples of one rollout are named in the log, before their total."""
+
+UNSAMPLED = 0.0
+"""What the hosts themselves give to tokens that no engine sampled, such as a tool's."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a sample cannot be corrected; `detail` has the counts."""
+
+    cause: Cause
+    detail: str
+
+
+def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
+    """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
+
+    Sets `remove_sample` where rollout log-probs are missing, of another count than the response's tokens (a
+    post-processed response), or not finite at a token of the loss, and names those samples in the log. They stay in
+    their group's advantages. The hosts slice and convert the log-probs of dropped samples too, and would fail there:
+    what is missing or not finite becomes 0, all of it outside the loss by then.
+
+    Args:
+        args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores samples anew after this
+            hook, aborted ones excepted, and checks the count itself: those are left alone.
+        data: samples, or groups of them, nested however the rollout function left them.
+
+    Raises:
+        InputError: no sample has any rollout log-prob at all, which no filter mends.
+    """
+    samples = [sample for sample in _flat(data) if not _scored_later(args, sample)]
+    dropped = []
+    for sample in samples:
+        fault = None if sample.remove_sample else fault_of(sample)
+        if fault is not None:
+            dropped.append((sample, fault))
+            sample.remove_sample = True
+    _refuse_an_engine_without_log_probs(samples, dropped)
+    for sample in samples:
+        _make_readable(sample)
+    _report(dropped, len(samples))
+
+
+def fault_of(sample: Any) -> Fault | None:
+    """What is wrong with the rollout log-probs of a host's `Sample`, if anything."""
+    log_probs, expected = _numbers(sample.rollout_log_probs), sample.response_length
+    if expected and not log_probs:
+        return Fault("missing", f"no rollout log-probs for {expected} response tokens")
+    if len(log_probs) != expected:
+        return Fault("of another count", f"{len(log_probs)} rollout log-probs for {expected} response tokens")
+    pairs = zip(log_probs, _in_loss(sample), strict=True)
+    broken = sum(counts and not math.isfinite(x) for x, counts in pairs)
+    return Fault("not finite", f"{broken} of {expected} rollout log-probs not finite") if broken else None
+
+
+def _flat(data: Any) -> Iterator[Any]:
+    """The samples in order, whatever lists they are in; None is no sample."""
+    if isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _flat(item)
+    elif data is not None:
+        yield data
+
+
+def _scored_later(args: Any, sample: Any) -> bool:
+    if not getattr(args, "recompute_logprobs_via_prefill", False):
+        return False
+    warn_once(
+        "drop_broken_samples with --recompute-logprobs-via-prefill looks at aborted samples only: "
+        "the host replaces the log-probs of all others afterwards"
+    )
+    return getattr(sample.status, "value", sample.status) != "aborted"
+
+
+def _numbers(log_probs: Any) -> list[float]:
+    """A list, tensor or array as floats; none at all for None, NaN for a None inside."""
+    if log_probs is None:
+        return []
+    values = log_probs.tolist() if hasattr(log_probs, "tolist") else log_probs
+    return [math.nan if value is None else value for value in values]
+
+
+def _in_loss(sample: Any) -> list[bool]:
+    """By response token; without a loss mask all of them, as in the hosts, which refuse one of another length."""
+    mask = _numbers(sample.loss_mask)
+    return [bool(x) for x in mask] if len(mask) == sample.response_length else [True] * sample.response_length
+
+
+def _make_readable(sample: Any) -> None:
+    """One finite number a response token; a list that has that is left as it is."""
+    log_probs = _numbers(sample.rollout_log_probs)
+    if len(log_probs) != sample.response_length:
+        log_probs = [math.nan] * sample.response_length
+    elif sample.rollout_log_probs is not None and all(map(math.isfinite, log_probs)):
+        return
+    sample.rollout_log_probs = [x if math.isfinite(x) else UNSAMPLED for x in log_probs]
+
+
+def _refuse_an_engine_without_log_probs(samples: list[Any], dropped: list[tuple[Any, Fault]]) -> None:
+    missing = sum(fault.cause == "missing" for _, fault in dropped)
+    if missing and missing == sum(sample.response_length > 0 for sample in samples):
+        raise InputError(
+            f"rollout_log_probs: none of {missing} samples has any; the rollout function must ask the engine for "
+            "them (return_logprob) and keep them on the sample"
+        )
+
+
+def _report(dropped: list[tuple[Any, Fault]], looked_at: int) -> None:
+    if not dropped:
+        return
+    for sample, fault in dropped[:NAMED]:
+        logger.warning("dropped sample %s of group %s: %s", sample.index, sample.group_index, fault.detail)
+    causes = Counter(fault.cause for _, fault in dropped)
+    logger.warning(
+        "dropped %d of %d samples from the loss: rollout log-probs %s%s",
+        len(dropped),
+        looked_at,
+        ", ".join(f"{cause} in {count}" for cause, count in causes.items()),
+        f"; the first {NAMED} are named above" if len(dropped) > NAMED else "",
+    )

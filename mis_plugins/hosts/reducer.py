@@ -1,0 +1,90 @@
+"""The policy loss averaged over the tokens that are kept, where the masks come from elsewhere than our TIS hook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import miles, slime
+from mis_plugins.hosts.batch import Tensors, host_layout
+from mis_plugins.ragged import Ranks, to_device
+
+FLAG = "--custom-pg-loss-reducer-function-path mis_plugins.mis.kept_token_mean"
+
+Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
+
+
+def kept_token_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    masks: Tensors,
+    calculate_per_token_loss: bool = False,
+) -> Reduce:
+    """The pg-loss reducer of Miles and slime: each sequence's mean over the tokens that its mask keeps.
+
+    `sum_i (1 / max(1, sum_t m_it)) sum_t m_it x_it`, over this rank's tokens: the host adds the ranks. The hosts
+    themselves divide by the mask of before rejection. A sequence counts once, also where several make one rollout.
+
+    Args:
+        masks: one 1-D tensor a sequence, the full response on every context-parallel rank, after rejection.
+
+    Raises:
+        ConfigError: `calculate_per_token_loss`; padded rows (`qkv_format: bshd`) under context parallelism.
+        InputError: lengths that do not fit, here or of what the returned function is given.
+    """
+    if calculate_per_token_loss:
+        raise ConfigError(
+            f"{FLAG} with --calculate-per-token-loss: the host divides by its own count of tokens, that of before "
+            "rejection, whatever a reducer returns; drop --calculate-per-token-loss, or drop the reducer"
+        )
+    size, rank = _context_parallel()
+    layout = host_layout(SimpleNamespace(), total_lengths, response_lengths, None, size, rank)
+    counts = [mask.numel() for mask in masks]
+    if not counts:
+        raise InputError("masks: no sequence in this micro-batch")
+    if counts != list(response_lengths):
+        raise InputError(f"masks: {counts} tokens, but the responses have {list(response_lengths)}")
+    mask = torch.cat([mask.bool() for mask in masks])
+    ragged = layout.place(mask, Ranks()).ragged
+    lengths = ragged.to_tokens(_kept_tokens(mask, response_lengths))
+
+    def reduce(x: Tensor) -> Tensor:
+        if x.numel() != lengths.numel():
+            raise InputError(
+                f"pg_loss: {x.numel()} tokens, but this rank holds {lengths.numel()} of zigzag thd sequences"
+            )
+        return torch.where(ragged.loss_mask, x / lengths, 0).sum()
+
+    return reduce
+
+
+def _kept_tokens(mask: Bool[Tensor, " R"], response_lengths: Sequence[int]) -> Float[Tensor, " N"]:
+    """How many tokens each whole sequence keeps, at least 1: exact in float32 up to 2^24."""
+    lengths = to_device(list(response_lengths), mask.device)
+    # unsafe skips a check of the lengths that would wait for the device.
+    return torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True).clamp(min=1)
+
+
+def _context_parallel() -> tuple[int, int]:
+    """(size, rank): Miles's own state where Miles is loaded, else Megatron's, else one process."""
+    handed = sys.modules.get("miles.backends.training_utils.parallel")
+    size, rank = (slime.parallel() if handed is None else miles.parallel(handed.get_parallel_state()))[1]
+    if size > 1 and getattr(_megatron_args(), "qkv_format", "thd") != "thd":
+        raise ConfigError(
+            f"{FLAG} with --qkv-format bshd under context parallelism: a reducer is not told how long the rows are; "
+            "use --qkv-format thd or --context-parallel-size 1"
+        )
+    return size, rank
+
+
+def _megatron_args() -> Any:
+    """The host's arguments as it gave them to Megatron, or None."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return getattr(global_vars, "_GLOBAL_ARGS", None)

@@ -1,0 +1,205 @@
+"""The sample filter, on stand-ins with the fields of the hosts' `Sample` that it touches."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mis_plugins import notices
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.filter import NAMED, fault_of
+from mis_plugins.local.loading import load_function
+
+drop_broken_samples = load_function("mis_plugins.mis.drop_broken_samples", "--rollout-sample-filter-path")
+ARGS = SimpleNamespace()
+
+
+class Status(enum.Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+
+
+@dataclass
+class Sample:
+    rollout_log_probs: Any = None
+    response_length: int = 2
+    loss_mask: Any = None
+    remove_sample: bool = False
+    index: int | None = 7
+    group_index: int | None = 3
+    status: Status = Status.COMPLETED
+    metadata: dict = field(default_factory=dict)
+
+
+def good(**changes: Any) -> Sample:
+    return replace(Sample([-0.5, -1.0]), **changes)
+
+
+BROKEN = {
+    "missing": Sample(None),
+    "empty": Sample([]),
+    "too few": Sample([-0.5]),
+    "too many": Sample([-0.5, -1.0, -2.0]),
+    "some for nothing": Sample([-0.5], response_length=0),
+    "NaN": Sample([-0.5, math.nan]),
+    "impossible": Sample([-math.inf, -1.0]),
+    "None inside": Sample([None, -1.0]),
+    "NaN in a tensor": Sample(torch.tensor([math.nan, -1.0])),
+    "too few in an array": Sample(numpy.array([-1.0])),
+    "NaN beside a masked token": Sample([math.nan, -1.0], loss_mask=[1, 0]),
+    "aborted half-way": Sample([-0.5], status=Status.ABORTED),
+    "a loss mask that the host will refuse": Sample([-0.5, math.nan], loss_mask=[1]),
+}
+FINE = {
+    "plain": good(),
+    "a tuple": Sample((-0.5, -1.0)),
+    "a tensor": Sample(torch.tensor([-0.5, -1.0])),
+    "an array": Sample(numpy.array([-0.5, -1.0])),
+    "certain": Sample([0.0, -0.0]),
+    "truncated": good(status=Status.TRUNCATED),
+    "aborted, whole": good(status=Status.ABORTED),
+    "no response": Sample([], response_length=0),
+    "no response, never sampled": Sample(None, response_length=0, status=Status.ABORTED),
+    "NaN at a masked token": Sample([math.nan, -1.0], loss_mask=[0, 1]),
+    "None at a masked token": Sample([None, -1.0], loss_mask=torch.tensor([0, 1])),
+    "no index": good(index=None, group_index=None),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_samples_are_dropped(case: str):
+    sample = replace(BROKEN[case])
+    drop_broken_samples(ARGS, [[good(), sample]])
+    assert sample.remove_sample
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_whole_samples_stay(case: str):
+    sample = replace(FINE[case])
+    drop_broken_samples(ARGS, [[sample, good()]])
+    assert not sample.remove_sample
+
+
+@pytest.mark.parametrize("case", {**BROKEN, **FINE})
+def test_what_is_left_can_be_sliced_and_converted(case: str):
+    """The hosts assert the count of dropped samples too, and make tensors of them."""
+    sample = replace({**BROKEN, **FINE}[case])
+    drop_broken_samples(ARGS, [[sample, good()]])
+    assert len(sample.rollout_log_probs) == sample.response_length
+    assert torch.isfinite(torch.as_tensor(sample.rollout_log_probs)).all()
+
+
+def test_log_probs_that_fit_are_not_touched():
+    values = [[-0.5, -1.0], torch.tensor([-0.5, -1.0]), numpy.array([-0.5, -1.0])]
+    samples = [Sample(value) for value in values]
+    drop_broken_samples(ARGS, [samples])
+    assert all(sample.rollout_log_probs is value for sample, value in zip(samples, values, strict=True))
+
+
+def test_only_what_is_outside_the_loss_is_replaced():
+    sample = Sample([math.nan, -1.0, None], response_length=3, loss_mask=[0, 1, 0])
+    drop_broken_samples(ARGS, [[sample]])
+    assert sample.rollout_log_probs == [0.0, -1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: [[a, b]],
+        lambda a, b: [[a], [b]],
+        lambda a, b: [[[a], [b]]],
+        lambda a, b: [[], [[a, None], (b,)], None],
+    ],
+)
+def test_samples_are_found_in_whatever_lists(nest: Any):
+    """Groups of samples; of lists of samples, when one prompt makes several; slime's documentation says flat."""
+    first, second = good(), Sample([-0.5])
+    drop_broken_samples(ARGS, nest(first, second))
+    assert (first.remove_sample, second.remove_sample) == (False, True)
+
+
+def test_nothing_to_look_at():
+    drop_broken_samples(ARGS, [])
+    drop_broken_samples(ARGS, [[]])
+
+
+def test_a_sample_removed_earlier_stays_removed_and_is_not_named(caplog: pytest.LogCaptureFixture):
+    sample = Sample([-0.5], remove_sample=True)
+    drop_broken_samples(ARGS, [[sample, good()]])
+    assert sample.remove_sample and sample.rollout_log_probs == [0.0, 0.0]
+    assert not caplog.records
+
+
+def test_the_log_names_samples_with_counts(caplog: pytest.LogCaptureFixture):
+    data = [[good(), Sample([-0.5], index=11, group_index=2)], [Sample([math.nan, -1.0], index=12)]]
+    drop_broken_samples(ARGS, data)
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped sample 11 of group 2: 1 rollout log-probs for 2 response tokens",
+        "dropped sample 12 of group 3: 1 of 2 rollout log-probs not finite",
+        "dropped 2 of 3 samples from the loss: rollout log-probs of another count in 1, not finite in 1",
+    ]
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def test_many_dropped_samples_end_in_a_total(caplog: pytest.LogCaptureFixture):
+    drop_broken_samples(ARGS, [[good()], [Sample(None, index=index) for index in range(50)]])
+    assert len(caplog.records) == NAMED + 1
+    assert "dropped 50 of 51 samples" in caplog.records[-1].getMessage()
+    assert f"missing in 50; the first {NAMED} are named" in caplog.records[-1].getMessage()
+
+
+def test_an_engine_that_returns_no_log_probs_is_an_error():
+    with pytest.raises(InputError, match="none of 3 samples has any.*return_logprob"):
+        drop_broken_samples(
+            ARGS, [[Sample(None), Sample([])], [Sample(None), Sample(None, response_length=0)]]
+        )
+
+
+def test_all_broken_in_other_ways_is_not():
+    samples = [Sample(None), Sample([math.nan, math.nan])]
+    drop_broken_samples(ARGS, [samples])
+    assert all(sample.remove_sample for sample in samples)
+
+
+def test_what_miles_scores_again_is_left_alone(caplog: pytest.LogCaptureFixture):
+    """--recompute-logprobs-via-prefill runs after this hook, but not for aborted samples."""
+    notices.warn_once.cache_clear()
+    args = SimpleNamespace(recompute_logprobs_via_prefill=True)
+    later, aborted = Sample(None), Sample([-0.5], status=Status.ABORTED)
+    drop_broken_samples(args, [[later, aborted, good()]])
+    assert not later.remove_sample and later.rollout_log_probs is None
+    assert aborted.remove_sample
+    assert "aborted samples only" in caplog.text
+
+
+numbers = st.one_of(st.none(), st.floats(-5, 0), st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+@given(st.lists(numbers, max_size=6), st.integers(0, 5), st.data())
+def test_the_three_faults(log_probs: list, length: int, data: st.DataObject):
+    """Against the three sentences of the contract, for any list, count and mask."""
+    mask = data.draw(st.none() | st.lists(st.integers(0, 1), min_size=length, max_size=length))
+    fault = fault_of(Sample(log_probs, response_length=length, loss_mask=mask))
+    if length and not log_probs:
+        assert fault and fault.cause == "missing"
+    elif len(log_probs) != length:
+        assert fault and fault.cause == "of another count"
+    else:
+        live = [x for x, counts in zip(log_probs, mask or [1] * length, strict=True) if counts]
+        broken = [x for x in live if x is None or math.isnan(x) or math.isinf(x)]
+        assert (fault is not None) == bool(broken)
+        if fault:
+            assert fault.cause == "not finite" and fault.detail.startswith(f"{len(broken)} of {length} ")
