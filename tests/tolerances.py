@@ -50,3 +50,6 @@ FP32_LOG_PROB = 80 * EPS
 
 # The same with bfloat16 logits near 8, each rounded to a multiple of 1/32: one step up in one, one down in the other.
 BF16_LOG_PROB = 2 / 32
+
+# The spacing of float64, in which what a step adds up to is kept.
+EPS64 = torch.finfo(torch.float64).eps

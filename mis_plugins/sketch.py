@@ -1,0 +1,65 @@
+"""Quantiles of numbers that never stand together: histograms over fixed logarithmic buckets, whose counts add.
+
+Buckets are wide in proportion to what they hold, of either sign, so that a quantile is off by at most
+`RELATIVE_ERROR` of itself. What is smaller than `SMALLEST` reads 0, what is larger than `LARGEST` reads `LARGEST`.
+Counts are integers: the same numbers give the same histogram in whatever parts they came.
+
+Masson, Rim and Lee 2019, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+RELATIVE_ERROR = 0.01
+SMALLEST, LARGEST = (
+    1e-8,
+    1e4,
+)  # a float32 log-prob near 1 has steps of 6e-8; sums of log ratios reach thousands
+
+GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
+SIZE = 2 * STEPS + 3  # either sign, what lies beyond, and zero in the middle
+
+
+def edges(device: torch.device) -> Float[Tensor, " _"]:
+    """Upper ends of all buckets but the last, ascending."""
+    exponents = torch.arange(STEPS + 1, dtype=torch.float64, device=device)
+    positive = (exponents * math.log(GROWTH) + math.log(SMALLEST)).exp()
+    return torch.cat([-positive.flip(0), positive])
+
+
+def histogram(
+    x: Float[Tensor, " K"], counted: Bool[Tensor, " K"], edges: Float[Tensor, " _"]
+) -> Int[Tensor, " B"]:
+    """How many of the counted values lie in each bucket."""
+    # Compared with the edges and not rounded from a logarithm: vectorized and scalar logarithms differ in the last bit.
+    bucket = torch.bucketize(x.to(edges.dtype), edges)
+    return torch.zeros(SIZE, dtype=torch.int64, device=x.device).scatter_add_(0, bucket, counted.long())
+
+
+def quantile(counts: Int[Tensor, " B"], q: float) -> float:
+    """The q-quantile, interpolated between order statistics as `torch.quantile` does; NaN of nothing. Reads the counts.
+
+    Each of the two order statistics is off by at most `RELATIVE_ERROR` of itself (or `SMALLEST`).
+    """
+    cumulative = counts.cumsum(0)
+    rank = q * (int(cumulative[-1]) - 1)
+    if rank < 0:
+        return math.nan
+    ranks = torch.tensor([math.floor(rank), math.ceil(rank)])
+    low, high = (_value(bucket) for bucket in torch.searchsorted(cumulative, ranks, right=True).tolist())
+    return low + (high - low) * (rank - math.floor(rank))
+
+
+def _value(bucket: int) -> float:
+    """What stands for a bucket: as far, in proportion, from its lower end as from its upper."""
+    step = abs(bucket - STEPS - 1)
+    if step == 0:
+        return 0.0
+    size = SMALLEST * GROWTH ** (step - 1) * (2 * GROWTH / (1 + GROWTH)) if step <= STEPS else LARGEST
+    return math.copysign(size, bucket - STEPS - 1)

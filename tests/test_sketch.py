@@ -1,0 +1,81 @@
+"""Quantiles from histograms: within the stated error of the exact ones, and the same however the data is split."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import EPS64
+
+from mis_plugins.sketch import LARGEST, RELATIVE_ERROR, SIZE, SMALLEST, edges, histogram, quantile
+
+CPU = torch.device("cpu")
+
+values = st.one_of(
+    st.just(0.0), st.floats(-1e-7, 1e-7), st.floats(-1.5, 1.5), st.floats(-LARGEST, LARGEST), st.just(1e-300)
+)
+samples = st.lists(values, min_size=1, max_size=60)
+
+
+def sketch(x: list[float]) -> torch.Tensor:
+    return histogram(torch.tensor(x).double(), torch.ones(len(x), dtype=torch.bool), edges(CPU))
+
+
+def stated_error(x: list[float], q: float) -> float:
+    """Of the two order statistics that the quantile lies between, each in its share."""
+    ordered, rank = sorted(x), q * (len(x) - 1)
+    share = rank - math.floor(rank)
+    low, high = abs(ordered[math.floor(rank)]), abs(ordered[math.ceil(rank)])
+    worst = RELATIVE_ERROR * ((1 - share) * low + share * high) + SMALLEST
+    return worst + 100 * EPS64 * LARGEST  # of the edges, whose exponent is at most 100 in size
+
+
+@given(samples, st.floats(0, 1))
+def test_a_quantile_keeps_to_the_stated_error(x: list[float], q: float):
+    exact = float(torch.quantile(torch.tensor(x).double(), q))
+    assert abs(quantile(sketch(x), q) - exact) <= stated_error(x, q)
+
+
+@given(samples)
+def test_the_ends_are_those_of_the_data(x: list[float]):
+    for q, end in ((0.0, min(x)), (1.0, max(x))):
+        assert abs(quantile(sketch(x), q) - end) <= stated_error(x, q)
+
+
+@given(samples, st.data())
+def test_any_split_gives_the_same_histogram(x: list[float], data: st.DataObject):
+    order = data.draw(st.permutations(x))
+    cut = data.draw(st.integers(0, len(x)))
+    assert torch.equal(sketch(order[:cut]) + sketch(order[cut:]), sketch(x))
+
+
+@given(samples)
+def test_negated_numbers_have_negated_quantiles(x: list[float]):
+    for q in (0.0, 0.25, 0.5, 1.0):
+        mirrored = quantile(sketch([-value for value in x]), 1 - q)
+        assert abs(quantile(sketch(x), q) + mirrored) <= 2 * stated_error(x, q)
+
+
+@pytest.mark.parametrize("x", [LARGEST * 2, 1e300, math.inf])
+def test_what_lies_beyond_reads_as_the_largest(x: float):
+    assert quantile(sketch([x]), 0.5) == LARGEST
+    assert quantile(sketch([-x]), 0.5) == -LARGEST
+
+
+def test_what_does_not_count_does_not_count():
+    x = torch.tensor([1.0, math.nan, 3.0])
+    counts = histogram(x, torch.tensor([True, False, False]), edges(CPU))
+    assert int(counts.sum()) == 1
+    assert quantile(counts, 1.0) == pytest.approx(1.0, rel=RELATIVE_ERROR)
+
+
+def test_nothing_has_no_quantile():
+    assert math.isnan(quantile(sketch([]), 0.5))
+
+
+def test_buckets_are_as_many_as_counts():
+    assert len(edges(CPU)) == SIZE - 1
+    assert float(edges(CPU)[-1]) >= LARGEST
