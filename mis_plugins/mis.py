@@ -109,7 +109,8 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     log-probs and before training.
 
     Raises:
-        InputError: Miles, which hands this hook no data; a rollout without recomputed log-probs.
+        InputError: Miles, which hands this hook no data; samples, which slime's documentation promises and its code
+            does not pass; a rollout without recomputed log-probs.
     """
     config = config_in_force(args)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
@@ -118,9 +119,10 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "mis.weight.normalize.scope: rollout"
         )
     if len(rest) != 2:
+        handed = "(args, samples), and samples hold no trainer log-probs" if rest else "args alone, as Miles does"
         raise InputError(
-            "mis.weight.normalize.scope: rollout needs the rollout batch, and this host calls "
-            "--rollout-data-postprocess-path with args alone (Miles does); use scope: data_parallel"
+            "mis.weight.normalize.scope: rollout needs the rollout batch, (args, rollout_id, rollout_data), and this "
+            f"host calls --rollout-data-postprocess-path with {handed}; use scope: data_parallel"
         )
     data = rest[1]
     if not data.get("log_probs") and not slime.holds_log_probs():

@@ -1,0 +1,73 @@
+"""`--rollout-data-postprocess-path`: Miles and slime call it differently, and slime documents a third way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batches import Batch, host_args, ratio_batch
+from tolerances import normalized_rtol
+
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.local.loading import load_function
+
+hook = load_function("mis_plugins.mis.normalize_rollout", "--rollout-data-postprocess-path")
+ROLLOUT = {"weight": {"upper": 5.0, "normalize": {"scope": "rollout"}}}
+MICRO_BATCH = {"weight": {"upper": 5.0, "normalize": {"scope": "micro_batch"}}}
+
+
+def rollout_data(batch: Batch) -> dict[str, Any]:
+    """The part of slime's `rollout_data` that is there when the hook is called, after log-probs and advantages."""
+    return {
+        "log_probs": batch.proximal, "rollout_log_probs": batch.behavior, "loss_masks": batch.loss_masks,
+        "total_lengths": batch.total_lengths, "response_lengths": batch.response_lengths,
+        "rollout_mask_sums": torch.tensor([float(mask.sum()) for mask in batch.loss_masks]),
+        "advantages": [torch.ones(n) for n in batch.response_lengths],
+    }  # fmt: skip
+
+
+def miles(args: SimpleNamespace) -> None:
+    """`miles/backends/megatron_utils/actor.py`."""
+    hook(args)
+
+
+def slime(args: SimpleNamespace) -> None:
+    """`slime/backends/megatron_utils/actor.py`; the ratios' mean over the valid tokens is 2."""
+    hook(args, 3, rollout_data(ratio_batch([[1.0, 3.0], [2.0, 5.0]], [[1, 1], [1, 0]])))
+
+
+def slime_as_documented(args: SimpleNamespace) -> None:
+    """`slime/docs/en/get_started/customization.md`, section 8."""
+    hook(args, [[SimpleNamespace(rollout_log_probs=[-1.0], response_length=1)]])
+
+
+def test_slime_hands_what_is_needed():
+    args = host_args(mis=ROLLOUT)
+    slime(args)
+    torch.testing.assert_close(
+        args._mis_rollout_mean, torch.tensor(2.0).double(), rtol=normalized_rtol(5.0), atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [(miles, "args alone, as Miles does; use scope: data_parallel"),
+     (slime_as_documented, r"\(args, samples\), and samples hold no trainer log-probs; use scope: data_parallel")],
+)  # fmt: skip
+def test_what_others_hand_is_not_enough(call: Any, said: str):
+    args = host_args(mis=ROLLOUT)
+    with pytest.raises(InputError, match=said):
+        call(args)
+    assert not hasattr(args, "_mis_rollout_mean")
+
+
+@pytest.mark.parametrize("call", [miles, slime, slime_as_documented])
+@pytest.mark.parametrize("settings", [{"mis": MICRO_BATCH}, {"mis": ROLLOUT, "use_tis": False}])
+def test_a_hook_without_effect_is_refused(call: Any, settings: dict):
+    """Under every host alike, before it looks at what it was handed."""
+    with pytest.raises(
+        ConfigError, match="has no effect without --use-tis and mis.weight.normalize.scope: rollout"
+    ):
+        call(host_args(**settings))
