@@ -53,3 +53,17 @@ BF16_LOG_PROB = 2 / 32
 
 # The spacing of float64, in which what a step adds up to is kept.
 EPS64 = torch.finfo(torch.float64).eps
+
+# The step of a central difference in float64 that balances what it truncates, step^2 x f''' / 6, and what it cancels,
+# EPS / step x f: both are about step^2.
+FINITE_STEP = torch.finfo(torch.float64).eps ** (1 / 3)
+
+
+def finite_difference_atol(magnitude: float) -> float:
+    """Error of a central difference of sums of exponentials whose terms add up to `magnitude` in absolute value."""
+    return 2 * FINITE_STEP**2 * magnitude
+
+
+def float64_atol(magnitude: float, terms: int) -> float:
+    """A float64 sum of `terms` numbers, each a few operations deep, that add up to `magnitude` in absolute value."""
+    return torch.finfo(torch.float64).eps * (terms + 2 * FEW_OPERATIONS) * magnitude

@@ -1,0 +1,68 @@
+"""Off-policy sequence masking: a sequence that went wrong and that the policy has left is not learned from.
+
+DeepSeek-AI 2025, "DeepSeek-V3.2", arxiv.org/abs/2512.02556, section 3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config import OpsmConfig
+from mis_plugins.notices import warn_once
+from mis_plugins.ragged import Ragged
+from mis_plugins.ratios import log_ratio
+
+
+@torch.no_grad()
+def on_policy(
+    target: Float[Tensor, " T"],
+    reference: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    ragged: Ragged,
+    config: OpsmConfig,
+) -> Bool[Tensor, " T"]:
+    """What stays in the loss: not (A < 0 and mean_t(log mu - log pi_theta) > delta), and nothing outside loss_mask.
+
+    One collective over context-parallel ranks. A divergence that a non-finite log-prob leaves unknown counts as above
+    delta, as it satisfies no other rule either. (TRL takes such a token for one on which the policies agree.)
+
+    Args:
+        reference: log-probs of mu, or of what stands for it.
+    """
+    divergence, advantage = sequence_means(target, reference, advantages, ragged)
+    negative = advantages < 0 if config.advantage == "token" else ragged.to_tokens(advantage < 0)
+    return ragged.loss_mask & ~(negative & ragged.to_tokens(divergence > config.delta))
+
+
+def sequence_means(
+    target: Float[Tensor, " T"],
+    reference: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    ragged: Ragged,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """mean_t(log mu - log pi_theta), infinite where it is not known, and mean_t A_t, of each sequence.
+
+    The first is a sum over policies: mean(log mu - log pi_old), once a rollout, plus mean(log pi_old - log pi_theta).
+    """
+    mask = ragged.loss_mask
+    log_r, usable = log_ratio(reference, target, mask)
+    rows, _ = ragged.over_sequence((log_r, torch.where(mask, advantages, 0), usable, mask))
+    total, advantage, known, valid = rows.unbind()
+    return torch.where(known == valid, total / valid.clamp(min=1), torch.inf), advantage / valid.clamp(min=1)
+
+
+def reference_policy(
+    behavior: Float[Tensor, " T"] | None, proximal: Float[Tensor, " T"], config: OpsmConfig
+) -> Float[Tensor, " T"]:
+    """The log-probs that stand for mu; the proximal policy's where the rollout engine gave none, with a warning."""
+    if config.reference == "proximal":
+        return proximal
+    if behavior is None:
+        warn_once(
+            "mis.opsm.reference: behavior, but the rollout engine gave no log-probs: OPSM compares with the proximal "
+            "policy and sees staleness only, no train-inference mismatch"
+        )
+        return proximal
+    return behavior

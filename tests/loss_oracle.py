@@ -1,0 +1,150 @@
+"""Policy losses a second time: Python floats, one loop a sequence, formula for formula. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+Row = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sequence, a number a token: log-probs of the policies, and what enters its loss."""
+
+    target: Row
+    old: Row
+    reference: Row
+    advantages: Row
+    factor: Row
+    mask: Sequence[bool]
+
+    @property
+    def valid(self) -> list[int]:
+        return [t for t, live in enumerate(self.mask) if live]
+
+    @property
+    def log_ratios(self) -> list[float]:
+        return [p - q for p, q in zip(self.target, self.old, strict=True)]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Which loss: `surrogate` clip, cispo or reinforce, of the `ratio` of a token or a sequence."""
+
+    surrogate: str = "clip"
+    ratio: str = "token"
+    low: float = 0.2
+    high: float = 0.28
+    dual: float | None = None
+
+    @property
+    def kinks(self) -> list[float]:
+        """Ratios at which the loss has no derivative."""
+        return [1 - self.low, 1 + self.high] + ([] if self.dual is None else [self.dual])
+
+
+def unit_log_ratio(response: Response, t: int, spec: Spec) -> float:
+    if spec.ratio == "token":
+        return response.log_ratios[t]
+    return math.fsum(response.log_ratios[i] for i in response.valid) / len(response.valid)
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    return max(low, min(x, high))
+
+
+def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float:
+    """The loss of one token. `frozen` is what a stop-gradient sees."""
+    ratio, advantage = math.exp(unit_log_ratio(response, t, spec)), response.advantages[t]
+    if spec.surrogate == "reinforce":
+        return -advantage * response.target[t]
+    if spec.surrogate == "cispo":
+        constant = math.exp(unit_log_ratio(frozen, t, spec))
+        return -clamp(constant, 1 - spec.low, 1 + spec.high) * advantage * response.target[t]
+    gain = min(ratio * advantage, clamp(ratio, 1 - spec.low, 1 + spec.high) * advantage)
+    if spec.dual is not None and advantage < 0:
+        gain = max(gain, spec.dual * advantage)
+    return -gain
+
+
+def policy_sums(batch: Sequence[Response], spec: Spec, frozen: Sequence[Response]) -> list[float]:
+    """Of each sequence, the sum of factor times surrogate over its valid tokens."""
+    pairs = zip(batch, frozen, strict=True)
+    return [math.fsum(x.factor[t] * surrogate(x, f, t, spec) for t in x.valid) for x, f in pairs]
+
+
+def held_back(response: Response, t: int, spec: Spec) -> bool:
+    """PPO's fraction: the clip decides against the ratio; CISPO's: the ratio lies outside."""
+    ratio = math.exp(unit_log_ratio(response, t, spec))
+    inside = clamp(ratio, 1 - spec.low, 1 + spec.high)
+    if spec.surrogate == "clip":
+        return inside * response.advantages[t] < ratio * response.advantages[t]
+    return spec.surrogate == "cispo" and inside != ratio
+
+
+def kl(response: Response, t: int, kind: str, unbiased: bool = False) -> float:
+    x = response.reference[t] - response.target[t]
+    estimate = {"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x, "low_var_kl": math.expm1(x) - x}[kind]
+    if unbiased:
+        estimate *= math.exp(response.log_ratios[t])
+    return clamp(estimate, -10, 10) if kind == "low_var_kl" else estimate
+
+
+def kl_sums(batch: Sequence[Response], kind: str, unbiased: bool) -> list[float]:
+    return [math.fsum(x.factor[t] * kl(x, t, kind, unbiased) for t in x.valid) for x in batch]
+
+
+def gradient(
+    total: Callable[[Sequence[Response]], float], batch: Sequence[Response], step: float
+) -> list[list[float]]:
+    """d total / d target, by central differences."""
+
+    def moved(i: int, t: int, by: float) -> float:
+        target = [p + by * (u == t) for u, p in enumerate(batch[i].target)]
+        return total([*batch[:i], replace(batch[i], target=target), *batch[i + 1 :]])
+
+    return [
+        [(moved(i, t, step) - moved(i, t, -step)) / (2 * step) for t in range(len(x.target))]
+        for i, x in enumerate(batch)
+    ]
+
+
+def margin(batch: Sequence[Response], spec: Spec) -> float:
+    """How far, in log units, the nearest ratio lies from a kink."""
+    gaps = [
+        abs(unit_log_ratio(x, t, spec) - math.log(kink))
+        for x in batch
+        for t in x.valid
+        for kink in spec.kinks
+        if kink > 0
+    ]
+    return min(gaps, default=math.inf)
+
+
+def magnitude(batch: Sequence[Response]) -> float:
+    """What the terms of any of these losses add up to at most, in absolute value."""
+    return math.fsum(
+        abs(x.factor[t])
+        * (1 + abs(x.advantages[t]))
+        * math.exp(abs(x.log_ratios[t]))
+        * math.exp(abs(x.target[t] - x.reference[t]))
+        * (1 + abs(x.target[t]))
+        for x in batch
+        for t in x.valid
+    )
+
+
+def opsm_keep(response: Response, behavior: Row, delta: float, by_sequence: bool) -> list[bool]:
+    """not (A < 0 and mean(log mu - log pi_theta) > delta), token by token; False outside the mask."""
+    if not response.valid:
+        return [False] * len(response.mask)
+    gaps = [behavior[t] - response.target[t] for t in response.valid]
+    left = not math.fsum(gaps) / len(gaps) <= delta  # NaN counts as far
+    mean = math.fsum(response.advantages[t] for t in response.valid) / len(response.valid)
+    keep = []
+    for t, live in enumerate(response.mask):
+        advantage = mean if by_sequence else response.advantages[t]
+        keep.append(bool(live) and not (advantage < 0 and left))
+    return keep

@@ -1,0 +1,362 @@
+"""Policy losses against a second implementation, finite differences and the identities that tie them together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from drive import same_bytes
+from launch import run_ranks
+from loss_oracle import Response, Spec
+from tolerances import EPS, FINITE_STEP, finite_difference_atol, float64_atol
+from torch import Tensor
+
+from mis_plugins.config import ObjectiveConfig
+from mis_plugins.errors import ConfigError
+from mis_plugins.layout import whole, zigzag
+from mis_plugins.objective import ESTIMATORS, TERMS, Clip, PolicyTerm, kl_term, policy_term, target_log_ratio
+from mis_plugins.ragged import Ragged, Ranks
+
+KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
+KL_TYPES = tuple(ESTIMATORS)
+
+
+def random_responses(seed: int, lengths: Sequence[int] = (7, 1, 5, 0, 9, 4)) -> list[Response]:
+    """Ragged, multi-turn, advantages of either sign within one sequence, one sequence fully masked."""
+    rng = random.Random(seed)
+    responses = []
+    for i, n in enumerate(lengths):
+        target = [rng.uniform(-3, -0.01) for _ in range(n)]
+        shift, drift = [(0.0, 0.02), (0.4, 0.1), (-0.5, 0.3)][i % 3]
+        old, reference = ([p + shift + rng.gauss(0, drift) for p in target] for _ in range(2))
+        advantages = [rng.gauss(0, 1) for _ in range(n)]
+        factor = [rng.choice([0.0, 1.0, rng.uniform(0, 2)]) for _ in range(n)]
+        mask = [rng.random() < 0.8 and i != 5 for _ in range(n)]
+        responses.append(Response(target, old, reference, advantages, factor, mask))
+    return responses
+
+
+def clear_responses(seed: int, spec: Spec) -> list[Response]:
+    """The first from this seed on whose ratios keep clear of every kink."""
+    candidates = (random_responses(seed + 1000 * i) for i in itertools.count())
+    return next(x for x in candidates if loss_oracle.margin(x, spec) > KINK)
+
+
+def flat(batch: Sequence[Response], field: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor([value for x in batch for value in getattr(x, field)], dtype=dtype)
+
+
+def ragged_of(batch: Sequence[Response]) -> Ragged:
+    mask = flat(batch, "mask", torch.bool)
+    return whole([len(x.mask) for x in batch]).place(mask, Ranks()).ragged
+
+
+def objective(spec: Spec) -> ObjectiveConfig:
+    return ObjectiveConfig(spec.surrogate, "behavior", spec.ratio)  # type: ignore[arg-type]
+
+
+def clip_of(spec: Spec) -> Clip:
+    return Clip(spec.low, spec.high, spec.dual)
+
+
+def term_of(
+    batch: Sequence[Response], spec: Spec, target: Tensor | None = None, **fields: Tensor
+) -> PolicyTerm:
+    rows = {name: flat(batch, name) for name in ("target", "old", "advantages", "factor")}
+    if target is not None:
+        rows["target"] = target
+    return policy_term(**(rows | fields), ragged=ragged_of(batch), config=objective(spec), clip=clip_of(spec))
+
+
+def split(x: Tensor, batch: Sequence[Response]) -> list[list[float]]:
+    return [part.tolist() for part in x.detach().split([len(r.mask) for r in batch])]
+
+
+def assert_rows_close(found: list[list[float]], expected: list[list[float]], atol: float) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for t, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert abs(x - y) <= atol, f"{i}:{t}: got {x!r}, expected {y!r}"
+
+
+SPECS = [
+    Spec(surrogate, ratio, low, high, dual)
+    for surrogate, ratio in TERMS
+    for low, high, dual in [(0.2, 0.28, None), (0.05, 0.05, 1.6), (1.0, 0.1, None)]
+    if surrogate == "clip" or dual is None
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_value_and_gradient(spec: Spec, seed: int):
+    batch = clear_responses(seed, spec)
+    target = flat(batch, "target").requires_grad_()
+    term = term_of(batch, spec, target)
+    (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+    size = loss_oracle.magnitude(batch)
+    sums = [sum(row) for row in split(term.loss, batch)]
+    expected = loss_oracle.policy_sums(batch, spec, batch)
+    assert_rows_close([sums], [expected], float64_atol(size, term.loss.numel()))
+    slopes = loss_oracle.gradient(
+        lambda moved: math.fsum(loss_oracle.policy_sums(moved, spec, batch)), batch, FINITE_STEP
+    )
+    assert_rows_close(split(gradient, batch), slopes, finite_difference_atol(size))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.surrogate == "clip"], ids=str)
+def test_gradcheck(spec: Spec):
+    """torch's own finite differences. The sum, as GSPO's tokens share one value."""
+    batch = clear_responses(5, spec)
+    target = flat(batch, "target").requires_grad_()
+    atol = finite_difference_atol(loss_oracle.magnitude(batch))
+    summed = lambda x: term_of(batch, spec, x).loss.sum()  # noqa: E731
+    assert torch.autograd.gradcheck(summed, (target,), eps=FINITE_STEP, atol=atol, rtol=0.0)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_fraction_and_log_ratio(spec: Spec):
+    batch = [x for seed in range(4) for x in clear_responses(seed, spec)]
+    term = term_of(batch, spec)
+    rows = zip(batch, split(term.clipped, batch), split(term.log_ratio, batch), strict=True)
+    for x, clipped, log_ratio in rows:
+        atol = float64_atol(sum(map(abs, x.log_ratios)), len(x.mask))
+        for t in x.valid:
+            assert bool(clipped[t]) == loss_oracle.held_back(x, t, spec)
+            assert abs(log_ratio[t] - loss_oracle.unit_log_ratio(x, t, spec)) <= atol
+    assert bool(term.clipped.any()) == (spec.surrogate != "reinforce")
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_kl(kind: str, unbiased: bool):
+    batch = random_responses(11)
+    rows = {name: flat(batch, name) for name in ("old", "reference", "factor")}
+    ragged = ragged_of(batch)
+
+    def summed(target: Tensor) -> Tensor:
+        log_ratio = target_log_ratio(target, rows["old"], ragged.loss_mask)[0] if unbiased else None
+        kl = kl_term(target, rows["reference"], ragged.loss_mask, kind, log_ratio)  # type: ignore[arg-type]
+        return (kl * rows["factor"]).sum()
+
+    target, size = flat(batch, "target").requires_grad_(), loss_oracle.magnitude(batch)
+    value = math.fsum(loss_oracle.kl_sums(batch, kind, unbiased))
+    assert abs(summed(target).item() - value) <= float64_atol(size, target.numel())
+    assert torch.autograd.gradcheck(
+        summed, (target,), eps=FINITE_STEP, atol=finite_difference_atol(size), rtol=0.0
+    )
+
+
+def test_low_var_kl_is_bounded():
+    far = torch.tensor([-40.0, -0.5, 30.0])
+    kl = kl_term(torch.full((3,), -1.0), far, torch.ones(3, dtype=torch.bool), "low_var_kl")
+    assert kl.tolist()[0] <= 10 and kl.tolist()[2] == 10.0
+
+
+def test_unbiased_kl_is_the_kl():
+    """Over all that `old` can sample, the weighted k3 and its gradient are KL(pi_theta, pi_ref)'s."""
+    torch.manual_seed(0)
+    logits, old, reference = (torch.randn(9, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    log_pi = logits.log_softmax(-1)
+    old, reference = old.log_softmax(-1), reference.log_softmax(-1)
+    mask = torch.ones(9, dtype=torch.bool)
+    exact = (log_pi.exp() * (log_pi - reference)).sum()
+    log_ratio = target_log_ratio(log_pi, old, mask)[0]
+    weighted = (old.exp() * kl_term(log_pi, reference, mask, "k3", log_ratio)).sum()
+    plain = (old.exp() * kl_term(log_pi, reference, mask, "k3")).sum()
+    atol = float64_atol(float(old.abs().sum() + reference.abs().sum()), 9)
+    assert abs(weighted.item() - exact.item()) <= atol
+    slopes = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, weighted, plain)]
+    assert (slopes[1] - slopes[0]).abs().max() <= atol
+    assert (slopes[2] - slopes[0]).abs().max() > 1e3 * atol
+
+
+# ------------------------------------------------------------------------------------------------------ identities
+
+
+def test_on_policy_every_clip_is_the_policy_gradient():
+    """pi_theta = old: nothing is clipped and the gradient is -f A, of a token; GSPO spreads its mean."""
+    batch = [replace(x, old=x.target) for x in random_responses(3)]
+    expected = -flat(batch, "factor") * flat(batch, "advantages") * flat(batch, "mask")
+    for surrogate, ratio in TERMS:
+        target = flat(batch, "target").requires_grad_()
+        term = term_of(batch, Spec(surrogate, ratio), target)
+        (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+        assert not term.clipped.any() and not term.log_ratio.any()
+        if (surrogate, ratio) == ("clip", "sequence"):
+            sums = [math.fsum(row) for row in split(gradient, batch)]
+            direct = [math.fsum(row) for row in split(expected, batch)]
+            assert_rows_close([sums], [direct], float64_atol(loss_oracle.magnitude(batch), 9))
+        else:
+            assert torch.equal(gradient, expected)
+
+
+def test_sequence_ratio_of_one_token_is_the_token_ratio():
+    spec = Spec(dual=1.6)
+    batch = [x for seed in range(9) for x in random_responses(seed, (1, 1))]
+    losses = []
+    for ratio in ("token", "sequence"):
+        target = flat(batch, "target").requires_grad_()
+        loss = term_of(batch, replace(spec, ratio=ratio), target).loss
+        losses.append(torch.stack([loss.detach(), torch.autograd.grad(loss.sum(), target)[0]]))
+    assert (losses[0] - losses[1]).abs().max() <= float64_atol(loss_oracle.magnitude(batch), 1)
+
+
+def test_reinforce_with_the_ratio_as_weight_is_the_unclipped_surrogate():
+    """-sg(r) A log pi_theta and -r A have one gradient."""
+    batch = random_responses(4)
+    target = flat(batch, "target").requires_grad_()
+    ratio = (target.detach() - flat(batch, "old")).exp()
+    loss = term_of(batch, Spec("reinforce"), target, factor=ratio).loss.sum()
+    free = term_of(batch, Spec("clip", low=1.0, high=1e9), target, factor=torch.ones_like(ratio)).loss.sum()
+    slopes = [torch.autograd.grad(x, target)[0] for x in (loss, free)]
+    assert (slopes[0] - slopes[1]).abs().max() <= float64_atol(loss_oracle.magnitude(batch), 1)
+
+
+def test_a_clipped_token_teaches_in_cispo_alone():
+    batch = [Response([-1.0], [-2.0], [-1.0], [1.5], [1.0], [True])]
+    slopes = {}
+    for surrogate in ("clip", "cispo"):
+        target = flat(batch, "target").requires_grad_()
+        term = term_of(batch, Spec(surrogate), target)
+        slopes[surrogate] = torch.autograd.grad(term.loss.sum(), target)[0].item()
+        assert term.clipped.item() == 1.0
+    assert slopes["clip"] == 0.0
+    assert slopes["cispo"] == -1.28 * 1.5
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token():
+    batch = [Response([-0.1], [-4.0], [-1.0], [-2.0], [1.0], [True])]
+    ratio = math.exp(3.9)
+    free = term_of(batch, Spec()).loss.item()
+    assert abs(free - 2 * ratio) <= float64_atol(2 * ratio, 1)
+    assert term_of(batch, Spec(dual=3.0)).loss.item() == 6.0
+
+
+def test_dual_clip_at_or_below_one_is_refused():
+    with pytest.raises(ConfigError, match=r"dual: got 1; a dual clip lies above 1"):
+        Clip(0.2, 0.2, 1.0)
+
+
+# ------------------------------------------------------------------------------------------ what is not a number
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_under_the_mask_counts(spec: Spec, value: float):
+    batch = clear_responses(2, spec)
+    hidden = ~flat(batch, "mask", torch.bool)
+    answers = []
+    for poison in (False, True):
+        rows = {name: flat(batch, name) for name in ("target", "old", "advantages", "factor")}
+        rows = {name: x.masked_fill(hidden, value) if poison else x for name, x in rows.items()}
+        target = rows.pop("target").requires_grad_()
+        term = term_of(batch, spec, target, **rows)
+        answers.append((term.loss.detach(), *torch.autograd.grad(term.loss.sum(), target)))
+    assert all(map(same_bytes, *answers))
+    assert not answers[0][1][hidden].any()
+
+
+@pytest.mark.parametrize("surrogate, ratio", TERMS)
+def test_an_unknown_ratio_drops_what_it_enters(surrogate: str, ratio: str):
+    """Its token; where the ratio is a sequence's, the sequence. Everything else is as it was."""
+    spec = Spec(surrogate, ratio)
+    batch = clear_responses(6, spec)
+    broken = batch[0].valid[1]
+    old = flat(batch, "old")
+    old[broken] = math.nan
+    target = flat(batch, "target").requires_grad_()
+    loss = term_of(batch, spec, target, old=old).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), target)
+    mask = list(batch[0].mask)
+    mask = [False] * len(mask) if ratio == "sequence" else [m and t != broken for t, m in enumerate(mask)]
+    again = flat(batch, "target").requires_grad_()
+    expected = term_of([replace(batch[0], mask=mask), *batch[1:]], spec, again).loss
+    assert torch.equal(loss, expected)
+    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), again)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_log_probs_are_widened_before_they_are_subtracted(dtype: torch.dtype):
+    batch = random_responses(8)
+    rows = {name: flat(batch, name, dtype) for name in ("target", "old", "advantages", "factor")}
+    term = term_of(batch, Spec(), **rows)
+    exact = term_of(batch, Spec(), **{name: x.double() for name, x in rows.items()})
+    assert term.loss.dtype == torch.float32
+    assert (term.loss - exact.loss).abs().max() <= 4 * EPS * loss_oracle.magnitude(batch)
+
+
+# -------------------------------------------------------------------------------------------------- several ranks
+
+
+def plain_gspo(batch: Sequence[Response], clip: Clip) -> tuple[list[float], list[list[float]]]:
+    """GSPO as it is written, one sequence at a time, its gradient by autograd through the mean."""
+    values, slopes = [], []
+    for x in batch:
+        target = torch.tensor(x.target, dtype=torch.float64, requires_grad=True)
+        valid = torch.tensor(x.mask, dtype=torch.bool)
+        old, advantages, factor = (
+            torch.tensor(row, dtype=torch.float64)[valid] for row in (x.old, x.advantages, x.factor)
+        )
+        if not valid.any():
+            values.append(0.0)
+            slopes.append([0.0] * len(x.mask))
+            continue
+        ratio = (target[valid] - old).mean().exp()
+        bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
+        loss = -(factor * torch.minimum(ratio * advantages, bounded * advantages)).sum()
+        loss.backward()
+        assert target.grad is not None
+        values.append(loss.item())
+        slopes.append(target.grad.tolist())
+    return values, slopes
+
+
+def gspo_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int) -> dict:
+    rank, spec = dist.get_rank(), Spec(ratio="sequence")
+    responses = [len(x.mask) for x in batch]
+    totals = [p + r for p, r in zip(prompts, responses, strict=True)]
+    owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
+
+    def local(field: str) -> Tensor:
+        rows = [[getattr(x, field)[t] for t in own] for x, own in zip(batch, owned, strict=True)]
+        return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+    layout = zigzag(totals, responses, cp, rank)
+    ragged = layout.place(flat(batch, "mask", torch.bool), Ranks(cp=dist.group.WORLD)).ragged
+    target = local("target").requires_grad_()
+    old, advantages, factor = (local(name) for name in ("old", "advantages", "factor"))
+    loss = policy_term(target, old, advantages, factor, ragged, objective(spec), clip_of(spec)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), target)
+    return {"owned": owned, "loss": loss.detach(), "gradient": gradient}
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_gspo_over_ranks_has_the_gradient_of_one(cp: int, tmp_path: Path):
+    """Some ranks own nothing of a sequence, and weights and advantages differ within it."""
+    batch = random_responses(21, (9, 1, 20, 0, 13, 6))
+    prompts = [3, 30, 1, 5, 25, 8]
+    ranks = run_ranks(cp, cp, lambda _: gspo_on_rank(batch, prompts, cp), tmp_path, megatron=False)
+    values, slopes = plain_gspo(batch, clip_of(Spec()))
+    sums, gradient = [0.0] * len(batch), [[math.nan] * len(x.mask) for x in batch]
+    for part in ranks:
+        lengths = [len(own) for own in part["owned"]]
+        for i, (own, loss, slope) in enumerate(
+            zip(part["owned"], part["loss"].split(lengths), part["gradient"].split(lengths), strict=True)
+        ):
+            sums[i] += float(loss.sum())
+            for t, value in zip(own, slope.tolist(), strict=True):
+                gradient[i][t] = value
+    atol = float64_atol(loss_oracle.magnitude(batch), sum(len(x.mask) for x in batch))
+    assert_rows_close([sums], [values], atol)
+    assert_rows_close(gradient, slopes, atol)
+    assert any(not own for part in ranks for own in part["owned"][1:2])

@@ -1,0 +1,207 @@
+"""Off-policy sequence masking: against a second implementation, and what it has in common with a rejection rule."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from loss_oracle import Response
+from torch import Tensor
+
+from mis_plugins import notices
+from mis_plugins.config import CorrectionConfig, OpsmConfig, RejectRule
+from mis_plugins.correction import correct
+from mis_plugins.layout import whole, zigzag
+from mis_plugins.opsm import on_policy, reference_policy, sequence_means
+from mis_plugins.ragged import Ragged, Ranks
+
+DELTA = 0.0503  # no mean of a few log-probs on the grid lies near it
+GRID = 2.0**-10  # log-probs on a grid: their sums are exact in float32
+
+
+def random_responses(seed: int, lengths: Sequence[int] = (8, 1, 5, 0, 9, 4, 6)) -> list[Response]:
+    """`old` is the proximal policy, `reference` the behavior policy; advantages of either sign in one sequence."""
+    rng = random.Random(seed)
+    on_grid = lambda x: round(x / GRID) * GRID  # noqa: E731
+    batch = []
+    for i, n in enumerate(lengths):
+        target = [on_grid(rng.uniform(-4, -0.5)) for _ in range(n)]
+        staleness, mismatch = (rng.choice([-0.1, 0.0, 0.1]) for _ in range(2))
+        old = [p + on_grid(rng.gauss(staleness, 0.1)) for p in target]
+        behavior = [p + on_grid(rng.gauss(mismatch, 0.1)) for p in old]
+        sign = rng.choice([-1.0, 1.0, None])
+        advantages = [on_grid(rng.gauss(0, 1) if sign is None else sign) for _ in range(n)]
+        mask = [rng.random() < 0.8 and i != 5 for _ in range(n)]
+        batch.append(Response(target, old, behavior, advantages, [1.0] * n, mask))
+    return batch
+
+
+def flat(batch: Sequence[Response], field: str) -> Tensor:
+    dtype = torch.bool if field == "mask" else torch.float32
+    return torch.tensor([value for x in batch for value in getattr(x, field)], dtype=dtype)
+
+
+def ragged_of(batch: Sequence[Response]) -> Ragged:
+    return whole([len(x.mask) for x in batch]).place(flat(batch, "mask"), Ranks()).ragged
+
+
+def kept(batch: Sequence[Response], config: OpsmConfig, reference: Tensor | None = None) -> list[list[bool]]:
+    reference = flat(batch, "reference") if reference is None else reference
+    keep = on_policy(flat(batch, "target"), reference, flat(batch, "advantages"), ragged_of(batch), config)
+    return [part.tolist() for part in keep.split([len(x.mask) for x in batch])]
+
+
+@pytest.mark.parametrize("advantage", ["token", "sequence"])
+@pytest.mark.parametrize("seed", range(20))
+def test_masks(seed: int, advantage: str):
+    batch = random_responses(seed)
+    expected = [loss_oracle.opsm_keep(x, x.reference, DELTA, advantage == "sequence") for x in batch]
+    assert kept(batch, OpsmConfig(DELTA, advantage)) == expected  # type: ignore[arg-type]
+
+
+def test_the_batches_decide_both_ways():
+    batch = [x for seed in range(20) for x in random_responses(seed)]
+    for advantage in ("token", "sequence"):
+        keep = [k for row in kept(batch, OpsmConfig(DELTA, advantage)) for k in row]
+        valid = [m for x in batch for m in x.mask]
+        assert 0.1 < sum(keep) / sum(valid) < 0.9
+    assert kept(batch, OpsmConfig(DELTA, "token")) != kept(batch, OpsmConfig(DELTA, "sequence"))
+
+
+def test_strictly_above_delta():
+    """A divergence of exactly delta stays, one step of the grid more goes; a good sequence stays whatever it is."""
+
+    def one(gap: float, advantage: float) -> Response:
+        rows = [-2.0, -1.0], [-2.0, -1.0], [-2.0 + gap, -1.0 + gap]
+        return Response(*rows, [advantage] * 2, [1.0] * 2, [True] * 2)
+
+    config = OpsmConfig(0.125)
+    batch = [one(0.125, -1.0), one(0.125 + GRID, -1.0), one(9.0, 1.0), one(9.0, 0.0), one(-9.0, -1.0)]
+    assert kept(batch, config) == [[True] * 2, [False] * 2, [True] * 2, [True] * 2, [True] * 2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_outcome_advantages_make_token_and_sequence_equal(seed: int):
+    batch = [
+        Response(x.target, x.old, x.reference, [x.advantages[0]] * len(x.mask) if x.mask else [], x.factor, x.mask)
+        for x in random_responses(seed)
+    ]  # fmt: skip
+    assert kept(batch, OpsmConfig(DELTA, "token")) == kept(batch, OpsmConfig(DELTA, "sequence"))
+
+
+def test_factored():
+    """Mismatch once a rollout, staleness once a step: their means add up to the divergence, and the masks are equal."""
+    batch = [x for seed in range(20) for x in random_responses(seed)]
+    ragged, advantages = ragged_of(batch), flat(batch, "advantages")
+    target, proximal, behavior = (flat(batch, name) for name in ("target", "old", "reference"))
+    mismatch, _ = sequence_means(proximal, behavior, advantages, ragged)
+    staleness, _ = sequence_means(target, proximal, advantages, ragged)
+    keeps = [
+        ragged.loss_mask & ~((advantages < 0) & ragged.to_tokens(divergence > DELTA))
+        for divergence in (mismatch + staleness, mismatch, staleness)
+    ]
+    keep = on_policy(target, behavior, advantages, ragged, OpsmConfig(DELTA))
+    assert torch.equal(keeps[0], keep)
+    assert not torch.equal(keeps[1], keep) and not torch.equal(keeps[2], keep)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_is_a_geometric_mask_on_one_side(seed: int):
+    """Where every advantage is negative: pi_theta / mu, its geometric mean, at least exp(-delta)."""
+    batch = random_responses(seed)
+    target, behavior, ragged = flat(batch, "target"), flat(batch, "reference"), ragged_of(batch)
+    rule = RejectRule(over="mean", lower=math.exp(-DELTA))
+    geometric = correct(target, behavior, ragged, CorrectionConfig(reject=(rule,), metrics="none")).keep
+    keep = on_policy(target, behavior, torch.full_like(target, -1.0), ragged, OpsmConfig(DELTA))
+    assert torch.equal(keep, geometric)
+    assert torch.equal(
+        on_policy(target, behavior, torch.ones_like(target), ragged, OpsmConfig(DELTA)), ragged.loss_mask
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_unknown_divergence_counts_as_far(value: float):
+    batch = random_responses(1, (4, 4, 4))
+    signs = [-1.0, 1.0, -1.0]
+    batch = [
+        Response(x.target, x.target, x.target, [sign] * 4, x.factor, [True, True, False, True])
+        for x, sign in zip(batch, signs, strict=True)
+    ]
+    reference = flat(batch, "reference")
+    reference[[1, 5, 10]] = value  # a valid token of the first two, a masked one of the third
+    live = [True, True, False, True]
+    assert kept(batch, OpsmConfig(DELTA), reference) == [[False] * 4, live, live]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_under_the_mask_counts(value: float):
+    for batch in map(random_responses, range(5)):
+        hidden, ragged = ~flat(batch, "mask"), ragged_of(batch)
+        target, reference, advantages = (flat(batch, name) for name in ("target", "reference", "advantages"))
+        for config in (OpsmConfig(DELTA), OpsmConfig(DELTA, "sequence")):
+            clean = on_policy(target, reference, advantages, ragged, config)
+            rows = [x.masked_fill(hidden, value) for x in (target, reference, advantages)]
+            assert torch.equal(on_policy(rows[0], rows[1], rows[2], ragged, config), clean)
+
+
+def test_no_gradient():
+    batch = random_responses(0)
+    target = flat(batch, "target").requires_grad_()
+    reference, advantages = flat(batch, "reference"), flat(batch, "advantages")
+    divergence, _ = sequence_means(target.detach(), reference, advantages, ragged_of(batch))
+    assert not divergence.requires_grad
+    assert not on_policy(target, reference, advantages, ragged_of(batch), OpsmConfig(DELTA)).requires_grad
+
+
+def test_reference():
+    """behavior falls back to proximal where there is none, and says so once."""
+    behavior, proximal = torch.zeros(2), torch.ones(2)
+    assert reference_policy(behavior, proximal, OpsmConfig(DELTA)) is behavior
+    assert reference_policy(behavior, proximal, OpsmConfig(DELTA, reference="proximal")) is proximal
+    assert reference_policy(None, proximal, OpsmConfig(DELTA, reference="proximal")) is proximal
+
+
+def test_fallback_is_said_once(caplog: pytest.LogCaptureFixture):
+    notices.warn_once.cache_clear()
+    proximal = torch.ones(2)
+    with caplog.at_level(logging.WARNING, "mis_plugins"):
+        answers = [reference_policy(None, proximal, OpsmConfig(DELTA)) for _ in range(3)]
+    assert all(answer is proximal for answer in answers)
+    assert len(caplog.records) == 1
+    assert "mis.opsm.reference: behavior" in caplog.text and "proximal" in caplog.text
+
+
+def keep_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, config: OpsmConfig) -> dict:
+    rank = dist.get_rank()
+    responses = [len(x.mask) for x in batch]
+    totals = [p + r for p, r in zip(prompts, responses, strict=True)]
+    owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
+    ragged = zigzag(totals, responses, cp, rank).place(flat(batch, "mask"), Ranks(cp=dist.group.WORLD)).ragged
+    target, reference, advantages = (
+        torch.tensor([getattr(x, name)[t] for x, own in zip(batch, owned, strict=True) for t in own])
+        for name in ("target", "reference", "advantages")
+    )
+    return {"owned": owned, "keep": on_policy(target, reference, advantages, ragged, config)}
+
+
+@pytest.mark.parametrize("advantage", ["token", "sequence"])
+def test_over_ranks(advantage: str, tmp_path: Path):
+    batch, prompts = random_responses(3, (9, 1, 20, 0, 13, 6)), [3, 30, 1, 5, 25, 8]
+    config = OpsmConfig(DELTA, advantage)  # type: ignore[arg-type]
+    ranks = run_ranks(4, 4, lambda _: keep_on_rank(batch, prompts, 4, config), tmp_path, megatron=False)
+    found = [[None] * len(x.mask) for x in batch]
+    for part in ranks:
+        lengths = [len(own) for own in part["owned"]]
+        for row, own, keep in zip(found, part["owned"], part["keep"].split(lengths), strict=True):
+            for t, value in zip(own, keep.tolist(), strict=True):
+                row[t] = value
+    assert found == kept(batch, config)
