@@ -267,14 +267,14 @@ class CorrectionConfig:
             )
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
-        if self.on_all_rejected != "skip" and not (self.rejects or self.opsm):
+        if self.on_all_rejected != "skip" and not (self.can_end_empty or self.opsm):
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
             )
-        if self.on_all_rejected == "keep" and self.weight and self.weight.bound == "mask":
+        if self.on_all_rejected == "keep" and self.weight and self.weight.bound in ("mask", "zero"):
             raise ConfigError(
-                "{on_all_rejected}: keep would train on the unbounded weights that {weight}.bound: mask drops; "
-                "use skip, or {weight}.bound: clip"
+                f"{{on_all_rejected}}: keep cannot give back what {{weight}}.bound: {self.weight.bound} takes: it has "
+                "no bounded weight; use skip, or {weight}.bound: clip"
             )
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
@@ -289,6 +289,11 @@ class CorrectionConfig:
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
+
+    @property
+    def can_end_empty(self) -> bool:
+        """Whether nothing of a micro-batch may be left with a weight, OPSM aside."""
+        return self.rejects or (self.weight is not None and self.weight.bound == "zero")
 
     @property
     def corrects(self) -> bool:

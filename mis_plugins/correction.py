@@ -14,7 +14,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
 from mis_plugins.rejection import Totals, aggregate, passes
 from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
-from mis_plugins.totals import TokenStage, over_sequences, sequence_rules, token_stage
+from mis_plugins.totals import UNREJECTED, TokenStage, over_sequences, sequence_rules, token_stage
 from mis_plugins.units import counted_units, known, passing_units, unit_weight
 from mis_plugins.weights import normalization
 
@@ -114,10 +114,12 @@ def correct(
     stage, segments = _staged(proximal, behavior, ragged, config)
     totals = over_sequences(stage, ragged, config)
     keep_sequences = _keep_sequences(totals, config)
-    all_rejected = _all_rejected(totals, keep_sequences) if config.rejects else None
-    if config.on_all_rejected == "keep" and all_rejected is not None:
-        stage, keep_sequences = _nothing_rejected(stage, keep_sequences, all_rejected)
     sequence_weight = _sequence_weight(totals, config.weight)
+    all_rejected = None
+    if config.can_end_empty:
+        all_rejected = _all_rejected(totals, keep_sequences, sequence_weight)
+    if config.on_all_rejected == "keep" and all_rejected is not None:
+        stage, totals, keep_sequences = _nothing_rejected(stage, totals, keep_sequences, all_rejected)
     weights = _token_weights(stage, ragged, sequence_weight)
     mean = rollout_mean if normalize else None
     if config.weight and normalize and normalize.scope != "rollout":
@@ -127,8 +129,6 @@ def correct(
     rescale = None
     if config.denominator == "kept":
         rescale = denominator_scale(totals["valid"], kept_in(totals, keep_sequences))
-        if config.on_all_rejected == "keep" and all_rejected is not None:
-            rescale = torch.where(all_rejected, 1, rescale)
     return Correction(
         config=config,
         ragged=ragged,
@@ -194,19 +194,28 @@ def _keep_sequences(totals: Totals, config: CorrectionConfig) -> Bool[Tensor, " 
     return keep
 
 
-def _all_rejected(totals: Totals, keep_sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, ""]:
+def _all_rejected(
+    totals: Totals, keep_sequences: Bool[Tensor, " N"] | None, sequence_weight: Float[Tensor, " N"] | None
+) -> Bool[Tensor, ""]:
     kept = totals["applied"] if "applied" in totals else kept_tokens(totals)
+    if sequence_weight is not None:
+        kept = kept * sequence_weight
     kept = kept > 0 if keep_sequences is None else (kept > 0) & keep_sequences
     return (totals["valid"] > 0).any() & ~kept.any()
 
 
 def _nothing_rejected(
-    stage: TokenStage, keep_sequences: Bool[Tensor, " N"] | None, where: Bool[Tensor, ""]
-) -> tuple[TokenStage, Bool[Tensor, " N"] | None]:
-    """`where` is one flag for the micro-batch. What has no weight stays without one."""
+    stage: TokenStage, totals: Totals, keep_sequences: Bool[Tensor, " N"] | None, where: Bool[Tensor, ""]
+) -> tuple[TokenStage, Totals, Bool[Tensor, " N"] | None]:
+    """The same without rejection `where`, one flag for the micro-batch."""
     if stage.keep is not None:
-        stage = replace(stage, keep=stage.keep | (where & stage.usable))
-    return stage, None if keep_sequences is None else keep_sequences | where
+        stage = replace(stage, keep=stage.keep | (where & stage.loss_mask))
+    restored = {
+        name: torch.where(where, totals[source], totals[name])
+        for name, source in UNREJECTED.items()
+        if name in totals
+    }
+    return stage, {**totals, **restored}, None if keep_sequences is None else keep_sequences | where
 
 
 def _token_weights(

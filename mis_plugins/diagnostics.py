@@ -24,7 +24,7 @@ from mis_plugins.ragged import as_bytes
 from mis_plugins.ratios import exp_clamped, log_bound, saturated, share_above, share_below
 from mis_plugins.rejection import aggregate
 from mis_plugins.totals import monotone
-from mis_plugins.units import passing_units, unit_log_ratio, unit_ratio
+from mis_plugins.units import known, passing_units, unit_log_ratio, unit_ratio
 from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
@@ -154,12 +154,12 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
 def final_min(c: Correction) -> Float[Tensor, " N"]:
     """Smallest of them."""
     smallest = _extreme_weight(c, "min", passing=False)
-    return torch.where(c.totals["usable"] == c.totals["valid"], smallest, 0)
+    return torch.where(known(c.totals), smallest, 0)
 
 
 def final_max(c: Correction) -> Float[Tensor, " N"]:
     """Largest of them."""
-    return _extreme_weight(c, "max", passing=False)
+    return torch.where(c.totals["usable"] > 0, _extreme_weight(c, "max", passing=False), 0)
 
 
 # Per micro-batch.

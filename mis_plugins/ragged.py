@@ -142,18 +142,18 @@ class Segments:
         of_token = _run_of_token(starts, mask)
         first = torch.searchsorted(of_token, numbers[:-1])
         owner = torch.searchsorted(starts, first, right=True).sub_(1).clamp_(max=max(sequences.size - 1, 0))
-        local = of_token if whole is None else of_token.index_select(0, whole.index)
+        local = of_token.clamp_(min=0) if whole is None else of_token.clamp_(min=0).index_select(0, whole.index)
         # Response tokens keep their order on every rank, so that local numbers never decrease.
         bounds = torch.searchsorted(local, numbers)
         return cls(Ragged(bounds, sequences.loss_mask, sequences.ranks), owner)
 
 
 def _run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """The number of the last run of ones that began at or before each token, never less than 0."""
+    """The number of the last run of ones that began at or before each token; -1 before the first."""
     previous = mask.new_zeros(mask.numel() + 1)
     previous[1:] = mask
     begins = mask & ~previous.index_fill_(0, starts, False)[:-1]
-    return begins.cumsum(0).sub_(1).clamp_(min=0)
+    return begins.cumsum(0).sub_(1)
 
 
 def as_bytes(x: Tensor) -> Tensor:

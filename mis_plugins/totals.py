@@ -109,7 +109,11 @@ SUMS: dict[str, Row] = {
 SQUARES: dict[str, Row] = {
     "ratio_squared": lambda stage: stage.ratio,
     "applied_squared": lambda stage: stage.applied,
+    "weight_squared": lambda stage: stage.weight,
 }
+
+# What each total of what is kept reads where nothing is rejected.
+UNREJECTED = {"applied": "weight", "applied_squared": "weight_squared", "kept": "usable"}
 
 COUNTS: dict[str, Callable[[TokenStage], Tensor]] = {
     "nonfinite_train": lambda stage: stage.loss_mask & ~finite(stage.log_probs.proximal),
@@ -176,10 +180,12 @@ def needed(config: CorrectionConfig) -> set[str]:
     names |= {total_of(rule) for rule in rules}
     if rules or (config.weight and config.weight.by_sequence):
         names |= {"valid", "usable", "log_ratio"}
-    if config.rejects:
+    if config.can_end_empty:
         names |= {"valid", _kept_row(config)}
     if config.denominator == "kept":
         names |= {"valid", "kept" if drops_tokens(config) else "usable"}
+    if config.on_all_rejected == "keep":
+        names |= {UNREJECTED[name] for name in names & set(UNREJECTED)}
     return names
 
 

@@ -172,8 +172,15 @@ def broken_batches(draw: Callable) -> Batch:
 
 uppers = st.sampled_from([1.0001, 1.05, 2.0, 5.0])
 lowers = st.sampled_from([0.1, 0.5, 0.9, 0.9999])
-LEVELS = ("token", "sequence", "geometric")
-BOUNDS = ("truncate", "clip", "mask")
+LEVELS = ("token", "segment", "segment_geometric", "sequence", "geometric")
+BOUNDS = ("none", "truncate", "clip", "mask", "zero")
+FLAT_LEVELS = ("token", "sequence", "geometric")
+FLAT_BOUNDS = ("truncate", "clip", "mask")
+# Bounds on the side of a statistic where there is something to drop; of `sum`, wide enough for a few tokens.
+STATISTICS = {
+    "k1": [-0.7, -0.1, 0.1, 0.7], "k2": [0.01, 0.3], "k3": [0.01, 0.3], "prob_diff": [-0.2, -0.02, 0.02, 0.2],
+    "abs_prob_diff": [0.02, 0.2], "proximal_prob": [1e-4, 0.3], "behavior_prob": [1e-4, 0.3],
+}  # fmt: skip
 
 
 @st.composite
@@ -182,9 +189,11 @@ def weight_configs(
 ) -> dict:
     """`mis.weight`: every key that has an effect for the drawn bound."""
     bound = draw(st.sampled_from(BOUNDS))
-    weight: dict = {"level": level or draw(st.sampled_from(LEVELS)), "bound": bound, "upper": draw(uppers)}
-    if bound != "truncate" and draw(st.booleans()):
-        weight["lower"] = draw(lowers)
+    weight: dict = {"level": level or draw(st.sampled_from(LEVELS)), "bound": bound}
+    if bound != "none":
+        weight["upper"] = draw(uppers)
+    if bound not in ("none", "truncate") and draw(st.booleans()):
+        weight["lower"] = draw(lowers | st.just(0.0))
     if draw(st.booleans()):
         choices = ["valid", "kept"] if rejects or bound == "mask" else ["valid"]
         weight["normalize"] = {"scope": scope, "over": draw(st.sampled_from(choices))}
@@ -194,9 +203,18 @@ def weight_configs(
 @st.composite
 def rules(draw: Callable) -> dict:
     over = draw(st.sampled_from(["token", "sum", "mean", "min", "max"]))
+    rule = {"over": over}
+    if over != "token" and draw(st.integers(0, 3)) == 0:
+        rule["unit"] = "segment"
     sides = draw(st.sampled_from([("lower",), ("upper",), ("lower", "upper")]))
-    drawn = {"lower": draw(lowers), "upper": draw(uppers)}
-    return {"over": over} | {side: drawn[side] for side in sides}
+    statistic = draw(st.just("ratio") | st.sampled_from(sorted(STATISTICS)))
+    if statistic == "ratio":
+        drawn = {"lower": draw(lowers), "upper": draw(uppers)}
+        return rule | {side: drawn[side] for side in sides}
+    ends = st.sampled_from(STATISTICS[statistic])
+    drawn = dict(zip(("lower", "upper"), draw(st.lists(ends, min_size=2, max_size=2, unique=True).map(sorted)),
+                     strict=True))  # fmt: skip
+    return rule | {"statistic": statistic} | {side: drawn[side] for side in sides}
 
 
 @st.composite
@@ -206,23 +224,30 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
     weight = draw(
         weight_configs(scope, bool(reject)) if not reject else st.none() | weight_configs(scope, bool(reject))
     )
-    return {
+    config = {
         "weight": weight,
         "reject": reject,
         "metrics": metrics or draw(st.sampled_from(["full", "full", "core", "none"])),
     }
+    masks = weight is not None and weight["bound"] == "mask"
+    zeroes = weight is not None and weight["bound"] == "zero"
+    if reject or masks:
+        config["denominator"] = draw(st.sampled_from(["original", "original", "kept"]))
+    if reject and not masks and not zeroes:
+        config["on_all_rejected"] = draw(st.sampled_from(["skip", "keep"]))
+    return config
 
 
 @st.composite
 def flat_configs(draw: Callable) -> dict:
     """Miles's flat keys, where mis.py itself gives a sane answer."""
-    level, mode = draw(st.sampled_from(LEVELS)), draw(st.sampled_from(BOUNDS))
+    level, mode = draw(st.sampled_from(FLAT_LEVELS)), draw(st.sampled_from(FLAT_BOUNDS))
     normal = mode != "mask" and level != "geometric" and draw(st.booleans())
     use_rs = draw(st.booleans())
     return {
         "use_tis": True, "use_rs": use_rs, "tis_level": level, "tis_mode": mode,
         "tis_lower_bound": draw(st.none() | lowers), "tis_upper_bound": draw(uppers), "tis_batch_normalize": normal,
-        "rs_level": draw(st.sampled_from(LEVELS)), "rs_lower_bound": draw(st.none() | lowers),
+        "rs_level": draw(st.sampled_from(FLAT_LEVELS)), "rs_lower_bound": draw(st.none() | lowers),
         "rs_upper_bound": draw(st.none() | uppers),
         "rs_veto_threshold": draw(st.sampled_from([None, 1e-4])) if use_rs else None,
     }  # fmt: skip

@@ -66,7 +66,7 @@ def assert_matches_oracle(
     for i, sample in enumerate(samples):
         assert outcome.masks[i].bool().tolist() == expected.keep[i], f"mask of sequence {i}"
         for t in sample.valid:
-            applied = expected.weights[i][t] if expected.keep[i][t] else 0.0
+            applied = expected.weights[i][t] * expected.scale[i] if expected.keep[i][t] else 0.0
             assert_close(outcome.weights[i][t].item(), applied, rtol, 0.0, f"weight {i}:{t}")
     if full:
         assert_metrics_match(outcome.metrics, batch, expected)

@@ -2,11 +2,12 @@
 
 Imports nothing of `mis_plugins`. The config is the plain nested `mis:` mapping, with every key optional:
 `{"weight": {"level", "bound", "lower", "upper", "normalize": {"scope", "over"}},
-"reject": [{"over", "lower", "upper"}]}`.
+"reject": [{"statistic", "over", "unit", "lower", "upper"}], "denominator", "on_all_rejected"}`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,17 @@ class Sample:
     def faulty(self) -> bool:
         return self.usable != self.valid
 
+    def run(self, t: int) -> list[int]:
+        """The run of ones in the mask around t; empty where t is masked."""
+        first = t
+        while first >= 0 and self.mask[first]:
+            first -= 1
+        return (
+            list(itertools.takewhile(lambda i: self.mask[i], range(first + 1, len(self.mask))))
+            if first < t
+            else []
+        )
+
 
 @dataclass(frozen=True)
 class Corrected:
@@ -52,20 +64,38 @@ class Corrected:
     keep: list[list[bool]]
     factor: float
     metrics: Metrics
-    margin: float  # distance, in log units, from the nearest decision to its bound
+    margin: float  # distance, in the statistic's own units, from the nearest decision to its bound
+    scale: list[float]  # original over kept number of tokens; 1 with the original denominator
 
 
 def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sample]] = ()) -> Corrected:
     """Correct one micro-batch; `others` are the batches (of other ranks, other steps) that share its normalization."""
     weight = config.get("weight")
     bounded = [bounded_weights(s, weight) for s in batch]
-    keep = [kept(s, config) for s in batch]
+    keep, pool = [kept(s, config) for s in batch], config
+    if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
+        keep = [[bool(live) for live in s.mask] for s in batch]
+        pool = {**config, "reject": []}
     factor = 1.0
     if normalizes(weight):
-        factor = normalizer([s for group in [batch, *others] for s in group], config)
+        factor = normalizer([s for group in [batch, *others] for s in group], pool)
     weights = [[w / factor for w in tokens] for tokens in bounded]
     metrics = all_metrics(batch, config, bounded, weights, keep, factor)
-    return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config))
+    scale = [denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
+    return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config), scale)
+
+
+def all_rejected(batch: Sequence[Sample], weights: list[Tokens], keep: list[list[bool]]) -> bool:
+    rows = list(zip(batch, weights, keep, strict=True))
+    live = any(s.valid for s in batch)
+    return live and not any(k[t] and w[t] > 0 for s, w, k in rows for t in s.usable)
+
+
+def denominator_scale(sample: Sample, keep: list[bool], config: dict) -> float:
+    left = sum(keep[t] for t in sample.usable)
+    if config.get("denominator", "original") == "original":
+        return 1.0
+    return len(sample.valid) / left if left else 0.0
 
 
 # ---------------------------------------------------------------------------------------------- ratios and weights
@@ -75,36 +105,50 @@ def clamp(x: float) -> float:
     return max(-CLAMP, min(CLAMP, x))
 
 
+UNITS = {"token": "token", "segment": "segment", "segment_geometric": "segment", "sequence": "sequence",
+         "geometric": "sequence"}  # fmt: skip
+
+
+def members(sample: Sample, t: int, unit: str) -> list[int]:
+    """The tokens of the unit that t belongs to."""
+    return {"token": lambda: [t], "segment": lambda: sample.run(t), "sequence": lambda: sample.valid}[unit]()
+
+
 def unit_log_ratio(sample: Sample, t: int, level: str) -> float:
-    """The log ratio that weighs token t: its own, its sequence's sum, or its sequence's mean."""
-    terms = [sample.log_ratios[i] for i in sample.valid]
-    return {"token": lambda: sample.log_ratios[t], "sequence": lambda: math.fsum(terms),
-            "geometric": lambda: math.fsum(terms) / len(terms)}[level]()  # fmt: skip
+    """The log ratio that weighs token t: its own, or the sum or the mean over its segment or sequence."""
+    terms = [sample.log_ratios[i] for i in members(sample, t, UNITS[level])]
+    return mean(terms) if "geometric" in level else math.fsum(terms)
 
 
 def raw_weight(sample: Sample, t: int, level: str) -> float:
     return math.exp(clamp(unit_log_ratio(sample, t, level)))
 
 
+def upper_of(weight: dict) -> float:
+    return math.inf if weight["bound"] == "none" else weight.get("upper", 2.0)
+
+
 def lower_of(weight: dict) -> float:
     lower = weight.get("lower")
-    return 1.0 / weight["upper"] if lower is None else lower
+    return 1.0 / upper_of(weight) if lower is None else lower
 
 
 def bounded(ratio: float, weight: dict) -> float:
     match weight["bound"]:
         case "truncate":
-            return min(ratio, weight["upper"])
+            return min(ratio, upper_of(weight))
         case "clip":
-            return max(lower_of(weight), min(ratio, weight["upper"]))
-        case "mask":
+            return max(lower_of(weight), min(ratio, upper_of(weight)))
+        case "zero":
+            return ratio if lower_of(weight) <= ratio <= upper_of(weight) else 0.0
+        case "mask" | "none":
             return ratio
     raise AssertionError(weight["bound"])
 
 
 def has_weight(sample: Sample, t: int, level: str) -> bool:
     """False for a token outside the mask, and for one whose unit holds a non-finite log ratio."""
-    return t in sample.usable and (level == "token" or not sample.faulty)
+    return t in sample.usable and set(members(sample, t, UNITS[level])) <= set(sample.usable)
 
 
 def bounded_weights(sample: Sample, weight: dict | None) -> Tokens:
@@ -122,36 +166,64 @@ def bounded_weights(sample: Sample, weight: dict | None) -> Tokens:
 # ------------------------------------------------------------------------------------------------------- rejection
 
 
-def statistic(sample: Sample, t: int, over: str) -> float:
-    """The log ratio that a rule looks at for token t; NaN where a non-finite log-prob enters it."""
-    terms = [sample.log_ratios[i] for i in sample.valid]
-    if not (math.isfinite(sample.log_ratios[t]) if over == "token" else not sample.faulty):
+def token_statistic(sample: Sample, t: int, name: str) -> float:
+    """Of one token; of a ratio the logarithm."""
+    p, b = math.exp(sample.proximal[t]), math.exp(sample.behavior[t])
+    x = clamp(sample.log_ratios[t])
+    return {"ratio": sample.log_ratios[t], "k1": -sample.log_ratios[t], "k2": x * x / 2,
+            "k3": math.expm1(x) - x, "prob_diff": p - b, "abs_prob_diff": abs(p - b),
+            "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
+
+
+def unit_of(rule: dict) -> str:
+    return "token" if rule["over"] == "token" else rule.get("unit", "sequence")
+
+
+def statistic(sample: Sample, t: int, rule: dict) -> float:
+    """What a rule looks at for token t; NaN where a non-finite log-prob enters it."""
+    unit = members(sample, t, unit_of(rule))
+    if not unit or not set(unit) <= set(sample.usable):
         return math.nan
-    return {"token": lambda: clamp(sample.log_ratios[t]), "sum": lambda: clamp(math.fsum(terms)),
-            "mean": lambda: clamp(math.fsum(terms) / len(terms)), "min": lambda: min(terms),
-            "max": lambda: max(terms)}[over]()  # fmt: skip
+    terms = [token_statistic(sample, i, rule.get("statistic", "ratio")) for i in unit]
+    return {"token": math.fsum, "sum": math.fsum, "mean": mean, "min": min, "max": max}[rule["over"]](terms)
+
+
+def limit(rule: dict, side: str) -> float | None:
+    bound = rule.get(side)
+    return math.log(bound) if bound is not None and rule.get("statistic", "ratio") == "ratio" else bound
 
 
 def too_low(x: float, rule: dict) -> bool:
-    return rule.get("lower") is not None and x < math.log(rule["lower"])
+    bound = limit(rule, "lower")
+    return bound is not None and x < bound
 
 
 def too_high(x: float, rule: dict) -> bool:
-    return rule.get("upper") is not None and x > math.log(rule["upper"])
+    bound = limit(rule, "upper")
+    return bound is not None and x > bound
 
 
 def passes(sample: Sample, t: int, rule: dict) -> bool:
-    x = statistic(sample, t, rule["over"])
+    x = statistic(sample, t, rule)
     return not (math.isnan(x) or too_low(x, rule) or too_high(x, rule))
+
+
+def passing(sample: Sample, t: int, weight: dict | None) -> bool:
+    """The weight of t is known, and within a mask or zero bound."""
+    if weight is None:
+        return t in sample.usable
+    if not has_weight(sample, t, weight["level"]):
+        return False
+    if weight["bound"] not in ("mask", "zero"):
+        return True
+    return lower_of(weight) <= raw_weight(sample, t, weight["level"]) <= upper_of(weight)
 
 
 def inside(sample: Sample, t: int, weight: dict | None) -> bool:
     """Bound `mask`: the ratio lies within [lower, upper]."""
     if weight is None or weight["bound"] != "mask":
         return True
-    if not has_weight(sample, t, weight["level"]):
-        return False
-    return lower_of(weight) <= raw_weight(sample, t, weight["level"]) <= weight["upper"]
+    return passing(sample, t, weight)
 
 
 def kept(sample: Sample, config: dict) -> list[bool]:
@@ -183,8 +255,9 @@ def normalizer(samples: Sequence[Sample], config: dict) -> float:
             if over == "kept"
             else [inside(sample, t, weight) for t in range(len(tokens))]
         )
-        live = [tokens[t] for t in sample.valid if has_weight(sample, t, level) and enters[t]]
-        units += live if level == "token" else live[:1]
+        live = {members(sample, t, UNITS[level])[0]: tokens[t] for t in sample.valid
+                if has_weight(sample, t, level) and enters[t]}  # fmt: skip
+        units += list(live.values())
     mean = math.fsum(units) / len(units) if units else 0.0
     return mean if mean > MEAN_FLOOR else 1.0
 
@@ -246,13 +319,14 @@ def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights
     ratio = raw_weight(sample, t, weight["level"])
     found = {"tis_weight_before_bound": ratio, "tis_weight_after_bound": bounded_tokens[t]}
     found["is_ratio_mean_after_tis_rs"] = bounded_tokens[t]
-    if weight["level"] != "token":
-        found["saturated_sequence_fraction"] = float(abs(unit_log_ratio(sample, t, weight["level"])) > CLAMP)
+    unit = UNITS[weight["level"]]
+    if unit != "token":
+        found[f"saturated_{unit}_fraction"] = float(abs(unit_log_ratio(sample, t, weight["level"])) > CLAMP)
     if weight["bound"] == "truncate":
-        found["tis_truncate_fraction"] = float(ratio > weight["upper"])
-    else:
+        found["tis_truncate_fraction"] = float(ratio > upper_of(weight))
+    elif weight["bound"] != "none":
         found[f"tis_{weight['bound']}_fraction_low"] = float(ratio < lower_of(weight))
-        found[f"tis_{weight['bound']}_fraction_high"] = float(ratio > weight["upper"])
+        found[f"tis_{weight['bound']}_fraction_high"] = float(ratio > upper_of(weight))
     final = [weights[i] for i in sample.valid]
     found |= {
         "is_ratio_mean_final": mean(final),
@@ -265,13 +339,13 @@ def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights
 
 
 def is_veto(rule: dict) -> bool:
-    return rule["over"] == "min" and rule.get("upper") is None
+    return rule["over"] == "min" and rule.get("upper") is None and unit_of(rule) == "sequence"
 
 
 def rule_metrics(sample: Sample, t: int, rule: dict) -> dict[str, float]:
-    x = statistic(sample, t, rule["over"])
+    x = statistic(sample, t, rule)
     if is_veto(rule):
-        fatal = too_low(sample.log_ratios[t], rule)
+        fatal = too_low(token_statistic(sample, t, rule.get("statistic", "ratio")), rule)
         return {
             "rs_catastrophic_token_fraction": float(fatal),
             "rs_catastrophic_seq_fraction": float(too_low(x, rule)),
@@ -297,10 +371,11 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
     applied = [w[t] if keep[t] else 0.0 for s, w, keep in rows for t in s.valid]
     squares = len(applied) * math.fsum(w * w for w in applied)
     weight = config.get("weight")
-    level = weight["level"] if weight else "token"
     passed = [w[t] for s, w in zip(batch, corrected.weights, strict=True) for t in s.valid
-              if has_weight(s, t, level) and inside(s, t, weight)]  # fmt: skip
-    live = [sequence_kept(s, config) for s in batch if s.valid]
+              if passing(s, t, weight)]  # fmt: skip
+    restored = config.get("on_all_rejected") == "keep" and any(map(any, corrected.keep)) and not any(
+        any(kept(s, config)) for s in batch)  # fmt: skip
+    live = [restored or sequence_kept(s, config) for s in batch if s.valid]
     return {
         "ess_mb": math.fsum(applied) ** 2 / squares if squares else 0.0,
         "ratio_min_mb": min(ratios, default=0.0), "ratio_max_mb": max(ratios, default=0.0),
@@ -314,9 +389,9 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
 def sequence_kept(sample: Sample, config: dict) -> bool:
     """What the rules over sequences, and a mask bound at a level above the token, say of a live sequence."""
     t, weight = sample.valid[0], config.get("weight")
-    rules = [rule for rule in config.get("reject", []) if rule["over"] != "token"]
+    rules = [rule for rule in config.get("reject", []) if unit_of(rule) == "sequence"]
     return all(passes(sample, t, rule) for rule in rules) and (
-        weight is None or weight["level"] == "token" or inside(sample, t, weight)
+        weight is None or UNITS[weight["level"]] != "sequence" or inside(sample, t, weight)
     )
 
 
@@ -324,16 +399,20 @@ def sequence_kept(sample: Sample, config: dict) -> bool:
 
 
 def decision_margin(batch: Sequence[Sample], config: dict) -> float:
-    """How far, in log units, the nearest decision lies from its bound: near 0, rounding could take it either way."""
+    """How far the nearest decision lies from its bound, in the units of what is compared (the logarithm of a ratio):
+    near 0, rounding could take it either way.
+    """
     gaps = [math.inf]
     weight = config.get("weight")
     for sample in batch:
         for t in sample.usable:
             gaps.append(abs(abs(sample.log_ratios[t]) - CLAMP))
             if weight and has_weight(sample, t, weight["level"]):
-                bounds = [weight["upper"], lower_of(weight), math.exp(CLAMP), math.exp(-CLAMP)]
+                bounds = [upper_of(weight), lower_of(weight), math.exp(CLAMP), math.exp(-CLAMP)]
                 gaps += [
-                    abs(unit_log_ratio(sample, t, weight["level"]) - math.log(b)) for b in bounds if b > 0
+                    abs(unit_log_ratio(sample, t, weight["level"]) - math.log(b))
+                    for b in bounds
+                    if 0 < b < math.inf
                 ]
             for rule in config.get("reject", []):
                 gaps += rule_gaps(sample, t, rule)
@@ -343,10 +422,9 @@ def decision_margin(batch: Sequence[Sample], config: dict) -> float:
 
 
 def rule_gaps(sample: Sample, t: int, rule: dict) -> list[float]:
-    x = statistic(sample, t, rule["over"])
-    bounds = [rule[side] for side in ("lower", "upper") if rule.get(side) is not None]
-    values = [x] + ([sample.log_ratios[t]] if rule["over"] == "min" else [])
-    return [abs(v - math.log(b)) for b in bounds for v in values if not math.isnan(v)]
+    bounds = [limit(rule, side) for side in ("lower", "upper")]
+    values = [statistic(sample, t, rule), token_statistic(sample, t, rule.get("statistic", "ratio"))]
+    return [abs(v - b) for b in bounds if b is not None for v in values if not math.isnan(v)]
 
 
 def mean_gap(batch: Sequence[Sample], config: dict) -> float:

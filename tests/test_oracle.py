@@ -66,7 +66,9 @@ MASKS = [[1, 1, 1], [1, 1], [1, 0, 1, 1], [1], [], [0, 0], [1, 1, 1, 1]]
 def test_every_point_of_the_product(level: str, bound: str, reject: str, over: str | None):
     """Level x bound x rejection x normalization, on one batch where each of them matters."""
     batch = ratio_batch(WIDE, MASKS)
-    weight = {"level": level, "bound": bound, "upper": 1.25} | ({} if bound == "truncate" else {"lower": 0.7})
+    weight = {"level": level, "bound": bound}
+    if bound != "none":
+        weight |= {"upper": 1.25} | ({} if bound == "truncate" else {"lower": 0.7})
     if over:
         weight["normalize"] = {"scope": "micro_batch", "over": over}
     config = {"weight": weight, "reject": rules_of(reject)}

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from batches import Batch, host_args, make_batch
+from batches import BOUNDS, LEVELS, Batch, host_args, make_batch
 from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, run, same_bytes
 from launch import run_ranks
 from tolerances import DECISION, EPS
@@ -75,19 +75,24 @@ def clear_batch(seed: int, config: dict) -> Batch:
 
 
 def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
-    """Level x bound x rejection x normalization, each with both layouts in turn."""
+    """Level x bound x rejection x normalization, both layouts in turn, every fifth with the kept denominator."""
     rejects = [[], [{"over": "token", "lower": 0.6, "upper": 1.7}],
                [{"over": "mean", "lower": 0.8, "upper": 1.2}, {"over": "min", "lower": 0.2}],
                [{"over": "max", "upper": 4.0}, {"over": "token", "upper": 2.5},
-                {"over": "sum", "lower": 0.05}]]  # fmt: skip
+                {"over": "sum", "lower": 0.05}],
+               [{"statistic": "k3", "over": "mean", "upper": 0.3},
+                {"over": "sum", "unit": "segment", "lower": 0.3},
+                {"statistic": "abs_prob_diff", "over": "max", "unit": "segment", "upper": 0.6}]]  # fmt: skip
     cases = []
-    points = itertools.product(("token", "sequence", "geometric"), ("truncate", "clip", "mask"), rejects)
+    points = itertools.product(LEVELS, BOUNDS, rejects)
     for i, (level, bound, reject) in enumerate(points):
-        weight: dict = {"level": level, "bound": bound, "upper": 1.4}
+        weight: dict = {"level": level, "bound": bound} | ({} if bound == "none" else {"upper": 1.4})
         over = "kept" if i % 2 and (reject or bound == "mask") else "valid"
         if i % 4:
             weight["normalize"] = {"scope": scopes[i % len(scopes)], "over": over}
         config = {"weight": weight, "reject": reject}
+        if i % 5 == 0 and (reject or bound == "mask"):
+            config["denominator"] = "kept"
         cases.append(
             Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2], i % 5 == 0)
         )

@@ -17,17 +17,22 @@ def check(args: Any) -> None:
     """
     if getattr(args, "calculate_per_token_loss", False):
         raise ConfigError(
-            "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides the "
-            "whole step by a token count that no hook can change; drop the flag, or use mis.denominator: original"
+            "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides "
+            "the whole step by a token count that no hook can change; drop the flag, or use original"
         )
     reducer = getattr(args, "custom_pg_loss_reducer_function_path", None)
     if reducer == REDUCER:
         raise ConfigError(
-            f"mis.denominator: kept and --custom-pg-loss-reducer-function-path {REDUCER} both divide by the kept tokens; "
-            "keep one of them"
+            f"mis.denominator: kept and --custom-pg-loss-reducer-function-path {REDUCER} both divide by the kept "
+            "tokens; keep one of them"
         )
     if reducer is not None:
         raise ConfigError(
-            f"mis.denominator: kept has no effect that we could promise: --custom-pg-loss-reducer-function-path {reducer} "
-            "divides as it likes; drop one of them"
+            f"mis.denominator: kept promises a division that --custom-pg-loss-reducer-function-path {reducer} "
+            "replaces; drop one of them"
+        )
+    if getattr(args, "custom_convert_samples_to_train_data_path", None) is not None:
+        raise ConfigError(
+            "mis.denominator: kept: behind --custom-convert-samples-to-train-data-path a host may lack "
+            "rollout_mask_sums, and then divides by the kept tokens itself; use original"
         )

@@ -1,0 +1,140 @@
+"""A micro-batch of which nothing is left: skip, keep or raise, and never a NaN; and the kept denominator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from batches import Batch, host_args, ratio_batch
+from drive import call, run
+from tolerances import EPS, weight_rtol
+
+from mis_plugins import mis
+from mis_plugins.correction import Correction, correct
+from mis_plugins.errors import ConfigError
+from mis_plugins.layout import whole
+from mis_plugins.ragged import Ranks
+from mis_plugins.reading import from_mapping
+
+BATCH = ratio_batch([[9.0, 0.1], [8.0]])
+NOTHING = [{"over": "mean", "lower": 0.999, "upper": 1.0001}]
+
+
+def corrected(config: dict, batch: Batch = BATCH) -> Correction:
+    ragged = whole(batch.response_lengths).place(torch.cat(batch.loss_masks), Ranks()).ragged
+    return correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, from_mapping(config))
+
+
+@pytest.mark.parametrize("metrics", ["full", "none"])
+@pytest.mark.parametrize("reject", [NOTHING, [{"over": "token", "upper": 0.01}],
+                                    [{"over": "sum", "unit": "segment", "lower": 1e4}]])  # fmt: skip
+def test_the_flag(reject: list[dict], metrics: str):
+    config = {"weight": {}, "reject": reject, "metrics": metrics}
+    assert bool(corrected(config).all_rejected)
+    assert (
+        not bool(corrected(config, ratio_batch([[9.0, 0.1], [1.0]], [[1, 1], [0]])).all_rejected) or metrics
+    )
+    on_policy = {"weight": {}, "reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}], "metrics": metrics}
+    assert not bool(corrected(on_policy, ratio_batch([[1.0], [9.0]])).all_rejected)
+
+
+def test_nothing_to_reject():
+    assert corrected({"weight": {}}).all_rejected is None
+    dead = ratio_batch([[9.0]], [[0]])
+    assert not bool(corrected({"weight": None, "reject": NOTHING}, dead).all_rejected)
+
+
+def test_every_weight_zeroed_counts():
+    assert bool(corrected({"weight": {"bound": "zero", "lower": 0.9, "upper": 1.1}}).all_rejected)
+    assert bool(corrected({"weight": {"level": "sequence", "bound": "zero", "lower": 0.95, "upper": 1.05},
+                           "reject": [{"over": "max", "upper": 8.5}]}).all_rejected)  # fmt: skip
+
+
+@pytest.mark.parametrize("action", ["skip", "raise"])
+def test_skip_trains_on_nothing(action: str):
+    """`raise` acts as `skip` until the next optimizer step."""
+    loss_in, loss, masks, metrics = call(BATCH, {"weight": {}, "reject": NOTHING, "on_all_rejected": action})
+    (gradient,) = torch.autograd.grad(loss.sum(), loss_in)
+    assert loss.abs().sum().item() == 0 and gradient.abs().sum().item() == 0
+    assert not any(mask.any() for mask in masks)
+    assert all(bool(torch.isfinite(value).all()) for value in metrics.values())
+
+
+def test_keep_rejects_nothing():
+    """The weights stay bounded, the masks are the host's, and so is everything that is said about them."""
+    outcome = run(BATCH, {"weight": {}, "reject": NOTHING, "on_all_rejected": "keep"})
+    plain = run(BATCH, {"weight": {}})
+    assert all(map(torch.equal, outcome.weights, plain.weights))
+    assert all(map(torch.equal, outcome.masks, BATCH.loss_masks))
+    for name in ("mis_ess_mb", "mis_kept_fraction", "mis_kept_sequences_mb"):
+        assert torch.equal(torch.cat(outcome.metrics[name]), torch.cat(plain.metrics[name])), name
+
+
+def test_keep_does_nothing_while_something_is_kept():
+    batch = ratio_batch([[9.0, 0.1], [1.0]])
+    config = {"weight": {}, "reject": NOTHING}
+    assert run(batch, config).masks[0].tolist() == [0, 0]
+    assert run(batch, config | {"on_all_rejected": "keep"}).masks[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bound", ["mask", "zero"])
+def test_keep_cannot_give_back_what_has_no_bounded_weight(bound: str):
+    config = {"weight": {"bound": bound}, "reject": NOTHING, "on_all_rejected": "keep"}
+    with pytest.raises(ConfigError, match=rf"mis\.on_all_rejected: keep .* mis\.weight\.bound: {bound}"):
+        from_mapping(config)
+
+
+# -------------------------------------------------------------------------------------------------- denominator
+
+
+def test_the_kept_denominator_is_a_mean_over_what_is_kept():
+    """Per-sample mean of the host, n = 4 and n = 2: the loss of the kept tokens divided by 3, and by 2."""
+    batch = ratio_batch([[1.0, 1.5, 9.0, 0.8], [1.2, 1.0]])
+    config = {"weight": {"upper": 10.0}, "reject": [{"over": "token", "upper": 5.0}], "denominator": "kept"}
+    outcome = run(batch, config)
+    host = sum(w.sum().item() / len(w) for w in outcome.weights)
+    assert host == pytest.approx((1.0 + 1.5 + 0.8) / 3 + (1.2 + 1.0) / 2, rel=weight_rtol(3.0) + 6 * EPS)
+
+
+def test_a_sequence_without_a_kept_token_stays_out():
+    batch = ratio_batch([[9.0, 8.0], [1.0]])
+    outcome = run(batch, {"weight": {}, "reject": [{"over": "token", "upper": 5.0}], "denominator": "kept"})
+    assert torch.cat(outcome.weights).tolist() == [0.0, 0.0, 1.0]
+
+
+KEPT = {"weight": {}, "reject": NOTHING, "denominator": "kept"}
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"calculate_per_token_loss": True}, r"mis\.denominator: kept .*--calculate-per-token-loss"),
+    ({"custom_pg_loss_reducer_function_path": "mis_plugins.mis.kept_token_mean"}, "both divide by the kept"),
+    ({"custom_pg_loss_reducer_function_path": "theirs.reduce"}, r"theirs\.reduce"),
+    ({"custom_convert_samples_to_train_data_path": "theirs.convert"}, "rollout_mask_sums"),
+])  # fmt: skip
+def test_where_it_cannot_be_had(settings: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        call(BATCH, KEPT, **settings)
+
+
+@pytest.mark.parametrize(("config", "key"), [
+    ({"weight": None, "opsm": {"delta": 0.1}}, r"mis\.opsm"),
+    ({"weight": {}, "objective": {}}, r"mis\.objective"),
+])  # fmt: skip
+def test_what_only_the_loss_hook_can_serve(config: dict, key: str):
+    with pytest.raises(
+        ConfigError, match=rf"{key}: .*--custom-loss-function-path mis_plugins\.mis\.policy_loss"
+    ):
+        mis.compute_mis_weights(host_args(mis=config), **BATCH.lists())
+
+
+def test_probability_veto():
+    """The Miles blog's veto: one token below 1e-6 under a policy drops its sequence, whatever the ratio."""
+    batch = ratio_batch([[1.0, 1.0], [1.0]])
+    batch.proximal[0][1] = batch.behavior[0][1] = math.log(3e-7)
+    for statistic in ("proximal_prob", "behavior_prob"):
+        outcome = run(
+            batch, {"weight": None, "reject": [{"statistic": statistic, "over": "min", "lower": 1e-6}]}
+        )
+        assert [mask.tolist() for mask in outcome.masks] == [[0, 0], [1]]
+        assert outcome.metrics["mis_rs_catastrophic_seq_fraction"][0].tolist() == [1.0, 1.0]
