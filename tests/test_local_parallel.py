@@ -19,9 +19,10 @@ from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.batch import pack
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import model_config
-from mis_plugins.local.loss import policy_loss
+from mis_plugins.local.loss import LOSSES
 from mis_plugins.local.model import initial_weights
 from mis_plugins.local.rollout import Rollout, derive_seed, draw_problems, shard
+from mis_plugins.local.sample import make_samples
 from mis_plugins.local.tasks import TASKS
 from mis_plugins.local.trainer import Trainer
 
@@ -88,7 +89,7 @@ def recorded(yaml: Path) -> Rollout:
         seeds=[derive_seed("recorded", index) for index in range(len(problems))],
     )
     rewards = torch.arange(len(problems)) % 3 / 2
-    return Rollout(problems, generations, rewards, rewards - rewards.mean())
+    return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
 
 
 def train(grid: Grid, args: Namespace, rollout: Rollout, folder: Path) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def train(grid: Grid, args: Namespace, rollout: Rollout, folder: Path) -> dict[s
         share = args.global_batch_size // grid.dp
         steps = []
         for start in range(0, len(data["tokens"]), share):
-            metrics = trainer.accumulate(args, data, range(start, start + share), policy_loss)
+            metrics = trainer.accumulate(args, data, range(start, start + share), LOSSES[args.loss_type])
             gradient = trainer.gradient()
             steps.append((metrics | {"grad_norm": trainer.step()}, gradient))
         weights = torch.cat([weight.flatten() for weight in trainer.weights().values()])
@@ -149,7 +150,7 @@ def test_four_steps_agree_in_every_layout(
 def test_the_recorded_batch_exercises_the_correction(one_rank: dict[str, Any], recorded: Rollout) -> None:
     """Else the layouts would agree about nothing: ragged responses, weights that truncate, sequences dropped."""
     metrics = [metrics for metrics, _ in one_rank["steps"]]
-    assert len({len(generation.tokens) for generation in recorded.generations}) > 2
+    assert len({sample.response_length for sample in recorded.samples}) > 2
     assert all(step["mis_tis_truncate_fraction"] > 0 for step in metrics)
     assert any(0 < step["kept_fraction"] < 1 for step in metrics)
     assert metrics[-1]["pg_clipfrac"] > 0
@@ -193,9 +194,8 @@ def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
     assert all(torch.equal(weights[name], weight) for name, weight in strong_weights(args).items())
     engine = DecodeEngine(config, "fp32")
     engine.update_weights(weights, version=0)
-    pairs = list(zip(recorded.problems, recorded.generations, strict=True))
-    sequences = [problem.prompt + generation.tokens for problem, generation in pairs]
-    expected = engine.score(sequences, [len(generation.tokens) for _, generation in pairs])
+    sequences = [tuple(sample.tokens) for sample in recorded.samples]
+    expected = engine.score(sequences, [sample.response_length for sample in recorded.samples])
     torch.testing.assert_close(scores, torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
 
 

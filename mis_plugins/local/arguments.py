@@ -77,6 +77,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     args.micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // args.data_parallel_size)
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.qkv_format = "thd"
+    args.entropy_coef = 0.0
 
 
 def merge_custom_config(args: argparse.Namespace, path: str) -> None:
@@ -132,14 +133,15 @@ def _check_hooks(args: argparse.Namespace) -> None:
             f"{given} needs --custom-tis-function-path; "
             "give mis_plugins.mis.compute_mis_weights_with_cp or a function of your own"
         )
-    for flag in ("--custom-tis-function-path", "--rollout-data-postprocess-path"):
-        path = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    _check_loss(args)
+    for name in _HOOKS:
+        path = getattr(args, name)
         if path is not None:
-            load_function(path, flag)
-    if (args.use_tis or args.get_mismatch_metrics) and args.custom_tis_function_path.startswith(
-        "mis_plugins."
-    ):
-        from_args(args)  # our own hooks would refuse an impossible config only after the first rollout
+            load_function(path, _flag(name))
+    corrected = args.custom_tis_function_path if args.use_tis or args.get_mismatch_metrics else None
+    for path in (corrected, args.custom_loss_function_path):
+        if path is not None and path.startswith("mis_plugins."):
+            from_args(args)  # our own hooks would refuse an impossible config only after the first rollout
     if args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--advantage-estimator grpo with --n-samples-per-prompt {args.n_samples_per_prompt}: "
@@ -151,6 +153,23 @@ def _check_hooks(args: argparse.Namespace) -> None:
         )
 
 
+def _check_loss(args: argparse.Namespace) -> None:
+    """Refuse settings of the loss that nothing would read, and a dual clip that would act on every token."""
+    custom = args.loss_type == "custom_loss"
+    if custom != (args.custom_loss_function_path is not None):
+        raise ConfigError(
+            "--loss-type custom_loss and --custom-loss-function-path need each other; give both or none"
+        )
+    if custom and args.custom_pg_loss_reducer_function_path is not None:
+        raise ConfigError(
+            "--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them"
+        )
+    if args.use_unbiased_kl and not args.use_kl_loss:
+        raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss")
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        raise ConfigError(f"--eps-clip-c: got {args.eps_clip_c:g}; a dual clip lies above 1")
+
+
 def _divides(total: int, total_flag: str, args: argparse.Namespace, name: str) -> None:
     part = getattr(args, name)
     if total % part:
@@ -160,6 +179,15 @@ def _divides(total: int, total_flag: str, args: argparse.Namespace, name: str) -
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
+
+_HOOKS = (
+    "custom_tis_function_path",
+    "custom_loss_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_megatron_before_train_step_hook_path",
+    "rollout_data_postprocess_path",
+    "rollout_sample_filter_path",
+)
 
 _POSITIVE = (
     "num_rollout",
@@ -195,6 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_rollout,
         _add_correction,
         _add_loss,
+        _add_kl,
         _add_optimizer,
         _add_ranks,
         _add_model,
@@ -323,6 +352,11 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         metavar="FN",
         help="called as slime calls it, fn(args, rollout_id, rollout_data), after log-probs and advantages",
     )
+    group.add_argument(
+        "--rollout-sample-filter-path",
+        metavar="FN",
+        help="fn(args, data) with data a list of groups of samples; it may set remove_sample",
+    )
 
 
 def _add_correction(parser: argparse.ArgumentParser) -> None:
@@ -352,6 +386,23 @@ def _add_correction(parser: argparse.ArgumentParser) -> None:
 def _add_loss(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss")
     group.add_argument(
+        "--loss-type",
+        choices=("policy_loss", "custom_loss"),
+        default="policy_loss",
+        help="of the host, or of --custom-loss-function-path (default: %(default)s)",
+    )
+    group.add_argument(
+        "--custom-loss-function-path",
+        metavar="FN",
+        help="fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)",
+    )
+    group.add_argument(
+        "--custom-pg-loss-reducer-function-path",
+        metavar="FN",
+        help="fn(total_lengths, response_lengths, masks, calculate_per_token_loss) -> a function of the policy "
+        "loss of every token",
+    )
+    group.add_argument(
         "--advantage-estimator",
         choices=("grpo", "reinforce"),
         default="grpo",
@@ -370,8 +421,24 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--eps-clip", type=float, default=0.2, help="PPO clip (default: %(default)s)")
     group.add_argument("--eps-clip-high", type=float, help="upper PPO clip (default: --eps-clip)")
+    group.add_argument("--eps-clip-c", type=float, metavar="C", help="dual clip: at most -C A where A < 0")
     group.add_argument(
         "--calculate-per-token-loss", action="store_true", help="average over tokens, not over samples"
+    )
+
+
+def _add_kl(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KL loss", "Towards the policy of before the first rollout, frozen.")
+    group.add_argument("--use-kl-loss", action="store_true", help="add the KL term to the loss")
+    group.add_argument("--kl-loss-coef", type=float, default=0.0, help="its factor (default: %(default)s)")
+    group.add_argument(
+        "--kl-loss-type",
+        choices=("k1", "k2", "k3", "low_var_kl"),
+        default="k1",
+        help="its estimator (default: %(default)s)",
+    )
+    group.add_argument(
+        "--use-unbiased-kl", action="store_true", help="multiply it by the ratio of target to proximal policy"
     )
 
 
@@ -398,6 +465,11 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         help="limit of the gradient norm; 0: none (default: %(default)s)",
+    )
+    group.add_argument(
+        "--custom-megatron-before-train-step-hook-path",
+        metavar="FN",
+        help="fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), once gradients are zero",
     )
 
 

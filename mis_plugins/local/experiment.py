@@ -26,8 +26,8 @@ from rich.progress import track
 from mis_plugins.local.arguments import PRECISIONS, parse_args
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
+from mis_plugins.local.kl import k3
 from mis_plugins.local.loop import Loop
-from mis_plugins.local.loss import k3
 from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from mis_plugins.local.report import SUMMARY, plot_curves, write_json
@@ -125,7 +125,7 @@ def _cosines_by_precision(settings: Mapping[str, Namespace]) -> dict[str, dict[s
 
     samples = (rollouts(loop.reference, "first"), rollouts(loop.reference, "second"))
     reference = on_policy_reference(plain, loop.state, loop.trainer, samples)
-    reward = fmean(float(rollout.rewards.mean()) for rollouts in samples for rollout in rollouts)
+    reward = fmean(rollout.reward for rollouts in samples for rollout in rollouts)
     found = {"on-policy": {"agreement": reference.agreement, "reward": reward}}
     for precision in COSINE_PRECISIONS:
         sampled = rollouts(DecodeEngine(config, precision), "cosine")

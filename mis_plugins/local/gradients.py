@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_plugins.local.loss import policy_loss
+from mis_plugins.local.loss import LOSSES
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.rollout import Rollout, shard
 from mis_plugins.local.trainer import Trainer
@@ -21,9 +21,13 @@ from mis_plugins.local.trainer import Trainer
 
 def on_policy(args: Namespace) -> Namespace:
     """The same settings without any correction: what samples of the trainer's own policy need."""
-    return Namespace(
-        **{**vars(args), "use_tis": False, "get_mismatch_metrics": False, "use_rollout_logprobs": False}
-    )
+    plain = {
+        "use_tis": False,
+        "get_mismatch_metrics": False,
+        "use_rollout_logprobs": False,
+        "use_kl_loss": False,
+    }
+    return Namespace(**{**vars(args), **plain, "loss_type": "policy_loss"})
 
 
 def mean_gradient(
@@ -31,11 +35,11 @@ def mean_gradient(
 ) -> Tensor:
     """Gradient of the policy loss at the current weights, averaged over the rollouts. Collective; no step is taken."""
     total = torch.zeros(())
-    whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].problems)})
+    whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].samples)})
     for rollout in rollouts:
         data = shard(whole, state, rollout)
         data["log_probs"] = trainer.log_probs(data)
-        trainer.accumulate(whole, data, range(len(data["tokens"])), policy_loss)
+        trainer.accumulate(whole, data, range(len(data["tokens"])), LOSSES[args.loss_type])
         total = total + trainer.gradient()
     return total / len(rollouts)
 

@@ -8,17 +8,20 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from mis_plugins.local import checkpoint, report
 from mis_plugins.local.engine import DecodeEngine, ModelConfig, RolloutEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loading import load_function
-from mis_plugins.local.loss import policy_loss
+from mis_plugins.local.loss import LOSSES
 from mis_plugins.local.parallel import ParallelState, StopSignal, initialize
 from mis_plugins.local.rollout import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
 from mis_plugins.local.tasks import TASKS, Problem, Task
@@ -103,7 +106,10 @@ def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
 
 @dataclass
 class Loop:
-    """What lives as long as the run. ``next_rollout`` is also the version of the weights."""
+    """What lives as long as the run.
+
+    ``next_rollout`` is also the version of the weights. ``frozen`` is the reference policy of ``--use-kl-loss``.
+    """
 
     args: Namespace
     state: ParallelState
@@ -113,6 +119,7 @@ class Loop:
     engine: DecodeEngine
     reference: DecodeEngine
     postprocess: Callable[..., Any] | None
+    frozen: dict[str, Tensor] | None
     next_rollout: int
 
     @classmethod
@@ -122,7 +129,8 @@ class Loop:
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
         saved = checkpoint.load(args.load, config) if args.load else None
-        weights = saved["weights"] if saved else warm_start(args, config, task, state, _prompts(held_out))
+        warm = partial(warm_start, args, config, task, state, _prompts(held_out))
+        weights = saved["weights"] if saved else warm()
         trainer = Trainer(args, config, state, weights, args.lr)
         if saved:
             trainer.load_optimizer_state(saved["optimizer"])
@@ -136,6 +144,7 @@ class Loop:
             engine=DecodeEngine(config, args.rollout_weights),
             reference=DecodeEngine(config, "fp32"),
             postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
+            frozen=warm() if args.use_kl_loss else None,
             next_rollout=saved["next_rollout"] if saved else 0,
         )
         loop.engine.update_weights(weights, loop.next_rollout)
@@ -175,17 +184,30 @@ class Loop:
         self.prepare(rollout_id, data)
         share = self.args.global_batch_size // self.state.effective_dp.size
         steps = [range(start, start + share) for start in range(0, len(data["tokens"]), share)]
+        loss = LOSSES[self.args.loss_type]
         rows = [
-            self.trainer.accumulate(self.args, data, indices, policy_loss)
+            self.trainer.accumulate(
+                self.args, data, indices, loss, partial(self.begin_step, rollout_id, step_id)
+            )
             | {"grad_norm": self.trainer.step()}
-            for indices in steps
+            for step_id, indices in enumerate(steps)
         ]
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
+    def begin_step(self, rollout_id: int, step_id: int) -> None:
+        """Call ``--custom-megatron-before-train-step-hook-path``; this trainer has no learning-rate scheduler."""
+        path = self.args.custom_megatron_before_train_step_hook_path
+        if path is not None:
+            hook = load_function(path, "--custom-megatron-before-train-step-hook-path")
+            hook(self.args, rollout_id, step_id, [self.trainer.ddp], self.trainer.optimizer, None)
+
     def prepare(self, rollout_id: int, data: RolloutData) -> None:
-        """Recompute the proximal log-probs and call the rollout-data hook, as slime orders them."""
+        """Compute the log-probs of proximal and reference policy and call the rollout-data hook, in slime's order."""
         if not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics:
             data["log_probs"] = self.trainer.log_probs(data)
+        if self.frozen is not None:
+            with self.trainer.holding(self.frozen):
+                data["ref_log_probs"] = self.trainer.log_probs(data)
         if self.postprocess is not None:
             self.postprocess(self.args, rollout_id, data)
 
@@ -238,9 +260,8 @@ def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:
 
 
 def _rollout_row(rollout: Rollout) -> Row:
-    lengths = [len(response.tokens) for response in rollout.generations]
     return {
-        "reward_rollout": float(rollout.rewards.mean()),
-        "response_length": sum(lengths) / len(lengths),
-        "weight_version": rollout.generations[0].version,
+        "reward_rollout": rollout.reward,
+        "response_length": fmean(sample.response_length for sample in rollout.samples),
+        "weight_version": int(rollout.samples[0].weight_versions[0]),
     }

@@ -1,23 +1,29 @@
-"""The policy loss of the embedded host, and the place where it calls the TIS hook.
+"""The losses of the embedded host, and the places where they call a hook.
 
-The call, its keyword arguments and what happens to its answer follow Miles's ``policy_loss_function``: the
-returned masks rebuild the numerator of the loss only, its denominators and all metrics keep the batch's masks.
+The calls, their arguments and what happens to the answers follow Miles's ``policy_loss_function``: the masks that a
+TIS hook returns rebuild the numerator of the loss only, its denominators and all metrics keep the batch's masks.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mis_plugins.local.batch import Layout
+from mis_plugins.local.kl import k3, kl_term
 from mis_plugins.local.loading import load_function
+from mis_plugins.local.log_probs import response_log_probs
 from mis_plugins.local.parallel import ParallelState
 
 Metrics = dict[str, Tensor]
+
+LOGGED_LIMIT = 10.0
+"""Where log ratios are clamped for the metric ``k3_kl``: one token of a broken engine shall not hide all others."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,12 @@ class MicroBatch:
     """
 
     layout: Layout
+    tokens: list[Tensor]  # prompt, then response
     loss_masks: list[Tensor]
     advantages: list[Tensor]
     proximal: list[Tensor] | None
     behavior: list[Tensor]
+    reference: list[Tensor] | None = None
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """``[R]`` full-response masks, cut to this rank's tokens."""
@@ -57,29 +65,47 @@ class Reducer:
         return (x * self.weight).sum()
 
 
+Loss = tuple[Tensor, Metrics]
+LogProbLoss = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
+LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
+"""Of this rank's logits, ``[1, S, V / tp]``; a ``LogProbLoss`` is of the responses' log-probs, ``[R]``."""
+
+
+def of_log_probs(loss: LogProbLoss) -> LossFunction:
+    """A loss of log-probs as one of logits."""
+
+    def of_logits(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
+        return loss(args, state, batch, response_log_probs(logits, batch.layout, args.rollout_temperature))
+
+    return of_logits
+
+
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """PPO's ``-min(r A, clip(r, 1 - low, 1 + high) A)`` a token, and whether the clip acted.
 
-    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347.
+    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347. ``dual`` bounds the loss of
+    negative advantages by ``-dual A``. Ye et al. 2019, arxiv.org/abs/1912.09729.
     """
     ratio = log_ratio.exp()
     free, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return torch.maximum(free, clipped), (clipped > free).float()
+    loss = torch.maximum(free, clipped)
+    if dual is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+    return loss, (clipped > free).float()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's ``exp(x) - 1 - x``, with x clamped to +-10 as in Miles; estimates KL(q || p) from samples of
-    q, x = log p - log q.
-    """
-    bounded = log_ratio.clamp(-10, 10)
-    return bounded.exp() - 1 - bounded
+def mismatch_metrics(reduce: Reducer, proximal: Tensor, behavior: Tensor) -> Metrics:
+    """How far the policies of trainer and rollout engine lie apart, whatever is done about it."""
+    log_ratio = proximal - behavior
+    return {
+        "train_rollout_logprob_abs_diff": reduce(log_ratio.abs()),
+        "k3_kl": reduce(k3(log_ratio.clamp(-LOGGED_LIMIT, LOGGED_LIMIT))),
+    }
 
 
-def policy_loss(
-    args: Namespace, state: ParallelState, batch: MicroBatch, log_probs: Tensor
-) -> tuple[Tensor, Metrics]:
+def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_probs: Tensor) -> Loss:
     """Sum over the samples of the micro-batch of their mean token loss, and metrics summed in the same way.
 
     Args:
@@ -92,18 +118,21 @@ def policy_loss(
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     log_ratio = log_probs - proximal
     loss, clipped = clipped_surrogate(
-        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high
+        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high, args.eps_clip_c
     )
-    metrics = {
-        "train_rollout_logprob_abs_diff": reduce((torch.cat(proximal_list) - behavior).abs()),
-        "k3_kl": reduce(k3(torch.cat(proximal_list) - behavior)),
-    }
-    reduce_kept = reduce
+    metrics = mismatch_metrics(reduce, torch.cat(proximal_list), behavior)
+    masks: Sequence[Tensor] = batch.loss_masks
     if args.use_tis or args.get_mismatch_metrics:
         loss, masks, mismatch = call_tis_hook(args, state, batch, loss, proximal_list)
-        reduce_kept = Reducer.of(batch, masks, per_token=args.calculate_per_token_loss)
         metrics |= {name: reduce(values) for name, values in mismatch.items()}
-    total = reduce_kept(loss)
+    reduce_kept = Reducer.of(batch, masks, per_token=args.calculate_per_token_loss)
+    total = pg_reducer(args, batch, masks, reduce_kept)(loss)
+    if args.use_kl_loss:
+        ratio = log_ratio.exp() if args.use_unbiased_kl else None
+        assert batch.reference is not None
+        kl = reduce_kept(kl_term(args.kl_loss_type, log_probs, torch.cat(batch.reference), ratio))
+        total = total + args.kl_loss_coef * kl
+        metrics["kl_loss"] = kl
     metrics |= {
         "loss": total,
         "pg_clipfrac": reduce_kept(clipped),
@@ -131,9 +160,54 @@ def call_tis_hook(
     )
 
 
-def supervised_loss(
-    args: Namespace, state: ParallelState, batch: MicroBatch, log_probs: Tensor
-) -> tuple[Tensor, Metrics]:
+def pg_reducer(
+    args: Namespace, batch: MicroBatch, masks: Sequence[Tensor], default: Reducer
+) -> Callable[[Tensor], Tensor]:
+    """What ``--custom-pg-loss-reducer-function-path`` gives for the masks of after rejection, else the default."""
+    path = args.custom_pg_loss_reducer_function_path
+    if path is None:
+        return default
+    build = load_function(path, "--custom-pg-loss-reducer-function-path")
+    lengths = batch.layout.total_lengths, batch.layout.response_lengths
+    return build(*lengths, masks, args.calculate_per_token_loss)
+
+
+def custom_loss(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
+    """What ``--custom-loss-function-path`` makes of a batch of the hosts' kind, and the mismatch beside it."""
+    function = load_function(args.custom_loss_function_path, "--custom-loss-function-path")
+    reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
+    loss, metrics = function(args, host_batch(batch), logits, reduce)
+    if "mis_kept_fraction" in metrics:
+        metrics = {**metrics, "kept_fraction": metrics["mis_kept_fraction"]}
+    if batch.proximal is not None:
+        metrics = {
+            **mismatch_metrics(reduce, torch.cat(batch.proximal), torch.cat(batch.behavior)),
+            **metrics,
+        }
+    return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
+
+
+def host_batch(batch: MicroBatch) -> dict[str, Any]:
+    """The micro-batch under the hosts' keys, as their custom losses get it."""
+    return {
+        "unconcat_tokens": batch.tokens,
+        "total_lengths": batch.layout.total_lengths,
+        "response_lengths": batch.layout.response_lengths,
+        "loss_masks": batch.loss_masks,
+        "rollout_mask_sums": torch.stack([mask.sum() for mask in batch.loss_masks]),
+        "advantages": batch.advantages,
+        "log_probs": batch.proximal,
+        "rollout_log_probs": batch.behavior,
+        "ref_log_probs": batch.reference,
+        "max_seq_lens": None,
+    }
+
+
+def supervised_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_probs: Tensor) -> Loss:
     """Negative log-likelihood of the responses, reduced as the policy loss is."""
     loss = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)(-log_probs)
     return loss, {"loss": loss.detach()}
+
+
+LOSSES: dict[str, LossFunction] = {"policy_loss": of_log_probs(policy_loss), "custom_loss": custom_loss}
+"""By ``--loss-type``."""

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,19 +86,14 @@ def _transformer_config(config: ModelConfig, state: ParallelState, per_token_los
     )
 
 
-def response_log_probs(model: torch.nn.Module, layout: Layout, temperature: float) -> Tensor:
-    """``[R]`` log-probs of the response tokens scored on this rank, float32, with gradient."""
-    logits = model(
+def packed_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
+    """``[1, S, V / tp]``: this rank's slots and its part of the vocabulary, with gradient."""
+    return model(
         input_ids=layout.tokens[None],
         position_ids=layout.positions[None],
         attention_mask=None,
         packed_seq_params=PackedLayout.of(layout),
     )
-    # The cross entropy overwrites its input; the division makes it a copy.
-    scored = logits[0, layout.scored].float() / temperature
-    log_probs = -tensor_parallel.vocab_parallel_cross_entropy(scored, layout.targets)
-    # A rank that scores nothing must still take part in the backward pass of the others.
-    return log_probs + 0 * logits.sum() if log_probs.numel() == 0 else log_probs
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:

@@ -31,8 +31,9 @@ class Record(TypedDict):
     reward_rollout: mean reward of the training samples, which the rollout policy drew.
     eval_trainer, eval_rollout: mean reward of either policy on held-out prompts, with the weights that drew
         this rollout; rollout 0 therefore shows the start.
-    k3_kl: k3 estimate of KL(rollout policy || trainer policy) per token of the training samples.
-    kept_fraction: tokens that pass rejection over tokens in the loss.
+    k3_kl: k3 estimate of KL(rollout policy || trainer policy) per token of the training samples; absent where no
+        log-probs were recomputed for a custom loss.
+    kept_fraction: tokens that pass rejection over tokens in the loss; absent where a custom loss does not tell.
     grad_norm, loss: means over the optimizer steps of this rollout.
     grad_cosine: cosine of this rollout's gradient, as corrected, to an on-policy one at the same weights.
     seconds: wall time of this rollout, evaluation included.
@@ -42,8 +43,8 @@ class Record(TypedDict):
     reward_rollout: float
     eval_trainer: NotRequired[float]
     eval_rollout: NotRequired[float]
-    k3_kl: float
-    kept_fraction: float
+    k3_kl: NotRequired[float]
+    kept_fraction: NotRequired[float]
     grad_norm: float
     loss: float
     grad_cosine: NotRequired[float]

@@ -10,6 +10,7 @@ import hashlib
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from mis_plugins.local.advantages import ESTIMATORS
 from mis_plugins.local.batch import pack
 from mis_plugins.local.engine import Generation, RolloutEngine
 from mis_plugins.local.parallel import ParallelState
+from mis_plugins.local.sample import Sample, filtered, make_samples
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData
 
@@ -73,10 +75,13 @@ def sample_responses(
 class Rollout:
     """A whole rollout, the same on every rank; one entry a sample, those of a prompt next to each other."""
 
-    problems: list[Problem]
-    generations: list[Generation]
-    rewards: Tensor  # [samples]
+    samples: list[Sample]
     advantages: Tensor  # [samples]
+
+    @property
+    def reward(self) -> float:
+        """Its mean."""
+        return fmean(sample.reward for sample in self.samples)
 
 
 def collect(
@@ -86,7 +91,7 @@ def collect(
     stream: tuple[int | str, ...],
     excluded: Collection[tuple[int, ...]],
 ) -> Rollout:
-    """Sample each of ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times. Collective.
+    """Sample each of ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times, and filter. Collective.
 
     ``stream`` names the random choices.
     """
@@ -94,17 +99,9 @@ def collect(
     problems = [problem for problem in prompts for _ in range(args.n_samples_per_prompt)]
     seeds = [derive_seed(*stream, "sample", index) for index in range(len(problems))]
     generations = sample_responses(engine, task, problems, seeds, args.rollout_temperature)
-    return score(args, task, problems, generations)
-
-
-def score(args: Namespace, task: Task, problems: list[Problem], generations: list[Generation]) -> Rollout:
-    """Judge the responses and compute their advantages."""
-    pairs = zip(problems, generations, strict=True)
-    rewards = torch.tensor([task.reward(problem, generation.tokens) for problem, generation in pairs])
-    groups = rewards.view(-1, args.n_samples_per_prompt)
-    return Rollout(
-        problems, generations, rewards, ESTIMATORS[args.advantage_estimator](args, groups).flatten()
-    )
+    samples = filtered(args, make_samples(task, problems, generations, args.n_samples_per_prompt))
+    groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.n_samples_per_prompt)
+    return Rollout(samples, ESTIMATORS[args.advantage_estimator](args, groups).flatten())
 
 
 def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> list[int]:
@@ -118,24 +115,21 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     whole.
     """
     order = training_order(
-        len(rollout.problems), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
+        len(rollout.samples), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
     )
-    prompts = [rollout.problems[index].prompt for index in order]
-    responses = [rollout.generations[index] for index in order]
-    tokens = [
-        torch.tensor(prompt + response.tokens) for prompt, response in zip(prompts, responses, strict=True)
-    ]
-    lengths = [len(response.tokens) for response in responses]
+    samples = [rollout.samples[index] for index in order]
+    tokens = [torch.tensor(sample.tokens) for sample in samples]
+    lengths = [sample.response_length for sample in samples]
     layout = pack(tokens, lengths, state.cp.rank, state.cp.size)
-    behavior = torch.tensor([value for response in responses for value in response.log_probs])
+    behavior = torch.tensor([value for sample in samples for value in sample.rollout_log_probs or ()])
     advantages = rollout.advantages[torch.tensor(order)]
     return {
         "tokens": tokens,
         "total_lengths": [len(sequence) for sequence in tokens],
         "response_lengths": lengths,
-        "loss_masks": [torch.ones(length, dtype=torch.int) for length in lengths],
-        "rewards": [float(rollout.rewards[index]) for index in order],
+        "loss_masks": [torch.tensor(sample.mask, dtype=torch.int) for sample in samples],
+        "rewards": [sample.reward for sample in samples],
         "rollout_log_probs": list(behavior[layout.response_index].split(layout.local_lengths)),
         "advantages": list(advantages[layout.response_sequence].split(layout.local_lengths)),
-        "weight_versions": [response.version for response in responses],
+        "weight_versions": [sample.weight_versions for sample in samples],
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.engine import ModelConfig
-from mis_plugins.local.loss import Metrics, MicroBatch
-from mis_plugins.local.model import Naming, build_model, response_log_probs
+from mis_plugins.local.log_probs import response_log_probs
+from mis_plugins.local.loss import LossFunction, Metrics, MicroBatch
+from mis_plugins.local.model import Naming, build_model, packed_logits
 from mis_plugins.local.parallel import ParallelState
 
 RolloutData = dict[str, Any]
 """The hosts' ``rollout_data``: lists with one entry a sample of this data-parallel rank, in training order."""
-
-LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], tuple[Tensor, Metrics]]
 
 
 class Trainer:
@@ -70,9 +70,22 @@ class Trainer:
         parts: list[Tensor] = []
         for indices in self.micro_batches(range(len(data["tokens"]))):
             layout = self._layout(data, indices)
-            scores = response_log_probs(self.ddp, layout, self.args.rollout_temperature)
+            logits = packed_logits(self.ddp, layout)
+            scores = response_log_probs(logits, layout, self.args.rollout_temperature)
             parts.extend(scores.split(layout.local_lengths))
         return parts
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other whole weights for a while, as to score with a reference policy."""
+        kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.load_weights(weights)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(kept[name])
 
     def micro_batches(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
         size = self.args.micro_batch_size
@@ -80,25 +93,31 @@ class Trainer:
             yield indices[start : start + size]
 
     def accumulate(
-        self, args: Namespace, data: RolloutData, indices: Sequence[int], loss_function: LossFunction
+        self,
+        args: Namespace,
+        data: RolloutData,
+        indices: Sequence[int],
+        loss_function: LossFunction,
+        begin: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Leave in every ``main_grad`` the gradient of the loss, averaged over the samples of all ranks. Collective.
 
         Args:
             args: what the loss function reads.
             indices: this rank's samples; every rank passes the same number of them.
+            begin: called once all gradients are zero.
 
         Returns:
             Metrics, averaged over the same samples (over their tokens with ``--calculate-per-token-loss``).
         """
         self.ddp.zero_grad_buffer()
+        begin()
         count = len(indices) * self.state.effective_dp.size
         tokens = torch.zeros((), dtype=torch.int64)
         sums: list[Metrics] = []
         for micro in self.micro_batches(indices):
             batch = self._micro_batch(data, micro)
-            log_probs = response_log_probs(self.ddp, batch.layout, self.args.rollout_temperature)
-            loss, metrics = loss_function(args, self.state, batch, log_probs)
+            loss, metrics = loss_function(args, self.state, batch, packed_logits(self.ddp, batch.layout))
             (loss * self._loss_scale(count)).backward()
             sums.append(metrics)
             tokens += sum(int(mask.sum()) for mask in batch.loss_masks)
@@ -184,10 +203,12 @@ class Trainer:
 
         return MicroBatch(
             layout=self._layout(data, indices),
+            tokens=pick("tokens"),
             loss_masks=pick("loss_masks"),
             advantages=pick("advantages"),
             proximal=pick("log_probs") if "log_probs" in data else None,
             behavior=pick("rollout_log_probs"),
+            reference=pick("ref_log_probs") if "ref_log_probs" in data else None,
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.local.checkpoint import read_weights, write_atomically
 from mis_plugins.local.engine import ModelConfig
-from mis_plugins.local.loss import supervised_loss
+from mis_plugins.local.loss import of_log_probs, supervised_loss
 from mis_plugins.local.model import initial_weights
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
@@ -78,7 +78,7 @@ def supervise(
     for step in track(range(args.warmup_steps), "warm start", disable=silent):
         problems = draw_problems(task, BATCH, derive_seed(args.seed, "warm start", step), excluded)
         data = answers(trainer, [problems[index] for index in mine])
-        trainer.accumulate(settings, data, range(len(mine)), supervised_loss)
+        trainer.accumulate(settings, data, range(len(mine)), of_log_probs(supervised_loss))
         trainer.step()
         decay.step()
     return trainer.weights()

@@ -1,0 +1,53 @@
+"""Log-probs of the responses from a model's logits, and the helper through which a custom loss asks for them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from mis_plugins.local.batch import Layout, pack
+
+
+def response_log_probs(logits: Tensor, layout: Layout, temperature: float) -> Tensor:
+    """``[R]`` log-probs of the response tokens scored on this rank, float32, with gradient.
+
+    Args:
+        logits: ``[1, S, V / tp]``, of this rank's slots and of its part of the vocabulary.
+    """
+    # The cross entropy overwrites its input; the division makes it a copy.
+    scored = logits[0, layout.scored].float() / temperature
+    log_probs = -tensor_parallel.vocab_parallel_cross_entropy(scored, layout.targets)
+    # A rank that scores nothing must still take part in the backward pass of the others.
+    return log_probs + 0 * logits.sum() if log_probs.numel() == 0 else log_probs
+
+
+def response_entropy(logits: Tensor, layout: Layout, temperature: float) -> Tensor:
+    """``[R]`` entropies, in nats, of the distributions that the response tokens were scored under."""
+    scored = tensor_parallel.gather_from_tensor_model_parallel_region(logits[0, layout.scored])
+    log_probs = torch.log_softmax(scored.float() / temperature, -1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    **_: Any,
+) -> dict[str, list[Tensor]]:
+    """What Miles's function of this name gives: ``log_probs`` and, if asked, ``entropy``, CP-local, one a sample."""
+    cp = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    layout = pack(unconcat_tokens, response_lengths, *cp)
+    found = {"log_probs": response_log_probs(logits, layout, args.rollout_temperature)}
+    if with_entropy:
+        found["entropy"] = response_entropy(logits, layout, args.rollout_temperature)
+    return {name: list(values.split(layout.local_lengths)) for name, values in found.items()}

@@ -1,0 +1,85 @@
+"""A sampled response on its way to the trainer, as the hosts hand it to ``--rollout-sample-filter-path``."""
+
+from __future__ import annotations
+
+import enum
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from mis_plugins.local.engine import Generation
+from mis_plugins.local.loading import load_function
+from mis_plugins.local.tasks import Problem, Task
+
+
+class Status(enum.Enum):
+    """How a response ended."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+
+
+@dataclass
+class Sample:
+    """Those fields of the hosts' ``Sample`` that a run on CPU has; a filter may change them in place.
+
+    tokens: prompt, then response.
+    rollout_log_probs: of the response, by the rollout engine.
+    loss_mask: of the response; None: all of it.
+    remove_sample: whether to leave it out of the loss, though not out of its group's advantages.
+    """
+
+    index: int
+    group_index: int
+    tokens: list[int]
+    response_length: int
+    reward: float
+    rollout_log_probs: list[float] | None
+    weight_versions: list[str]
+    status: Status
+    loss_mask: list[int] | None = None
+    remove_sample: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mask(self) -> list[int]:
+        """The loss mask in force."""
+        if self.remove_sample:
+            return [0] * self.response_length
+        return [1] * self.response_length if self.loss_mask is None else self.loss_mask
+
+
+def make_samples(
+    task: Task, problems: Sequence[Problem], generations: Sequence[Generation], group_size: int
+) -> list[Sample]:
+    """Judge the responses; those of a prompt lie next to each other."""
+    pairs = zip(problems, generations, strict=True)
+    return [
+        Sample(
+            index=index,
+            group_index=index // group_size,
+            tokens=[*problem.prompt, *generation.tokens],
+            response_length=len(generation.tokens),
+            reward=task.reward(problem, generation.tokens),
+            rollout_log_probs=list(generation.log_probs),
+            weight_versions=[str(generation.version)],
+            status=Status.COMPLETED if generation.tokens[-1:] == (task.eos,) else Status.TRUNCATED,
+        )
+        for index, (problem, generation) in enumerate(pairs)
+    ]
+
+
+def filtered(args: Namespace, samples: list[Sample]) -> list[Sample]:
+    """What ``--rollout-sample-filter-path`` leaves: called on rank 0 with the groups of a rollout. Collective."""
+    path, size = args.rollout_sample_filter_path, args.n_samples_per_prompt
+    if path is None:
+        return samples
+    if dist.get_rank() == 0:
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        load_function(path, "--rollout-sample-filter-path")(args, groups)
+    shared = [samples]
+    dist.broadcast_object_list(shared)
+    return shared[0]
