@@ -5,6 +5,7 @@
     --rollout-data-postprocess-path  mis_plugins.mis.normalize_rollout             (`scope: rollout`)
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
+    --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
 
 They keep no state that a second call could see: under recompute a hook runs twice for each micro-batch.
 """
@@ -23,11 +24,13 @@ from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import denominator, fsdp, miles, slime
+from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts.agreement import check_agreement
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
+from mis_plugins.loss import Reduce, micro_batch_loss, scored_by
 from mis_plugins.notices import warn_once
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
@@ -119,7 +122,9 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "mis.weight.normalize.scope: rollout"
         )
     if len(rest) != 2:
-        handed = "(args, samples), and samples hold no trainer log-probs" if rest else "args alone, as Miles does"
+        handed = (
+            "(args, samples), and samples hold no trainer log-probs" if rest else "args alone, as Miles does"
+        )
         raise InputError(
             "mis.weight.normalize.scope: rollout needs the rollout batch, (args, rollout_id, rollout_data), and this "
             f"host calls --rollout-data-postprocess-path with {handed}; use scope: data_parallel"
@@ -136,6 +141,41 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
     args._mis_rollout_mean = mean_weight_of(batch.proximal, batch.behavior, batch.place().ragged, config)
+
+
+def policy_loss(
+    args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Reduce
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss hook of Miles, slime and the embedded host: the host's own policy loss, corrected.
+
+    Pass `--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss`; it needs no `--use-tis`.
+    `mis.objective` and `mis.opsm` may say more than the host's flags can; without them the flags alone decide.
+
+    Args:
+        batch: the host's micro-batch.
+        logits: of the target policy, with gradient.
+        sum_of_sample_mean: the host's average over the loss mask, of a `[T]` tensor of this rank.
+
+    Returns:
+        the loss; what to log, detached, by the host's own names and ours.
+
+    Raises:
+        ConfigError, InputError: before any work, naming the key, the flag or the list.
+    """
+    host = hosts_loss.of_reducer(sum_of_sample_mean)
+    config = hosts_loss.config_in_force(args, reading.from_args(args))
+    flags, reduce_policy = hosts_loss.loss_config(args), hosts_loss.policy_reducer(args, batch)
+    inputs = hosts_loss.read(host, args, batch, logits, config)
+    correction = None
+    if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
+        check_agreement(config, inputs.ragged.ranks.cp, logits.device)
+        rollout_mean = getattr(args, "_mis_rollout_mean", None)
+        scored = scored_by(inputs, config)
+        correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean)
+    loss, metrics = micro_batch_loss(inputs, correction, config, flags, sum_of_sample_mean, reduce_policy)
+    if not inputs.target.numel():
+        loss = loss + 0 * logits.sum()  # a rank without a token must run its backward all the same
+    return loss, metrics | hosts_loss.passed_on(batch, sum_of_sample_mean)
 
 
 def config_in_force(args: Any) -> CorrectionConfig:

@@ -1,0 +1,188 @@
+"""The policy loss of one micro-batch, read from top to bottom: surrogate, correction, OPSM, entropy, KL, and what it
+reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig, ObjectiveConfig
+from mis_plugins.correction import Correction, denominator_scale
+from mis_plugins.diagnostics import diagnose
+from mis_plugins.objective import (
+    Clip,
+    KlType,
+    PolicyTerm,
+    kl_term,
+    policy_term,
+    target_log_ratio,
+)
+from mis_plugins.opsm import on_policy, reference_policy
+from mis_plugins.ragged import Ragged
+from mis_plugins.ratios import exp_clamped
+
+Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch, flat, on this rank.
+
+    target: log-probs of pi_theta, with gradient. Of the same tokens, without: `proximal`, the trainer before the update
+        (pi_theta itself where it was not recomputed); `behavior`, the rollout engine, and `reference`, the policy of
+        the KL term, None where there are none.
+    entropy: of pi_theta's distribution at each token; None where it is not wanted.
+    """
+
+    ragged: Ragged
+    target: Float[Tensor, " T"]
+    proximal: Float[Tensor, " T"]
+    behavior: Float[Tensor, " T"] | None
+    reference: Float[Tensor, " T"] | None
+    advantages: Float[Tensor, " T"]
+    entropy: Float[Tensor, " T"] | None
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the host's flags say of the loss; `mis.objective` and `mis.opsm` say the rest.
+
+    kl_type: None without a KL term.
+    """
+
+    clip: Clip
+    entropy_coef: float = 0.0
+    kl_type: KlType | None = None
+    kl_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a token's loss stays, and times what.
+
+    keep: loss_mask and every rule, OPSM aside: what enters entropy and KL.
+    on_policy: what OPSM leaves; None without it.
+    scale: from the original to the denominator in force.
+    factor: of the surrogate: the weight, scaled; 0 where the token is rejected or masked by OPSM.
+    """
+
+    keep: Bool[Tensor, " T"]
+    on_policy: Bool[Tensor, " T"] | None
+    scale: Float[Tensor, " T"]
+    factor: Float[Tensor, " T"]
+
+    def kept(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        return torch.where(self.keep, x, 0)
+
+
+def scored_by(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
+    """The log-probs of which weights and rules ask how far they are from mu: pi_old's, or pi_theta's in bypass."""
+    bypass = config.objective is not None and config.objective.old == "behavior"
+    return x.target.detach() if bypass else x.proximal
+
+
+def micro_batch_loss(
+    x: LossInputs,
+    correction: Correction | None,
+    config: CorrectionConfig,
+    flags: LossConfig,
+    reduce: Reduce,
+    reduce_policy: Reduce | None = None,
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """The loss, and what the host logs of it, detached, by the host's own names where it has one.
+
+        loss = reduce(f_t s_t) - entropy_coef reduce(H_t) + kl_coef reduce(KL_t)
+
+    with the surrogate s_t and the factor f_t: weight, rejection, OPSM, denominator. As in the hosts a rejected token
+    leaves every term, and OPSM masks the surrogate alone; `weigh_kl` gives the KL term the surrogate's factor instead.
+
+    Args:
+        correction: of `scored_by` against the behavior policy; None where there is none.
+        config: with `objective`, and OPSM where it is on.
+        reduce: the host's average over the loss mask of before rejection.
+        reduce_policy: the same of the surrogate; None is `reduce`.
+    """
+    objective = config.objective or ObjectiveConfig()
+    share = _share(x, correction, config)
+    old = x.behavior if objective.old == "behavior" else x.proximal
+    assert old is not None
+    term = policy_term(x.target, old, x.advantages, share.factor, x.ragged, objective, flags.clip)
+    loss = pg_loss = (reduce_policy or reduce)(term.loss)
+    terms = {"pg_loss": pg_loss, "entropy_loss": torch.zeros_like(pg_loss)}
+    if x.entropy is not None:
+        terms["entropy_loss"] = reduce(share.kept(x.entropy * share.scale))
+        loss = loss - flags.entropy_coef * terms["entropy_loss"] if flags.entropy_coef else loss
+    if flags.kl_type is not None:
+        terms["kl_loss"] = reduce(_kl(x, old, share, objective, flags.kl_type))
+        loss = loss + flags.kl_coef * terms["kl_loss"] if flags.kl_coef else loss
+    with torch.no_grad():
+        reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
+        reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
+        if correction is not None:
+            reported |= {name: reduce(value) for name, value in diagnose(correction).items()}
+    return loss, reported
+
+
+def _share(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
+    """Correction and OPSM, one after the other: with the kept denominator each scales by what it leaves."""
+    keep = x.ragged.loss_mask
+    scale = factor = keep.float()
+    if correction is not None and config.corrects:
+        keep, factor = correction.keep, correction.loss_factor
+        if correction.rescale is not None:
+            scale = x.ragged.to_tokens(correction.rescale.float())
+    if config.opsm is None:
+        return Share(keep, None, scale, torch.where(keep, factor, 0))
+    reference = reference_policy(x.behavior, x.proximal, config.opsm)
+    stays = on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
+    if config.denominator == "kept" or config.on_all_rejected == "keep":
+        (before, after), _ = x.ragged.over_sequence((keep, keep & stays))
+        if config.on_all_rejected == "keep":
+            empty = ~(after > 0).any()
+            stays, after = stays | (empty & keep), torch.where(empty, before, after)
+        if config.denominator == "kept":
+            factor = factor * x.ragged.to_tokens(denominator_scale(before, after).float())
+    return Share(keep, stays, scale, torch.where(keep & stays, factor, 0))
+
+
+def _kl(
+    x: LossInputs, old: Tensor, share: Share, objective: ObjectiveConfig, kind: KlType
+) -> Float[Tensor, " T"]:
+    assert x.reference is not None
+    mask = x.ragged.loss_mask
+    log_ratio = target_log_ratio(x.target, old, mask)[0] if objective.unbiased_kl else None
+    kl = kl_term(x.target, x.reference, mask, kind, log_ratio)
+    return kl * share.factor if objective.weigh_kl else share.kept(kl * share.scale)
+
+
+def _host_metrics(
+    x: LossInputs, term: PolicyTerm, share: Share, config: CorrectionConfig
+) -> Iterator[tuple[str, Float[Tensor, " T"]]]:
+    """What the hosts report beside the loss, a token each; like theirs, rejected tokens count 0."""
+    yield "pg_clipfrac", share.kept(term.clipped)
+    yield "ppo_kl", share.kept(-term.log_ratio)
+    if config.metrics in ("full", "all"):
+        yield "ess_ratio", _effective_share(exp_clamped(term.log_ratio), x.ragged)
+    if share.on_policy is not None:
+        yield "opsm_clipfrac", (x.ragged.loss_mask & ~share.on_policy).to(term.clipped.dtype)
+    if x.behavior is None:
+        return
+    scored = scored_by(x, config)
+    log_ratio, _ = target_log_ratio(scored, x.behavior, x.ragged.loss_mask)
+    yield "train_rollout_logprob_abs_diff", share.kept(log_ratio.abs())
+    yield "train_rollout_kl", share.kept(kl_term(x.behavior, scored, x.ragged.loss_mask, "low_var_kl"))
+    if config.corrects:
+        yield "ois", torch.where(x.ragged.loss_mask, exp_clamped(term.log_ratio), 0)
+
+
+def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:
+    """(sum r)^2 / (n sum r^2) of each sequence, r = pi_theta / old: 1 on policy, 1 / n where one token has it all."""
+    live = torch.where(ragged.loss_mask, ratio, 0)
+    (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask, live), squares=(live,))
+    share = total.square() / (valid * squares).clamp(min=torch.finfo(torch.float32).tiny)
+    return ragged.to_tokens(share.to(ratio.dtype))
