@@ -69,6 +69,14 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--rollout-data-postprocess-path mis_plugins.nothing.fn", "--rollout-data-postprocess-path: cannot load"),
         ("--n-samples-per-prompt 1", "--advantage-estimator grpo with --n-samples-per-prompt 1"),
         ("--reward-shift -1", "--reward-shift has no effect with --advantage-estimator grpo"),
+        ("--loss-type custom_loss", "--loss-type custom_loss and --custom-loss-function-path need each other"),
+        ("--custom-loss-function-path mis_plugins.mis.policy_loss", "need each other; give both or none"),
+        ("--custom-pg-loss-reducer-function-path a.b --loss-type custom_loss --custom-loss-function-path "
+         "mis_plugins.mis.policy_loss", "--custom-pg-loss-reducer-function-path has no effect with --loss-type"),
+        ("--rollout-sample-filter-path mis_plugins.nothing", "--rollout-sample-filter-path: cannot load"),
+        ("--custom-megatron-before-train-step-hook-path x", "--custom-megatron-before-train-step-hook-path: cannot"),
+        ("--use-unbiased-kl", "--use-unbiased-kl has no effect without --use-kl-loss"),
+        ("--eps-clip-c 1", "--eps-clip-c: got 1; a dual clip lies above 1"),
         ("--custom-config-path /nowhere.yaml", "--custom-config-path /nowhere.yaml: .*No such file"),
     ],
 )  # fmt: skip
