@@ -33,13 +33,14 @@ def edges(device: torch.device) -> Float[Tensor, " _"]:
     return torch.cat([-positive.flip(0), positive])
 
 
-def histogram(
-    x: Float[Tensor, " K"], counted: Bool[Tensor, " K"], edges: Float[Tensor, " _"]
-) -> Int[Tensor, " B"]:
-    """How many of the counted values lie in each bucket."""
+def histograms(
+    x: Float[Tensor, "H K"], counted: Bool[Tensor, " K"], edges: Float[Tensor, " _"]
+) -> Int[Tensor, "H B"]:
+    """How many of the counted values of each row lie in each bucket."""
     # Compared with the edges and not rounded from a logarithm: vectorized and scalar logarithms differ in the last bit.
     bucket = torch.bucketize(x.to(edges.dtype), edges)
-    return torch.zeros(SIZE, dtype=torch.int64, device=x.device).scatter_add_(0, bucket, counted.long())
+    empty = torch.zeros(x.shape[0], SIZE, dtype=torch.int64, device=x.device)
+    return empty.scatter_add_(1, bucket, counted.long().expand_as(bucket))
 
 
 def quantile(counts: Int[Tensor, " B"], q: float) -> float:

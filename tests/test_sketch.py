@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import EPS64
 
-from mis_plugins.sketch import LARGEST, RELATIVE_ERROR, SIZE, SMALLEST, edges, histogram, quantile
+from mis_plugins.sketch import LARGEST, RELATIVE_ERROR, SIZE, SMALLEST, edges, histograms, quantile
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ samples = st.lists(values, min_size=1, max_size=60)
 
 
 def sketch(x: list[float]) -> torch.Tensor:
-    return histogram(torch.tensor(x).double(), torch.ones(len(x), dtype=torch.bool), edges(CPU))
+    return histograms(torch.tensor([x]).double(), torch.ones(len(x), dtype=torch.bool), edges(CPU))[0]
 
 
 def stated_error(x: list[float], q: float) -> float:
@@ -66,10 +66,11 @@ def test_what_lies_beyond_reads_as_the_largest(x: float):
 
 
 def test_what_does_not_count_does_not_count():
-    x = torch.tensor([1.0, math.nan, 3.0])
-    counts = histogram(x, torch.tensor([True, False, False]), edges(CPU))
-    assert int(counts.sum()) == 1
-    assert quantile(counts, 1.0) == pytest.approx(1.0, rel=RELATIVE_ERROR)
+    x = torch.tensor([[1.0, math.nan, 3.0], [-2.0, 1.0, math.inf]])
+    counts = histograms(x, torch.tensor([True, False, False]), edges(CPU))
+    assert counts.sum(-1).tolist() == [1, 1]
+    assert quantile(counts[0], 1.0) == pytest.approx(1.0, rel=RELATIVE_ERROR)
+    assert quantile(counts[1], 1.0) == pytest.approx(-2.0, rel=RELATIVE_ERROR)
 
 
 def test_nothing_has_no_quantile():

@@ -67,3 +67,17 @@ def finite_difference_atol(magnitude: float) -> float:
 def float64_atol(magnitude: float, terms: int) -> float:
     """A float64 sum of `terms` numbers, each a few operations deep, that add up to `magnitude` in absolute value."""
     return torch.finfo(torch.float64).eps * (terms + 2 * FEW_OPERATIONS) * magnitude
+
+
+# The largest exponent in size, and an exp turns an absolute error of its argument into a relative one.
+EXPONENT = 64
+
+
+def step_atol(terms: int, size: float) -> float:
+    """A float64 mean of `terms` numbers of at most `size`, each an exp or two and a few products old."""
+    return EPS64 * (terms + 2 * EXPONENT) * size
+
+
+def step_weight_atol(terms: int, size: float) -> float:
+    """The same of float32 numbers: weights, and what rules compare."""
+    return EPS * (terms + 2 * EXPONENT) * size

@@ -1,0 +1,184 @@
+"""What a micro-batch adds to the metrics of its optimizer step: sums, maxima and histograms of a size the config fixes.
+
+However a step is split into micro-batches, data-parallel and context-parallel ranks, its partials merge into the same:
+sums to float64 rounding, maxima and histograms exactly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from mis_plugins import sketch
+from mis_plugins.correction import Correction
+from mis_plugins.step_rows import (
+    Rows,
+    Sequences,
+    Tokens,
+    sequence_counts,
+    sequence_maxima,
+    sequence_sums,
+    token_maxima,
+    token_sums,
+)
+
+SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio")
+
+# Sums of exponentials too large for a float64: by window of the exponent, each less the start of its window.
+WINDOW, WINDOWS = 64.0, 128
+POWERS = (1, 2)  # of the ratio of a whole sequence
+
+LAGS = 8  # 0, 1, ... 6 weight versions behind, and more
+LAG_ROWS = ("tokens", "log_ratio", "k3", "ratio", "kept")
+
+ROWS_AT_ONCE = 8  # that stand in memory together
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Of one micro-batch, or of many.
+
+    sum_names, maximum_names: what the sums and maxima are of; the same for all micro-batches of a config.
+    maxima: -inf where there was nothing.
+    histograms: one sketch each of `SKETCHES`.
+    products: sums over sequences of `POWERS` of their ratios, by window of the exponent.
+    lags: sums of `LAG_ROWS` by how many weight versions the token is behind; 0 where that is not known.
+    """
+
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
+    sums: Float[Tensor, " S"]
+    maxima: Float[Tensor, " M"]
+    histograms: Int[Tensor, "H B"]
+    products: Float[Tensor, "P W"]
+    lags: Float[Tensor, "L V"]
+
+    def merge(self, other: Partials) -> Partials:
+        """Both as one."""
+        assert self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
+        added = [x + y for x, y in zip(self._added, other._added, strict=True)]
+        return self._with(added, torch.maximum(self.maxima, other.maxima))
+
+    def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> Partials:
+        """Of all ranks: a sum and a maximum over each group. Counts stay exact: a float64 holds them."""
+        packed, maxima = torch.cat([x.flatten().double() for x in self._added]), self.maxima.clone()
+        for group in groups:
+            dist.all_reduce(packed, group=group)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        parts = packed.split([x.numel() for x in self._added])
+        added = [part.view_as(x).to(x.dtype) for part, x in zip(parts, self._added, strict=True)]
+        return self._with(added, maxima)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self._added, self.maxima)
+
+    @property
+    def _added(self) -> tuple[Tensor, ...]:
+        return self.sums, self.histograms, self.products, self.lags
+
+    def _with(self, added: list[Tensor], maxima: Tensor) -> Partials:
+        sums, histograms, products, lags = added
+        return Partials(self.sum_names, self.maximum_names, sums, maxima, histograms, products, lags)
+
+
+@torch.no_grad()
+def partials(
+    correction: Correction,
+    pg_loss: Float[Tensor, " T"] | None = None,
+    lags: Int[Tensor, " T"] | None = None,
+    counts_sequences: bool = True,
+) -> Partials:
+    """What one micro-batch adds on this rank. No collective, and no wait for the device.
+
+    Args:
+        pg_loss: the loss before correction.
+        lags: how many weight versions each token's is behind the trainer's; negative where that is not known.
+        counts_sequences: true on exactly one of the context-parallel ranks that hold the same sequences.
+    """
+    tokens, sequences = Tokens(correction, pg_loss), Sequences(correction)
+    edges = sketch.edges(correction.log_ratio.device)
+    by_token = torch.stack([tokens.log_ratio, tokens.weight.log()])
+    by_sequence = torch.stack([sequences.log_ratio, sequences.mean_log_ratio])
+    once = [
+        _summed(sequence_sums(sequences), sequences.seen),
+        _summed(sequence_counts(sequences), sequences.live),
+    ]
+    once.append(_of_micro_batch(sequences))
+    histograms, products = sketch.histograms(by_sequence, sequences.seen, edges), _products(sequences)
+    if not counts_sequences:
+        once = [(names, torch.zeros_like(sums)) for names, sums in once]
+        histograms, products = torch.zeros_like(histograms), torch.zeros_like(products)
+    sums = [_summed(token_sums(tokens)), *once]
+    maxima = [
+        _largest(token_maxima(tokens), tokens.usable),
+        _largest(sequence_maxima(sequences), sequences.seen),
+    ]
+    return Partials(
+        *(tuple(itertools.chain.from_iterable(names for names, _ in part)) for part in (sums, maxima)),
+        *(torch.cat([values for _, values in part]) for part in (sums, maxima)),
+        histograms=torch.cat([sketch.histograms(by_token, tokens.usable, edges), histograms]),
+        products=products,
+        lags=_lag_rows(tokens, lags),
+    )
+
+
+Named = tuple[list[str], Float[Tensor, " _"]]
+
+
+def _summed(rows: Rows, counted: Bool[Tensor, " *"] | None = None) -> Named:
+    """Each row added up, over what is counted."""
+    names, sums = [], []
+    for group, stacked in _groups(rows):
+        names += group
+        sums.append(
+            (stacked if counted is None else torch.where(counted, stacked, 0)).sum(-1, dtype=torch.float64)
+        )
+    return names, torch.cat(sums)
+
+
+def _largest(rows: Rows, counted: Bool[Tensor, " *"]) -> Named:
+    """The largest of each row; minus infinity of nothing, as a context-parallel rank may own no token."""
+    names, maxima = [], []
+    for group, stacked in _groups(rows):
+        names += group
+        values = torch.where(counted, stacked.double(), -torch.inf)
+        maxima.append(values.amax(-1) if counted.numel() else values.new_full((len(group),), -torch.inf))
+    return names, torch.cat(maxima)
+
+
+def _groups(rows: Rows) -> Iterable[tuple[list[str], Shaped[Tensor, "_ K"]]]:
+    while group := list(itertools.islice(rows, ROWS_AT_ONCE)):
+        yield [name for name, _ in group], torch.stack([row for _, row in group])
+
+
+def _of_micro_batch(s: Sequences) -> Named:
+    rejected = s.correction.all_rejected
+    values = {name: s.totals[name] for name in ("nonfinite_train", "nonfinite_rollout")}
+    one = torch.ones_like(values["nonfinite_train"])
+    values |= {"micro_batches": one, "all_rejected": one * 0 if rejected is None else rejected.double()}
+    return list(values), torch.stack(list(values.values()))
+
+
+def _products(s: Sequences) -> Float[Tensor, "P W"]:
+    exponents = torch.stack([s.log_ratio * power for power in POWERS])
+    window = (exponents / WINDOW).floor().clamp(-WINDOWS // 2, WINDOWS // 2 - 1)
+    within = torch.where(s.seen, (exponents - window * WINDOW).exp(), 0)
+    sums = exponents.new_zeros(len(POWERS), WINDOWS)
+    return sums.scatter_add_(1, (window + WINDOWS // 2).long(), within)
+
+
+def _lag_rows(tokens: Tokens, lags: Int[Tensor, " T"] | None) -> Float[Tensor, "L V"]:
+    sums = torch.zeros(len(LAG_ROWS), LAGS, dtype=torch.float64, device=tokens.log_ratio.device)
+    if lags is None:
+        return sums
+    kept = tokens.usable & tokens.correction.keep
+    k3 = tokens.excess - tokens.clamped
+    rows = torch.stack([tokens.usable, tokens.log_ratio, k3, tokens.ratio, kept])
+    return sums.index_add_(1, lags.clamp(0, LAGS - 1), torch.where(lags >= 0, rows, 0))

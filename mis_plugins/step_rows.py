@@ -1,0 +1,426 @@
+"""What a step's metrics are made of, as rows that add (or compete) over tokens and over sequences, in float64.
+
+Rows over tokens are local to a rank. Rows over sequences are the same on all context-parallel ranks, so that only one
+of those may count them. Which rows there are depends on the config alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.correction import Correction, kept_tokens
+from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
+from mis_plugins.rejection import Totals, aggregate, row_of
+from mis_plugins.totals import drops_tokens, weighs_tokens
+from mis_plugins.units import known, passing_units, unit_log_ratio, unit_ratio
+
+LOG_RATIO_TAILS = (0.1, 1.0)
+PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The local tokens of one micro-batch; what is not known of a token reads 0.
+
+    pg_loss: the loss before correction, without gradient; None where it was not handed over.
+    """
+
+    correction: Correction
+    pg_loss: Float[Tensor, " T"] | None = None
+
+    @property
+    def config(self) -> CorrectionConfig:
+        return self.correction.config
+
+    @property
+    def usable(self) -> Bool[Tensor, " T"]:
+        return self.correction.stage.usable
+
+    @cached_property
+    def log_ratio(self) -> Float[Tensor, " T"]:
+        return self.correction.log_ratio.double()
+
+    @cached_property
+    def clamped(self) -> Float[Tensor, " T"]:
+        return self.log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+    @cached_property
+    def abs_log_ratio(self) -> Float[Tensor, " T"]:
+        return self.log_ratio.abs()
+
+    @cached_property
+    def excess(self) -> Float[Tensor, " T"]:
+        """r - 1."""
+        return self.clamped.expm1()
+
+    @cached_property
+    def ratio(self) -> Float[Tensor, " T"]:
+        return self.known(self.excess + 1)
+
+    @cached_property
+    def weighted_log_ratio(self) -> Float[Tensor, " T"]:
+        return self.ratio * self.clamped
+
+    @cached_property
+    def proximal(self) -> Float[Tensor, " T"]:
+        return self.known(self.correction.stage.log_probs.proximal.double())
+
+    @cached_property
+    def behavior(self) -> Float[Tensor, " T"]:
+        return self.known(self.correction.stage.log_probs.behavior.double())
+
+    @cached_property
+    def proximal_prob(self) -> Float[Tensor, " T"]:
+        return self.known(self.proximal.exp())
+
+    @cached_property
+    def behavior_prob(self) -> Float[Tensor, " T"]:
+        return self.known(self.behavior.exp())
+
+    @cached_property
+    def abs_prob_diff(self) -> Float[Tensor, " T"]:
+        return (self.proximal_prob - self.behavior_prob).abs()
+
+    @cached_property
+    def weight(self) -> Float[Tensor, " T"]:
+        """Bounded and not yet normalized."""
+        weights, mean = self.correction.weights.double(), self.correction.mean_weight
+        return weights if mean is None else weights * mean
+
+    @cached_property
+    def applied(self) -> Float[Tensor, " T"]:
+        """The weight as multiplied into the loss, 0 where the token is dropped."""
+        return torch.where(self.correction.keep, self.correction.weights.double(), 0)
+
+    @cached_property
+    def lifted(self) -> Float[Tensor, " T"]:
+        """The applied weight within [1 / upper, upper], dropped tokens at the lower end."""
+        assert self.config.weight is not None
+        ceiling = self.config.weight.ceiling
+        return torch.where(self.correction.ragged.loss_mask, self.applied.clamp(1 / ceiling, ceiling), 0)
+
+    def known(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        return torch.where(self.usable, x, 0)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of one micro-batch, whole. Means are over a sequence's usable tokens, 0 of none."""
+
+    correction: Correction
+
+    @property
+    def config(self) -> CorrectionConfig:
+        return self.correction.config
+
+    @property
+    def totals(self) -> Totals:
+        return self.correction.totals
+
+    @cached_property
+    def live(self) -> Bool[Tensor, " N"]:
+        return self.totals["valid"] > 0
+
+    @cached_property
+    def seen(self) -> Bool[Tensor, " N"]:
+        """With a usable token."""
+        return self.totals["usable"] > 0
+
+    @property
+    def log_ratio(self) -> Float[Tensor, " N"]:
+        """Of the whole sequence: the sum."""
+        return self.totals["log_ratio"]
+
+    @cached_property
+    def abs_log_ratio(self) -> Float[Tensor, " N"]:
+        return self.log_ratio.abs()
+
+    @cached_property
+    def mean_log_ratio(self) -> Float[Tensor, " N"]:
+        return self.log_ratio / self.totals["usable"].clamp(min=1)
+
+    @cached_property
+    def train_log_ppl(self) -> Float[Tensor, " N"]:
+        return -self.totals["proximal"] / self.totals["usable"].clamp(min=1)
+
+    @cached_property
+    def rollout_log_ppl(self) -> Float[Tensor, " N"]:
+        return self.mean_log_ratio + self.train_log_ppl
+
+    @cached_property
+    def kept(self) -> Float[Tensor, " N"]:
+        """How many tokens of it are kept."""
+        return self._surviving(kept_tokens(self.totals), self.totals["usable"])
+
+    @cached_property
+    def weight(self) -> Float[Tensor, " N"]:
+        """Mean of the bounded weights over its valid tokens, not normalized."""
+        if self.correction.sequence_weight is not None:
+            return self.correction.sequence_weight
+        return self._mean(self.totals["weight" if weighs_tokens(self.config) else "usable"])
+
+    @cached_property
+    def ratio(self) -> Float[Tensor, " N"]:
+        """What the weight was before its bound: the ratio of the sequence, or the mean over its tokens."""
+        if self.config.weight and self.config.weight.by_sequence:
+            return unit_ratio(self.totals, self.config.weight)
+        return self._mean(self.totals["ratio"])
+
+    @cached_property
+    def applied(self) -> Float[Tensor, " N"]:
+        """Mean over its valid tokens of the weights as multiplied into the loss, 0 where dropped."""
+        if weighs_tokens(self.config):
+            mean = self._mean(self._surviving(self.totals["applied"], self.totals["weight"]))
+        else:
+            mean = self._mean(self.kept)
+            mean = mean if self.correction.sequence_weight is None else mean * self.weight
+        factor = self.correction.mean_weight
+        return mean if factor is None else mean / factor
+
+    def _surviving(self, kept: Float[Tensor, " N"], every: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """The total of the kept tokens: the rules' answer, unless all were rejected and are therefore kept."""
+        c = self.correction
+        if c.keep_sequences is not None:
+            kept = torch.where(c.keep_sequences, kept, 0)
+        if self.config.on_all_rejected != "keep" or c.all_rejected is None:
+            return kept
+        return torch.where(c.all_rejected, every, kept)
+
+    def _mean(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        return total / self.totals["valid"].clamp(min=1)
+
+
+TokenRow = Callable[[Tokens], Shaped[Tensor, " T"]]
+SequenceRow = Callable[[Sequences], Shaped[Tensor, " N"]]
+Rows = Iterator[tuple[str, Shaped[Tensor, " *"]]]
+"""Named rows, made when they are read: their names depend on the config alone."""
+
+
+def needed_totals(config: CorrectionConfig) -> set[str]:
+    """Names of `totals.py` that these rows read."""
+    names = {"valid", "usable", "log_ratio", "proximal", "ratio", "nonfinite_train", "nonfinite_rollout"}
+    if drops_tokens(config):
+        names |= {"kept"}
+    if weighs_tokens(config):
+        names |= {"weight", "applied"}
+    for _, rule in numbered(config):
+        row = row_of(rule.statistic)
+        names |= {row, row + "_min", row + "_max"}
+    return names
+
+
+def numbered(config: CorrectionConfig) -> list[tuple[str, RejectRule]]:
+    """The rules over tokens and sequences, as `rule_1`, `rule_2` and so on by their place in the config."""
+    return [(f"rule_{i}", rule) for i, rule in enumerate(config.reject, 1) if rule.unit == "sequence"]
+
+
+# Over tokens.
+
+TOKEN_SUMS: dict[str, TokenRow] = {
+    "valid": lambda t: t.correction.ragged.loss_mask,
+    "usable": lambda t: t.usable,
+    "kept": lambda t: t.correction.keep,
+    "log_ratio": lambda t: t.log_ratio,
+    "abs_log_ratio": lambda t: t.abs_log_ratio,
+    "k2": lambda t: t.clamped.square() / 2,
+    "k3": lambda t: t.excess - t.clamped,
+    "ratio": lambda t: t.ratio,
+    "ratio_squared": lambda t: t.ratio.square(),
+    "reverse_k1": lambda t: t.weighted_log_ratio,
+    "reverse_k2": lambda t: t.weighted_log_ratio * t.clamped / 2,
+    "reverse_k3": lambda t: t.weighted_log_ratio - t.excess,
+    "proximal": lambda t: t.proximal,
+    "behavior": lambda t: t.behavior,
+    "proximal_squared": lambda t: t.proximal.square(),
+    "behavior_squared": lambda t: t.behavior.square(),
+    "log_prob_product": lambda t: t.proximal * t.behavior,
+    "proximal_prob": lambda t: t.proximal_prob,
+    "behavior_prob": lambda t: t.behavior_prob,
+    "proximal_prob_squared": lambda t: t.proximal_prob.square(),
+    "behavior_prob_squared": lambda t: t.behavior_prob.square(),
+    "prob_product": lambda t: t.proximal_prob * t.behavior_prob,
+    "abs_prob_diff": lambda t: t.abs_prob_diff,
+    "prob_diff_squared": lambda t: t.abs_prob_diff.square(),
+    "saturated": lambda t: t.abs_log_ratio > LOG_RATIO_CLAMP,
+    "weight": lambda t: t.weight,
+    "weight_squared": lambda t: t.weight.square(),
+    "normalized": lambda t: t.correction.weights,
+    "applied": lambda t: t.applied,
+    "applied_squared": lambda t: t.applied.square(),
+    "kept_log_ratio": lambda t: torch.where(t.correction.keep, t.log_ratio, 0),
+}
+
+LOSS_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
+    "with_loss": lambda t, _: t.correction.ragged.loss_mask,
+    "loss": lambda t, loss: torch.where(t.correction.ragged.loss_mask, loss, 0),
+    "corrected_loss": lambda t, loss: torch.where(t.correction.keep, loss * t.correction.weights, 0),
+}
+
+
+def token_sums(t: Tokens) -> Rows:
+    """Rows that are added over tokens."""
+    yield from ((name, row(t)) for name, row in TOKEN_SUMS.items())
+    for bound in LOG_RATIO_TAILS:
+        yield f"above_{bound}", t.log_ratio > bound
+        yield f"below_{bound}", t.log_ratio < -bound
+    for bound in PROB_DIFF_TAILS:
+        yield f"prob_diff_above_{bound}", t.abs_prob_diff > bound
+    yield from _token_weight_sums(t)
+    for name, rule in numbered(t.config):
+        if rule.over == "token":
+            yield from ((row, t.known(x)) for row, x in _rule_sums(name, rule, _token_statistic(t, rule)))
+    for name, row in LOSS_SUMS.items():
+        yield name, torch.zeros_like(t.log_ratio) if t.pg_loss is None else row(t, t.pg_loss.double())
+
+
+def _token_weight_sums(t: Tokens) -> Rows:
+    weight, unit = t.config.weight, t.correction.stage.unit_log_ratio
+    if weight is not None and math.isfinite(weight.ceiling):
+        yield "lifted", t.lifted
+        yield "lifted_squared", t.lifted.square()
+    if weight is not None and unit is not None:
+        low, high = weight_limits(weight)
+        yield "weight_low", t.usable & (unit < low)
+        yield "weight_high", t.usable & (unit > high)
+        if weight.bound == "mask":
+            yield "mask_bound", t.usable & ~t.correction.stage.passing
+
+
+def token_maxima(t: Tokens) -> Rows:
+    """Rows whose largest is kept, over usable tokens; smallest ones negated."""
+    yield "abs_prob_diff_max", t.abs_prob_diff
+    yield from _both_ends("log_ratio", t.log_ratio)
+    yield from _both_ends("weight", t.weight)
+    yield from _both_ends("applied", t.applied)
+    for name, rule in numbered(t.config):
+        if rule.over == "token":
+            yield from _both_ends(name, _token_statistic(t, rule))
+
+
+# Over sequences.
+
+SEQUENCE_SUMS: dict[str, SequenceRow] = {
+    "seen": lambda s: s.seen,
+    "log_ppl_diff": lambda s: -s.mean_log_ratio,
+    "log_ppl_abs_diff": lambda s: s.mean_log_ratio.abs(),
+    "ppl_ratio": lambda s: (-s.mean_log_ratio).exp(),
+    "train_log_ppl": lambda s: s.train_log_ppl,
+    "train_ppl": lambda s: s.train_log_ppl.exp(),
+    "rollout_log_ppl": lambda s: s.rollout_log_ppl,
+    "rollout_ppl": lambda s: s.rollout_log_ppl.exp(),
+    "geometric_squared": lambda s: exp_clamped(s.mean_log_ratio).square(),
+    "sequence_log_ratio": lambda s: s.log_ratio,
+    "abs_sequence_log_ratio": lambda s: s.abs_log_ratio,
+    "product_squared": lambda s: exp_clamped(s.log_ratio).square(),
+    "saturated_sequences": lambda s: s.abs_log_ratio > LOG_RATIO_CLAMP,
+    "sequence_weight": lambda s: s.weight,
+    "sequence_weight_squared": lambda s: s.weight.square(),
+    "sequence_applied": lambda s: s.applied,
+}
+
+SEQUENCE_COUNTS: dict[str, SequenceRow] = {
+    "live": lambda s: s.live,
+    "kept_sequences": lambda s: s.kept > 0,
+    "touched_sequences": lambda s: s.kept < s.totals["valid"],
+}
+
+
+def sequence_sums(s: Sequences) -> Rows:
+    """Rows that are added over sequences with a usable token."""
+    yield from ((name, row(s)) for name, row in SEQUENCE_SUMS.items())
+    yield from _sequence_weight_sums(s)
+    for name, rule in numbered(s.config):
+        value = _sequence_statistic(s, rule)
+        of_rule = dict(_rule_sums(f"{name}_sequence", rule, value))
+        yield from of_rule.items()
+        if rule.over != "token":  # each sequence as often as it has tokens
+            for row, x in of_rule.items():
+                yield row.replace("_sequence", ""), x * s.totals["valid"]
+        yield f"{name}_sequence_touched", _touched(s, rule, value)
+
+
+def sequence_counts(s: Sequences) -> Rows:
+    """Rows that are added over sequences with a valid token."""
+    yield from ((name, row(s)) for name, row in SEQUENCE_COUNTS.items())
+
+
+def _sequence_weight_sums(s: Sequences) -> Rows:
+    weight = s.config.weight
+    if weight is None:
+        return
+    low, high = weight_limits(weight)
+    yield "sequence_ratio_low", s.ratio < math.exp(low)
+    yield "sequence_ratio_high", s.ratio > math.exp(high)
+    if weight.by_sequence:
+        unit = unit_log_ratio(s.totals, weight)
+        yield "weight_low", unit < low
+        yield "weight_high", unit > high
+        if weight.bound == "mask":
+            yield "mask_bound", torch.where(passing_units(s.totals, weight), 0, s.totals["usable"])
+
+
+def sequence_maxima(s: Sequences) -> Rows:
+    """Rows whose largest is kept, over sequences with a usable token; smallest ones negated."""
+    yield from _both_ends("mean_log_ratio", s.mean_log_ratio)
+    yield from _both_ends("sequence_log_ratio", s.log_ratio)
+    yield from _both_ends("sequence_weight", s.weight)
+    yield from _both_ends("sequence_applied", s.applied)
+    for name, rule in numbered(s.config):
+        yield from _both_ends(f"{name}_sequence", _sequence_statistic(s, rule))
+
+
+def weight_limits(weight: WeightConfig) -> tuple[float, float]:
+    """What the log ratio of a weight is compared with; without a lower bound 1 / upper, to watch that side too."""
+    high = log_bound(weight.ceiling)
+    return (log_bound(weight.floor) if weight.floor else -high), high
+
+
+def _both_ends(name: str, x: Tensor) -> Rows:
+    yield f"{name}_max", x
+    yield f"{name}_min", -x
+
+
+# Of each rule alone.
+
+
+def _rule_sums(name: str, rule: RejectRule, value: Tensor) -> Rows:
+    """The statistic, what lies below and above its bounds, and what it is within them (from 0 without a lower one)."""
+    lower, upper = rule.limits
+    yield name, value
+    yield f"{name}_squared", value.double().square()
+    yield f"{name}_low", torch.zeros_like(value) if lower is None else value < lower
+    yield f"{name}_high", torch.zeros_like(value) if upper is None else value > upper
+    bounded = value.double().clamp(0 if lower is None else lower, upper)
+    yield f"{name}_bounded", bounded
+    yield f"{name}_bounded_squared", bounded.square()
+
+
+def _token_statistic(t: Tokens, rule: RejectRule) -> Float[Tensor, " T"]:
+    return t.correction.stage.statistic(rule.statistic)
+
+
+def _sequence_statistic(s: Sequences, rule: RejectRule) -> Float[Tensor, " N"]:
+    """What the rule compares, of each sequence; of a rule over tokens the mean."""
+    if rule.over != "token":
+        return aggregate(s.totals, rule)
+    return s.totals[row_of(rule.statistic)] / s.totals["usable"].clamp(min=1)
+
+
+def _touched(s: Sequences, rule: RejectRule, value: Float[Tensor, " N"]) -> Bool[Tensor, " N"]:
+    """Whether the rule drops any of the sequence's tokens."""
+    row, (lower, upper) = row_of(rule.statistic), rule.limits
+    smallest, largest = (
+        (value, value) if rule.over != "token" else (s.totals[row + end] for end in ("_min", "_max"))
+    )
+    touched = ~known(s.totals)
+    if lower is not None:
+        touched = touched | (smallest < lower)
+    return touched if upper is None else touched | (largest > upper)

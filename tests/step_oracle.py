@@ -1,0 +1,293 @@
+"""The metrics of a step a second time: numpy, float64, over all of the step's tokens at once.
+
+Imports nothing of `mis_plugins`. Weights and masks are those of `oracle.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from oracle import Corrected, Sample
+
+CLAMP = 20.0
+PERCENTILES = (25, 50, 75, 95, 99)
+LEVEL_OF_TOKENS = ("token", "segment", "segment_geometric")
+
+
+def step_metrics(
+    samples: Sequence[Sample],
+    config: dict,
+    corrected: Corrected,
+    loss: Sequence[Sequence[float]] | None = None,
+) -> tuple[dict[str, float], Everything]:
+    """Every metric of one step but the percentiles, NaN where it is not known; and what it was made of."""
+    step = Everything(samples, config, corrected)
+    found = counts(step) | by_token(step) | by_sequence(step) | kept(step)
+    if config.get("weight"):
+        found |= of_bounds(step, config["weight"])
+    for i, rule in enumerate(config.get("reject", []), 1):
+        if rule.get("unit", "sequence") == "sequence":
+            of_this, size = of_rule(step, rule)
+            found |= {f"rule_{i}_{name}": value for name, value in of_this.items()}
+            step.sizes |= {f"rule_{i}_{name}": size for name in of_this}
+    return found | (losses(step, loss) if loss is not None else {}), step
+
+
+class Everything:
+    """Token arrays of the whole step: `valid` ones, of which some are `usable`; and one entry a sequence."""
+
+    def __init__(self, samples: Sequence[Sample], config: dict, corrected: Corrected):
+        self.samples, self.config, self.corrected = samples, config, corrected
+        places = [(i, t) for i, s in enumerate(samples) for t in s.valid]
+        known = [t in samples[i].usable for i, t in places]
+        pick = lambda rows: np.array([rows[i][t] for i, t in places], dtype=float)  # noqa: E731
+        self.usable = np.array(known, dtype=bool)
+        self.p = pick([s.proximal for s in samples])[self.usable]
+        self.q = pick([s.behavior for s in samples])[self.usable]
+        self.x = self.p - self.q
+        self.c = np.clip(self.x, -CLAMP, CLAMP)
+        self.keep = pick(corrected.keep).astype(bool)
+        self.bounded = pick(corrected.bounded)
+        self.weights = pick(corrected.weights)
+        self.applied = np.where(self.keep, self.weights, 0)
+        self.owner = np.array([i for i, _ in places], dtype=int)
+        self.live = [i for i, s in enumerate(samples) if s.valid]
+        self.seen = [i for i, s in enumerate(samples) if s.usable]
+        self.gaps: list[float] = [1.0]  # distances of decisions that only metrics make from their bounds
+        self.sizes: dict[
+            str, float
+        ] = {}  # of what enters a metric, where that is more than the metric itself
+
+    def std(self, name: str, x: np.ndarray, unbiased: bool = False) -> dict[str, float]:
+        self.sizes[name] = float(np.max(np.abs(x), initial=1.0))
+        return {name: float(np.std(x, ddof=int(unbiased))) if len(x) > unbiased else math.nan}
+
+    def of(self, i: int) -> np.ndarray:
+        """Which valid tokens are those of sequence i."""
+        return self.owner == i
+
+    def each(self, values: np.ndarray) -> np.ndarray:
+        """Mean over the valid tokens of each sequence that has a usable one."""
+        return np.array([values[self.of(i)].mean() for i in self.seen])
+
+    def mean_x(self) -> np.ndarray:
+        return np.array(
+            [np.mean([self.samples[i].log_ratios[t] for t in self.samples[i].usable]) for i in self.seen]
+        )
+
+    def sum_x(self) -> np.ndarray:
+        return np.array(
+            [math.fsum(self.samples[i].log_ratios[t] for t in self.samples[i].usable) for i in self.seen]
+        )
+
+
+def mean(x) -> float:
+    return float(np.mean(x)) if len(x) else math.nan
+
+
+def ends(x) -> tuple[float, float]:
+    return (float(np.min(x)), float(np.max(x))) if len(x) else (math.nan, math.nan)
+
+
+def divide(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+def kish(w, n: int) -> float:
+    return divide(float(np.sum(w)) ** 2, n * float(np.sum(np.square(w))))
+
+
+def correlation(a, b) -> float:
+    centered = [v - np.mean(v) for v in (a, b)] if len(a) else [np.zeros(1)] * 2
+    return divide(
+        float(np.sum(centered[0] * centered[1])), math.sqrt(float(np.prod([np.sum(v**2) for v in centered])))
+    )
+
+
+def log_mean_exp(x) -> float:
+    if not len(x):
+        return math.nan
+    return float(np.max(x) + np.log(np.mean(np.exp(x - np.max(x)))))
+
+
+def counts(s: Everything) -> dict[str, float]:
+    wrong = lambda rows: float(sum(not math.isfinite(rows[i][t]) for i in s.live for t in s.samples[i].valid))  # noqa: E731
+    return {
+        "tokens": float(len(s.usable)), "sequences": float(len(s.live)),
+        "nonfinite_train_tokens": wrong([x.proximal for x in s.samples]),
+        "nonfinite_rollout_tokens": wrong([x.behavior for x in s.samples]),
+    }  # fmt: skip
+
+
+def by_token(s: Everything) -> dict[str, float]:
+    x, c, r, diff = s.x, s.c, np.exp(s.c), np.abs(np.exp(s.p) - np.exp(s.q))
+    found = {
+        "kl_k1": -mean(x), "kl_k2": mean(c**2 / 2), "kl_k3": mean(np.expm1(c) - c),
+        "reverse_kl_k1": mean(r * c), "reverse_kl_k2": mean(r * c**2 / 2), "reverse_kl_k3": mean(r * c - np.expm1(c)),
+        "log_prob_diff_abs_mean": mean(np.abs(x)), "log_prob_diff_abs_max": ends(np.abs(x))[1],
+        "ratio_mean": mean(r), **s.std("ratio_std", r), "ratio_min": ends(r)[0], "ratio_max": ends(r)[1],
+        "chi2_token": mean(r**2) - 1, "ess_ratio": kish(r, len(r)),
+        "prob_diff_abs_mean": mean(diff), **s.std("prob_diff_abs_std", diff, unbiased=True),
+        "prob_diff_abs_max": ends(diff)[1], "prob_correlation": correlation(np.exp(s.p), np.exp(s.q)),
+        "log_prob_correlation": correlation(s.p, s.q), "saturated_tokens": mean(np.abs(x) > CLAMP),
+    }  # fmt: skip
+    s.gaps += [float(np.min(np.abs(diff - b), initial=1.0)) for b in (0.05, 0.2, 0.5)]
+    s.gaps += [float(np.min(np.abs(np.abs(x) - b), initial=1.0)) for b in (0.1, 1.0)]
+    found |= {f"log_ratio_tail_high_{bound}": mean(x > bound) for bound in (0.1, 1.0)}
+    found |= {f"log_ratio_tail_low_{bound}": mean(x < -bound) for bound in (0.1, 1.0)}
+    return found | {f"prob_diff_tail_{bound}": mean(diff > bound) for bound in (0.05, 0.2, 0.5)}
+
+
+def by_sequence(s: Everything) -> dict[str, float]:
+    m, total = s.mean_x(), s.sum_x()
+    usable = [(s.samples[i], s.samples[i].usable) for i in s.seen]
+    train = np.array([-np.mean([x.proximal[t] for t in known]) for x, known in usable])
+    rollout = np.array([-np.mean([x.behavior[t] for t in known]) for x, known in usable])
+    first, second = log_mean_exp(total), log_mean_exp(2 * total)
+    return {
+        "train_log_ppl": mean(train), "train_ppl": mean(np.exp(train)),
+        "rollout_log_ppl": mean(rollout), "rollout_ppl": mean(np.exp(rollout)),
+        "log_ppl_diff": mean(train - rollout), "log_ppl_abs_diff": mean(np.abs(m)),
+        "log_ppl_diff_max": -ends(m)[0], "log_ppl_diff_min": -ends(m)[1], "ppl_ratio": mean(np.exp(-m)),
+        "chi2_sequence": mean(np.exp(2 * np.clip(total, -CLAMP, CLAMP))) - 1,
+        "log_chi2_sequence": second, "log_mean_product": first, "ess_product": math.exp(2 * first - second),
+        "chi2_geometric": mean(np.exp(2 * np.clip(m, -CLAMP, CLAMP))) - 1,
+        "sequence_log_ratio_mean": mean(total), "sequence_log_ratio_abs_mean": mean(np.abs(total)),
+        "sequence_log_ratio_min": ends(total)[0], "sequence_log_ratio_max": ends(total)[1],
+        "saturated_sequences": mean(np.abs(total) > CLAMP),
+    }  # fmt: skip
+
+
+def percentile_data(s: Everything) -> dict[str, np.ndarray]:
+    """What percentiles are of: in logarithms, since it is these whose error the sketch bounds."""
+    with np.errstate(divide="ignore"):
+        weights = np.log(s.bounded[s.usable])
+    return {"ratio": s.x, "weight": weights, "sequence_log_ratio": s.sum_x(), "geometric_ratio": s.mean_x()}
+
+
+def kept(s: Everything) -> dict[str, float]:
+    n, weights, applied = len(s.usable), s.each(s.bounded), s.each(s.applied)
+    keeps = [s.keep[s.of(i)] & s.usable[s.of(i)] for i in s.live]
+    x = np.zeros(n)
+    x[s.usable] = s.x
+    return {
+        "weight_mean": mean(s.bounded), **s.std("weight_std", s.bounded),
+        "weight_min": ends(s.bounded[s.usable])[0], "weight_max": ends(s.bounded[s.usable])[1],
+        "normalization_factor": divide(float(s.bounded.sum()), float(s.weights.sum())),
+        "applied_mean": divide(float(s.applied.sum()), float(s.keep.sum())), "applied_valid_mean": mean(s.applied),
+        "applied_min": ends(s.applied[s.usable])[0], "applied_max": ends(s.applied[s.usable])[1],
+        "ess": kish(s.applied, n), "ess_bounded": kish(s.bounded, n),
+        "sequence_weight_mean": mean(weights), **s.std("sequence_weight_std", weights, unbiased=True),
+        "sequence_weight_min": ends(weights)[0], "sequence_weight_max": ends(weights)[1],
+        "sequence_weight_max_deviation": ends(np.abs(weights - 1))[1],
+        "sequence_applied_mean": mean(applied), "sequence_applied_min": ends(applied)[0],
+        "sequence_applied_max": ends(applied)[1],
+        "kept_fraction": mean(s.keep), "rejected_fraction": 1 - mean(s.keep),
+        "kept_sequences": mean([bool(k.any()) for k in keeps]), "touched_sequences": mean([not k.all() for k in keeps]),
+        "kept_log_ratio_mean": divide(float(x[s.keep].sum()), float(s.keep.sum())),
+    }  # fmt: skip
+
+
+def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
+    upper = math.inf if weight["bound"] == "none" else weight["upper"]
+    lower = weight.get("lower") if weight["bound"] not in ("none", "truncate") else None
+    lower = 1 / upper if not lower else lower
+    found = {}
+    if upper < math.inf:
+        lifted = np.clip(s.applied, 1 / upper, upper)
+        found["ess_lifted"] = kish(lifted, len(lifted))
+    low, high = math.log(lower) if lower else -math.inf, math.log(upper)
+    outside = lambda ratios: (mean(ratios < low), mean(ratios > high))  # noqa: E731
+    sums, level = s.sum_x(), weight["level"]
+    means = np.array([total / len(s.samples[i].valid) for i, total in zip(s.seen, sums, strict=True)])
+    if level in LEVEL_OF_TOKENS:
+        unit = s.x if level == "token" else segment_log_ratios(s, level)
+        with np.errstate(divide="ignore"):
+            raw = np.log(
+                [float(np.sum(np.exp(s.c[s.owner[s.usable] == i]))) / len(s.samples[i].valid) for i in s.seen]
+            )
+    else:
+        unit = sums if level == "sequence" else means
+        faulty = np.array([s.samples[i].faulty for i in s.seen], dtype=bool)
+        raw = np.where(faulty, -math.inf, np.clip(unit, -CLAMP, CLAMP))
+    s.gaps += [*nearest(unit, lower, upper), *nearest(raw, lower, upper)]
+    found["weight_low_fraction"], found["weight_high_fraction"] = outside(unit)
+    found["sequence_ratio_low_fraction"], found["sequence_ratio_high_fraction"] = outside(raw)
+    return found
+
+
+def nearest(logs: np.ndarray, *bounds: float) -> list[float]:
+    finite = [math.log(b) for b in bounds if 0 < b < math.inf]
+    return [float(np.min(np.abs(logs - b), initial=1.0)) for b in finite]
+
+
+def segment_log_ratios(s: Everything, level: str) -> np.ndarray:
+    values = []
+    for i in s.seen:
+        sample = s.samples[i]
+        for t in sample.usable:
+            run = sample.run(t)
+            total = math.fsum(sample.log_ratios[k] for k in run if k in sample.usable)
+            values.append(total if level == "segment" else total / len(run))
+    return np.array(values)
+
+
+def statistic_of(rule: dict, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    x, c = p - q, np.clip(p - q, -CLAMP, CLAMP)
+    return {
+        "ratio": x, "k1": -x, "k2": c**2 / 2, "k3": np.expm1(c) - c, "prob_diff": np.exp(p) - np.exp(q),
+        "abs_prob_diff": np.abs(np.exp(p) - np.exp(q)), "proximal_prob": np.exp(p), "behavior_prob": np.exp(q),
+    }[rule.get("statistic", "ratio")]  # fmt: skip
+
+
+def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
+    """The metrics of one rule, and the size of what enters them."""
+    logs = rule.get("statistic", "ratio") == "ratio"
+    low, high = (
+        None if rule.get(k) is None else math.log(rule[k]) if logs else rule[k] for k in ("lower", "upper")
+    )
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    tokens = statistic_of(rule, s.p, s.q)
+    owners, over = s.owner[s.usable], rule.get("over", "token")
+    groups = [tokens[owners == i] for i in s.seen]
+    valid = np.array([len(s.samples[i].valid) for i in s.seen])
+    faulty = np.array([s.samples[i].faulty for i in s.seen], dtype=bool)
+    if over == "token":
+        sequence = np.array([g.mean() for g in groups])
+        touched = np.array([bool(((g < low) | (g > high)).any()) for g in groups], dtype=bool) | faulty
+        values, sizes = tokens, np.ones(len(tokens))
+    else:
+        fold = {"sum": np.sum, "mean": np.sum, "min": np.min, "max": np.max}[over]
+        sequence = np.array([float(fold(g)) for g in groups]) / (valid if over == "mean" else 1)
+        touched = (sequence < low) | (sequence > high) | faulty
+        values, sizes = sequence, valid
+    weighted = lambda v: divide(float(np.sum(v * sizes)), float(len(tokens)))  # noqa: E731
+    bounded = np.clip(values, max(low, 0) if low == -math.inf else low, high)
+    size = float(
+        np.sum(np.abs(tokens))
+        + np.sum(np.exp(s.c))
+        + np.max(np.abs(bounded[np.isfinite(bounded)]), initial=1)
+    )
+    return {
+        "mean": weighted(values), "min": ends(values)[0], "max": ends(values)[1],
+        "std": math.sqrt(max(weighted(bounded**2) - weighted(bounded) ** 2, 0)),
+        "low_fraction": weighted(values < low), "high_fraction": weighted(values > high),
+        "rejected_fraction": weighted((values < low) | (values > high)),
+        "sequence_mean": mean(sequence), **s.std("sequence_std", sequence, unbiased=True),
+        "sequence_min": ends(sequence)[0], "sequence_max": ends(sequence)[1],
+        "sequence_max_deviation": ends(np.abs(sequence))[1],
+        "sequence_low_fraction": mean(sequence < low), "sequence_high_fraction": mean(sequence > high),
+        "sequence_rejected_fraction": mean(touched),
+    }, size  # fmt: skip
+
+
+def losses(s: Everything, loss: Sequence[Sequence[float]]) -> dict[str, float]:
+    valid = np.array([loss[i][t] for i in s.live for t in s.samples[i].valid], dtype=float)
+    total = float(np.sum(valid * s.applied))
+    return {
+        "loss_uncorrected": mean(valid),
+        "loss_original_denominator": divide(total, len(valid)),
+        "loss_kept_denominator": divide(total, float(s.keep.sum())),
+    }

@@ -1,0 +1,329 @@
+"""The metrics of a step: against numpy over all of its tokens, and the same however the step is split."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+import step_oracle
+import torch
+from batches import Batch, batches, broken_batches, configs, make_batch, ratio_batch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tolerances import DECISION, EPS64, step_atol, step_weight_atol
+from torch import Tensor
+
+from mis_plugins import sketch
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.correction import Correction, correct
+from mis_plugins.partials import Partials, partials
+from mis_plugins.ragged import Ragged, Responses
+from mis_plugins.reading import from_mapping
+from mis_plugins.step_metrics import METRICS, QUANTILES, families, finalize
+from mis_plugins.step_rows import Tokens, needed_totals, token_sums
+from mis_plugins.totals import totals
+
+SPLIT_DEPENDENT = ("micro_batches", "all_rejected")
+
+
+def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
+    """The whole batch on one rank, with every total that the rows read."""
+    ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
+    ragged = Ragged(ends, batch.flat_mask)
+    return with_totals(correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, config))
+
+
+def with_totals(c: Correction) -> Correction:
+    rows, _ = c.ragged.over_sequence([c.stage.ratio])
+    more = totals(c.stage, c.ragged, needed_totals(c.config) - set(c.totals))
+    return replace(c, totals={"ratio": rows[0], **more, **c.totals})
+
+
+def shard(c: Correction, owned: list[list[int]]) -> Correction:
+    """What one context-parallel rank holds: its tokens, and the totals of all."""
+    starts = c.ragged.cu_seqlens.tolist()
+    index = torch.tensor(
+        [s + t for s, piece in zip(starts[:-1], owned, strict=True) for t in piece], dtype=torch.long
+    )
+    ends = torch.tensor([0, *map(len, owned)]).cumsum(0)
+    pick = lambda x: x[index] if isinstance(x, Tensor) else x  # noqa: E731
+    log_probs = type(c.stage.log_probs)(pick(c.stage.log_probs.proximal), pick(c.stage.log_probs.behavior))
+    stage = replace(
+        c.stage,
+        **{name: pick(getattr(c.stage, name)) for name in
+           ("loss_mask", "log_ratio", "usable", "ratio", "unit_log_ratio", "weight", "passing", "keep")},
+        log_probs=log_probs,
+    )  # fmt: skip
+    whole = Responses(c.ragged.cu_seqlens, c.ragged.loss_mask, index)
+    ragged = Ragged(ends, c.ragged.loss_mask[index], responses=whole)
+    return replace(c, ragged=ragged, stage=stage, weights=c.weights[index])
+
+
+def split(batch: Batch, parts: Sequence[Sequence[int]], config: CorrectionConfig, cp: int) -> list[Partials]:
+    """One micro-batch a part, each on `cp` ranks."""
+    found = []
+    for part in parts:
+        piece = batch.select(part)
+        c = corrected(piece, config)
+        loss = piece.pg_loss().detach() if part else None
+        for rank in range(cp):
+            _, owned = piece.shard(cp, rank, None)
+            local = shard(c, owned)
+            mine = loss_of(batch, part, owned) if loss is not None else None
+            found.append(partials(local, mine, lags_of(batch, part, owned), counts_sequences=rank == 0))
+    return found
+
+
+def loss_of(batch: Batch, part: Sequence[int], owned: list[list[int]]) -> Tensor:
+    """A token's loss is the same in whatever part it comes."""
+    losses = batch.pg_loss().detach().split(batch.response_lengths)
+    return torch.cat([losses[i][piece] for i, piece in zip(part, owned, strict=True)])
+
+
+def lags_of(batch: Batch, part: Sequence[int], owned: list[list[int]]) -> Tensor:
+    """Versions from one unknown to one beyond the last bucket."""
+    lags = (torch.arange(sum(batch.response_lengths)) % 11 - 1).split(batch.response_lengths)
+    return torch.cat([lags[i][piece] for i, piece in zip(part, owned, strict=True)])
+
+
+def merged(parts: Sequence[Partials]) -> Partials:
+    first, *rest = parts
+    for other in rest:
+        first = first.merge(other)
+    return first
+
+
+def whole_step(batch: Batch, config: CorrectionConfig) -> Partials:
+    return merged(split(batch, [range(len(batch.loss_masks))], config, cp=1))
+
+
+# ------------------------------------------------------------------------------------------------ whatever the split
+
+
+@given(
+    batches(min_sequences=1) | broken_batches(),
+    configs(metrics="full"),
+    st.sampled_from([1, 2, 3]),
+    st.data(),
+)
+def test_any_split_adds_up_to_the_same(batch: Batch, config: dict, cp: int, data: st.DataObject):
+    """Micro-batches, their order, data-parallel and context-parallel ranks."""
+    if config["weight"]:
+        config["weight"].pop(
+            "normalize", None
+        )  # a mean over the micro-batch depends on the split by its nature
+    config.pop("on_all_rejected", None)
+    parsed = from_mapping(config)
+    order = data.draw(st.permutations(range(len(batch.loss_masks))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), max_size=3)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True) if a < b]
+    one, many = whole_step(batch, parsed), split(batch, parts, parsed, cp)
+    assert_same(merged(many), one, batch, parsed)
+    assert_same(merged(data.draw(st.permutations(many))), one, batch, parsed)
+
+
+def assert_same(many: Partials, one: Partials, batch: Batch, config: CorrectionConfig) -> None:
+    assert many.sum_names == one.sum_names and many.maximum_names == one.maximum_names
+    assert torch.equal(many.histograms, one.histograms)
+    assert torch.equal(many.maxima, one.maxima)
+    scale = operand_sizes(batch, config)
+    terms = sum(batch.response_lengths) + 4
+    for name, x, y in zip(one.sum_names, many.sums.tolist(), one.sums.tolist(), strict=True):
+        if name not in SPLIT_DEPENDENT:
+            assert abs(x - y) <= EPS64 * terms * max(scale.get(name, 0.0), scale["any"], abs(y)), name
+    torch.testing.assert_close(many.products, one.products, rtol=EPS64 * terms, atol=0)
+    torch.testing.assert_close(many.lags, one.lags, rtol=0, atol=EPS64 * terms * scale["any"])
+    found, expected = finalize(many, config), finalize(one, config)
+    assert found.keys() == expected.keys()
+
+
+def operand_sizes(batch: Batch, config: CorrectionConfig) -> dict[str, float]:
+    """Sum of the sizes of what enters each sum over tokens; `any`: of what enters those that cancel, k3 among them."""
+    t = Tokens(corrected(batch, config), batch.pg_loss().detach())
+    sizes = {name: float(row.double().abs().sum()) for name, row in token_sums(t)}
+    operands = t.ratio * (1 + t.clamped.abs()) + t.abs_log_ratio + t.proximal.abs() + t.behavior.abs()
+    return sizes | {"any": float(operands.sum()) + 1}
+
+
+# ------------------------------------------------------------------------------------------------ against the oracle
+
+
+@st.composite
+def exact_batches(draw: Callable) -> Batch:
+    """Log-probs in steps of 1/256 and at most 3 apart, so that float32 holds their difference as it is."""
+    batch = draw(batches(min_sequences=1) | broken_batches())
+    steps = lambda x: x.float().mul(256).round().div(256)  # noqa: E731
+    behavior = [steps(b) for b in batch.behavior]
+    rows = zip(batch.proximal, behavior, strict=True)
+    return replace(batch, behavior=behavior, proximal=[steps(p.float()).clamp(b - 3, b + 3) for p, b in rows])
+
+
+@given(exact_batches(), configs(metrics="full"))
+def test_the_oracle_agrees(batch: Batch, config: dict):
+    samples = batch.samples
+    segments = (config["weight"] or {}).get("level", "").startswith("segment")
+    assume(not (segments and any(sample.faulty for sample in samples)))
+    expected = oracle.correct(samples, config)
+    losses = [row.tolist() for row in batch.pg_loss().detach().double().split(batch.response_lengths)]
+    wanted, everything = step_oracle.step_metrics(samples, config, expected, losses)
+    assume(min(expected.margin, *everything.gaps) > DECISION)
+    parsed = from_mapping(config)
+    found = finalize(whole_step(batch, parsed), parsed)
+    for name, value in wanted.items():
+        assert_metric(name, found.get(name, math.nan), value, everything)
+    for name, data in step_oracle.percentile_data(everything).items():
+        for percent in QUANTILES:
+            assert_percentile(name, percent, found, np.sort(data))
+    assert not {name for name in found if name not in wanted and not NOT_OF_THE_ORACLE.match(name)}
+
+
+NOT_OF_THE_ORACLE = re.compile(r"lag_|all_rejected|mask_bound|.*_p\d\d$")
+
+
+def assert_metric(name: str, found: float, value: float, s: step_oracle.Everything) -> None:
+    if name.endswith("correlation"):
+        return assert_correlation(name, found, value, s)
+    assert math.isnan(found) == math.isnan(value), (name, found, value)
+    if math.isnan(value):
+        return None
+    weights = max([1.0, *s.bounded, *s.weights])
+    size = max(abs(value), s.sizes.get(name, 1.0), weights if OF_WEIGHTS.match(name) else 1.0)
+    atol = (step_weight_atol if OF_WEIGHTS.match(name) else step_atol)(len(s.usable), size)
+    if name.endswith("std"):  # the root of a difference of squares, and it is those whose rounding is bounded
+        return assert_close(found**2, value**2, atol * size, name)
+    return assert_close(found, value, atol, name)
+
+
+OF_WEIGHTS = re.compile("weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule")
+
+
+def assert_correlation(name: str, found: float, value: float, s: step_oracle.Everything) -> None:
+    """The error of a covariance, over two spreads; nothing can be said of a side that is constant."""
+    first, second = (np.exp(s.p), np.exp(s.q)) if name == "prob_correlation" else (s.p, s.q)
+    spreads = float(np.std(first) * np.std(second)) if len(first) else 0.0
+    size = float(np.max(np.abs([first, second]), initial=1.0)) ** 2
+    if spreads > 100 * step_atol(len(first), size):
+        assert_close(found, value, 4 * step_atol(len(first), size) / spreads, name)
+
+
+def assert_percentile(name: str, percent: int, found: dict[str, float], ordered: np.ndarray) -> None:
+    """Of two order statistics, each within what the sketch promises."""
+    if not len(ordered):
+        assert f"{name}_p{percent}" not in found
+        return
+    rank = percent / 100 * (len(ordered) - 1)
+    low, high = ordered[math.floor(rank)], ordered[math.ceil(rank)]
+    if math.isinf(low) or math.isinf(high):
+        return  # a weight of 0
+    share = rank - math.floor(rank)
+    value = found[f"{name}_p{percent}"]
+    value = value if name == "sequence_log_ratio" else math.log(value)
+    bound = sketch.RELATIVE_ERROR * ((1 - share) * abs(low) + share * abs(high)) + sketch.SMALLEST
+    rounding = step_weight_atol(len(ordered), max(1.0, abs(low), abs(high)))
+    assert_close(value, low + share * (high - low), bound + rounding, f"{name}_p{percent}")
+
+
+def assert_close(found: float, value: float, atol: float, name: str) -> None:
+    assert abs(found - value) <= atol, f"{name}: got {found!r}, expected {value!r}, atol {atol:g}"
+
+
+# ------------------------------------------------------------------------------------------------------- identities
+
+
+def step_of(batch: Batch, **config: object) -> dict[str, float]:
+    parsed = from_mapping({"weight": None, "metrics": "full"} | config)
+    return finalize(whole_step(batch, parsed), parsed)
+
+
+def test_equal_policies_are_at_the_ideal():
+    found = step_of(ratio_batch([[1.0] * 5, [1.0]]), weight={"level": "sequence"})
+    zero = ["kl_k1", "kl_k2", "kl_k3", "reverse_kl_k1", "reverse_kl_k3", "chi2_token", "chi2_sequence",
+            "log_chi2_sequence", "log_mean_product", "prob_diff_abs_max", "weight_high_fraction"]  # fmt: skip
+    one = ["ratio_mean", "ess", "ess_ratio", "ess_product", "ppl_ratio", "weight_mean", "kept_fraction"]
+    assert [found[name] for name in zero] == [0.0] * len(zero)
+    assert [found[name] for name in one] == [1.0] * len(one)
+
+
+def test_a_thousandth_over_two_thousand_tokens():
+    """1.001^2000 = 7.38."""
+    found = step_of(ratio_batch([[1.001] * 2000]))
+    assert found["sequence_log_ratio_max"] == pytest.approx(math.log(7.38), rel=1e-3)
+    assert math.exp(found["log_mean_product"]) == pytest.approx(7.38, rel=1e-3)
+
+
+def test_the_product_does_not_saturate_silently():
+    """A drift of 0.02 over 2000 tokens is e^40 a sequence: the clamped chi^2 stays at e^40, the log knows e^80."""
+    found = step_of(ratio_batch([[math.exp(0.02)] * 2000] * 2))
+    assert found["chi2_sequence"] == pytest.approx(math.exp(40), rel=1e-3)
+    assert found["log_chi2_sequence"] == pytest.approx(80, rel=1e-3)
+    assert found["saturated_sequences"] == 1.0
+
+
+def test_reverse_kl_of_two_known_policies():
+    """pi_old (0.9, 0.1) and mu (0.5, 0.5), each token sampled as often as mu says."""
+    found = step_of(ratio_batch([[1.8, 0.2]]))
+    assert found["kl_k1"] == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-6)
+    assert found["reverse_kl_k1"] == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-6)
+    assert found["kl_k3"] == pytest.approx(found["kl_k1"], rel=1e-6)  # the mean ratio is 1
+    assert found["reverse_kl_k3"] == pytest.approx(found["reverse_kl_k1"], rel=1e-6)
+
+
+def test_rejection_by_cause():
+    """Each rule alone: what two drop counts for both."""
+    batch = ratio_batch([[1.0, 3.0], [0.1, 1.0], [1.0, 1.0], [0.1, 3.0]])
+    found = step_of(batch, reject=[{"over": "max", "upper": 2.0}, {"over": "token", "lower": 0.5}])
+    assert found["rule_1_sequence_rejected_fraction"] == 0.5
+    assert found["rule_1_rejected_fraction"] == 0.5
+    assert found["rule_2_sequence_rejected_fraction"] == 0.5
+    assert found["rule_2_rejected_fraction"] == 0.25
+    assert found["kept_fraction"] == 3 / 8
+    assert found["kept_sequences"] == 0.5
+    assert found["touched_sequences"] == 0.75
+
+
+def test_both_denominators():
+    batch = ratio_batch([[1.0, 1.0], [9.0, 9.0]])
+    parsed = from_mapping({"weight": None, "reject": [{"over": "max", "upper": 2.0}]})
+    found = finalize(partials(corrected(batch, parsed), torch.tensor([1.0, 3.0, 100.0, 100.0])), parsed)
+    assert found["loss_uncorrected"] == 51.0
+    assert found["loss_original_denominator"] == 1.0
+    assert found["loss_kept_denominator"] == 2.0
+
+
+def test_lags_are_split_by_version():
+    batch = ratio_batch([[1.0, 2.0, 4.0, 1.0]])
+    config = from_mapping({"weight": None})
+    found = finalize(partials(corrected(batch, config), lags=torch.tensor([0, 1, 99, -1])), config)
+    assert [found[f"lag_{lag}_share"] for lag in (0, 1, 2, 7)] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
+    assert found["lag_1_kl_k1"] == pytest.approx(-math.log(2), rel=1e-6)
+    assert found["lag_7_ratio_mean"] == pytest.approx(4, rel=1e-6)
+    assert "lag_2_kl_k1" not in found
+    assert "lag_0_share" not in finalize(partials(corrected(batch, config)), config)
+
+
+def test_what_is_not_known_is_not_reported():
+    nothing = step_of(make_batch([([-1.0], [-1.0], [0])]))
+    assert nothing["tokens"] == 0.0
+    assert "kl_k1" not in nothing and "kept_fraction" not in nothing and "ratio_p50" not in nothing
+
+
+def test_a_lost_log_prob_is_counted_and_changes_nothing_else():
+    batch = make_batch([([-1.0, -2.0], [-1.5, math.nan], [1, 1]), ([-1.0], [-1.0], [1])])
+    found = step_of(batch, weight={"upper": 2.0})
+    assert found["nonfinite_rollout_tokens"] == 1.0
+    assert found["kl_k1"] == pytest.approx(-0.25)
+    assert all(map(math.isfinite, found.values()))
+
+
+def test_names_depend_on_the_config_alone():
+    config = from_mapping({"weight": {"bound": "mask"}, "reject": [{"over": "min", "lower": 0.1}]})
+    c = corrected(ratio_batch([[1.0, 2.0]]), config)
+    names = partials(c).sum_names
+    assert names == partials(corrected(make_batch([([], [], [])]), config), None).sum_names
+    assert len(set(names)) == len(names)
+    assert not set(METRICS) & set(families(config))
