@@ -8,6 +8,9 @@ Where mis.py gives no sane answer (normalization in mask mode, at geometric leve
 veto without `use_rs`; metrics only; non-finite values) ours is compared with what it should be: mis.py on the nearest
 question that it does answer, scaled by hand where normalization is at stake. What mis.py gives there is reported.
 
+`--hook loss` asks instead whether `mis_plugins.mis.policy_loss` is the host's own policy loss: with no correction the
+same flags give the same loss, gradient and metrics, and with one the same as the host's loss with our TIS hook.
+
 Exit status: 0 equal, 1 different, 2 could not compare.
 """
 
@@ -31,6 +34,7 @@ from host_checkout import HOSTS, CannotCompare, Host, load_host, run_ranks, star
 from parity.answers import defect, needs_scaling_by_hand, right_answer
 from parity.cases import Batch, Case, batches, config_product
 from parity.drive import OURS, Ask, Outcome, asker, drive, host_args
+from parity.loss_hook import LossCase, ask, compared, loss_cases
 from parity.verdict import (
     GRADIENT_TOLERANCE,
     METRIC_TOLERANCE,
@@ -195,6 +199,36 @@ def _summed(answers: tuple[Outcome, ...]) -> Outcome:
     return Outcome("", sum(a.loss for a in answers), gradient, first.masks, reported=reported)
 
 
+def compare_losses(host: Host, limit: int | None) -> dict[Group, Difference]:
+    """Ours and the host's own at the same context parallelism, loss and gradient added over its ranks."""
+    groups: dict[Group, Difference] = defaultdict(Difference)
+    questions = [
+        (case, batch, qkv_format)
+        for case in loss_cases(host)[:limit]
+        for batch in (batches()[1], batches()[2], batches()[4])
+        for qkv_format in case.formats
+    ]
+    for size in (1, 2):
+        ours, theirs = (_losses_over_ranks(host, size, questions, mine) for mine in (True, False))
+        for (case, batch, qkv_format), mine, right in zip(questions, ours, theirs, strict=True):
+            found = compared(case, mine, right).asked_about(f"{batch.name}, {qkv_format}")
+            groups[f"the host's own, CP {size}", case.name].worse_of(found)
+    return groups
+
+
+def _losses_over_ranks(
+    host: Host, size: int, questions: list[tuple[LossCase, Batch, str]], ours: bool
+) -> list[Outcome]:
+    def work(rank: int) -> list[Outcome]:
+        start_groups(host.name, size)
+        return [
+            ask(host, case.ours() if ours else case.theirs(), batch, qkv_format)
+            for case, batch, qkv_format in questions
+        ]
+
+    return [_summed(answers) for answers in zip(*run_ranks(size, work), strict=True)]
+
+
 NUMBERS = ("runs", "loss", "gradient", "metrics", "mask tokens")
 HEADINGS = ("compared with", "group", *NUMBERS, "mis.py gave", "verdict")
 
@@ -258,6 +292,7 @@ def parse_arguments() -> Namespace:
     )
     parser.add_argument("--host", choices=sorted(HOSTS), required=True)
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
+    parser.add_argument("--hook", choices=("tis", "loss"), default="tis", help="which of our functions")
     parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
     parser.add_argument("--limit", type=int, help="only the first N configurations")
     return parser.parse_args()
@@ -287,12 +322,16 @@ def main() -> int:
     try:
         host = load_host(arguments.host, arguments.checkout)
         importlib.import_module(OURS.rpartition(".")[0])
-        groups = compare_all(host, arguments.limit)
+        compare = compare_losses if arguments.hook == "loss" else compare_all
+        groups = compare(host, arguments.limit)
     except Exception as error:
         console.print(f"[red]could not compare:[/] {error}")
         return 2
     measured = provenance({arguments.host: arguments.checkout})
-    console.print(summary_table(groups, f"mis_plugins in {arguments.host}'s own policy_loss_function"))
+    title = (
+        "policy_loss_function" if arguments.hook == "tis" else "loss_function, as --custom-loss-function-path"
+    )
+    console.print(summary_table(groups, f"mis_plugins in {arguments.host}'s own {title}"))
     for (_, name), found in groups.items():
         for fault, example in found.example.items():
             console.print(f"{name}: {fault} ({max(1, found.faults[fault])}x); e.g. {example}", markup=False)

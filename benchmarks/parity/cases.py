@@ -59,6 +59,7 @@ class Batch:
     behavior: list[Tensor]
     advantages: list[Tensor]
     mask_sums: list[Tensor]
+    reference: list[Tensor]
 
     @property
     def response_lengths(self) -> list[int]:
@@ -90,9 +91,9 @@ def make_batch(
     ]
     behavior = [p - gap(len(p)) for p in proximal]
     advantages = [torch.randn(()).expand(r).clone() for r in responses]
-    return Batch(
-        name, prompts, logits, tokens, masks, proximal, behavior, advantages, [m.sum() for m in masks]
-    )
+    reference = [p + 0.3 * torch.randn(len(p)) for p in proximal]
+    sums = [m.sum() for m in masks]
+    return Batch(name, prompts, logits, tokens, masks, proximal, behavior, advantages, sums, reference)
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, response: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""One forward and backward of the host's own policy loss, with the TIS function of a dotted path."""
+"""One forward and backward of the host's own policy loss with the TIS function of a dotted path, or of ours."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 from parity.cases import Batch, Case
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
+OUR_LOSS = "mis_plugins.mis.policy_loss"
 
 
 @dataclass
@@ -58,14 +60,18 @@ def host_args(
 
 
 def drive(host: Host, args: Namespace, batch: Batch) -> Outcome:
-    """One forward and backward of the host's policy loss on this CP rank's share of the batch."""
+    """One forward and backward of the host's policy loss, or of `args.custom_loss_function_path`, on this CP rank's
+    share of the batch.
+    """
     leaves = [logits.clone().requires_grad_() for logits in batch.logits]
     record = _Record()
     try:
         with record.of(host):
             given = _host_batch(host, args, batch)
             logits = _host_logits(host, args, leaves)
-            loss, reported = host.loss.policy_loss_function(args, given, logits, host.reducer(args, given))
+            path = getattr(args, "custom_loss_function_path", None)
+            function = host.loss.load_function(path) if path else host.loss.policy_loss_function
+            loss, reported = function(args, given, logits, host.reducer(args, given))
         loss.backward()
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {error}")
@@ -95,7 +101,7 @@ def _host_batch(host: Host, args: Namespace, batch: Batch) -> dict[str, Any]:
         "unconcat_tokens": batch.tokens, "total_lengths": totals, "response_lengths": responses,
         "loss_masks": batch.loss_masks, "rollout_mask_sums": batch.mask_sums,
         "advantages": share(batch.advantages), "log_probs": share(batch.proximal),
-        "rollout_log_probs": share(batch.behavior),
+        "rollout_log_probs": share(batch.behavior), "ref_log_probs": share(batch.reference),
         "max_seq_lens": [max(totals)] * len(totals) if args.qkv_format == "bshd" else None,
     }  # fmt: skip
 
@@ -114,6 +120,9 @@ class _Record:
             yield
 
     def _listening(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if "pg_loss" not in inspect.signature(function).parameters:
+            return function
+
         def called(**kwargs: Any) -> Any:
             pg_loss, masks, metrics = function(**kwargs)
             ones = torch.ones_like(kwargs["pg_loss"])
