@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in every child process
@@ -17,11 +18,21 @@ import pytest
 import torch
 
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
+PEERS_INSTALLED = Path(
+    sys.prefix, ".mis-plugins-peers"
+).exists()  # scripts/peers.sh leaves it in what it makes
 IN_CI = os.environ.get("CI", "").lower() == "true"
 
 # Two test processes share two cores with forked ranks, so no test may depend on how long one example takes.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+
+
+collect_ignore = [] if PEERS_INSTALLED else ["test_peers.py"]
+
+
+def pytest_report_header() -> list[str]:
+    return [] if PEERS_INSTALLED else ["not collected: tests/test_peers.py; run bash scripts/peers.sh"]
 
 
 def pytest_configure() -> None:

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Calls other packages' corrections and compares them with ours. Arguments go to pytest.
+#   bash scripts/peers.sh -k verl
+# Their requirements contradict each other and ours, so no extra can name them: .venv-peers (or PEERS_VENV) holds
+# what peers.txt pins, without dependencies, and sees everything else, torch included, in the ordinary environment.
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$repository"
+export OMP_NUM_THREADS=1
+
+peers=${PEERS_VENV:-$repository/.venv-peers}
+stamp="$peers/.mis-plugins-peers" # conftest.py collects test_peers.py where it stands
+wanted="$VIRTUAL_ENV $(cat peers.txt constraints.txt | cksum)"
+
+site_packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "installing peers.txt into $peers (once)" >&2
+    python -m venv --clear --without-pip "$peers"
+    # Wheels of Python 3.11 for any platform: none holds compiled code, though one says so and two refuse 3.13.
+    python -m pip install -qq --no-deps --requirement peers.txt --target "$(site_packages "$peers")" \
+        --python-version 3.11 --platform manylinux1_x86_64 --only-binary :all:
+    echo "import site; site.addsitedir('$(site_packages "$VIRTUAL_ENV")')" >"$(site_packages "$peers")/ordinary.pth"
+    echo "$wanted" >"$stamp"
+fi
+exec "$peers/bin/python" -m pytest tests/test_peers.py -p no:cacheprovider -r s "$@"

@@ -1,0 +1,66 @@
+"""AReaL 1.0.4: the functional module, its config and its KL estimators, without engines, launchers and loaders.
+
+It widens its arguments to float32 itself, so that its answer carries a float32 rounding of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peers.loading import Peer, load
+from peers.rows import Rows
+from torch import Tensor
+
+BARE = ("areal", "areal.api", "areal.utils", "areal.utils.functional")
+ABSENT = ("hydra", "omegaconf", "uvloop", "einops", "torchdata", "areal.infra", "areal.engine", "areal.utils.logging",
+          "areal.utils.name_resolve", "areal.utils.seqpack")  # fmt: skip
+FUNCTIONAL = Peer("areal.utils.functional.functional", BARE, ABSENT)
+CONFIG = Peer("areal.api.cli_args", BARE, ABSENT)
+
+
+def settings(**keys: Any) -> Any:
+    """`actor.rejection_sampling`."""
+    return load(CONFIG).RejectionSamplingConfig(**keys)
+
+
+def correction(batch: Rows, config: Any, packed: bool = False) -> tuple[Tensor, Tensor, float]:
+    """(weights `[N, L]`; mask; filtered fraction), from padded rows or from packed ones."""
+    compute = load(FUNCTIONAL).apply_rejection_sampling
+    if not packed:
+        found = compute(batch.proximal, batch.behavior, batch.mask.bool(), None, config)
+        return found.behave_imp_weight, found.loss_mask, found.filtered_fraction
+    flat = (torch.cat(x) for x in (batch.batch.proximal, batch.batch.behavior))
+    found = compute(*flat, batch.batch.flat_mask, batch.ragged.cu_seqlens, config)
+    weights, mask = (batch.padded(x) for x in (found.behave_imp_weight, found.loss_mask))
+    return weights, mask, found.filtered_fraction
+
+
+def loss(batch: Rows, target: Tensor, config: Any, **keys: Any) -> tuple[Tensor, dict]:
+    """`ppo_actor_loss_fn`: (the mean over the tokens that were valid before rejection; its statistics)."""
+    return load(FUNCTIONAL).ppo_actor_loss_fn(
+        target, batch.proximal, batch.behavior, batch.token_advantages, 0.2, batch.mask.bool(),
+        eps_clip_higher=0.28, rejection_sampling=config, **keys,
+    )  # fmt: skip
+
+
+def mapping_of(config: Any) -> dict:
+    """Our words for the settings that we can say: a ratio, or masking by k1 or k2."""
+    over = "token" if config.level == "token" else config.agg
+    if config.metric == "ratio":
+        level = "token" if config.level == "token" else "geometric"
+        if config.action == "clamp":
+            bound = {"bound": "clip", "lower": config.lower or 0.0}
+            return {"weight": {"level": level, "upper": config.upper, **bound}}
+        rule = {"statistic": "ratio", "over": over, "lower": config.lower, "upper": config.upper}
+        return {"weight": {"level": level, "bound": "none"}, "reject": [rule]}
+    return {"weight": {"level": "token", "bound": "none"}, "reject": [divergence_rule(config, over)]}
+
+
+def divergence_rule(config: Any, over: str) -> dict:
+    """Its k1 is log pi_old - log mu, of which ours is the negative."""
+    if config.metric == "kl_k2":
+        return {"statistic": "k2", "over": over, "lower": config.lower, "upper": config.upper}
+    over = {"max": "min"}.get(over, over)
+    low = None if config.lower is None else -config.lower
+    return {"statistic": "k1", "over": over, "lower": -config.upper, "upper": low}

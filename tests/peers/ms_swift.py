@@ -1,0 +1,112 @@
+"""ms-swift 4.6.0: the GRPO trainer's file with TRL behind it, without models, templates, rewards and data sets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peers.loading import Peer, load
+from peers.rows import Rows
+from torch import Tensor
+
+ELSEWHERE = ("dataset", "rewards", "rl_core", "sequence_parallel", "template",
+             "trainers", "utils", "rlhf_trainers.gkd_helpers", "rlhf_trainers.arguments",
+             "rlhf_trainers.rollout_mixin", "rlhf_trainers.utils")  # fmt: skip
+TRAINER = Peer(
+    "swift.rlhf_trainers.grpo_trainer",
+    bare=("swift", "swift.rlhf_trainers"),
+    absent=("pandas", "datasets", "pyarrow", "psutil", *(f"swift.{name}" for name in ELSEWHERE)),
+)
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def method(name: str) -> Any:
+    """One of the trainer's own; an inherited one would be TRL's."""
+    return vars(load(TRAINER).GRPOTrainer)[name]
+
+
+def bare_trainer(**settings: Any) -> Any:
+    """An instance that was never initialized, with what the methods read."""
+    trainer = object.__new__(load(TRAINER).GRPOTrainer)
+    same = lambda x: x  # noqa: E731
+    vars(trainer).update(
+        rollout_importance_sampling_mode=None,
+        rollout_importance_sampling_threshold=2.0,
+        disable_rollout_importance_sampling=False,
+        log_rollout_offpolicy_metrics=False,
+        off_policy_sequence_mask_delta=None,
+        accelerator=SimpleNamespace(gather_for_metrics=same, num_processes=1),
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
+        args=SimpleNamespace(delta=None),
+        compute_entropy=False,
+        overlong_filter=False,
+        kl_in_reward=False,
+        _has_teacher=False,
+        importance_sampling_level="token",
+        beta=0.0,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        loss_type="grpo",
+        sdar_loss_coef=0.0,
+        chord_sft_iterator=None,
+    )
+    vars(trainer).update(settings)
+    return trainer
+
+
+def weights(batch: Rows, mode: str, threshold: float) -> Tensor:
+    trainer = bare_trainer(
+        rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold
+    )
+    return method("_apply_rollout_importance_sampling")(trainer, batch.log_ratio, batch.mask)
+
+
+def off_policy_mask(batch: Rows, delta: float) -> Tensor:
+    """`[N]`, true where the sequence is kept."""
+    trainer = bare_trainer(off_policy_sequence_mask_delta=delta)
+    compute = method("_compute_off_policy_sequence_mask")
+    return compute(trainer, batch.pad(batch.target), batch.behavior, batch.mask, batch.advantages)
+
+
+def mismatch_metrics(batch: Rows) -> dict[str, float]:
+    found = method("_compute_rollout_offpolicy_metrics")(
+        bare_trainer(), batch.proximal, batch.behavior, batch.mask
+    )
+    return {name: value.item() for name, value in found.items()}
+
+
+def weight_metrics(batch: Rows, mode: str, threshold: float) -> dict[str, float]:
+    trainer = bare_trainer(
+        rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold
+    )
+    applied = weights(batch, mode, threshold)
+    found = method("_compute_is_correction_metrics")(trainer, batch.log_ratio, applied, batch.mask)
+    return {name: value.item() for name, value in found.items()}
+
+
+def loss(batch: Rows, target: Tensor, reference: Tensor | None = None, **settings: Any) -> Tensor:
+    """`_compute_loss_and_metrics` for these log-probs of pi_theta."""
+    trainer = bare_trainer(**settings)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (target, None)
+    given = SimpleNamespace(
+        completion_mask=batch.mask.bool(), truncated_mask=torch.zeros(len(target)), seq_lengths=None,
+        old_per_token_logps=batch.proximal, ref_per_token_logps=reference,
+        rollout_per_token_logps=batch.behavior, teacher_per_token_logps=None,
+        advantages=batch.token_advantages, num_items_in_batch=batch.mask.sum(),
+    )  # fmt: skip
+    return method("_compute_loss_and_metrics")(trainer, None, {}, given)[0]
+
+
+def mapping_of(mode: str, threshold: float) -> dict:
+    """Our words for a mode: of sequences the geometric mean; `sequence_mask` weighs kept tokens by their own ratio."""
+    level, action = mode.split("_")
+    level = {"token": "token", "sequence": "geometric"}[level]
+    if mode == "sequence_mask":
+        rule = {"statistic": "ratio", "over": "mean", "upper": threshold}
+        return {"weight": {"level": "token", "bound": "none"}, "reject": [rule]}
+    if action == "truncate":
+        return {"weight": {"level": level, "bound": "truncate", "upper": threshold}}
+    return {"weight": {"level": level, "bound": "zero", "lower": 0.0, "upper": threshold}}

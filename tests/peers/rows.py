@@ -1,0 +1,173 @@
+"""Batches as the peers take them (padded rows, float64) and as we do (packed, float32), and both answers compared.
+
+The peers' functions take any float type. In float64 their answer is the formula's, so that ours may differ from it by
+our own float32 rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import oracle
+import torch
+from batches import Batch, behaviors, make_batch, masks
+from drive import assert_close, spread
+from hypothesis import assume
+from hypothesis import strategies as st
+from tolerances import DECISION, normalized_rtol
+from torch import Tensor
+
+from mis_plugins.config import ObjectiveConfig
+from mis_plugins.correction import Correction, correct
+from mis_plugins.layout import whole
+from mis_plugins.objective import Clip, policy_term
+from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.reading import from_mapping
+
+# No token beyond the clamp of 20: what a peer does there is a test of its own. A response is all of one size, as a rule
+# over 0.999 to 1.001 needs it, or mixed.
+SIZES = (2**-11, 2**-7, 1.5)
+drift_kinds = st.sampled_from(
+    [st.just(0.0), *(st.floats(-size, size, width=32) for size in SIZES)]
+    + [st.one_of(st.just(0.0), *(st.floats(-size, size, width=32) for size in SIZES))]
+)
+ADVANTAGES = [-2.0, -1.0, -0.25, 0.5, 1.0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N responses of R tokens in all; target: log-probs of pi_theta; advantages: one a response."""
+
+    batch: Batch
+    target: list[Tensor]
+    advantages: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """The loss mask, `[N, L]` as float64."""
+        return self.pad([m.double() for m in self.batch.loss_masks])
+
+    @property
+    def proximal(self) -> Tensor:
+        return self.pad(self.batch.proximal)
+
+    @property
+    def behavior(self) -> Tensor:
+        return self.pad(self.batch.behavior)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.proximal - self.behavior
+
+    @property
+    def token_advantages(self) -> Tensor:
+        return self.advantages[:, None].expand_as(self.mask)
+
+    @property
+    def ragged(self) -> Ragged:
+        return whole(self.batch.response_lengths).place(self.batch.flat_mask, Ranks()).ragged
+
+    def pad(self, responses: list[Tensor]) -> Tensor:
+        """`[N, L]` in float64, 0 where there is no token."""
+        return torch.nn.utils.rnn.pad_sequence([x.double() for x in responses], batch_first=True)
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """One of our `[R]` answers."""
+        return self.pad(list(flat.split(self.batch.response_lengths)))
+
+    def packed(self, padded: Tensor) -> Tensor:
+        """One of their `[N, L]` as `[R]` in float32."""
+        lengths = self.batch.response_lengths
+        return torch.cat([row[:n] for row, n in zip(padded, lengths, strict=True)]).float()
+
+    @property
+    def rtol(self) -> float:
+        """Of a weight, normalized or not."""
+        return normalized_rtol(max(spread(s) for s in self.batch.samples))
+
+
+@st.composite
+def rows(draw: Callable, max_responses: int = 4, max_length: int = 6, dead: bool = False) -> Rows:
+    """1 to 4 responses, each with a live token unless `dead`, with holes where a tool spoke, finite everywhere."""
+    count = draw(st.integers(1, max_responses))
+    drawn = [draw(responses(draw(st.integers(1, max_length)), dead)) for _ in range(count)]
+    batch = make_batch([row[:3] for row in drawn])
+    advantages = draw(st.lists(st.sampled_from(ADVANTAGES), min_size=count, max_size=count))
+    return Rows(batch, [torch.tensor(row[3]) for row in drawn], torch.tensor(advantages, dtype=torch.float64))
+
+
+@st.composite
+def responses(draw: Callable, length: int, dead: bool) -> tuple:
+    tokens = lambda kind: draw(st.lists(kind, min_size=length, max_size=length))  # noqa: E731
+    behavior, drift, step, mask = (
+        tokens(behaviors),
+        tokens(draw(drift_kinds)),
+        tokens(draw(drift_kinds)),
+        draw(masks(length)),
+    )
+    if not dead:
+        mask[draw(st.integers(0, length - 1))] = 1
+    proximal = [b + d for b, d in zip(behavior, drift, strict=True)]
+    return proximal, behavior, mask, [p + s for p, s in zip(proximal, step, strict=True)]
+
+
+def fixed_rows(
+    log_ratios: list[list[float]], masks: list[list[int]] | None = None, advantage: float = 1.0
+) -> Rows:
+    """Rows with these log ratios; the behavior policy gives every token -2, and pi_theta is pi_old."""
+    live = [[1] * len(row) for row in log_ratios] if masks is None else masks
+    batch = make_batch(
+        [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, live, strict=True)]
+    )
+    return Rows(batch, batch.proximal, torch.full((len(log_ratios),), advantage, dtype=torch.float64))
+
+
+def ours(batch: Rows, mapping: dict, stand_for_proximal: list[Tensor] | None = None) -> Correction:
+    """Our answer; `stand_for_proximal` is pi_theta where a peer compares that with mu."""
+    proximal = batch.batch.proximal if stand_for_proximal is None else stand_for_proximal
+    flat = lambda x: torch.cat(x).float()  # noqa: E731
+    return correct(flat(proximal), flat(batch.batch.behavior), batch.ragged, from_mapping(mapping))
+
+
+def keep_away(batch: Rows, mapping: dict, proximal: list[Tensor] | None = None) -> None:
+    """Skip a batch of which rounding could take a decision either way."""
+    weight = mapping.get("weight")
+    looked_at = batch.batch if proximal is None else Batch(
+        proximal, batch.batch.behavior, batch.batch.loss_masks, batch.batch.prompts
+    )  # fmt: skip
+    known = {
+        "weight": weight and {"bound": "truncate", "level": "token"} | weight,
+        "reject": mapping.get("reject", []),
+    }
+    assume(oracle.decision_margin(looked_at.samples, known) > DECISION)
+
+
+def assert_same_weights(batch: Rows, correction: Correction, weights: Tensor, mask: Tensor) -> None:
+    """Masks exactly; what the loss of each token is multiplied by, to our rounding.
+
+    Args:
+        weights, mask: theirs, `[N, L]`; a weight counts where their mask holds.
+    """
+    keep = batch.padded(correction.keep).bool()
+    assert torch.equal(keep, mask.bool() & batch.mask.bool()), f"ours {keep}, theirs {mask}"
+    applied = torch.where(keep, batch.padded(correction.weights), 0)
+    assert_all_close(applied, torch.where(keep, weights.double(), 0), batch.rtol, "weight")
+
+
+def assert_all_close(found: Tensor, expected: Tensor, rtol: float, what: str, atol: float = 0.0) -> None:
+    for i, (a, b) in enumerate(zip(found.flatten().tolist(), expected.flatten().tolist(), strict=True)):
+        assert_close(a, b, rtol, atol, f"{what} {i}")
+
+
+def surrogate_loss(
+    batch: Rows, target: Tensor, old: Tensor, correction: Correction, objective: dict, clip: Clip
+) -> Tensor:
+    """Our corrected loss of every token, `[N, L]`, with gradient to `target` `[N, L]`, in float64."""
+    factor = torch.where(correction.keep, correction.weights, 0)
+    config = ObjectiveConfig(**objective)
+    flat = lambda x: torch.cat([r[:n] for r, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
+    term = policy_term(
+        flat(target), flat(old), flat(batch.token_advantages), factor, batch.ragged, config, clip
+    )
+    return batch.padded(term.loss)

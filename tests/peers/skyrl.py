@@ -1,0 +1,72 @@
+"""SkyRL 0.3.0: the off-policy correction and the PPO loss, without the packages around them, which start engines.
+
+It exponentiates in float32 whatever it is given, so that its weights carry a float32 rounding of their own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from peers.loading import Peer, load
+from peers.rows import Rows
+from torch import Tensor
+
+BARE = (
+    "skyrl",
+    "skyrl.backends",
+    "skyrl.backends.skyrl_train",
+    "skyrl.backends.skyrl_train.utils",
+    "skyrl.train",
+)
+ABSENT = ("omegaconf", "ray", "loguru", "skyrl.train.config")
+CORRECTION = Peer("skyrl.backends.skyrl_train.utils.off_policy_correction_utils", BARE, ABSENT)
+LOSSES = Peer("skyrl.backends.skyrl_train.utils.ppo_utils", BARE, ABSENT)
+DEFAULTS = {
+    "tis_ratio_type": None, "token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0,
+    "sequence_mask_metric": None, "geo_mask_high": 1.01, "geo_mask_low": 0.99, "product_mask_high": 2.0,
+    "product_mask_low": 0.5, "outlier_token_is_threshold_low": None, "outlier_token_is_threshold_high": None,
+    "token_mask_is_threshold_low": None, "token_mask_is_threshold_high": None,
+}  # fmt: skip
+
+
+def settings(**keys: Any) -> SimpleNamespace:
+    """`trainer.algorithm.off_policy_correction`."""
+    return SimpleNamespace(**DEFAULTS | keys)
+
+
+def correction(batch: Rows, config: SimpleNamespace) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """(weights `[N, L]`, 1 where they are off; mask; metrics)."""
+    compute = load(CORRECTION).compute_off_policy_correction
+    weights, metrics, mask = compute(batch.proximal, batch.behavior, batch.mask, config)
+    return batch.mask if weights is None else weights.expand_as(batch.mask), mask, metrics
+
+
+def loss(batch: Rows, target: Tensor, config: SimpleNamespace) -> Tensor:
+    """The sum over tokens of `ppo_policy_loss`."""
+    algorithm = SimpleNamespace(
+        policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.28, off_policy_correction=config
+    )
+    compute = load(LOSSES).ppo_policy_loss
+    return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
+
+
+def mapping_of(config: SimpleNamespace) -> dict:
+    """Our words for the chain: outliers, tokens, weights, sequences."""
+    c, weight = config, None
+    if c.tis_ratio_type:
+        upper = c.token_tis_ratio_clip_high if c.tis_ratio_type == "token" else c.sequence_tis_ratio_clip_high
+        weight = {"level": c.tis_ratio_type, "bound": "truncate", "upper": upper}
+    rules = []
+    if c.outlier_token_is_threshold_low is not None:
+        rules.append({"over": "min", "lower": c.outlier_token_is_threshold_low})
+    if c.outlier_token_is_threshold_high is not None:
+        rules.append({"over": "max", "upper": c.outlier_token_is_threshold_high})
+    if c.token_mask_is_threshold_low is not None and c.token_mask_is_threshold_high is not None:
+        ends = {"lower": c.token_mask_is_threshold_low, "upper": c.token_mask_is_threshold_high}
+        rules.append({"over": "token", **ends})
+    if c.sequence_mask_metric == "geometric":
+        rules.append({"over": "mean", "lower": c.geo_mask_low, "upper": c.geo_mask_high})
+    if c.sequence_mask_metric == "product":
+        rules.append({"over": "sum", "lower": c.product_mask_low, "upper": c.product_mask_high})
+    return {"weight": weight, "reject": rules}

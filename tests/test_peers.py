@@ -1,0 +1,357 @@
+"""Other packages' corrections, called as installed, against ours: weights, masks, losses, gradients, metrics.
+
+Runs under `bash scripts/peers.sh`, which installs them. A test named `..._differs` states a peer's answer, ours, and
+why; docs/peers.md lists those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
+from peers.rows import (
+    Rows,
+    assert_all_close,
+    assert_same_weights,
+    keep_away,
+    ours,
+    rows,
+    surrogate_loss,
+)
+from tolerances import DECISION
+from torch import Tensor
+
+from mis_plugins.config import OpsmConfig
+from mis_plugins.correction import Correction
+from mis_plugins.objective import Clip, kl_term, target_log_ratio
+from mis_plugins.opsm import on_policy
+
+CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
+few = settings(max_examples=40)  # for a test that is one of many alike
+
+# ---------------------------------------------------------------------------------------------------- losses
+
+
+def token_losses(batch: Rows, correction: Correction, objective: dict, clip: Clip) -> tuple[Tensor, Tensor]:
+    """(pi_theta's log-probs, our corrected loss of every token), `[N, L]` each."""
+    target = batch.pad(batch.target).requires_grad_()
+    old = batch.behavior if objective.get("old") == "behavior" else batch.proximal
+    return target, surrogate_loss(batch, target, old, correction, objective, clip)
+
+
+def assert_same_loss(batch: Rows, theirs: Callable[[Tensor], Tensor], target: Tensor, tokens: Tensor) -> None:
+    """The loss and its gradient; `tokens` are our losses, each divided by what theirs is divided by."""
+    their_target = batch.pad(batch.target).requires_grad_()
+    their_loss = theirs(their_target)
+    size = tokens.detach().abs().sum().item()
+    assert abs(tokens.sum().item() - their_loss.item()) <= batch.rtol * size
+    (our_gradient,) = torch.autograd.grad(tokens.sum(), target)
+    (their_gradient,) = torch.autograd.grad(their_loss, their_target)
+    assert_all_close(our_gradient, their_gradient, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------ verl
+
+k1_thresholds = st.sampled_from(["0.5_2.0", "0.6_1.4", "1.5", "0.99_1.001"])
+other_thresholds = st.floats(1e-4, 1.0).map(str)
+OPTIONS = ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+           "seq_mean_k3", "seq_max_k2", "seq_max_k3"]  # fmt: skip
+
+
+@st.composite
+def verl_settings(draw: Callable) -> dict:
+    options = draw(st.lists(st.sampled_from(OPTIONS), max_size=3, unique=True))
+    thresholds = [draw(k1_thresholds if x.endswith("k1") else other_thresholds) for x in options]
+    return {
+        "rollout_is": draw(st.sampled_from([None, "token", "sequence"])),
+        "rollout_is_threshold": draw(st.sampled_from([1.5, 2.0, "0.5_5.0", "0.9_1.1"])),
+        "rollout_is_batch_normalize": draw(st.booleans()),
+        "rollout_rs": ",".join(options) or None,
+        "rollout_rs_threshold": ",".join(thresholds) or None,
+    }
+
+
+def compared_with_mu(name: str, batch: Rows) -> list[Tensor]:
+    """verl's bypass mode weighs pi_theta / mu."""
+    return batch.target if name.startswith("bypass") else batch.batch.proximal
+
+
+def weighs_something(batch: Rows, mapping: dict, proximal: list[Tensor]) -> Correction:
+    """Our answer, unless every weight is 0: verl divides by that, see `test_verl_all_zero_differs`."""
+    keep_away(batch, mapping, proximal)
+    correction = ours(batch, mapping, proximal)
+    assume(bool(correction.weights.any()))
+    return correction
+
+
+def test_verl_every_preset_is_compared():
+    assert sorted(verl.preset_names()) == sorted(verl.PRESETS)
+
+
+@pytest.mark.parametrize("name", verl.PRESETS)
+@few
+@given(batch=rows())
+def test_verl_preset(name: str, batch: Rows):
+    preset, proximal = verl.preset(name), compared_with_mu(name, batch)
+    correction = weighs_something(batch, verl.mapping_of(preset), proximal)
+    weights, mask, _ = verl.correction(batch, preset, batch.pad(proximal))
+    assert_same_weights(batch, correction, weights, mask)
+
+
+@given(batch=rows(dead=True), chosen=verl_settings())
+def test_verl_any_settings(batch: Rows, chosen: dict):
+    assume(bool(batch.mask.any()))
+    correction = weighs_something(batch, verl.mapping_of(chosen), batch.batch.proximal)
+    weights, mask, _ = verl.correction(batch, chosen)
+    assert_same_weights(batch, correction, weights, mask)
+
+
+def verl_objective(preset: Any) -> dict:
+    if not preset.bypass_mode:
+        return {"surrogate": "clip", "old": "proximal"}
+    return {"surrogate": {"ppo_clip": "clip"}.get(preset.loss_type, preset.loss_type), "old": "behavior"}
+
+
+@pytest.mark.parametrize("name", verl.PRESETS)
+@few
+@given(batch=rows())
+def test_verl_preset_loss(name: str, batch: Rows):
+    preset, proximal = verl.preset(name), compared_with_mu(name, batch)
+    correction = weighs_something(batch, verl.mapping_of(preset), proximal)
+    theirs = verl.bypass_loss if preset.bypass_mode else verl.decoupled_loss
+    target, tokens = token_losses(batch, correction, verl_objective(preset), DUAL_CLIP)
+    assert_same_loss(batch, lambda x: theirs(batch, x, preset, "token-sum"), target, tokens)
+
+
+# ------------------------------------------------------------------------------------------------------- TRL
+
+TRL_BOUNDS = [(3.0, None), (1.2, None), (2.0, 0.5)]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@given(batch=rows(dead=True), bounds=st.sampled_from(TRL_BOUNDS))
+def test_trl_modes(mode: str, batch: Rows, bounds: tuple):
+    mapping = trl.mapping_of(mode, *bounds)
+    keep_away(batch, mapping)
+    ratio, _ = trl.correction(batch, mode, *bounds)
+    assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+
+
+@given(batch=rows(dead=True), delta=st.sampled_from([0.0, 1e-4, 0.01, 0.1]))
+def test_trl_and_ms_swift_off_policy_masks(batch: Rows, delta: float):
+    expected = off_policy(batch, delta)
+    kept = batch.padded(expected).bool() | ~batch.mask.bool()
+    for found in (trl.off_policy_mask(batch, delta), ms_swift.off_policy_mask(batch, delta)[:, None]):
+        assert torch.equal(kept, found.bool() | ~batch.mask.bool())
+
+
+def off_policy(batch: Rows, delta: float) -> Tensor:
+    """Our mask `[R]`, for a batch of which no sequence lies on the bound."""
+    mean = ((batch.behavior - batch.pad(batch.target)) * batch.mask).sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    assume(bool(((mean - delta).abs() > DECISION).all()))
+    log_probs = batch.packed(batch.pad(batch.target)), batch.packed(batch.behavior)
+    advantages = batch.packed(batch.token_advantages)
+    return on_policy(*log_probs, advantages, batch.ragged, OpsmConfig(delta, "sequence"))
+
+
+def mean_of_means(batch: Rows, tokens: Tensor) -> Tensor:
+    """Each token's part of what TRL and ms-swift call `grpo`: the mean over responses of the mean over tokens."""
+    return tokens * batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / len(batch.mask)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("unbiased", [False, True])
+@few
+@given(batch=rows(), delta=st.sampled_from([None, 0.01]))
+def test_trl_loss(mode: str, unbiased: bool, batch: Rows, delta: float | None):
+    mapping, beta = trl.mapping_of(mode), 0.1
+    keep_away(batch, mapping)
+    correction = ours(batch, mapping)
+    if delta is not None:
+        correction = restricted(correction, off_policy(batch, delta))
+    target, tokens = token_losses(batch, correction, {"surrogate": "clip"}, CLIP)
+    reference = batch.proximal - 0.1
+    tokens = tokens + beta * kl_tokens(batch, target, reference, unbiased)
+    ratio, _ = trl.correction(batch, mode)
+    arguments = SimpleNamespace(use_bias_correction_kl=unbiased, delta=None, steps_per_generation=1)
+    theirs = lambda x: trl.loss(  # noqa: E731
+        batch, x, ratio, reference, beta=beta, args=arguments, off_policy_mask_threshold=delta
+    )
+    assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
+
+
+def restricted(correction: Correction, mask: Tensor) -> Correction:
+    """With 0 for the weight of what the mask drops, which leaves every denominator as it was."""
+    return replace(correction, weights=torch.where(mask, correction.weights, 0))
+
+
+def kl_tokens(batch: Rows, target: Tensor, reference: Tensor, unbiased: bool) -> Tensor:
+    flat = lambda x: torch.cat([r[:n] for r, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
+    mask = batch.ragged.loss_mask
+    ratio = target_log_ratio(flat(target), flat(batch.proximal), mask)[0] if unbiased else None
+    return batch.padded(kl_term(flat(target), flat(reference), mask, "k3", ratio))
+
+
+@few
+@given(batch=rows())
+def test_trl_cispo(batch: Rows):
+    mapping = trl.mapping_of("token_truncate")
+    keep_away(batch, mapping)
+    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "cispo"}, Clip(1.0, 1.0))
+    ratio, _ = trl.correction(batch, "token_truncate")
+    theirs = lambda x: trl.loss(batch, x, ratio, loss_type="cispo", epsilon_high=2.0)  # noqa: E731
+    assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
+
+
+@few
+@given(batch=rows())
+def test_trl_sequence_ratio(batch: Rows):
+    """GSPO."""
+    mapping = trl.mapping_of("token_truncate")
+    keep_away(batch, mapping)
+    target, tokens = token_losses(
+        batch, ours(batch, mapping), {"surrogate": "clip", "ratio": "sequence"}, CLIP
+    )
+    ratio, _ = trl.correction(batch, "token_truncate")
+    theirs = lambda x: trl.loss(batch, x, ratio, importance_sampling_level="sequence")  # noqa: E731
+    assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
+
+
+# -------------------------------------------------------------------------------------------------- ms-swift
+
+
+@pytest.mark.parametrize("mode", ms_swift.MODES)
+@given(batch=rows(dead=True), threshold=st.sampled_from([1.001, 1.2, 2.0]))
+def test_ms_swift_modes(mode: str, batch: Rows, threshold: float):
+    mapping = ms_swift.mapping_of(mode, threshold)
+    keep_away(batch, mapping)
+    correction = ours(batch, mapping)
+    weights = ms_swift.weights(batch, mode, threshold)
+    kept = batch.padded(correction.keep)  # theirs keeps the mask, and weighs a rejected sequence by 0
+    assert_same_weights(batch, correction, weights, kept)
+    assert torch.equal(kept.bool() | (weights == 0), batch.mask.bool() | (weights == 0))
+
+
+@pytest.mark.parametrize("mode", ms_swift.MODES)
+@few
+@given(batch=rows(), delta=st.sampled_from([None, 0.01]))
+def test_ms_swift_loss(mode: str, batch: Rows, delta: float | None):
+    """Weight and off-policy mask hit the KL term too (`weigh_kl`)."""
+    mapping, beta = ms_swift.mapping_of(mode, 2.0), 0.1
+    keep_away(batch, mapping)
+    correction = ours(batch, mapping)
+    kept = off_policy(batch, delta) if delta is not None else batch.ragged.loss_mask
+    factor = batch.padded(torch.where(correction.keep & kept, correction.weights, 0))
+    target, tokens = token_losses(batch, restricted(correction, kept), {"surrogate": "clip"}, CLIP)
+    reference = batch.proximal - 0.1
+    tokens = tokens + beta * factor * kl_tokens(batch, target, reference, unbiased=False)
+    theirs = lambda x: ms_swift.loss(  # noqa: E731
+        batch,
+        x,
+        reference,
+        beta=beta,
+        off_policy_sequence_mask_delta=delta,
+        rollout_importance_sampling_mode=mode,
+    )
+    assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
+
+
+# ----------------------------------------------------------------------------------------------------- AReaL
+
+
+@st.composite
+def areal_settings(draw: Callable) -> dict:
+    metric = draw(st.sampled_from(["ratio", "kl_k1", "kl_k2"]))
+    level = draw(st.sampled_from(["token", "sequence"]))
+    action = draw(st.sampled_from(["mask", "clamp"])) if metric == "ratio" else "mask"
+    keys = {"metric": metric, "level": level, "action": action}
+    if level == "sequence" and action == "mask":
+        keys["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
+    lower = {"ratio": st.floats(0.3, 0.99), "kl_k1": st.floats(-1.0, -0.01), "kl_k2": st.nothing()}[metric]
+    upper = st.floats(1.01, 3.0) if metric == "ratio" else st.floats(0.01, 1.0)
+    return keys | {"lower": draw(st.none() | lower), "upper": draw(upper)}
+
+
+@given(batch=rows(dead=True), chosen=areal_settings(), packed=st.booleans())
+def test_areal_settings(batch: Rows, chosen: dict, packed: bool):
+    assume(not (chosen["metric"] == "kl_k1" and chosen.get("agg") == "max" and chosen["lower"] is not None))
+    mapping = areal.mapping_of(areal.settings(**chosen))
+    keep_away(batch, mapping)
+    weights, mask, _ = areal.correction(batch, areal.settings(**chosen), packed)
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+
+
+@given(batch=rows(), chosen=areal_settings())
+def test_areal_loss(batch: Rows, chosen: dict):
+    config = areal.settings(**chosen)
+    mapping = areal.mapping_of(config)
+    keep_away(batch, mapping)
+    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
+
+
+# -------------------------------------------------------------------------------------------------- OpenRLHF
+
+
+@pytest.mark.parametrize("name", sorted(openrlhf.PRESETS))
+@pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.99, 1.01)])
+@few
+@given(batch=rows())
+def test_openrlhf_preset(name: str, bounds: tuple[float, float], batch: Rows):
+    """Its loss alone says what it weighs a token by."""
+    chosen = openrlhf.PRESETS[name]
+    mapping = openrlhf.mapping_of(bounds, chosen)
+    keep_away(batch, mapping)
+    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    theirs = lambda x: openrlhf.loss(batch, x, bounds, **chosen)[0]  # noqa: E731
+    assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
+    theirs = lambda x: openrlhf.loss(batch, x, bounds, token_level_loss=False, **chosen)[0]  # noqa: E731
+    assert_same_loss(batch, theirs, *again(batch, mapping))
+
+
+def again(batch: Rows, mapping: dict) -> tuple[Tensor, Tensor]:
+    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    return target, mean_of_means(batch, tokens)
+
+
+# ----------------------------------------------------------------------------------------------------- SkyRL
+
+
+@st.composite
+def skyrl_settings(draw: Callable) -> dict:
+    keys: dict = {"tis_ratio_type": draw(st.sampled_from([None, "token"]))}
+    keys["outlier_token_is_threshold_low"] = draw(st.sampled_from([None, 0.5]))
+    keys["outlier_token_is_threshold_high"] = draw(st.sampled_from([None, 2.0]))
+    both = {"token_mask_is_threshold_low": 0.9, "token_mask_is_threshold_high": 1.1}
+    sequences = {"sequence_mask_metric": draw(st.sampled_from([None, "geometric", "product"]))}
+    # After a token mask theirs sees fewer tokens of a sequence, see `test_skyrl_narrowed_mask_differs`.
+    keys |= (
+        both
+        if draw(st.booleans())
+        else sequences | {"tis_ratio_type": draw(st.sampled_from([None, "token", "sequence"]))}
+    )
+    return keys
+
+
+@given(batch=rows(dead=True), chosen=skyrl_settings())
+def test_skyrl_chain(batch: Rows, chosen: dict):
+    mapping = skyrl.mapping_of(skyrl.settings(**chosen))
+    keep_away(batch, mapping)
+    weights, mask, _ = skyrl.correction(batch, skyrl.settings(**chosen))
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+
+
+@given(batch=rows(), chosen=skyrl_settings())
+def test_skyrl_loss(batch: Rows, chosen: dict):
+    config = skyrl.settings(**chosen)
+    mapping = skyrl.mapping_of(config)
+    keep_away(batch, mapping)
+    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    assert_same_loss(batch, lambda x: skyrl.loss(batch, x, config), target, tokens)
