@@ -245,6 +245,8 @@ class CorrectionConfig:
         mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones.
+    aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` ones, or those that
+        mask bound and rules over smaller units have `kept` (SkyRL).
     on_all_rejected: of a micro-batch whose every sequence is rejected: `skip` trains on nothing, `keep` rejects
         nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
@@ -256,6 +258,7 @@ class CorrectionConfig:
     opsm: OpsmConfig | None = None
     objective: ObjectiveConfig | None = None
     denominator: Literal["original", "kept"] = "original"
+    aggregate: Population = "valid"
     on_all_rejected: Literal["skip", "keep", "raise"] = "skip"
     keep_floor: float = 0.1
 
@@ -267,6 +270,10 @@ class CorrectionConfig:
             )
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
+        if self.aggregate == "kept" and not self.narrows:
+            raise ConfigError(
+                "{aggregate}: kept has no effect without a rule or mask bound on tokens and one on larger units"
+            )
         if self.on_all_rejected != "skip" and not (self.can_end_empty or self.opsm):
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
@@ -289,6 +296,13 @@ class CorrectionConfig:
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
+
+    @property
+    def narrows(self) -> bool:
+        """Whether a ratio or statistic of a sequence or segment could miss tokens that are dropped before."""
+        weight, by_token = self.weight, [rule.over == "token" for rule in self.reject]
+        drops = any(by_token) or (weight is not None and (weight.level, weight.bound) == ("token", "mask"))
+        return drops and (not all(by_token) or (weight is not None and weight.level != "token"))
 
     @property
     def can_end_empty(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,14 +10,50 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, WeightConfig
+from mis_plugins.config import CorrectionConfig, Level, WeightConfig
 from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
 from mis_plugins.rejection import Totals, aggregate, passes
 from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
-from mis_plugins.totals import UNREJECTED, TokenStage, over_sequences, sequence_rules, token_stage
+from mis_plugins.totals import (
+    UNREJECTED,
+    TokenStage,
+    narrowed,
+    needed_for_units,
+    over_sequences,
+    sequence_rules,
+    token_stage,
+    totals_of,
+)
 from mis_plugins.units import counted_units, known, passing_units, unit_weight
 from mis_plugins.weights import normalization
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What each token, segment and sequence weighs, before normalization, and whether it stays.
+
+    totals: per-sequence sums and extremes, see `totals.py`.
+    unit_totals: those that weights and rules of sequences look at: of all valid tokens, or of the kept.
+    sequence_weight: bounded, at sequence and geometric level; None at the others.
+    keep_sequences: what the rules over sequences leave; None where there is none.
+    all_rejected: there are valid tokens and no sequence keeps one with a weight; None where that cannot be.
+    segments: None where the config knows none.
+    """
+
+    stage: TokenStage
+    segments: SegmentStage | None
+    totals: Totals
+    unit_totals: Totals
+    sequence_weight: Float[Tensor, " N"] | None
+    keep_sequences: Bool[Tensor, " N"] | None
+    all_rejected: Bool[Tensor, ""] | None
+
+    @property
+    def kept(self) -> Float[Tensor, " N"]:
+        """How many tokens of each sequence all rules leave."""
+        kept = kept_tokens(self.totals)
+        return kept if self.keep_sequences is None else torch.where(self.keep_sequences, kept, 0)
 
 
 @dataclass(frozen=True)
@@ -24,32 +61,41 @@ class Correction:
     """What a micro-batch's loss is multiplied by and what of it stays.
 
     weights: w_t, without gradient; 0 outside loss_mask and where the ratio is not known.
-    keep_tokens: what rules over tokens and segments (or a mask bound of theirs) leave; None where there is none.
-    keep_sequences: what the rules over sequences leave; None where there is none.
     mean_weight: what the weights were divided by; None without normalization.
-    sequence_weight: bounded and not yet normalized, at sequence and geometric level; None at the others.
-    all_rejected: there are valid tokens and no sequence keeps one with a weight; None where nothing can be rejected.
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
-    segments: None where the config knows none.
-    totals: per-sequence sums and extremes, see `totals.py`.
     """
 
     config: CorrectionConfig
     ragged: Ragged
-    stage: TokenStage
-    totals: Totals
+    verdict: Verdict
     weights: Float[Tensor, " T"]
-    keep_sequences: Bool[Tensor, " N"] | None
     mean_weight: Float[Tensor, ""] | None
-    sequence_weight: Float[Tensor, " N"] | None
-    all_rejected: Bool[Tensor, ""] | None
     rescale: Float[Tensor, " N"] | None
-    segments: SegmentStage | None
+
+    @property
+    def stage(self) -> TokenStage:
+        return self.verdict.stage
+
+    @property
+    def totals(self) -> Totals:
+        return self.verdict.totals
 
     @property
     def log_ratio(self) -> Float[Tensor, " T"]:
         """log pi_old - log mu, unbounded; 0 where it is not known."""
         return self.stage.log_ratio
+
+    @property
+    def sequence_weight(self) -> Float[Tensor, " N"] | None:
+        return self.verdict.sequence_weight
+
+    @property
+    def keep_sequences(self) -> Bool[Tensor, " N"] | None:
+        return self.verdict.keep_sequences
+
+    @property
+    def all_rejected(self) -> Bool[Tensor, ""] | None:
+        return self.verdict.all_rejected
 
     @cached_property
     def means(self) -> dict[str, Float[Tensor, " N"]]:
@@ -64,6 +110,7 @@ class Correction:
 
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:
+        """What rules over tokens and segments (or a mask bound of theirs) leave; None where there is none."""
         return self.stage.keep
 
     @property
@@ -111,37 +158,17 @@ def correct(
             "mis.weight.normalize.scope: rollout needs the mean of the whole rollout batch, and it was never "
             "computed: pass --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
         )
-    stage, segments = _staged(proximal, behavior, ragged, config)
-    totals = over_sequences(stage, ragged, config)
-    keep_sequences = _keep_sequences(totals, config)
-    sequence_weight = _sequence_weight(totals, config.weight)
-    all_rejected = None
-    if config.can_end_empty:
-        all_rejected = _all_rejected(totals, keep_sequences, sequence_weight)
-    if config.on_all_rejected == "keep" and all_rejected is not None:
-        stage, totals, keep_sequences = _nothing_rejected(stage, totals, keep_sequences, all_rejected)
-    weights = _token_weights(stage, ragged, sequence_weight)
+    verdict = _verdict(proximal, behavior, ragged, config)
+    weights = _token_weights(verdict.stage, ragged, verdict.sequence_weight)
     mean = rollout_mean if normalize else None
     if config.weight and normalize and normalize.scope != "rollout":
-        mean = _mean_weight(Pool(totals, sequence_weight, segments, keep_sequences), ragged, config.weight)
+        mean = _mean_weight(verdict, ragged, config.weight)
     if mean is not None:
         weights = weights / mean
     rescale = None
     if config.denominator == "kept":
-        rescale = denominator_scale(totals["valid"], kept_in(totals, keep_sequences))
-    return Correction(
-        config=config,
-        ragged=ragged,
-        stage=stage,
-        totals=totals,
-        weights=weights,
-        keep_sequences=keep_sequences,
-        mean_weight=mean,
-        sequence_weight=sequence_weight,
-        all_rejected=all_rejected,
-        rescale=rescale,
-        segments=segments,
-    )
+        rescale = denominator_scale(verdict.totals["valid"], verdict.kept)
+    return Correction(config, ragged, verdict, weights, mean, rescale)
 
 
 @torch.no_grad()
@@ -150,10 +177,7 @@ def mean_weight_of(
 ) -> Float[Tensor, ""]:
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
-    stage, segments = _staged(proximal, behavior, ragged, config)
-    totals = over_sequences(stage, ragged, config)
-    pool = Pool(totals, _sequence_weight(totals, config.weight), segments, _keep_sequences(totals, config))
-    return _mean_weight(pool, ragged, config.weight)
+    return _mean_weight(_verdict(proximal, behavior, ragged, config), ragged, config.weight)
 
 
 def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
@@ -161,22 +185,31 @@ def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
     return totals["kept"] if "kept" in totals else totals["usable"]
 
 
-def kept_in(totals: Totals, keep_sequences: Bool[Tensor, " N"] | None) -> Float[Tensor, " N"]:
-    """How many tokens of each sequence all rules leave."""
-    kept = kept_tokens(totals)
-    return kept if keep_sequences is None else torch.where(keep_sequences, kept, 0)
-
-
 def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """What turns a mean over the valid tokens of each sequence into one over the kept: n_valid / n_kept, 0 of none."""
     return torch.where(kept > 0, valid / kept.clamp(min=1), 0)
 
 
-def _staged(
-    proximal: Tensor, behavior: Tensor, ragged: Ragged, config: CorrectionConfig
-) -> tuple[TokenStage, SegmentStage | None]:
-    stage = token_stage(proximal, behavior, ragged.loss_mask, config)
-    return segment_stage(stage, ragged, config) if needs_segments(config) else (stage, None)
+def _verdict(proximal: Tensor, behavior: Tensor, ragged: Ragged, config: CorrectionConfig) -> Verdict:
+    stage, segments = token_stage(proximal, behavior, ragged.loss_mask, config), None
+    if needs_segments(config):
+        stage, segments = segment_stage(stage, ragged, config)
+    totals = unit_totals = over_sequences(stage, ragged, config)
+    if config.aggregate == "kept":
+        unit_totals = totals_of(narrowed(stage), ragged, needed_for_units(sequence_rules(config)))
+    verdict = Verdict(
+        stage=stage,
+        segments=segments,
+        totals=totals,
+        unit_totals=unit_totals,
+        sequence_weight=_sequence_weight(unit_totals, config.weight),
+        keep_sequences=_keep_sequences(unit_totals, config),
+        all_rejected=None,
+    )
+    if not config.can_end_empty:
+        return verdict
+    verdict = replace(verdict, all_rejected=_all_rejected(verdict))
+    return _nothing_rejected(verdict) if config.on_all_rejected == "keep" else verdict
 
 
 def _sequence_weight(totals: Totals, weight: WeightConfig | None) -> Float[Tensor, " N"] | None:
@@ -194,20 +227,19 @@ def _keep_sequences(totals: Totals, config: CorrectionConfig) -> Bool[Tensor, " 
     return keep
 
 
-def _all_rejected(
-    totals: Totals, keep_sequences: Bool[Tensor, " N"] | None, sequence_weight: Float[Tensor, " N"] | None
-) -> Bool[Tensor, ""]:
-    kept = totals["applied"] if "applied" in totals else kept_tokens(totals)
-    if sequence_weight is not None:
-        kept = kept * sequence_weight
-    kept = kept > 0 if keep_sequences is None else (kept > 0) & keep_sequences
-    return (totals["valid"] > 0).any() & ~kept.any()
+def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
+    totals, keep = verdict.totals, verdict.keep_sequences
+    left = totals["applied"] if "applied" in totals else kept_tokens(totals)
+    if verdict.sequence_weight is not None:
+        left = left * verdict.sequence_weight
+    left = left > 0 if keep is None else (left > 0) & keep
+    return (totals["valid"] > 0).any() & ~left.any()
 
 
-def _nothing_rejected(
-    stage: TokenStage, totals: Totals, keep_sequences: Bool[Tensor, " N"] | None, where: Bool[Tensor, ""]
-) -> tuple[TokenStage, Totals, Bool[Tensor, " N"] | None]:
-    """The same without rejection `where`, one flag for the micro-batch."""
+def _nothing_rejected(verdict: Verdict) -> Verdict:
+    """The same without rejection where everything is rejected."""
+    stage, totals, keep, where = verdict.stage, verdict.totals, verdict.keep_sequences, verdict.all_rejected
+    assert where is not None
     if stage.keep is not None:
         stage = replace(stage, keep=stage.keep | (where & stage.loss_mask))
     restored = {
@@ -215,7 +247,8 @@ def _nothing_rejected(
         for name, source in UNREJECTED.items()
         if name in totals
     }
-    return stage, {**totals, **restored}, None if keep_sequences is None else keep_sequences | where
+    keep = None if keep is None else keep | where
+    return replace(verdict, stage=stage, totals={**totals, **restored}, keep_sequences=keep)
 
 
 def _token_weights(
@@ -228,57 +261,49 @@ def _token_weights(
     return torch.where(ragged.loss_mask, ragged.to_tokens(sequence_weight.float()), 0)
 
 
-@dataclass(frozen=True)
-class Pool:
-    """What a mean of the weights draws from: tokens, segments or sequences, by the level of the weight."""
-
-    totals: Totals
-    sequence_weight: Float[Tensor, " N"] | None
-    segments: SegmentStage | None
-    keep_sequences: Bool[Tensor, " N"] | None
-
-
-def _mean_weight(pool: Pool, ragged: Ragged, weight: WeightConfig) -> Float[Tensor, ""]:
+def _mean_weight(verdict: Verdict, ragged: Ragged, weight: WeightConfig) -> Float[Tensor, ""]:
     """Mean of the bounded weights: over tokens at token level, each live segment or sequence once at the others."""
     assert weight.normalize is not None
-    kept_only = weight.normalize.over == "kept"
-    if pool.segments is not None and pool.segments.weight is not None:
-        total, count = _segment_population(pool, pool.segments, pool.segments.weight, weight, kept_only)
-    elif pool.sequence_weight is not None:
-        total, count = _sequence_population(pool, pool.sequence_weight, weight, kept_only)
-    else:
-        total, count = _token_population(pool, weight, kept_only)
-    both = torch.stack([total, count])
+    population = POPULATION[weight.level]
+    both = torch.stack(population(verdict, weight, weight.normalize.over == "kept"))
     return normalization(ragged.over_batch(both) if weight.normalize.scope != "micro_batch" else both.sum(-1))
 
 
-def _token_population(pool: Pool, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
+def _token_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
     """Sum of token weights and their number, by sequence."""
-    totals = pool.totals
+    totals, keep = verdict.totals, verdict.keep_sequences
     if kept_only:
         both = totals["applied"], kept_tokens(totals)
-        keep = pool.keep_sequences
         return both if keep is None else (torch.where(keep, both[0], 0), torch.where(keep, both[1], 0))
     if weight.bound == "mask":
         return totals["counted_weight"], totals["counted"]
     return totals["weight"], totals["usable"]
 
 
-def _sequence_population(
-    pool: Pool, sequence_weight: Float[Tensor, " N"], weight: WeightConfig, kept_only: bool
-) -> tuple[Tensor, Tensor]:
-    counted = counted_units(pool.totals, weight)
+def _sequence_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
+    assert verdict.sequence_weight is not None
+    counted = counted_units(verdict.unit_totals, weight)
     if kept_only:
-        counted = counted & (kept_in(pool.totals, pool.keep_sequences) > 0)
-    return torch.where(counted, sequence_weight, 0), counted.double()
+        counted = counted & (verdict.kept > 0)
+    return torch.where(counted, verdict.sequence_weight, 0), counted.double()
 
 
-def _segment_population(
-    pool: Pool, segments: SegmentStage, bounded: Float[Tensor, " S"], weight: WeightConfig, kept_only: bool
-) -> tuple[Tensor, Tensor]:
+def _segment_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
+    segments, keep = verdict.segments, verdict.keep_sequences
+    assert segments is not None and segments.weight is not None
     counted = counted_units(segments.totals, weight)
     if kept_only:
         counted = counted & segments.keep
-        if pool.keep_sequences is not None:
-            counted = counted & pool.keep_sequences.index_select(0, segments.segments.owner)
-    return torch.where(counted, bounded, 0), counted.double()
+    if kept_only and keep is not None:
+        counted = counted & keep.index_select(0, segments.segments.owner)
+    return torch.where(counted, segments.weight, 0), counted.double()
+
+
+POPULATION: dict[Level, Callable[[Verdict, WeightConfig, bool], tuple[Tensor, Tensor]]] = {
+    "token": _token_population,
+    "segment": _segment_population,
+    "segment_geometric": _segment_population,
+    "sequence": _sequence_population,
+    "geometric": _sequence_population,
+}
+"""Called with whether only what is kept counts: a sum of weights and their number, by unit."""

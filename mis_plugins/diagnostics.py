@@ -22,7 +22,7 @@ from mis_plugins.correction import Correction, kept_tokens
 from mis_plugins.divergence import k1, k3
 from mis_plugins.ragged import as_bytes
 from mis_plugins.ratios import exp_clamped, log_bound, saturated, share_above, share_below
-from mis_plugins.rejection import aggregate
+from mis_plugins.rejection import Totals, aggregate
 from mis_plugins.totals import monotone
 from mis_plugins.units import known, passing_units, unit_log_ratio, unit_ratio
 from mis_plugins.weights import BOUNDS
@@ -254,8 +254,8 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
     if weight is None:
         return
     if weight.by_sequence:
-        home, log_ratio = sequence, lambda c: unit_log_ratio(c.totals, weight)
-        before, after = lambda c: unit_ratio(c.totals, weight), lambda c: c.sequence_weight
+        home, log_ratio = sequence, lambda c: unit_log_ratio(c.verdict.unit_totals, weight)
+        before, after = lambda c: unit_ratio(c.verdict.unit_totals, weight), lambda c: c.sequence_weight
         sequence["saturated_sequence_fraction"] = lambda c: saturated(log_ratio(c))
     else:
         home, log_ratio = token, _of_unit
@@ -306,11 +306,16 @@ def compared(c: Correction, rule: RejectRule) -> Tensor:
     """What a rule compares with its limits: of each sequence, or else of each token."""
     if rule.over == "token":
         return c.stage.statistic(rule.statistic)
-    if rule.unit == "sequence":
-        return aggregate(c.totals, rule)
-    assert c.segments is not None
-    spread = c.segments.segments.ragged.to_tokens(aggregate(c.segments.totals, rule).float())
-    return torch.where(c.ragged.loss_mask, spread, 0)
+    if rule.unit == "segment":
+        return _at_tokens(c, lambda totals: _of_units(c, totals, rule))
+    return _of_units(c, c.verdict.unit_totals, rule)
+
+
+def _of_units(c: Correction, totals: Totals, rule: RejectRule) -> Tensor:
+    value = aggregate(totals, rule)
+    if c.config.aggregate == "valid":
+        return value
+    return torch.where(totals["valid"] > 0, value, torch.nan)  # of no token: neither below nor above anything
 
 
 def _is_veto(rule: RejectRule) -> bool:
@@ -330,7 +335,14 @@ def _normalized(c: Correction, weight: Tensor) -> Tensor:
 def _token_ratio(weight: WeightConfig) -> Metric:
     if weight.level == "token":
         return lambda c: c.stage.ratio
-    return lambda c: torch.where(c.ragged.loss_mask, exp_clamped(_of_unit(c)), 0)
+    return lambda c: _at_tokens(c, lambda totals: unit_ratio(totals, weight))
+
+
+def _at_tokens(c: Correction, of_segment: Callable[[Totals], Tensor]) -> Float[Tensor, " T"]:
+    """A number of each segment at its tokens, 0 at masked ones."""
+    assert c.verdict.segments is not None
+    value = of_segment(c.verdict.segments.totals).float()
+    return torch.where(c.ragged.loss_mask, c.verdict.segments.segments.ragged.to_tokens(value), 0)
 
 
 def _of_unit(c: Correction) -> Float[Tensor, " T"]:
@@ -357,7 +369,7 @@ def _has_passing(c: Correction, extreme: Float[Tensor, " N"]) -> Tensor:
     if weight is None:
         return c.totals["usable"] > 0
     if c.sequence_weight is not None:
-        return passing_units(c.totals, weight)
+        return passing_units(c.verdict.unit_totals, weight)
     if monotone(weight):
         return c.totals["passing_max" if weight.bound == "mask" else "log_ratio_max"].isfinite()
     return extreme.isfinite()

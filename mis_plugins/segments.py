@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, WeightConfig
 from mis_plugins.ragged import Ragged, Segments
-from mis_plugins.rejection import Totals, aggregate, passes, total_of
-from mis_plugins.totals import TokenStage, segment_rules, totals
+from mis_plugins.rejection import Totals, aggregate, passes
+from mis_plugins.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
 from mis_plugins.units import known, passing_units, unit_log_ratio, unit_weight
 
 
@@ -43,8 +43,9 @@ def segment_stage(
 ) -> tuple[TokenStage, SegmentStage]:
     """The stage of the tokens with weights and rules of segments in it; one collective over context-parallel ranks."""
     segments = ragged.segments
-    names = {"valid", "usable", "log_ratio"} | {total_of(rule) for rule in segment_rules(config)}
-    of_segment = totals(stage, segments.ragged, names | ({"kept"} if stage.keep is not None else set()))
+    names = needed_for_units(segment_rules(config)) | ({"kept"} if stage.keep is not None else set())
+    looked_at = narrowed(stage) if config.aggregate == "kept" else stage
+    of_segment = totals_of(looked_at, segments.ragged, names)
     weight = config.weight if config.weight and config.weight.by_segment else None
     keep = _keep(of_segment, config, weight)
     if stage.keep is not None:

@@ -91,6 +91,13 @@ def token_stage(
     return replace(stage, keep=keep)
 
 
+def narrowed(stage: TokenStage) -> TokenStage:
+    """The same with nothing but the kept tokens in it."""
+    assert stage.keep is not None
+    log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
+    return replace(stage, loss_mask=stage.keep, usable=stage.keep, log_ratio=log_ratio)
+
+
 Row = Callable[[TokenStage], Tensor | None]
 
 SUMS: dict[str, Row] = {
@@ -145,10 +152,10 @@ def over_sequences(
 
     Each has one value a sequence, those of `COUNTS` one for the micro-batch.
     """
-    return totals(stage, ragged, needed(config))
+    return totals_of(stage, ragged, needed(config))
 
 
-def totals(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> dict[str, Float[Tensor, " ..."]]:
+def totals_of(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> dict[str, Float[Tensor, " ..."]]:
     """Of each unit of `ragged`: a sequence, or a segment."""
     names = set(names)
     sums, squares, minima, maxima, counts = (
@@ -177,9 +184,8 @@ def needed(config: CorrectionConfig) -> set[str]:
     """Names of the tables above: none for token level without mean, rejection and metrics."""
     names = _needed_for_mean(config) | _needed_for_metrics(config)
     rules = sequence_rules(config)
-    names |= {total_of(rule) for rule in rules}
     if rules or (config.weight and config.weight.by_sequence):
-        names |= {"valid", "usable", "log_ratio"}
+        names |= needed_for_units(rules)
     if config.can_end_empty:
         names |= {"valid", _kept_row(config)}
     if config.denominator == "kept":
@@ -187,6 +193,11 @@ def needed(config: CorrectionConfig) -> set[str]:
     if config.on_all_rejected == "keep":
         names |= {UNREJECTED[name] for name in names & set(UNREJECTED)}
     return names
+
+
+def needed_for_units(rules: Iterable[RejectRule]) -> set[str]:
+    """What the ratio of a unit and these rules over it read."""
+    return {"valid", "usable", "log_ratio"} | {total_of(rule) for rule in rules}
 
 
 def weighs_tokens(config: CorrectionConfig) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 CLAMP = 20.0
 MEAN_FLOOR = 1e-8
@@ -26,6 +26,9 @@ class Sample:
     proximal: Sequence[float]
     behavior: Sequence[float]
     mask: Sequence[bool]
+    pools: dict[str, list[bool]] = field(
+        default_factory=dict
+    )  # by unit, the tokens that add up in it; else all
 
     @property
     def valid(self) -> list[int]:
@@ -71,8 +74,9 @@ class Corrected:
 def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sample]] = ()) -> Corrected:
     """Correct one micro-batch; `others` are the batches (of other ranks, other steps) that share its normalization."""
     weight = config.get("weight")
+    batch = [pooled(s, config) for s in batch]
     bounded = [bounded_weights(s, weight) for s in batch]
-    keep, pool = [kept(s, config) for s in batch], config
+    keep, pool = [kept_tokens(s, config) for s in batch], config
     if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
         keep = [[bool(live) for live in s.mask] for s in batch]
         pool = {**config, "reject": []}
@@ -110,8 +114,22 @@ UNITS = {"token": "token", "segment": "segment", "segment_geometric": "segment",
 
 
 def members(sample: Sample, t: int, unit: str) -> list[int]:
-    """The tokens of the unit that t belongs to."""
-    return {"token": lambda: [t], "segment": lambda: sample.run(t), "sequence": lambda: sample.valid}[unit]()
+    """The tokens of the unit that t belongs to, that add up in it."""
+    every = {"token": lambda: [t], "segment": lambda: sample.run(t), "sequence": lambda: sample.valid}[unit]()
+    return [i for i in every if unit not in sample.pools or sample.pools[unit][i]]
+
+
+def pooled(sample: Sample, config: dict) -> Sample:
+    """With `aggregate: kept` a unit adds up what smaller units leave."""
+    if config.get("aggregate") != "kept":
+        return sample
+    for unit, smaller in (("segment", ("token",)), ("sequence", ("token", "segment"))):
+        weight = config.get("weight")
+        part = {"reject": [rule for rule in config["reject"] if unit_of(rule) in smaller],
+                "weight": weight if weight and UNITS[weight["level"]] in smaller else None}  # fmt: skip
+        pool = [kept and t in sample.usable for t, kept in enumerate(kept_tokens(sample, part))]
+        sample = replace(sample, pools={**sample.pools, unit: pool})
+    return sample
 
 
 def unit_log_ratio(sample: Sample, t: int, level: str) -> float:
@@ -148,7 +166,8 @@ def bounded(ratio: float, weight: dict) -> float:
 
 def has_weight(sample: Sample, t: int, level: str) -> bool:
     """False for a token outside the mask, and for one whose unit holds a non-finite log ratio."""
-    return t in sample.usable and set(members(sample, t, UNITS[level])) <= set(sample.usable)
+    unit = members(sample, t, UNITS[level])
+    return t in sample.usable and bool(unit) and set(unit) <= set(sample.usable)
 
 
 def bounded_weights(sample: Sample, weight: dict | None) -> Tokens:
@@ -226,7 +245,7 @@ def inside(sample: Sample, t: int, weight: dict | None) -> bool:
     return passing(sample, t, weight)
 
 
-def kept(sample: Sample, config: dict) -> list[bool]:
+def kept_tokens(sample: Sample, config: dict) -> list[bool]:
     rules = config.get("reject", [])
     return [
         bool(live)
@@ -251,7 +270,7 @@ def normalizer(samples: Sequence[Sample], config: dict) -> float:
     for sample in samples:
         tokens = bounded_weights(sample, weight)
         enters = (
-            kept(sample, config)
+            kept_tokens(sample, config)
             if over == "kept"
             else [inside(sample, t, weight) for t in range(len(tokens))]
         )
@@ -316,12 +335,14 @@ def mismatch_metrics(sample: Sample, t: int) -> dict[str, float]:
 
 
 def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights, factor) -> dict[str, float]:
-    ratio = raw_weight(sample, t, weight["level"])
-    found = {"tis_weight_before_bound": ratio, "tis_weight_after_bound": bounded_tokens[t]}
-    found["is_ratio_mean_after_tis_rs"] = bounded_tokens[t]
     unit = UNITS[weight["level"]]
+    empty = not members(sample, t, unit)  # all of its tokens dropped before it was looked at
+    log_ratio = 0.0 if empty else unit_log_ratio(sample, t, weight["level"])
+    ratio = math.exp(clamp(log_ratio))
+    found = {"tis_weight_before_bound": 0.0 if empty else ratio, "tis_weight_after_bound": bounded_tokens[t]}
+    found["is_ratio_mean_after_tis_rs"] = bounded_tokens[t]
     if unit != "token":
-        found[f"saturated_{unit}_fraction"] = float(abs(unit_log_ratio(sample, t, weight["level"])) > CLAMP)
+        found[f"saturated_{unit}_fraction"] = float(abs(log_ratio) > CLAMP)
     if weight["bound"] == "truncate":
         found["tis_truncate_fraction"] = float(ratio > upper_of(weight))
     elif weight["bound"] != "none":
@@ -366,6 +387,7 @@ def metric_names(config: dict) -> list[str]:
 
 def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -> dict[str, float]:
     """One number a micro-batch. Extremes and fractions of nothing are 0."""
+    batch = [pooled(s, config) for s in batch]
     ratios = [math.exp(clamp(s.log_ratios[t])) for s in batch for t in s.usable]
     rows = zip(batch, corrected.weights, corrected.keep, strict=True)
     applied = [w[t] if keep[t] else 0.0 for s, w, keep in rows for t in s.valid]
@@ -374,7 +396,7 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
     passed = [w[t] for s, w in zip(batch, corrected.weights, strict=True) for t in s.valid
               if passing(s, t, weight)]  # fmt: skip
     restored = config.get("on_all_rejected") == "keep" and any(map(any, corrected.keep)) and not any(
-        any(kept(s, config)) for s in batch)  # fmt: skip
+        any(kept_tokens(s, config)) for s in batch)  # fmt: skip
     live = [restored or sequence_kept(s, config) for s in batch if s.valid]
     return {
         "ess_mb": math.fsum(applied) ** 2 / squares if squares else 0.0,

@@ -79,6 +79,26 @@ def test_every_point_of_the_product(level: str, bound: str, reject: str, over: s
     assert_batch_metrics_match(outcome, batch, config, expected)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("over", ["mean", "sum", "max"])
+def test_units_add_up_what_smaller_ones_leave(level: str, over: str):
+    """`aggregate: kept`, and not the same as `valid` on this batch."""
+    batch = ratio_batch(WIDE, MASKS)
+    rules = [
+        {"over": "token", "upper": 2.5},
+        {"over": over, "unit": "segment", "lower": 0.5},
+        {"over": "sum", "lower": 0.7},
+    ]
+    config = {"weight": {"level": level, "bound": "clip", "lower": 0.3, "upper": 2.75}, "reject": rules}
+    expected = oracle.correct(batch.samples, config | {"aggregate": "kept"})
+    assert expected.margin > DECISION
+    outcome = run(batch, config | {"aggregate": "kept"})
+    assert_matches_oracle(outcome, batch, expected)
+    assert_batch_metrics_match(outcome, batch, config | {"aggregate": "kept"}, expected)
+    plain = run(batch, config)
+    assert not all(map(torch.equal, outcome.weights, plain.weights))
+
+
 @given(batches(), configs())
 def test_loss_is_loss_times_weight(batch: Batch, config: dict):
     """The returned loss is the host's, times the weight, token by token; nothing else has a gradient."""
