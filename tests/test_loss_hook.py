@@ -1,0 +1,717 @@
+"""The loss hook as Miles, slime and the embedded host call it: composition, flags, metrics, and what it refuses.
+
+The hosts are stood in for by modules of their names whose helper takes log-probs for logits; benchmarks/host_parity.py
+asks the real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import math
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from drive import one_rank, same_bytes, spread
+from launch import run_ranks
+from loss_oracle import Response, Spec
+from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, normalized_rtol, sum_rtol
+from torch import Tensor
+
+from mis_plugins import mis
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.local.batch import Layout, pack
+from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
+
+CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
+LENGTHS = (7, 1, 5, 9, 4, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A micro-batch: `old` of each response is the proximal policy; the behavior policy's log-probs beside it."""
+
+    responses: list[Response]
+    behavior: list[list[float]]
+
+    def rows(self, name: str) -> list[Tensor]:
+        values = self.behavior if name == "behavior" else [getattr(x, name) for x in self.responses]
+        dtype = torch.int32 if name == "mask" else torch.float64
+        return [torch.tensor(row, dtype=dtype) for row in values]
+
+    def batch(self) -> dict[str, Any]:
+        lengths = [len(x.mask) for x in self.responses]
+        return {
+            "unconcat_tokens": [torch.zeros(n + 3, dtype=torch.int64) for n in lengths],
+            "total_lengths": [n + 3 for n in lengths], "response_lengths": lengths,
+            "loss_masks": self.rows("mask"), "advantages": self.rows("advantages"),
+            "log_probs": self.rows("old"), "rollout_log_probs": self.rows("behavior"),
+            "ref_log_probs": self.rows("reference"), "max_seq_lens": None,
+        }  # fmt: skip
+
+
+def random_step(seed: int, lengths: Sequence[int] = LENGTHS) -> Step:
+    rng = random.Random(seed)
+    responses, behavior = [], []
+    for i, n in enumerate(lengths):
+        target = [rng.uniform(-3, -0.1) for _ in range(n)]
+        near = lambda p, scale, shift=0.0: p + rng.gauss(shift, scale)  # noqa: E731
+        old = [near(p, 0.15, rng.choice([-0.3, 0.0, 0.3])) for p in target]
+        behavior.append([near(p, 0.3, rng.choice([-0.2, 0.0, 0.2])) for p in old])
+        advantages = (
+            [rng.choice([-1.0, 1.0]) * rng.uniform(0.2, 2)] * n if i % 2 else [rng.gauss(0, 1) for _ in old]
+        )
+        mask = [rng.random() < 0.85 and i != 5 for _ in range(n)]
+        reference = [near(p, 0.3) for p in target]
+        responses.append(Response(target, old, reference, advantages, [1.0] * n, mask))
+    return Step(responses, behavior)
+
+
+# ------------------------------------------------------------------------------------------------ stood-in hosts
+
+
+def host_helper(logits: Tensor, *, response_lengths: Sequence[int], with_entropy: bool, **_: Any) -> dict:
+    """`log_probs` are the logits themselves, the entropy their negated square."""
+    found = {"log_probs": list(logits.split(list(response_lengths)))}
+    return found | ({"entropy": [-(x * x) for x in found["log_probs"]]} if with_entropy else {})
+
+
+@pytest.fixture(autouse=True)
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of the hosts' names, with what the loss asks of them."""
+    modules = {
+        "miles.backends.training_utils.parallel": {"get_parallel_state": one_rank},
+        "miles.backends.training_utils.loss_hub.logit_processors": {"get_log_probs_and_entropy": host_helper},
+        "slime.backends.megatron_utils.loss": {
+            "get_log_probs_and_entropy": lambda *args, **kwargs: (torch.empty(0), host_helper(*args, **kwargs)),
+            "get_rollout_top_p_logprob_kwargs": lambda args, batch: {},
+        },
+    }  # fmt: skip
+    for path, functions in modules.items():
+        parts = path.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
+        module = ModuleType(path)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, path, module)
+
+
+def reducer(batch: dict[str, Any], host: str, per_token: bool = False) -> Callable[[Tensor], Tensor]:
+    """The hosts' sum over sequences of the mean over the loss mask, or over tokens."""
+    masks = batch["loss_masks"]
+
+    def sum_of_sample_mean(x: Tensor) -> Tensor:
+        parts = x.split(batch["response_lengths"])
+        divisors = [1 if per_token else m.sum().clamp(min=1) for m in masks]
+        return torch.stack([(p * m).sum() / d for p, m, d in zip(parts, masks, divisors, strict=True)]).sum()
+
+    sum_of_sample_mean.__module__ = f"{host}.backends.cp_utils"
+    return sum_of_sample_mean
+
+
+def flags(**settings: Any) -> Namespace:
+    return Namespace(
+        **CLIP
+        | {"use_tis": False, "qkv_format": "thd", "advantage_estimator": "grpo", "use_rollout_logprobs": False,
+           "skip_actor_forward_only": False, "use_unbiased_kl": False, "use_kl_loss": False, "use_opsm": False,
+           "entropy_coef": 0.0, "observe_training_entropy": False, "calculate_per_token_loss": False,
+           "custom_pg_loss_reducer_function_path": None}
+        | settings
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Outcome:
+    loss: Tensor
+    gradient: Tensor
+    metrics: dict[str, Tensor]
+
+
+def call(
+    step: Step,
+    mis_config: dict | None = None,
+    host: str = "miles",
+    without: Sequence[str] = (),
+    **settings: Any,
+) -> Outcome:
+    args = flags(**settings) if mis_config is None else flags(mis=mis_config, **settings)
+    batch = {name: value for name, value in step.batch().items() if name not in without}
+    return drive(args, batch, torch.cat(step.rows("target")), host)
+
+
+def drive(args: Namespace, batch: dict[str, Any], logits: Tensor, host: str = "miles") -> Outcome:
+    logits = logits.clone().requires_grad_()
+    reduce = reducer(batch, host, args.calculate_per_token_loss)
+    loss, metrics = mis.policy_loss(args, batch, logits, reduce)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return Outcome(loss.detach(), gradient, metrics)
+
+
+# -------------------------------------------------------------------------------------------------- composition
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A config, and the flags beside it."""
+
+    mis: dict
+    spec: Spec = Spec()
+    kl: str | None = None
+    entropy_coef: float = 0.0
+
+    @property
+    def objective(self) -> dict:
+        return self.mis.get("objective", {})
+
+    @property
+    def bypass(self) -> bool:
+        return self.objective.get("old") == "behavior"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        kl = {} if self.kl is None else {"use_kl_loss": True, "kl_loss_type": self.kl, "kl_loss_coef": 0.3}
+        return kl | {"entropy_coef": self.entropy_coef, "eps_clip_c": self.spec.dual}
+
+
+class Expected:
+    """The loss of a step as a function of the target's log-probs, what is constant in it being taken from the step."""
+
+    def __init__(self, step: Step, question: Question):
+        self.question, self.step = question, step
+        rows = zip(step.responses, step.behavior, strict=True)
+        samples = [
+            oracle.Sample(x.target if question.bypass else x.old, b, [bool(m) for m in x.mask])
+            for x, b in rows
+        ]
+        self.corrected = oracle.correct(samples, question.mis)
+        self.rtol = normalized_rtol(max(map(spread, samples)))
+        self.frozen = [self._response(i, x) for i, x in enumerate(step.responses)]
+
+    def _response(self, i: int, x: Response) -> Response:
+        old = self.step.behavior[i] if self.question.bypass else x.old
+        return dataclasses.replace(x, old=old, factor=self._factor(i, x))
+
+    def _factor(self, i: int, x: Response) -> list[float]:
+        keep, mis_config = self.corrected.keep[i], self.question.mis
+        opsm, stays = mis_config.get("opsm"), keep
+        if opsm:
+            by_sequence = opsm.get("advantage") == "sequence"
+            reference = x.old if opsm.get("reference") == "proximal" else self.step.behavior[i]
+            passed = loss_oracle.opsm_keep(x, reference, opsm["delta"], by_sequence)
+            stays = [k and p for k, p in zip(keep, passed, strict=True)]
+        scale = self.corrected.scale[i]
+        if mis_config.get("denominator") == "kept":
+            scale = len(x.valid) / max(1, sum(stays))
+        corrects = mis_config.get("weight") or mis_config.get("reject")
+        weights = self.corrected.weights[i] if corrects else [1.0] * len(keep)
+        return [w * scale if k else 0.0 for w, k in zip(weights, stays, strict=True)]
+
+    def __call__(self, responses: Sequence[Response]) -> float:
+        moved = [dataclasses.replace(f, target=x.target) for f, x in zip(self.frozen, responses, strict=True)]
+        policy = loss_oracle.policy_sums(moved, self.question.spec, self.frozen)
+        terms = []
+        for i, x in enumerate(moved):
+            share = [self.corrected.scale[i] if k else 0.0 for k in self.corrected.keep[i]]
+            rest = math.fsum(self._rest(x, t, share[t]) for t in x.valid)
+            terms.append((policy[i] + rest) / max(1, len(x.valid)))
+        return math.fsum(terms)
+
+    def _rest(self, x: Response, t: int, share: float) -> float:
+        question, total = self.question, 0.0
+        if question.entropy_coef:
+            total -= question.entropy_coef * share * -(x.target[t] ** 2)
+        if question.kl:
+            kl = loss_oracle.kl(x, t, question.kl, bool(question.objective.get("unbiased_kl")))
+            total += 0.3 * kl * (x.factor[t] if question.objective.get("weigh_kl") else share)
+        return total
+
+    @property
+    def margin(self) -> float:
+        """From every bound and kink: of the correction, of the clip, of OPSM."""
+        gaps = [self.corrected.margin, loss_oracle.margin(self.frozen, self.question.spec)]
+        opsm = self.question.mis.get("opsm")
+        for x, b in zip(self.step.responses, self.step.behavior, strict=True):
+            if opsm and x.valid:
+                means = [math.fsum(r[t] - x.target[t] for t in x.valid) / len(x.valid) for r in (b, x.old)]
+                gaps += [abs(mean - opsm["delta"]) for mean in means]
+        return min(gaps)
+
+    @property
+    def magnitude(self) -> float:
+        return loss_oracle.magnitude(self.frozen) + loss_oracle.magnitude(self.step.responses)
+
+
+TIS = {"weight": {"level": "token", "bound": "truncate", "upper": 1.3}}
+KEPT = {"weight": {"level": "geometric", "bound": "clip", "upper": 1.1, "lower": 0.9}, "denominator": "kept",
+        "reject": [{"over": "token", "lower": 0.7, "upper": 1.5},
+                   {"over": "mean", "lower": 0.8, "upper": 1.3}]}  # fmt: skip
+NORMALIZED = {"weight": {"level": "sequence", "bound": "mask", "upper": 2.5,
+                         "normalize": {"scope": "micro_batch", "over": "kept"}}}  # fmt: skip
+RULES = {"weight": None, "reject": [{"over": "mean", "lower": 0.8, "upper": 1.3}]}
+CORRECTIONS = [{}, TIS, KEPT, NORMALIZED, RULES]
+OPSM = [
+    {},
+    {"opsm": {"delta": 0.05}},
+    {"opsm": {"delta": 0.05, "advantage": "sequence", "reference": "proximal"}},
+]
+OBJECTIVES = [
+    ({}, Spec()),
+    ({}, Spec(dual=1.2)),
+    ({"ratio": "sequence"}, Spec(ratio="sequence", dual=1.2)),
+    ({"surrogate": "cispo"}, Spec("cispo")),
+    ({"surrogate": "cispo", "ratio": "sequence"}, Spec("cispo", "sequence")),
+    ({"old": "behavior"}, Spec(dual=1.3)),
+    ({"old": "behavior", "ratio": "sequence"}, Spec(ratio="sequence")),
+    ({"old": "behavior", "surrogate": "reinforce"}, Spec("reinforce")),
+]
+
+
+def questions() -> Iterator[Question]:
+    """Every correction with every OPSM and every objective; KL and entropy in turn."""
+    turn = itertools.cycle(
+        itertools.product((None, "k1", "k2", "k3", "low_var_kl"), (False, True), (False, True))
+    )
+    for correction, opsm, (objective, spec) in itertools.product(CORRECTIONS, OPSM, OBJECTIVES):
+        if objective.get("old") == "behavior" and spec.surrogate != "reinforce" and correction.get("weight"):
+            continue  # refused: the ratio would count twice
+        kl, unbiased, weigh = next(turn)
+        extra = {"unbiased_kl": unbiased, "weigh_kl": weigh} if kl else {}
+        config = {**correction, **opsm, "objective": objective | extra, "metrics": "none"}
+        yield Question(config, spec, kl, 0.01 if unbiased else 0.0)
+
+
+@pytest.mark.parametrize("question", list(questions()), ids=str)
+def test_composition(question: Question):
+    """Loss and gradient are those of the formulas, whatever is combined with whatever."""
+    steps = map(random_step, itertools.count())
+    expected = next(e for e in (Expected(step, question) for step in steps) if e.margin > DECISION)
+    found = call(expected.step, question.mis, **question.settings)
+    atol = expected.rtol * expected.magnitude
+    assert abs(found.loss.item() - expected(expected.step.responses)) <= atol
+    slopes = loss_oracle.gradient(expected, expected.step.responses, FINITE_STEP)
+    atol += finite_difference_atol(expected.magnitude)
+    flat = [slope for row in slopes for slope in row]
+    for found_slope, slope in zip(found.gradient.tolist(), flat, strict=True):
+        assert abs(found_slope - slope) <= atol
+    assert any(abs(slope) > 10 * atol for slope in flat)
+
+
+# --------------------------------------------------------------------------------------------- flags of the host
+
+
+def assert_same(first: Outcome, second: Outcome) -> None:
+    assert same_bytes(first.loss, second.loss) and same_bytes(first.gradient, second.gradient)
+
+
+@pytest.mark.parametrize(
+    "settings, objective",
+    [
+        ({"advantage_estimator": "gspo"}, {"ratio": "sequence"}),
+        ({"advantage_estimator": "cispo"}, {"surrogate": "cispo"}),
+        ({"use_rollout_logprobs": True}, {"old": "behavior"}),
+        ({"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3},
+         {"unbiased_kl": True}),
+    ],
+)  # fmt: skip
+def test_flags_and_objective_say_the_same(settings: dict, objective: dict):
+    """The host's flag alone, `mis.objective` alone, and both agree; and they change something."""
+    step = random_step(1)
+    flag, field = next(iter(settings.items()))
+    rest = {name: value for name, value in settings.items() if name != flag}
+    by_flag = call(step, None, **settings)
+    assert_same(by_flag, call(step, {"objective": objective}, **rest))
+    assert_same(by_flag, call(step, {"objective": objective}, **settings))
+    plain = call(step, None, **rest)
+    assert not torch.equal(by_flag.gradient, plain.gradient), field
+
+
+@pytest.mark.parametrize(
+    "objective, settings, message",
+    [
+        ({"ratio": "token"}, {"advantage_estimator": "gspo"},
+         r"mis\.objective\.ratio: token contradicts --advantage-estimator gspo, which means ratio: sequence"),
+        ({"surrogate": "cispo", "ratio": "sequence"}, {"advantage_estimator": "gspo"},
+         r"mis\.objective\.surrogate: cispo contradicts --advantage-estimator gspo"),
+        ({"ratio": "sequence"}, {"advantage_estimator": "cispo"},
+         r"mis\.objective\.surrogate: clip contradicts --advantage-estimator cispo, which means surrogate: cispo"),
+        ({"old": "proximal"}, {"use_rollout_logprobs": True},
+         r"mis\.objective\.old: proximal contradicts --use-rollout-logprobs, which means old: behavior"),
+        ({}, {"use_unbiased_kl": True, "use_kl_loss": True},
+         r"mis\.objective\.unbiased_kl: false contradicts --use-unbiased-kl, which means unbiased_kl: true"),
+        ({"unbiased_kl": True}, {}, r"mis\.objective\.unbiased_kl: true has no effect without --use-kl-loss"),
+        ({"weigh_kl": True}, {}, r"mis\.objective\.weigh_kl: true has no effect without --use-kl-loss"),
+    ],
+)  # fmt: skip
+def test_contradictions_quote_both(objective: dict, settings: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        call(random_step(0), {"objective": objective}, **settings)
+
+
+@pytest.mark.parametrize(
+    "config, settings, message",
+    [
+        ({"opsm": {"delta": 0.1}}, {"use_opsm": True, "opsm_delta": 0.1},
+         r"--use-opsm and mis\.opsm are both set; keep one"),
+        (TIS, {"use_rollout_logprobs": True}, r"mis\.weight: with mis\.objective\.old: behavior"),
+        ({"weight": {"normalize": {"scope": "rollout"}},
+          "objective": {"old": "behavior", "surrogate": "reinforce"}}, {},
+         r"mis\.weight\.normalize\.scope: rollout .*mis\.objective\.old: behavior.*use scope: data_parallel"),
+        (KEPT, {"calculate_per_token_loss": True}, r"mis\.denominator: kept .*--calculate-per-token-loss"),
+        ({}, {"use_kl_loss": True, "kl_loss_type": "k4"}, r"--kl-loss-type: got 'k4'; choose one of k1, k2, k3"),
+        ({}, {"eps_clip_c": 0.9}, r"--eps-clip-c: got 0\.9; a dual clip lies above 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(config: dict, settings: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        call(random_step(0), config, **settings)
+
+
+@pytest.mark.parametrize(
+    "config, without, settings, message",
+    [
+        (TIS, "rollout_log_probs", {}, r"rollout_log_probs: none in this micro-batch; the rollout engine"),
+        ({}, "rollout_log_probs", {"use_rollout_logprobs": True}, r"rollout_log_probs: none in this micro-batch"),
+        ({}, "ref_log_probs", {"use_kl_loss": True, "kl_loss_type": "k1", "kl_loss_coef": 0.1},
+         r"ref_log_probs: none in this micro-batch; --use-kl-loss needs"),
+        ({}, "log_probs", {}, r"log_probs: none in this micro-batch; the trainer's log-probs"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(config: dict, without: str, settings: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        call(random_step(0), config, without=[without], **settings)
+
+
+def test_what_does_not_fit_is_named():
+    batch = random_step(0).batch()
+    logits = torch.cat(random_step(0).rows("target"))
+    batch["advantages"] = batch["advantages"][:-1]
+    with pytest.raises(
+        InputError, match=r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"
+    ):
+        drive(flags(), batch, logits)
+
+
+def test_an_unknown_host_is_named():
+    batch = random_step(0).batch()
+    with pytest.raises(
+        InputError, match=r"sum_of_sample_mean comes from elsewhere; it serves .*miles, slime"
+    ):
+        drive(flags(), batch, torch.cat(random_step(0).rows("target")), "elsewhere")
+
+
+def test_without_recomputed_log_probs_the_policy_is_its_own_proximal():
+    """slime reuses the training forward, Miles under --skip-actor-forward-only: the ratio is 1, not its gradient 0."""
+    step = random_step(2)
+    same = Step([dataclasses.replace(x, old=x.target) for x in step.responses], step.behavior)
+    expected = call(same, TIS)
+    assert_same(expected, call(step, TIS, "slime", without=["log_probs"]))
+    assert_same(expected, call(step, TIS, skip_actor_forward_only=True))
+    assert expected.metrics["ppo_kl"] == 0 and expected.gradient.any()
+
+
+def test_use_opsm_flag_is_the_hosts_own_meaning():
+    """Against the proximal policy; against the behavior policy in bypass."""
+    step = random_step(3)
+    flag: dict[str, Any] = {"use_opsm": True, "opsm_delta": 0.02}
+    config = {"delta": 0.02, "reference": "proximal"}
+    assert_same(call(step, {}, **flag), call(step, {"opsm": config}))
+    config["reference"] = "behavior"
+    bypass: dict[str, Any] = {"use_rollout_logprobs": True}
+    assert_same(call(step, {}, **flag, **bypass), call(step, {"opsm": config}, **bypass))
+    assert call(step, {}, **flag).metrics["opsm_clipfrac"] > 0
+
+
+def twice_the_sum(
+    total_lengths: list[int], response_lengths: list[int], masks: list[Tensor], per_token: bool
+) -> Callable[[Tensor], Tensor]:
+    """A pg-loss reducer: twice the sum, over a constant; it sees the masks of before rejection."""
+    assert [int(m.sum()) for m in masks] == twice_the_sum.expected  # type: ignore[attr-defined]
+    return lambda x: 2 * (x * torch.cat(masks)).sum() / 100
+
+
+def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
+    """It reduces the surrogate alone; a rejected token is 0 in it."""
+    step = random_step(4)
+    monkeypatch.setattr(twice_the_sum, "expected", [sum(x.mask) for x in step.responses], raising=False)
+    path = "test_loss_hook.twice_the_sum"
+    monkeypatch.setitem(sys.modules, "test_loss_hook", sys.modules[__name__])
+    for objective in ({}, {"ratio": "sequence"}):
+        config = RULES | {"objective": objective}
+        kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
+        plain = call(step, config, calculate_per_token_loss=True, **kl)
+        reduced = call(
+            step, config, custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=True, **kl
+        )
+        assert_close(reduced.metrics["pg_loss"], plain.metrics["pg_loss"] / 50)
+        assert torch.equal(reduced.metrics["kl_loss"], plain.metrics["kl_loss"])
+        assert_close(reduced.loss, reduced.metrics["pg_loss"] + 0.3 * reduced.metrics["kl_loss"])
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert abs(found.item() - expected.item()) <= 4 * EPS * max(1.0, abs(expected.item()))
+
+
+# ------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_of_the_host_and_ours():
+    step = random_step(5)
+    kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
+    found = call(step, TIS | {"opsm": {"delta": 0.02}}, **kl).metrics
+    theirs = {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "opsm_clipfrac", "ois",
+              "ess_ratio", "train_rollout_logprob_abs_diff", "train_rollout_kl"}  # fmt: skip
+    assert theirs <= found.keys()
+    assert {"mis_k3_kl", "mis_kept_fraction", "mis_tis_truncate_fraction"} <= found.keys()
+    assert not any(value.requires_grad for value in found.values())
+    assert all(value.ndim == 0 and value.isfinite() for value in found.values())
+    expected = found["pg_loss"] - 0.01 * found["entropy_loss"] + 0.3 * found["kl_loss"]
+    assert_close(found["loss"], expected)
+
+
+def test_metric_values():
+    """By hand: one sequence of two tokens, one of one, every mask whole."""
+    old, target = [[-1.0, -2.0], [-1.5]], [[-1.5, -1.75], [-1.5]]
+    rows = zip(target, old, [[-1.0, -1.0], [1.0]], strict=True)
+    responses = [Response(p, o, p, a, [1.0] * len(p), [True] * len(p)) for p, o, a in rows]
+    step = Step(responses, [[-1.0, -1.0], [-1.5]])
+    found = {name: value.item() for name, value in call(step, {"opsm": {"delta": 0.6}}).metrics.items()}
+    ratios = [math.exp(-0.5), math.exp(0.25)]
+    exact = {
+        "ppo_kl": (0.5 - 0.25) / 2,
+        "pg_clipfrac": 0.5,  # exp(-0.5) lies below 0.8 where A < 0
+        "opsm_clipfrac": 1.0,  # mean(log mu - log pi_theta) = (0.5 + 0.75) / 2
+        "train_rollout_logprob_abs_diff": 0.5,
+        "train_rollout_kl": (math.exp(-1) - 1 + 1) / 2,
+        "ess_ratio": sum(ratios) ** 2 / (2 * sum(r * r for r in ratios)) + 1,
+        "pg_loss": -1.0,
+    }
+    for name, value in exact.items():
+        assert abs(found[name] - value) <= 8 * EPS, name
+
+
+@pytest.mark.parametrize("config", [{}, TIS, KEPT, {"opsm": {"delta": 0.05}}, {"metrics": "none"}])
+def test_names_depend_on_the_config_alone(config: dict):
+    """A host takes the names of the first micro-batch for those of all."""
+    steps = [random_step(6), random_step(7, (1,)), masked_out(random_step(8))]
+    names = [list(call(step, config).metrics) for step in steps]
+    assert names[0] == names[1] == names[2]
+    ours = [name for name in names[0] if name.startswith("mis_")]
+    assert bool(ours) == (config.get("metrics") != "none")
+
+
+def masked_out(step: Step) -> Step:
+    empty = [dataclasses.replace(x, mask=[False] * len(x.mask)) for x in step.responses]
+    return Step(empty, step.behavior)
+
+
+def test_without_rollout_log_probs_there_is_nothing_of_ours():
+    found = call(random_step(9), {}, without=["rollout_log_probs"])
+    assert_same(found, call(random_step(9), {}))
+    assert not any(name.startswith(("mis_", "train_rollout")) for name in found.metrics)
+
+
+def test_the_teacher_kl_is_passed_on():
+    step = random_step(0)
+    batch = step.batch() | {"opd_reverse_kl": [torch.full_like(x, 0.25) for x in step.rows("target")]}
+    found = drive(flags(), batch, torch.cat(step.rows("target"))).metrics
+    live = sum(any(x.mask) for x in step.responses)
+    assert_close(found["opd_reverse_kl"], torch.tensor(0.25 * live))
+
+
+def test_rejected_tokens_leave_metrics_of_the_host_and_stay_in_ours():
+    """As in the hosts with our TIS hook: theirs count a rejected token 0, ours average over the mask of before."""
+    everything = {"weight": None, "reject": [{"over": "max", "upper": 1e-6}]}
+    step = random_step(1)
+    found, plain = call(step, everything).metrics, call(step, {}).metrics
+    assert found["ppo_kl"] == 0 and found["mis_kept_fraction"] == 0
+    assert plain["ppo_kl"] != 0 and torch.equal(found["mis_k3_kl"], plain["mis_k3_kl"])
+
+
+# -------------------------------------------------------------------------------------------- what must not break
+
+
+GARBAGE = [math.nan, math.inf, -math.inf]
+ROBUST = [
+    TIS | {"opsm": {"delta": 0.05}},
+    KEPT | {"objective": {"ratio": "sequence", "weigh_kl": True}},
+    {
+        "weight": {"level": "sequence", "upper": 2.0},
+        "objective": {"old": "behavior", "surrogate": "reinforce"},
+    },
+]
+
+
+@pytest.mark.parametrize("config", ROBUST)
+@pytest.mark.parametrize("value", GARBAGE)
+def test_nothing_under_the_mask_counts(config: dict, value: float):
+    step, kl = random_step(2), {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
+    hide = lambda row, mask: [x if live else value for x, live in zip(row, mask, strict=True)]  # noqa: E731
+    hidden = Step(
+        [
+            dataclasses.replace(
+                x,
+                old=hide(x.old, x.mask),
+                reference=hide(x.reference, x.mask),
+                advantages=hide(x.advantages, x.mask),
+            )
+            for x in step.responses
+        ],
+        [hide(b, x.mask) for x, b in zip(step.responses, step.behavior, strict=True)],
+    )
+    first, second = call(step, config, **kl), call(hidden, config, **kl)
+    # slime and Miles multiply by the mask when they reduce: a metric of theirs or ours that held a NaN would show.
+    assert_same(first, second)
+    assert all(same_bytes(first.metrics[name], second.metrics[name]) for name in first.metrics)
+
+
+@pytest.mark.parametrize("config", ROBUST)
+@pytest.mark.parametrize("value", GARBAGE)
+def test_an_unknown_rollout_log_prob_leaves_loss_and_gradient_finite(config: dict, value: float):
+    step = random_step(3)
+    broken = Step(step.responses, [[value] + row[1:] for row in step.behavior])
+    found = call(broken, config, use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3)
+    assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
+
+
+@pytest.mark.parametrize("objective", [{}, {"ratio": "sequence"}, {"surrogate": "cispo"}])
+def test_everything_rejected_trains_on_nothing(objective: dict):
+    config = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "objective": objective,
+              "denominator": "kept"}  # fmt: skip
+    found = call(random_step(4), config)
+    assert found.loss == 0 and not found.gradient.any()
+
+
+def all_bad(step: Step) -> Step:
+    responses = [dataclasses.replace(x, advantages=[-1.0] * len(x.mask)) for x in step.responses]
+    return Step(responses, [[x + 5 for x in row] for row in step.behavior])
+
+
+def test_opsm_of_everything_skips_or_keeps():
+    step = all_bad(random_step(5))
+    skipped = call(step, {"opsm": {"delta": 0.05}})
+    assert skipped.loss == 0 and not skipped.gradient.any()
+    assert_close(
+        skipped.metrics["opsm_clipfrac"], torch.tensor(float(sum(any(x.mask) for x in step.responses)))
+    )
+    for denominator in ("original", "kept"):
+        config = {"opsm": {"delta": 0.05}, "on_all_rejected": "keep", "denominator": denominator}
+        assert_same(call(step, config), call(step, {}))
+        assert call(step, config).metrics["opsm_clipfrac"] == 0
+    mended = all_bad(random_step(5))
+    mended.responses[0] = dataclasses.replace(
+        mended.responses[0], advantages=[1.0] * len(mended.responses[0].mask)
+    )
+    partly = call(mended, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
+    assert_same(partly, call(mended, {"opsm": {"delta": 0.05}}))
+
+
+def test_a_rank_without_tokens_still_has_a_gradient():
+    """Its backward must run: the model's own collectives wait for it."""
+    batch = Step([Response([], [], [], [], [], [])], [[]]).batch()
+    args, logits = flags(mis=TIS), torch.ones(0, requires_grad=True)
+    loss, metrics = mis.policy_loss(args, batch, logits, reducer(batch, "miles"))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss == 0 and gradient.shape == (0,) and metrics["loss"] == 0
+
+
+def test_recompute_gives_the_same_bits():
+    """Both hosts can checkpoint the loss function: forward runs twice, the second time inside the backward."""
+    step, args = random_step(6), flags(mis=KEPT | {"opsm": {"delta": 0.05}})
+    batch, answers = step.batch(), []
+    for recompute in (False, True):
+        logits = torch.cat(step.rows("target")).requires_grad_()
+        call_it = lambda x: mis.policy_loss(args, batch, x, reducer(batch, "miles"))[0]  # noqa: E731
+        checkpoint = torch.utils.checkpoint.checkpoint  # type: ignore[attr-defined]
+        loss = checkpoint(call_it, logits, use_reentrant=False) if recompute else call_it(logits)
+        answers.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
+    assert all(map(same_bytes, *answers))
+
+
+def test_dotted_path():
+    """The last dot, then an import: what every host does with the path."""
+    module, _, name = "mis_plugins.mis.policy_loss".rpartition(".")
+    assert getattr(importlib.import_module(module), name) is mis.policy_loss
+
+
+# ------------------------------------------------------------------------------------ the embedded host, over ranks
+
+
+VOCABULARY = 11
+PROMPTS = [3, 30, 1, 25, 8]
+
+
+def embedded_outcome(args: Namespace, step: Step, cp: int) -> dict[str, Any]:
+    """This rank's loss, gradient with respect to the logits of the whole sequences, and metrics."""
+    layout, batch = embedded_batch(step, dist.get_rank(), cp)
+    torch.manual_seed(0)
+    logits = torch.randn(sum(layout.total_lengths), VOCABULARY, requires_grad=True)
+    starts = torch.tensor([0, *itertools.accumulate(layout.total_lengths)])[layout.sequence]
+    lengths = torch.tensor(layout.total_lengths)[layout.sequence]
+    slots = logits[starts + layout.positions.minimum(lengths - 1)]
+    reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
+    loss, metrics = mis.policy_loss(args, host_batch(batch), slots.unsqueeze(0), reduce)
+    loss.backward()
+    return {"loss": loss.detach(), "gradient": logits.grad, **metrics}
+
+
+def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
+    responses = [len(x.mask) for x in step.responses]
+    generator = torch.Generator().manual_seed(1)
+    tokens = [
+        torch.randint(VOCABULARY, (p + r,), generator=generator)
+        for p, r in zip(PROMPTS, responses, strict=True)
+    ]
+    layout = pack(tokens, responses, rank, cp)
+
+    def local(name: str) -> list[Tensor]:
+        # Log-probs of a random model lie near -log(vocabulary).
+        shift = 0.0 if name == "advantages" else math.log(VOCABULARY) - 1.5
+        whole = torch.cat(step.rows(name)).float() - shift
+        return list(whole[layout.response_index].split(layout.local_lengths))
+
+    fields = {"advantages": "advantages", "proximal": "old", "behavior": "behavior", "reference": "reference"}
+    masks = step.rows("mask")
+    return layout, MicroBatch(layout, tokens, masks, **{field: local(name) for field, name in fields.items()})
+
+
+EMBEDDED = [
+    {"weight": {"level": "sequence", "upper": 5.0}, "opsm": {"delta": 0.1}, "denominator": "kept",
+     "objective": {"ratio": "sequence", "weigh_kl": True}},
+    {"weight": {"level": "token", "normalize": {"scope": "micro_batch"}}, "metrics": "full",
+     "objective": {"old": "behavior", "surrogate": "reinforce", "unbiased_kl": True}},
+    {"weight": None, "reject": [{"over": "min", "lower": 0.1}], "opsm": {"delta": 0.1, "advantage": "sequence"},
+     "objective": {"surrogate": "cispo", "ratio": "sequence"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", EMBEDDED)
+def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
+    """Loss, gradient and metrics with the embedded host's own batch, log-probs and reducer, at CP 1, 2 and 4."""
+    step = random_step(11, (9, 1, 20, 13, 6))
+    args = flags(mis=config, custom_loss_function_path="mis_plugins.mis.policy_loss", rollout_temperature=1.0,
+                 use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3, entropy_coef=0.01)  # fmt: skip
+    answers = []
+    for cp in (1, 2, 4):
+        folder = tmp_path / str(cp)
+        folder.mkdir()
+        ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), folder)
+        answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
+    alone = answers[0]
+    tokens = sum(len(x.mask) for x in step.responses)
+    assert alone["gradient"].any()
+    for split in answers[1:]:
+        assert split.keys() == alone.keys()
+        for name, value in alone.items():
+            atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
+            assert (split[name] - value).abs().max() <= atol, name
