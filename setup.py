@@ -31,6 +31,7 @@ setup(
         "mis_plugins.hosts",
         "mis_plugins.local",
         "mis_plugins.presets",
+        "mis_plugins.translate",
         "true_on_policy",
     ],
     # yaml/ holds no code and has no __init__.py (it would shadow PyYAML); a wheel carries it inside the package.

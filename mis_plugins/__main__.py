@@ -1,48 +1,57 @@
-"""`python -m mis_plugins config check FILE`: refuse an impossible config before the job starts, not inside it."""
+"""Configs from the command line: find one, read what it does, see it at work, bring one over from another framework.
+
+    python -m mis_plugins config list
+    python -m mis_plugins config show verl-decoupled-geo-rs
+    python -m mis_plugins config check FILE.yaml
+    python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
+
+Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 
-from mis_plugins import reading
-from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.errors import ConfigError
+from mis_plugins import reading, writing
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.describe import describe
+from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.formula import formula
+from mis_plugins.translate import miles, ms_swift, verl
 
 REFUSED = 2  # could not compare, could not check: never a pass
 
-WHAT = {
-    "token": "the ratio of each token",
-    "sequence": "the ratio of the whole sequence (product over its tokens)",
-    "geometric": "the geometric mean ratio of the sequence",
-}
-RULE = {
-    "token": "tokens whose ratio",
-    "sum": "sequences whose ratio (product over tokens)",
-    "mean": "sequences whose geometric mean ratio",
-    "min": "sequences with a token whose ratio",
-    "max": "sequences whose largest token ratio",
-}
+LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 the file is good, 2 it is not."""
+    """Exit codes: 0 the config is good, 2 it is not."""
     arguments = _parser().parse_args(argv)
     try:
         print(arguments.run(arguments))
-    except (ConfigError, OSError, yaml.YAMLError) as error:
-        print(f"{arguments.target}: {error}", file=sys.stderr)
+    except (MisError, OSError, yaml.YAMLError) as error:
+        print(f"{getattr(arguments, 'target', 'config')}: {error}", file=sys.stderr)
         return REFUSED
     return 0
 
 
+def show(arguments: argparse.Namespace) -> str:
+    """A preset or a file: as it is read, as a formula, in words, and at work on six tokens."""
+    from mis_plugins import example  # only this command needs torch
+
+    config = load(_file(arguments.target))
+    parts = [writing.to_yaml(writing.as_mapping(config)), "\n".join(formula(config)), describe(config)]
+    return "\n\n".join([*parts, example.table(config)])
+
+
 def check(arguments: argparse.Namespace) -> str:
-    """What a file given to --custom-config-path will do, in words."""
-    return describe(load(Path(arguments.target)))
+    """What a file given to --custom-config-path (or a preset) will do, in words."""
+    return describe(load(_file(arguments.target)))
 
 
 def path(arguments: argparse.Namespace) -> str:
@@ -50,59 +59,87 @@ def path(arguments: argparse.Namespace) -> str:
     return str(reading.preset_path(arguments.target))
 
 
+def names(arguments: argparse.Namespace) -> str:
+    """Every preset with its formula."""
+    files = sorted(reading.preset_path("mis").parent.glob("*.yaml"))
+    width = max(len(file.stem) for file in files)
+    lines = [f"{file.stem:<{width}}  {_headline(file)}" for file in files]
+    return "\n".join([LEGEND, "", *lines])
+
+
+def from_miles(arguments: argparse.Namespace) -> str:
+    """Miles's or slime's flat mis.yaml in our spelling."""
+    return miles.translate(_keys(arguments.target)).text()
+
+
+def from_verl(arguments: argparse.Namespace) -> str:
+    """verl's algorithm.rollout_correction, of 0.9.1 or earlier, on its own or in a trainer's yaml, with overrides."""
+    return verl.translate(Path(arguments.target).read_text(encoding="utf-8"), arguments.overrides).text()
+
+
+def from_ms_swift(arguments: argparse.Namespace) -> str:
+    """ms-swift's rollout_importance_sampling_* and off_policy_sequence_mask_delta, from yaml or a launch script."""
+    return ms_swift.translate(Path(arguments.target).read_text(encoding="utf-8")).text()
+
+
 def load(file: Path) -> CorrectionConfig:
     """Read a file as the host does: every top-level key becomes an argument.
 
     Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
     """
-    keys = yaml.safe_load(file.read_text())
-    if not isinstance(keys, dict):
-        raise ConfigError(f"got {keys!r}; expected a mapping with the key `mis:` or Miles's flat keys")
+    keys = _keys(file)
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     arguments = {"use_tis": not only_metrics} | {str(key): value for key, value in keys.items()}
     return reading.from_args(argparse.Namespace(**arguments))
 
 
-def describe(config: CorrectionConfig) -> str:
-    """The config in words, one line a decision."""
-    lines = [_describe_weight(config.weight)] + [_describe_rule(rule) for rule in config.reject]
-    return "\n".join([*lines, f"metrics: {config.metrics}"])
+def _keys(file: Path | str) -> dict:
+    keys = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(keys, dict):
+        raise ConfigError(f"got {keys!r}; expected a mapping with the key `mis:` or Miles's flat keys")
+    return keys
 
 
-def _describe_weight(weight: WeightConfig | None) -> str:
-    if weight is None:
-        return "weight: none"
-    bound = {
-        "truncate": f"capped at {weight.ceiling:g}",
-        "clip": f"clipped to [{weight.floor:g}, {weight.ceiling:g}]",
-        "mask": f"used as it is in [{weight.floor:g}, {weight.ceiling:g}], dropped from the loss outside",
-    }[weight.bound]
-    line = f"weight: {WHAT[weight.level]}, pi_old / mu, {bound}"
-    if weight.normalize:
-        over = "valid" if weight.normalize.over == "valid" else "kept"
-        unit = "tokens" if weight.level == "token" else "sequences"
-        line += (
-            f"; divided by its mean over the {over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
-        )
-    return line
+def _file(target: str) -> Path:
+    """A file, or the preset of that name."""
+    file = Path(target)
+    return file if file.exists() or file.suffix or "/" in target else reading.preset_path(target)
 
 
-def _describe_rule(rule: RejectRule) -> str:
-    bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
-    bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
-    return f"reject: {RULE[rule.over]} is {' or '.join(bounds)}"
+def _headline(file: Path) -> str:
+    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+Command = tuple[Callable[[argparse.Namespace], str], str, str | None]  # what it runs, its name, what it takes
+
+COMMANDS: tuple[Command, ...] = (
+    (names, "list", None),
+    (show, "show", "PRESET_OR_FILE"),
+    (check, "check", "FILE"),
+    (path, "path", "PRESET"),
+    (from_miles, "from-miles", "FILE"),
+    (from_verl, "from-verl", "FILE"),
+    (from_ms_swift, "from-ms-swift", "FILE"),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mis_plugins", description=__doc__)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m mis_plugins", description=__doc__, formatter_class=as_written
+    )
     groups = parser.add_subparsers(required=True, metavar="config")
-    config = groups.add_parser("config", help="check a config file, find a preset")
-    commands = config.add_subparsers(required=True, metavar="check|path")
-    for run, name, target in ((check, "check", "FILE"), (path, "path", "PRESET")):
+    config = groups.add_parser("config", help="presets, checks, translations", description=__doc__,
+                               formatter_class=as_written)  # fmt: skip
+    commands = config.add_subparsers(required=True, metavar="|".join(name for _, name, _ in COMMANDS))
+    for run, name, target in COMMANDS:
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        command.add_argument("target", metavar=target)
         command.set_defaults(run=run)
+        if target:
+            command.add_argument("target", metavar=target)
+        if run is from_verl:
+            command.add_argument("overrides", nargs="*", metavar="algorithm.rollout_correction.KEY=VALUE")
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,39 +11,32 @@ from pathlib import Path
 import oracle
 import pytest
 import yaml
-from batches import host_args, ratio_batch
+from batches import ratio_batch
+from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
+from tolerances import weight_rtol
 
-from mis_plugins.__main__ import main
-from mis_plugins.config import (
-    CorrectionConfig,
-    NormalizeConfig,
-    RejectRule,
-    WeightConfig,
-)
+from mis_plugins import describe, writing
+from mis_plugins.__main__ import load, main
 from mis_plugins.errors import ConfigError
-from mis_plugins.reading import from_args, from_flat, preset_path
+from mis_plugins.reading import from_flat, from_mapping, preset_path
 
-FOLDER = Path(__file__).parent.parent / "yaml"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "yaml"
 FILES = sorted(FOLDER.glob("*.yaml"))
+LONGEST = 120  # characters of a first line
 
-DOCUMENTED = {
-    "tis": CorrectionConfig(WeightConfig("token", "truncate", upper=2.0)),
-    "sequence": CorrectionConfig(WeightConfig("sequence", "truncate", upper=5.0)),
-    "icepop": CorrectionConfig(WeightConfig("token", "mask", lower=0.5, upper=5.0)),
-    "geometric-mis": CorrectionConfig(
-        WeightConfig("token", "truncate", upper=2.0, normalize=NormalizeConfig("micro_batch", "kept")),
-        (RejectRule(over="mean", lower=0.99, upper=1.001),),
-    ),
-    "mis": CorrectionConfig(
-        WeightConfig("token", "truncate", upper=2.0, normalize=NormalizeConfig("micro_batch", "valid")),
-        (RejectRule(over="token", lower=0.5, upper=2.0), RejectRule(over="min", lower=1e-4)),
-    ),
-}
+
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 def keys_of(file: Path) -> dict:
     return yaml.safe_load(file.read_text())
+
+
+def plain(file: Path) -> dict:
+    """What stands under `mis:`, with 1e-4, which is text to YAML, as a number."""
+    return writing.as_mapping(from_mapping(keys_of(file)["mis"]))
 
 
 def test_the_table_is_complete():
@@ -50,29 +44,64 @@ def test_the_table_is_complete():
     assert not (FOLDER / "__init__.py").exists(), "it would shadow PyYAML"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@each_file
 def test_equals_its_documented_config(file: Path):
-    assert from_args(host_args(**keys_of(file))) == DOCUMENTED[file.stem]
+    assert load(file) == DOCUMENTED[file.stem]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@each_file
 def test_form(file: Path):
-    """The formula first; short; one key, so that a typo cannot pass; `use_tis` is the user's to set."""
+    """The formula, the source, the flags; short; one key, so that a typo cannot pass."""
     lines = file.read_text().splitlines()
     assert lines[0].startswith("# w") and "=" in lines[0]
+    assert max(map(len, lines)) <= LONGEST
     assert len(lines) < 25
     assert keys_of(file).keys() == {"mis"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@each_file
+def test_names_the_flags_it_needs(file: Path):
+    config = DOCUMENTED[file.stem]
+    flags = describe.flags(config).removesuffix(f" {describe.TIS_HOOK}")
+    instead = " in place of --use-tis" if flags == "--get-mismatch-metrics" else ""
+    assert f"# Needs {flags}{instead}." in file.read_text().splitlines()
+
+
+@each_file
+def test_formula_names_every_bound(file: Path):
+    """1/1.001 and 1/0.999, which verl's k1 bounds come to, by that name."""
+    headline = file.read_text().splitlines()[0]
+    weight, rules = DOCUMENTED[file.stem].weight, DOCUMENTED[file.stem].reject
+    bounds = [bound for rule in rules for bound in (rule.lower, rule.upper)]
+    bounds += [weight.upper, weight.lower] if weight else []
+    names = {1 / 1.001: "1/1.001", 1 / 0.999: "1/0.999", 1e-4: "1e-4"}
+    for bound in filter(None, bounds):
+        assert names.get(bound, f"{bound:g}") in headline
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_every_preset_of_verl_is_here(name: str):
+    assert f"verl-{name.replace('_', '-')}" in DOCUMENTED
+
+
+SERVED_BY_TIS_HOOK = [
+    file for file in FILES if DOCUMENTED[file.stem].corrects and not DOCUMENTED[file.stem].objective
+]
+
+
+@pytest.mark.parametrize("file", SERVED_BY_TIS_HOOK, ids=lambda file: file.stem)
 def test_corrects_as_the_oracle_says(file: Path):
-    ratios = [[0.995, 1.0, 1.003], [3.0, 0.9], [0.3, 1.2, 1.1], [1e-5, 1.0], [6.0], [1.0]]
-    batch = ratio_batch(ratios)
-    config = keys_of(file)["mis"]
-    for rule in config.get("reject", []):
-        rule.update(
-            {side: float(rule[side]) for side in ("lower", "upper") if side in rule}
-        )  # 1e-4 is text to YAML
+    ratios = [
+        [0.995, 1.0, 1.003],
+        [3.5, 0.9],
+        [0.3, 1.2, 1.1],
+        [1e-5, 1.0],
+        [6.0],
+        [1.0],
+        [1.3, 9.0, 0.7, 1.02],
+    ]
+    batch = ratio_batch(ratios, [[1] * len(row) for row in ratios[:-1]] + [[1, 0, 1, 1]])
+    config = plain(file)
     assert_matches_oracle(run(batch, config), batch, oracle.correct(batch.samples, config))
 
 
@@ -82,18 +111,28 @@ def test_mis_yaml_is_miless_default():
         "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
         "tis_upper_bound": 2.0, "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
     }  # fmt: skip
-    assert from_args(host_args(**keys_of(FOLDER / "mis.yaml"))) == from_flat(flat)
+    assert load(FOLDER / "mis.yaml") == from_flat(flat)
+
+
+def test_a_product_of_2000_ratios_of_1_001():
+    """What `sequence.yaml` and the length warning say, by the hook."""
+    batch = ratio_batch([[1.001] * 2000])
+    weight = run(batch, {"weight": {"level": "sequence", "bound": "none"}}).weights[0][0].item()
+    total = math.fsum(batch.samples[0].log_ratios)
+    assert weight == pytest.approx(math.exp(total), rel=weight_rtol(total))
+    assert f"{weight:.2f}" == f"{1.001**2000:.2f}" == "7.38"
+    assert "7.38" in (FOLDER / "sequence.yaml").read_text()
 
 
 # ------------------------------------------------------------------------------------------------- command line
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@each_file
 def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
     assert main(["config", "check", str(file)]) == 0
     told = capsys.readouterr().out
     weight = DOCUMENTED[file.stem].weight
-    assert weight is not None and f"{weight.upper:g}" in told
+    assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
     assert told.count("reject:") == len(DOCUMENTED[file.stem].reject)
 
 
@@ -111,11 +150,12 @@ def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
         ("{}", "nothing says how to correct"),
     ],
 )
-def test_check_refuses(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_check_refuses(command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Exit code 2, the key on stderr: the launch scripts stop before the job."""
     file = tmp_path / "broken.yaml"
     file.write_text(text)
-    assert main(["config", "check", str(file)]) == 2
+    assert main(["config", command, str(file)]) == 2
     told = capsys.readouterr().err
     assert str(file) in told and message in told
 
@@ -132,14 +172,33 @@ def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):
     assert "nowhere.yaml" in capsys.readouterr().err
 
 
+def test_list_tells_every_formula(capsys: pytest.CaptureFixture):
+    assert main(["config", "list"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    for file in FILES:
+        headline = file.read_text().splitlines()[0].removeprefix("# ")
+        assert any(line.split()[:1] == [file.stem] and line.endswith(headline) for line in told), file.stem
+
+
+@pytest.mark.parametrize("command", ["list", "path mis", "check mis"])
+def test_only_show_needs_torch(command: str):
+    """A launch script asks before every job: blocked, an import of torch would raise."""
+    block = "import sys; sys.modules['torch'] = None; from mis_plugins.__main__ import main; "
+    code = f"{block}sys.exit(main('config {command}'.split()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_preset_is_found_from_another_folder(tmp_path: Path):
     """What `--custom-config-path $(python -m mis_plugins config path mis)` runs."""
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mis_plugins", "config", "path", "mis"]
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()).read_text() == (FOLDER / "mis.yaml").read_text()
 
 
-def test_an_unknown_preset():
+def test_an_unknown_preset(capsys: pytest.CaptureFixture):
     with pytest.raises(ConfigError, match="preset 'miss': unknown; did you mean mis"):
         preset_path("miss")
+    assert main(["config", "show", "verl-decoupled-geo"]) == 2
+    assert "did you mean verl-decoupled-geo-rs?" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""A config in words: what it will do, which flags it needs, what to beware of."""
+
+from __future__ import annotations
+
+from mis_plugins.config import (
+    Bound,
+    CorrectionConfig,
+    Level,
+    ObjectiveConfig,
+    OpsmConfig,
+    Over,
+    RejectRule,
+    Statistic,
+    WeightConfig,
+)
+
+TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
+
+LEVEL: dict[Level, str] = {
+    "token": "the ratio of each token",
+    "segment": "the ratio of each segment (product over its tokens; a segment is a run of ones in the loss mask)",
+    "segment_geometric": "the geometric mean ratio of each segment (a run of ones in the loss mask)",
+    "sequence": "the ratio of the whole sequence (product over its tokens)",
+    "geometric": "the geometric mean ratio of the sequence",
+}
+BOUND: dict[Bound, str] = {
+    "none": "as it is",
+    "truncate": "capped at {upper}",
+    "clip": "clipped to {range}",
+    "mask": "used as it is {where}, dropped from the loss elsewhere",
+    "zero": "used as it is {where}, 0 elsewhere",
+}
+STATISTIC: dict[Statistic, str] = {
+    "ratio": "ratio",
+    "k1": "k1 (-log ratio)",
+    "k2": "k2 ((log ratio)^2 / 2)",
+    "k3": "k3 (ratio - 1 - log ratio)",
+    "prob_diff": "probability difference (pi_old - mu)",
+    "abs_prob_diff": "absolute probability difference |pi_old - mu|",
+    "proximal_prob": "probability under the trainer (pi_old)",
+    "behavior_prob": "probability under the rollout engine (mu)",
+}
+OVER: dict[Over, str] = {
+    "token": "tokens whose {statistic}",
+    "sum": "{unit}s with a sum of {statistic} that",
+    "mean": "{unit}s with a mean {statistic} that",
+    "min": "{unit}s with a token whose {statistic}",
+    "max": "{unit}s with a token whose {statistic}",
+}
+OVER_RATIO = {
+    "sum": "{unit}s whose ratio (product over tokens)",
+    "mean": "{unit}s whose geometric mean ratio",
+}
+SURROGATE: dict[str, str] = {
+    "clip": "PPO's clip of {ratio}",
+    "reinforce": "REINFORCE, -A log pi_theta, with the weight as a constant factor",
+    "cispo": "CISPO, -A log pi_theta, with the clipped {ratio} as a constant factor",
+}
+ALL_REJECTED = {
+    "skip": "trains on nothing",
+    "keep": "rejects nothing",
+    "raise": "stops the job at the next optimizer step, and trains on nothing until then",
+}
+LONG, DRIFT = 2000, 1.001
+
+
+def describe(config: CorrectionConfig) -> str:
+    """One line a decision, the flags, and the warnings."""
+    lines = [_weight(config.weight), *map(_rule, config.reject)]
+    if config.opsm:
+        lines.append(_opsm(config.opsm))
+    if config.objective:
+        lines.append(_objective(config.objective))
+    if config.aggregate == "kept":
+        lines.append(
+            "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
+        )
+    if config.can_end_empty or config.opsm:
+        lines += _consequences(config)
+    lines += [f"metrics: {config.metrics}", f"needs: {flags(config)} --custom-config-path FILE"]
+    return "\n".join(lines + [f"warning: {text}" for text in warnings(config)])
+
+
+def flags(config: CorrectionConfig) -> str:
+    """What the host must be started with, the config file aside."""
+    if config.needs_loss_hook:
+        hook = LOSS_HOOK
+    else:
+        hook = f"{'--use-tis' if config.corrects else '--get-mismatch-metrics'} {TIS_HOOK}"
+    normalize = config.weight and config.weight.normalize
+    return f"{hook} {ROLLOUT_HOOK}" if normalize and normalize.scope == "rollout" else hook
+
+
+def warnings(config: CorrectionConfig) -> list[str]:
+    """What works as it says and may yet surprise."""
+    products = []
+    if config.weight and config.weight.level in ("sequence", "segment"):
+        products.append(f"weight.level: {config.weight.level}")
+    products += [
+        f"reject[{i}] with over: sum"
+        for i, rule in enumerate(config.reject)
+        if (rule.statistic, rule.over) == ("ratio", "sum")
+    ]
+    return [
+        f"{what} multiplies the ratios of all tokens: {DRIFT} at each of {LONG} tokens is {DRIFT}^{LONG} = "
+        f"{DRIFT**LONG:.2f}, and log ratios beyond +-20 look alike; mis_saturated_sequence_fraction tells how many. "
+        "geometric (over: mean) does not grow with length"
+        for what in products
+    ]
+
+
+def _weight(weight: WeightConfig | None) -> str:
+    if weight is None:
+        return "weight: none"
+    within = f"[{weight.floor:g}, {weight.ceiling:g}]"
+    where = f"in {within}" if weight.floor else f"up to {weight.ceiling:g}"
+    bound = BOUND[weight.bound].format(upper=f"{weight.ceiling:g}", range=within, where=where)
+    line = f"weight: {LEVEL[weight.level]}, pi_old / mu, {bound}"
+    if weight.normalize is None:
+        return line
+    unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
+    scope = weight.normalize.scope.replace("_", " ")
+    return f"{line}; divided by its mean over the {weight.normalize.over} {unit} of the {scope}"
+
+
+def _rule(rule: RejectRule) -> str:
+    over = OVER_RATIO.get(rule.over) if rule.statistic == "ratio" else None
+    what = (over or OVER[rule.over]).format(unit=rule.unit, statistic=STATISTIC[rule.statistic])
+    bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
+    bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
+    return f"reject: {what} is {' or '.join(bounds)}"
+
+
+def _opsm(opsm: OpsmConfig) -> str:
+    unit = "tokens with a negative advantage" if opsm.advantage == "token" else "all tokens"
+    whose = "" if opsm.advantage == "token" else " and a negative mean advantage"
+    behind = "mu (pi_old where the rollout engine gave none)" if opsm.reference == "behavior" else "pi_old"
+    return (
+        f"opsm: drops {unit} in sequences with mean(log {behind} - log pi_theta) above {opsm.delta:g}{whose}"
+    )
+
+
+def _objective(objective: ObjectiveConfig) -> str:
+    old = "mu" if objective.old == "behavior" else "pi_old"
+    ratio = f"pi_theta / {old}" + (
+        "" if objective.ratio == "token" else " (geometric mean over the sequence)"
+    )
+    line = f"objective: {SURROGATE[objective.surrogate].format(ratio=ratio)}"
+    if objective.old == "behavior":
+        line += "; weight and rules look at pi_theta / mu (bypass)"
+    if objective.unbiased_kl:
+        line += f"; the KL term times pi_theta / {old}"
+    return line + ("; the KL term weighted and dropped like the loss" if objective.weigh_kl else "")
+
+
+def _consequences(config: CorrectionConfig) -> list[str]:
+    count = "the kept tokens" if config.denominator == "kept" else "the tokens of before rejection"
+    return [
+        f"denominator: a sequence's loss is divided by {count}",
+        f"all rejected: a micro-batch of which nothing is kept {ALL_REJECTED[config.on_all_rejected]}, and says so",
+        f"keep floor: warns where a step keeps less than {config.keep_floor:.0%} of its tokens",
+    ]

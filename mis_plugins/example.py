@@ -1,0 +1,142 @@
+"""A config at work on six tokens, by the code that the hooks run.
+
+Sequence A: two turns of the model around one token of a tool, which the loss mask leaves out; the trainer finds its
+tokens 0.4, 1.25 and 8 times as likely as the rollout engine did. Sequence B: the engines agree to a thousandth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.correction import Correction, correct, mean_weight_of
+from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, scored_by
+from mis_plugins.objective import Clip
+from mis_plugins.opsm import on_policy, reference_policy
+from mis_plugins.ragged import Ragged
+
+NAMES = ("A", "B")
+LENGTHS = (4, 2)
+LOSS_MASK = (True, True, False, True, True, True)
+BEHAVIOR = (0.5, 0.4, 0.3, 0.1, 0.4, 0.5)  # probabilities under mu
+PROXIMAL = (0.2, 0.5, 0.3, 0.8, 0.4002, 0.4999)  # pi_old
+TARGET = (0.21, 0.52, 0.3, 0.78, 0.3999, 0.4998)  # pi_theta, after a first step on this rollout
+ADVANTAGES = (1.0, 1.0, 1.0, 1.0, -1.0, -1.0)
+CLIP = 0.2  # --eps-clip
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What came of it.
+
+    keep: loss_mask, every rule and OPSM.
+    loss: of each token under the loss hook; None under the TIS hook, which leaves that to the host.
+    """
+
+    inputs: LossInputs
+    correction: Correction
+    keep: Bool[Tensor, " T"]
+    loss: Float[Tensor, " T"] | None
+
+
+def work(config: CorrectionConfig) -> Example:
+    """Correct the six tokens."""
+    x = _inputs()
+    assert x.behavior is not None
+    log_probs = scored_by(x, config), x.behavior
+    normalize = config.weight and config.weight.normalize
+    mean = (
+        mean_weight_of(*log_probs, x.ragged, config) if normalize and normalize.scope == "rollout" else None
+    )
+    correction = correct(*log_probs, x.ragged, config, mean)
+    keep = correction.keep
+    if config.opsm is not None:
+        reference = reference_policy(x.behavior, x.proximal, config.opsm)
+        keep = keep & on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
+    return Example(x, correction, keep, _loss(x, correction, config) if config.needs_loss_hook else None)
+
+
+def table(config: CorrectionConfig) -> str:
+    """Token by token, then sequence by sequence."""
+    example = work(config)
+    bypass = config.objective is not None and config.objective.old == "behavior"
+    text = _aligned(list(_token_rows(example, bypass))) + "\n\n" + _aligned(list(_sequence_rows(example)))
+    if example.correction.mean_weight is not None:
+        text += f"\n\nweights are divided by {_number(example.correction.mean_weight)}"
+    return text
+
+
+def _inputs() -> LossInputs:
+    starts = torch.tensor([0, LENGTHS[0], sum(LENGTHS)])
+    log = lambda probabilities: torch.tensor([math.log(p) for p in probabilities])  # noqa: E731
+    return LossInputs(
+        ragged=Ragged(starts, torch.tensor(LOSS_MASK)),
+        target=log(TARGET).requires_grad_(),
+        proximal=log(PROXIMAL),
+        behavior=log(BEHAVIOR),
+        reference=None,
+        advantages=torch.tensor(ADVANTAGES),
+        entropy=None,
+    )
+
+
+def _loss(x: LossInputs, correction: Correction, config: CorrectionConfig) -> Float[Tensor, " T"]:
+    """What the loss hook hands to the host's reducer."""
+    handed: list[Tensor] = []
+
+    def reduce(per_token: Tensor) -> Tensor:
+        handed.append(per_token.detach())
+        return per_token.sum()
+
+    micro_batch_loss(x, correction, config, LossConfig(Clip(CLIP, CLIP)), torch.sum, reduce)
+    return handed[0]
+
+
+def _token_rows(example: Example, bypass: bool) -> Iterator[Row]:
+    x, correction = example.inputs, example.correction
+    assert x.behavior is not None
+    scored = "pi_theta" if bypass else "pi_old"
+    hooked = example.loss is not None
+    yield ("token", "turn", scored, "mu", "r", "w", "kept") + (("A", "L") if hooked else ())
+    labels, turns = _labels()
+    probabilities = TARGET if bypass else PROXIMAL
+    for t, live in enumerate(LOSS_MASK):
+        if not live:
+            yield (labels[t], "tool", *("" for _ in range(4)), "masked") + (("", "") if hooked else ())
+            continue
+        kept = "yes" if example.keep[t] else "no"
+        row = (labels[t], turns[t], f"{probabilities[t]:g}", f"{BEHAVIOR[t]:g}")
+        row += (_number(correction.log_ratio[t].exp()), _number(correction.loss_factor[t]), kept)
+        yield row + ((f"{ADVANTAGES[t]:g}", _number(example.loss[t])) if example.loss is not None else ())
+
+
+def _sequence_rows(example: Example) -> Iterator[Row]:
+    ragged, correction = example.inputs.ragged, example.correction
+    rows, _ = ragged.over_sequence((correction.log_ratio, ragged.loss_mask, example.keep))
+    yield "sequence", "n", "prod r", "(prod r)^(1/n)", "tokens kept"
+    for name, total, count, kept in zip(NAMES, *rows.unbind(), strict=True):
+        yield name, f"{count:g}", _number(total.exp()), _number((total / count).exp()), f"{kept:g}"
+
+
+def _labels() -> tuple[list[str], list[str]]:
+    """A1, A2, ... and the number of the turn each token lies in."""
+    names = [f"{name}{t + 1}" for name, length in zip(NAMES, LENGTHS, strict=True) for t in range(length)]
+    return names, ["1", "1", "", "2", "1", "1"]
+
+
+def _number(x: Tensor) -> str:
+    return f"{float(x):.4f}"
+
+
+def _aligned(rows: Sequence[Row]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"  {line}".rstrip() for line in lines)

@@ -1,0 +1,138 @@
+"""A config as formulas, one line a decision, in the letters of its documentation.
+
+r_t      importance ratio of a token: pi_old(y_t) / mu(y_t), or pi_theta(y_t) / mu(y_t) in bypass
+prod r   over the valid tokens of a sequence (or of a segment), n of them
+w_t      importance weight
+s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t), or over mu(y_t) in bypass
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mis_plugins.config import (
+    Bound,
+    CorrectionConfig,
+    Level,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    Statistic,
+    WeightConfig,
+)
+
+RATIO: dict[Level, str] = {
+    "token": "r_t",
+    "segment": "prod_segment r",
+    "segment_geometric": "(prod_segment r)^(1/n)",
+    "sequence": "prod r",
+    "geometric": "(prod r)^(1/n)",
+}
+STATISTIC: dict[Statistic, str] = {
+    "ratio": "r_t",
+    "k1": "-log r_t",
+    "k2": "(log r_t)^2 / 2",
+    "k3": "(r_t - 1 - log r_t)",
+    "prob_diff": "(pi_old - mu)",
+    "abs_prob_diff": "|pi_old - mu|",
+    "proximal_prob": "pi_old",
+    "behavior_prob": "mu",
+}
+MULTIPLIED = {"sum": "prod{} r", "mean": "(prod{} r)^(1/n)"}  # what ratios do where other statistics add
+SURROGATE: dict[str, str] = {
+    "clip": "-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)",
+    "reinforce": "-w_t A_t log pi_theta(y_t)",
+    "cispo": "-w_t sg(clip(s_t, 1 - eps, 1 + eps_high)) A_t log pi_theta(y_t)",
+}
+
+
+def formula(config: CorrectionConfig) -> list[str]:
+    """Every line of it."""
+    objective = config.objective or ObjectiveConfig()
+    lines = [f"r_t    = {'pi_theta' if objective.old == 'behavior' else 'pi_old'}(y_t) / mu(y_t)"]
+    if config.aggregate == "kept":
+        lines.append("prod r = product over the tokens that every rule over tokens keeps, n of them")
+    lines.append(f"w_t    = {_weight(config.weight)}")
+    lines.append("keep_t = " + " and ".join(["mask_t", *map(_rule, config.reject), *_opsm(config.opsm)]))
+    if config.needs_loss_hook:
+        lines += _objective(objective)
+    else:
+        lines.append("L_t    = w_t * the host's policy loss of the token where keep_t, else 0")
+    count = "kept tokens" if config.denominator == "kept" else "tokens of before rejection"
+    return [*lines, f"L      = sum_t L_t / number of {count}, of each sequence"]
+
+
+def truncated(ratio: str, weight: WeightConfig) -> str:
+    return f"min({ratio}, {weight.ceiling:g})"
+
+
+def clipped(ratio: str, weight: WeightConfig) -> str:
+    return f"min(max({ratio}, {weight.floor:g}), {weight.ceiling:g})"
+
+
+def masked(ratio: str, weight: WeightConfig) -> str:
+    return f"{ratio} where {_within(ratio, weight.floor or None, weight.ceiling)}, else the token is dropped"
+
+
+def zeroed(ratio: str, weight: WeightConfig) -> str:
+    return f"{ratio} where {_within(ratio, weight.floor or None, weight.ceiling)}, else 0"
+
+
+BOUNDS: dict[Bound, Callable[[str, WeightConfig], str]] = {
+    "none": lambda ratio, weight: ratio,
+    "truncate": truncated,
+    "clip": clipped,
+    "mask": masked,
+    "zero": zeroed,
+}
+
+
+def _weight(weight: WeightConfig | None) -> str:
+    if weight is None:
+        return "1"
+    bounded = BOUNDS[weight.bound](RATIO[weight.level], weight)
+    if weight.normalize is None:
+        return bounded
+    over = (
+        f"its mean over the {weight.normalize.over} tokens of the {weight.normalize.scope.replace('_', ' ')}"
+    )
+    return f"({bounded}) / {over}" if weight.bound in ("mask", "zero") else f"{bounded} / {over}"
+
+
+def _rule(rule: RejectRule) -> str:
+    where = "_segment" if rule.unit == "segment" else ""
+    if rule.statistic == "ratio" and rule.over in MULTIPLIED:
+        return _within(MULTIPLIED[rule.over].format(where), rule.lower, rule.upper)
+    each = STATISTIC[rule.statistic]
+    over = each if rule.over == "token" else f"{rule.over}{where or '_t'} {each}"
+    return _within(over, rule.lower, rule.upper)
+
+
+def _within(what: str, lower: float | None, upper: float | None) -> str:
+    if lower is None:
+        return f"{what} <= {upper:g}"
+    return f"{lower:g} <= {what}" + ("" if upper is None else f" <= {upper:g}")
+
+
+def _opsm(opsm: OpsmConfig | None) -> list[str]:
+    if opsm is None:
+        return []
+    advantage = "A_t" if opsm.advantage == "token" else "mean_t A_t"
+    reference = "mu" if opsm.reference == "behavior" else "pi_old"
+    return [f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"]
+
+
+def _objective(objective: ObjectiveConfig) -> list[str]:
+    old = "mu" if objective.old == "behavior" else "pi_old"
+    ratio = f"pi_theta(y_t) / {old}(y_t)"
+    lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
+    lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where keep_t, else 0")
+    factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl
+    if factors:
+        kept = ", 0 where not keep_t" if objective.weigh_kl else ""
+        lines.append(f"KL_t   = {' * '.join(factors)} * the host's KL estimate{kept}")
+    return lines
+
+
+def _of_sequence(ratio: str, objective: ObjectiveConfig) -> str:
+    return ratio if objective.ratio == "token" else f"(prod_t {ratio})^(1/n)"

@@ -1,0 +1,1 @@
+"""Configs of other frameworks in our words: one file a framework."""

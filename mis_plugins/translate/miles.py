@@ -1,0 +1,63 @@
+"""Miles's and slime's mis.yaml: the flat keys, in our spelling."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mis_plugins import reading, writing
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.errors import ConfigError
+from mis_plugins.translate.translation import Translation
+
+SWITCHES = ("use_tis", "use_rs")
+SOURCES = {
+    "weight.level": ("tis_level",),
+    "weight.bound": ("tis_mode",),
+    "weight.lower": ("tis_lower_bound",),
+    "weight.upper": ("tis_upper_bound",),
+    "weight.normalize": ("tis_batch_normalize",),
+}
+RULE = ("rs_level", "rs_lower_bound", "rs_upper_bound")
+VETO = ("rs_veto_threshold",)
+
+
+def translate(keys: Mapping[str, Any]) -> Translation:
+    """What stands in the file, read as the hook reads it.
+
+    Raises:
+        ConfigError: no flat key, or one that the hook would refuse.
+    """
+    if not any(key in reading.FLAT_KEYS for key in keys):
+        spelled = "it is in our spelling already" if "mis" in keys else "no key of Miles's mis.yaml in it"
+        raise ConfigError(f"nothing to translate: {spelled}")
+    config = reading.from_args(argparse.Namespace(**{**keys, "use_tis": True}))
+    rules = [RULE] * bool(keys.get("use_rs")) + [VETO] * (keys.get("rs_veto_threshold") is not None)
+    sources = SOURCES | {f"reject[{i}]": rule for i, rule in enumerate(rules)}
+    return Translation(
+        "Miles's flat keys", keys, writing.as_mapping(config), sources, tuple(_notes(keys, config))
+    )
+
+
+def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
+    if not keys.get("use_tis"):
+        yield "use_tis is not set: nothing is corrected until --use-tis is passed."
+    else:
+        yield "use_tis: pass --use-tis itself; the hosts check their flags before they read this file."
+    if config.weight and config.weight.bound == "truncate" and keys.get("tis_lower_bound") is not None:
+        yield "tis_lower_bound bounds no weight with tis_mode: truncate; use_rs falls back to it."
+    if not keys.get("use_rs"):
+        idle = [key for key in RULE if keys.get(key) is not None]
+        if idle:
+            yield f"{', '.join(idle)}: without effect, use_rs is off."
+        if keys.get("rs_veto_threshold") is not None:
+            yield "rs_veto_threshold: mis.py reads it with use_rs alone; here the veto needs no switch."
+    if config.weight and config.weight.normalize:
+        yield (
+            "tis_batch_normalize: as in mis.py the mean is over the valid tokens of each micro-batch, rejected ones "
+            "included, and depends on how a step is split; scope: data_parallel or rollout, over: kept do better."
+        )
+    others = [str(key) for key in keys if key not in (*reading.FLAT_KEYS, *SWITCHES, "mis")]
+    if others:
+        yield f"not of the correction, keep them in your file: {', '.join(others)}."

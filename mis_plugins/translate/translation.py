@@ -1,0 +1,113 @@
+"""What a foreign config becomes, with the user's own words beside each setting."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from mis_plugins import reading, writing
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.describe import flags
+from mis_plugins.errors import ConfigError
+
+COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A config under `mis:` and where each part of it comes from.
+
+    given: the user's keys and values.
+    mis: what they mean.
+    sources: by the path of a setting (`weight.upper`, `reject[0]`), the user's keys that say it; those not given are
+        the framework's defaults.
+    notes: what differs, what has no counterpart, what to pass beside the file.
+    remarks: comments in place of those of `sources`, by the same paths.
+    """
+
+    origin: str
+    given: Mapping[str, Any]
+    mis: Mapping[str, Any]
+    sources: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+    remarks: Mapping[str, str] = field(default_factory=dict)
+
+    def config(self) -> CorrectionConfig:
+        """The config, checked.
+
+        Raises:
+            ConfigError: it quotes the user's keys.
+        """
+        try:
+            return reading.from_mapping(self.mis)
+        except ConfigError as error:
+            raise ConfigError(self._quoted(str(error))) from None
+
+    def text(self) -> str:
+        """The file: notes, then the settings, each with the user's own key and value."""
+        wrapped = [textwrap.wrap(note, COLUMNS, break_on_hyphens=False) for note in self.notes]
+        header = [
+            f"from {self.origin}",
+            f"needs: {flags(self.config())}",
+            *(line for note in wrapped for line in note),
+        ]
+        comments = {path: self._said(keys) for path, keys in self.sources.items()} | dict(self.remarks)
+        return "\n".join([*(f"# {line}" for line in header), writing.to_yaml(self.mis, comments)])
+
+    def _said(self, keys: tuple[str, ...]) -> str:
+        return ", ".join(f"{key}: {said(self.given[key])}" for key in keys if key in self.given)
+
+    def _quoted(self, message: str) -> str:
+        for path in sorted(self.sources, key=len, reverse=True):
+            keys = [key for key in self.sources[path] if key in self.given]
+            if keys:
+                message = message.replace(f"mis.{path}", " / ".join(keys))
+        return message
+
+
+class Unquoted(str):
+    """A number to YAML that no one means: `0.5_5` without quotes is 0.55."""
+
+
+class _Loader(yaml.SafeLoader):
+    def number(self, node: yaml.ScalarNode) -> Any:
+        if "_" in node.value:
+            return Unquoted(node.value)
+        construct = self.construct_yaml_int if node.tag.endswith("int") else self.construct_yaml_float
+        return construct(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+
+
+def load(text: str) -> Any:
+    """YAML, with numbers that hold an underscore as `Unquoted` text."""
+    return yaml.load(text, _Loader)
+
+
+def said(value: Any) -> str:
+    """A value as the user wrote it, or nearly."""
+    return yaml.safe_dump(
+        value if type(value) is not Unquoted else str(value), default_flow_style=True
+    ).split("\n")[0]
+
+
+def number(value: Any, key: str) -> float:
+    """A positive or negative number, or text that is one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f"{key}: got {value!r}; expected a number")
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(f"{key}: got {value!r}; expected a number") from None
+
+
+def choice(value: Any, key: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ConfigError(f"{key}: got {value!r}; choose one of {', '.join(choices)}")
+    return value

@@ -1,0 +1,340 @@
+"""verl's rollout correction, of 0.9.1 and of earlier releases.
+
+Three dialects. 0.9.1: `rollout_rs` names statistics (`seq_mean_k1`), whose thresholds bound k1 = -log r, so that
+"lo_hi" means a ratio in [1/hi, 1/lo]. From 0.6.1 on: `rollout_rs` names levels (`geometric`), with ratio bounds and a
+veto. 0.6: keys of `algorithm` itself, where `rollout_is` is a bool.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.translate.translation import Translation, Unquoted, choice, load, number
+
+SECTION = ("algorithm", "rollout_correction")
+COMMON = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+SINCE_0_9 = ("rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type", "_target_")
+EARLIER = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "use_policy_gradient")
+BOOLEAN_DIALECT = (
+    "rollout_is_level",
+    "rollout_is_mode",
+    "rollout_is_threshold_lower",
+    "rollout_is_veto_threshold",
+)
+KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT
+OVERRIDE = re.compile(
+    r"\+{0,2}(?:algorithm\.)?(?:rollout_correction\.)?(?P<key>\w+)=(?P<value>.*)", re.DOTALL
+)
+
+OVER_LEVEL = {"token": "token", "sequence": "sum", "geometric": "mean"}
+AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
+OPTIONS = tuple(
+    f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
+)
+SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
+
+
+@dataclass
+class Draft:
+    """A translation while it is made."""
+
+    given: Mapping[str, Any]
+    mis: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    remarks: dict[str, str] = field(default_factory=dict)
+
+    def weigh(self, weight: dict[str, Any], sources: Mapping[str, tuple[str, ...]]) -> None:
+        self.mis["weight"] = weight
+        self.sources |= {f"weight.{name}": keys for name, keys in sources.items()}
+
+    def reject(self, rule: dict[str, Any], *keys: str) -> None:
+        self.mis.setdefault("weight", None)
+        rules = self.mis.setdefault("reject", [])
+        self.sources[f"reject[{len(rules)}]"] = keys
+        rules.append(rule)
+
+
+def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
+    """A yaml of verl's, or a part of one, with Hydra overrides.
+
+    Raises:
+        ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
+    """
+    tree = load(text)
+    given = _checked(_section(tree) | _overridden(overrides))
+    draft = Draft(given)
+    levels = isinstance(given.get("rollout_is"), bool) or any(key in given for key in BOOLEAN_DIALECT)
+    if levels:
+        _translate_boolean(draft)
+    else:
+        _translate_weight(draft)
+        _translate_rejection(draft)
+        _translate_bypass(draft)
+    _finish(draft, tree)
+    return Translation(
+        "verl's rollout correction", given, draft.mis, draft.sources, tuple(draft.notes), draft.remarks
+    )
+
+
+# What the user has.
+
+
+def _section(tree: Any) -> dict[str, Any]:
+    """`algorithm.rollout_correction` of a whole file, the keys of 0.6 under `algorithm`, or the file itself."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"got {tree!r}; expected a mapping with {'.'.join(SECTION)}")
+    algorithm = tree.get("algorithm") or {}
+    for holder in (algorithm, tree):
+        if isinstance(holder.get("rollout_correction"), Mapping):
+            return dict(holder["rollout_correction"])
+    if "algorithm" in tree:
+        return {key: value for key, value in algorithm.items() if key in KNOWN}
+    return dict(tree)
+
+
+def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
+    keys = {}
+    for override in overrides:
+        found = OVERRIDE.fullmatch(override)
+        if found is None:
+            raise ConfigError(f"override {override!r}: expected algorithm.rollout_correction.KEY=VALUE")
+        keys[found["key"]] = load(found["value"])
+    return keys
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    for key in given:
+        if key not in KNOWN:
+            close = difflib.get_close_matches(str(key), KNOWN, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KNOWN)}"
+            raise ConfigError(f"{key}: no key of verl's rollout correction; {hint}")
+    given.pop("_target_", None)
+    if not given:
+        raise ConfigError(f"nothing to translate: no {'.'.join(SECTION)}, and no key of it")
+    return given
+
+
+# What it means, since 0.6.1.
+
+
+def _translate_weight(draft: Draft) -> None:
+    level, threshold = draft.given.get("rollout_is"), draft.given.get("rollout_is_threshold", 2.0)
+    if level is None or threshold is None:
+        return
+    choice(level, "rollout_is", ("token", "sequence"))
+    lower, upper = _bounds(threshold, "rollout_is_threshold")
+    bound = {"bound": "truncate"} if lower is None else {"bound": "zero", "lower": lower}
+    by_threshold = {name: ("rollout_is_threshold",) for name in ("bound", "lower", "upper")}
+    draft.weigh({"level": level, **bound, "upper": upper}, {"level": ("rollout_is",), **by_threshold})
+    if draft.given.get("rollout_is_batch_normalize"):
+        _normalize(draft)
+
+
+def _normalize(draft: Draft) -> None:
+    bypass = bool(draft.given.get("bypass_mode"))
+    draft.mis["weight"]["normalize"] = {"scope": "data_parallel" if bypass else "rollout", "over": "valid"}
+    draft.sources["weight.normalize"] = ("rollout_is_batch_normalize",)
+    whose = "each micro-batch over all ranks" if bypass else "the whole training batch, on one process"
+    draft.notes.append(
+        f"rollout_is_batch_normalize: verl's mean is over {whose}, rejected tokens and zeroed weights included, as "
+        "here."
+    )
+    if not bypass:
+        draft.notes.append(
+            "scope: rollout needs its hook, which slime and the embedded host serve. Miles hands it no data: use "
+            "scope: data_parallel there, the mean of each micro-batch over the data-parallel ranks."
+        )
+
+
+def _translate_rejection(draft: Draft) -> None:
+    names, threshold = _parts(draft.given.get("rollout_rs")), draft.given.get("rollout_rs_threshold")
+    if names and set(names) <= set(OVER_LEVEL):
+        _reject_levels(draft, names)
+    elif names:
+        _reject_options(draft, list(dict.fromkeys(names)), threshold)
+    veto = draft.given.get("rollout_token_veto_threshold")
+    if veto is not None:
+        key = "rollout_token_veto_threshold"
+        draft.reject({"over": "min", "lower": number(veto, key)}, key)
+
+
+def _reject_levels(draft: Draft, names: list[str]) -> None:
+    """The dialect of 0.6.1: bounds on the ratio itself."""
+    keys = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
+    if draft.given.get(keys[1]) is None:
+        raise ConfigError(f"rollout_rs_threshold: missing; rollout_rs: {', '.join(names)} needs it")
+    upper = number(draft.given[keys[1]], keys[1])
+    lower = draft.given.get(keys[2])
+    lower = _reciprocal(upper, keys[1]) if lower is None else number(lower, keys[2])
+    for name in names:
+        draft.reject({"over": OVER_LEVEL[name], "lower": lower, "upper": upper}, *keys)
+
+
+def _reject_options(draft: Draft, names: list[str], threshold: Any) -> None:
+    """The dialect of 0.9.1: bounds on k1, k2 or k3."""
+    if draft.given.get("rollout_rs_threshold_lower") is not None:
+        raise ConfigError(
+            "rollout_rs_threshold_lower: verl 0.9.1 has no such key; with rollout_rs: "
+            f"{', '.join(names)} write rollout_rs_threshold: lower_upper"
+        )
+    specs = _parts(threshold)
+    if len(specs) not in (1, len(names)):
+        raise ConfigError(
+            f"rollout_rs_threshold: got {len(specs)} for {len(names)} of rollout_rs; give one for each, or one for all"
+        )
+    for name, spec in zip(names, specs * (len(names) // len(specs)), strict=True):
+        unit, k = choice(name, "rollout_rs", OPTIONS).rsplit("_", 1)
+        rule = {"over": AGGREGATION[unit]} | (_ratio_rule(spec) if k == "k1" else _divergence_rule(k, spec))
+        draft.remarks[f"reject[{len(draft.mis.get('reject', []))}]"] = (
+            f"rollout_rs: {name}, rollout_rs_threshold: {spec}"
+        )
+        draft.reject(rule, "rollout_rs_threshold")
+        if k == "k1":
+            draft.notes.append(
+                f"{name}: verl bounds k1 = -log r, so {spec} keeps ratios in [1/upper, 1/lower], written out below. "
+                "verl clamps each log ratio to +-20 before it adds them up, here the sum is clamped."
+            )
+
+
+def _ratio_rule(spec: Any) -> dict[str, float]:
+    """lower_upper bounds exp(-log r) = 1 / r."""
+    key = "rollout_rs_threshold"
+    lower, upper = _bounds(spec, key)
+    return {"lower": _reciprocal(upper, key), "upper": upper if lower is None else _reciprocal(lower, key)}
+
+
+def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
+    if "_" in str(spec):
+        raise ConfigError(f"rollout_rs_threshold: got {spec!r}; {k} has an upper bound only")
+    return {"statistic": k, "upper": number(spec, "rollout_rs_threshold")}
+
+
+def _translate_bypass(draft: Draft) -> None:
+    given = draft.given
+    loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
+    if given.get("use_policy_gradient"):
+        loss_type = "reinforce"
+        if not given.get("bypass_mode"):
+            raise ConfigError("use_policy_gradient: needs bypass_mode: true, in verl as here")
+    if not given.get("bypass_mode"):
+        if loss_type != "ppo_clip":
+            draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
+        return
+    draft.mis["objective"] = {"old": "behavior", "surrogate": SURROGATE[loss_type]}
+    draft.sources |= {
+        "objective.old": ("bypass_mode",),
+        "objective.surrogate": ("loss_type", "use_policy_gradient"),
+    }
+    if loss_type == "ppo_clip" and draft.mis.get("weight"):
+        draft.mis["weight"] = None
+        draft.sources = {path: keys for path, keys in draft.sources.items() if not path.startswith("weight")}
+        draft.notes.append(
+            "rollout_is: with loss_type: ppo_clip verl computes these weights for its metrics and does not apply "
+            "them; the clipped ratio is pi_theta / mu already."
+        )
+
+
+# What it means in 0.6.
+
+
+def _translate_boolean(draft: Draft) -> None:
+    """`rollout_is_threshold` switches it on; `rollout_is` says whether the weights apply, beside rejection."""
+    given = draft.given
+    threshold, mode = given.get("rollout_is_threshold"), given.get("rollout_is_mode", "truncate")
+    if threshold is None:
+        return
+    level = choice(given.get("rollout_is_level", "token"), "rollout_is_level", tuple(OVER_LEVEL))
+    upper = number(threshold, "rollout_is_threshold")
+    lower = given.get("rollout_is_threshold_lower")
+    lower = (
+        _reciprocal(upper, "rollout_is_threshold")
+        if lower is None
+        else number(lower, "rollout_is_threshold_lower")
+    )
+    masks = choice(mode, "rollout_is_mode", ("truncate", "mask")) == "mask"
+    bounds = {"lower": lower, "upper": upper} if masks else {"upper": upper}
+    if given.get("rollout_is"):
+        keys = {name: (f"rollout_is_{name}",) for name in ("level", "mode")} | {
+            "bound": ("rollout_is_mode",),
+            "lower": ("rollout_is_threshold_lower",),
+            "upper": ("rollout_is_threshold",),
+        }
+        draft.weigh({"level": level, "bound": mode, **bounds}, keys)
+    elif masks:
+        draft.reject({"over": OVER_LEVEL[level], **bounds}, "rollout_is_level", "rollout_is_threshold")
+        draft.notes.append(
+            "rollout_is: false applies no weights; rollout_is_mode: mask rejects all the same."
+        )
+    veto = given.get("rollout_is_veto_threshold")
+    if veto is not None:
+        key = "rollout_is_veto_threshold"
+        draft.reject({"over": "min", "lower": number(veto, key)}, key)
+
+
+# What is left to say.
+
+
+def _finish(draft: Draft, tree: Any) -> None:
+    if draft.mis.get("weight", 0) is None and not draft.mis.get("reject"):
+        del draft.mis["weight"]
+    draft.notes = list(dict.fromkeys(draft.notes))
+    if not draft.mis:
+        draft.notes.append("verl corrects nothing with these; it computes its metrics.")
+    rules = draft.mis.get("reject", [])
+    if any(rule["over"] == "token" for rule in rules):
+        draft.mis["denominator"] = "kept"
+        draft.notes.append(
+            "denominator: verl divides by the tokens that are left; so does each sequence here. The hosts refuse it "
+            "with --calculate-per-token-loss."
+        )
+    elif rules:
+        draft.notes.append(
+            "verl leaves rejected sequences out of the number that it averages over; the hosts count them, so that "
+            "a step that rejects much is smaller here."
+        )
+    draft.mis["metrics"] = "full"
+    if not _logs_probabilities(tree):
+        draft.notes.append(
+            "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing "
+            "is corrected; here the rollout engine must return them."
+        )
+
+
+def _logs_probabilities(tree: Any) -> bool:
+    for key in ("actor_rollout_ref", "rollout"):
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return not isinstance(tree, Mapping) or bool(tree.get("calculate_log_probs", True))
+
+
+# Values.
+
+
+def _parts(value: Any) -> list[Any]:
+    """Of a list, or of text with commas; null is none."""
+    if isinstance(value, str) and not isinstance(value, Unquoted):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [] if value is None else [value]
+
+
+def _bounds(spec: Any, key: str) -> tuple[float | None, float]:
+    """`lower_upper`, or an upper bound alone."""
+    if isinstance(spec, Unquoted):
+        raise ConfigError(f'{key}: {spec} without quotes is one number to YAML; write "{spec}"')
+    lower, separator, upper = str(spec).strip().partition("_") if isinstance(spec, str) else ("", "", spec)
+    if not separator:
+        return None, number(spec, key)
+    return number(lower, key), number(upper, key)
+
+
+def _reciprocal(bound: float, key: str) -> float:
+    if bound <= 0:
+        raise ConfigError(f"{key}: got {bound:g}; every ratio is above 0, so give a number above 0")
+    return 1 / bound

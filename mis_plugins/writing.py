@@ -1,0 +1,78 @@
+"""A config as the YAML that `reading.py` reads back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from mis_plugins.config import (
+    CorrectionConfig,
+    NormalizeConfig,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    WeightConfig,
+)
+
+# Written even where they are the default: without them a reader would have to know it.
+SPELLED_OUT: dict[type, tuple[str, ...]] = {
+    CorrectionConfig: ("metrics",),
+    WeightConfig: ("level", "bound", "upper"),
+    NormalizeConfig: ("scope", "over"),
+    RejectRule: ("over",),
+    OpsmConfig: ("delta", "advantage", "reference"),
+    ObjectiveConfig: ("old", "surrogate"),
+}
+BLOCKS = ("weight", "opsm", "objective")  # one setting a line; everything else stands on the line of its key
+
+Line = tuple[str, str]  # text, comment
+
+
+def as_mapping(config: CorrectionConfig) -> dict[str, Any]:
+    """What stands under `mis:`, most defaults left out. `reading.from_mapping` gives the same config back."""
+    mapping = _mapping(config)
+    return {"weight": None} | mapping if config.reject and config.weight is None else mapping
+
+
+def to_yaml(mis: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """The file, one setting a line; `comments` go by the path of a setting: `weight.upper`, `reject[0]`."""
+    lines = [("mis:", ""), *_lines(mis, comments or {}, "", "  ")]
+    width = max(len(text) for text, _ in lines)
+    return "\n".join(f"{text:<{width}}  # {comment}" if comment else text for text, comment in lines)
+
+
+def _mapping(part: Any) -> dict[str, Any]:
+    said = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if value is not None and (value != field.default or field.name in SPELLED_OUT[type(part)]):
+            said[field.name] = _plain(value)
+    return said
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_mapping(item) for item in value]
+    return _mapping(value) if dataclasses.is_dataclass(value) else value
+
+
+def _lines(mapping: Mapping[str, Any], comments: Mapping[str, str], path: str, indent: str) -> Iterator[Line]:
+    for key, value in mapping.items():
+        comment = comments.get(path + key, "")
+        if key in BLOCKS and value:
+            yield f"{indent}{key}:", comment
+            yield from _lines(value, comments, f"{path}{key}.", indent + "  ")
+        elif isinstance(value, list) and value:
+            yield f"{indent}{key}:", comment
+            for i, item in enumerate(value):
+                yield f"{indent}  - {_flow(item)}", comments.get(f"{path}{key}[{i}]", "")
+        else:
+            yield f"{indent}{key}: {_flow(value)}", comment
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+    return text.removesuffix("...\n").strip()

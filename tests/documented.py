@@ -1,0 +1,157 @@
+"""What every preset must say, written a second time: ours, and verl's own as its class methods make them."""
+
+from __future__ import annotations
+
+from mis_plugins.config import (
+    Bound,
+    CorrectionConfig,
+    Level,
+    NormalizeConfig,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    WeightConfig,
+)
+
+
+def weigh(
+    level: Level, bound: Bound, lower: float | None = None, upper: float | None = None, **more
+) -> WeightConfig:
+    return WeightConfig(level, bound, lower, upper, **more)
+
+
+def truncated(upper: float, level: Level = "token", over: str | None = None) -> WeightConfig:
+    normalize = None if over is None else NormalizeConfig("micro_batch", over)  # type: ignore[arg-type]
+    return weigh(level, "truncate", upper=upper, normalize=normalize)
+
+
+def zeroed(lower: float, upper: float, level: Level = "token") -> WeightConfig:
+    return weigh(level, "zero", lower, upper)
+
+
+def corrected(weight: WeightConfig | None, *rules: RejectRule, **more) -> CorrectionConfig:
+    return CorrectionConfig(weight, rules, **more)
+
+
+def mean_ratio(lower: float | None, upper: float) -> RejectRule:
+    return RejectRule(over="mean", lower=lower, upper=upper)
+
+
+NOTHING = CorrectionConfig()
+RAW = weigh("token", "none")
+MILES_GEOMETRIC = mean_ratio(0.99, 1.001)
+# "0.999_1.001" bounds exp(k1) = 1 / r.
+VERL_GEOMETRIC = mean_ratio(1 / 1.001, 1 / 0.999)
+VERL_K3 = RejectRule("k3", "mean", upper=0.01)
+CLIP, REINFORCE = ObjectiveConfig("clip", "behavior"), ObjectiveConfig("reinforce", "behavior")
+
+DOCUMENTED = {
+    "tis": corrected(truncated(2.0)),
+    "cis": corrected(weigh("token", "clip", 0.5, 2.0)),
+    "icepop": corrected(weigh("token", "mask", 0.5, 5.0)),
+    "sequence": corrected(truncated(5.0, "sequence")),
+    "geometric-rs": corrected(None, MILES_GEOMETRIC),
+    "seq-mask-tis": corrected(RAW, mean_ratio(0.999, 1.002)),
+    "opsm": CorrectionConfig(opsm=OpsmConfig(1e-4, "token", "behavior")),
+    "metrics-only": NOTHING,
+    "mis": corrected(
+        truncated(2.0, over="valid"),
+        RejectRule(over="token", lower=0.5, upper=2.0),
+        RejectRule(over="min", lower=1e-4),
+    ),
+    "geometric-mis": corrected(truncated(2.0, over="kept"), MILES_GEOMETRIC),
+    "miles-blog-dense-1": NOTHING,
+    "miles-blog-dense-2": corrected(truncated(2.0)),
+    "miles-blog-dense-3": corrected(truncated(2.0), MILES_GEOMETRIC),
+    "miles-blog-dense-4": corrected(truncated(2.0, over="valid"), MILES_GEOMETRIC),
+    "miles-blog-moe-1": corrected(truncated(2.0, over="valid"), MILES_GEOMETRIC),
+    "miles-blog-moe-2": corrected(truncated(1.5, over="valid"), MILES_GEOMETRIC),
+    "miles-blog-moe-3": corrected(truncated(1.5), MILES_GEOMETRIC),
+    "miles-blog-moe-4": corrected(truncated(1.5)),
+    "verl-decoupled-token-is": corrected(truncated(2.0)),
+    "verl-decoupled-seq-is": corrected(truncated(2.0, "sequence")),
+    "verl-decoupled-token-icepop": corrected(zeroed(0.5, 5.0)),
+    "verl-decoupled-seq-is-rs": corrected(
+        truncated(2.0, "sequence"), RejectRule(over="sum", lower=0.5, upper=2.0)
+    ),
+    "verl-decoupled-geo-rs": corrected(None, VERL_GEOMETRIC),
+    "verl-decoupled-geo-rs-seq-tis": corrected(truncated(2.0, "sequence"), VERL_GEOMETRIC),
+    "verl-decoupled-geo-rs-token-tis": corrected(truncated(2.0), VERL_GEOMETRIC),
+    "verl-decoupled-k3-rs": corrected(None, VERL_K3),
+    "verl-decoupled-k3-rs-seq-tis": corrected(truncated(2.0, "sequence"), VERL_K3),
+    "verl-decoupled-k3-rs-token-tis": corrected(truncated(2.0), VERL_K3),
+    "verl-bypass-ppo-clip": corrected(None, objective=CLIP),
+    "verl-bypass-ppo-clip-geo-rs": corrected(None, VERL_GEOMETRIC, objective=CLIP),
+    "verl-bypass-ppo-clip-k3-rs": corrected(None, VERL_K3, objective=CLIP),
+    "verl-bypass-pg-is": corrected(truncated(2.0, "sequence"), objective=REINFORCE),
+    "verl-bypass-pg-token-icepop": corrected(zeroed(0.5, 5.0), objective=REINFORCE),
+    "verl-bypass-pg-geo-rs": corrected(None, VERL_GEOMETRIC, objective=REINFORCE),
+    "verl-bypass-pg-geo-rs-seq-tis": corrected(
+        truncated(2.0, "sequence"), VERL_GEOMETRIC, objective=REINFORCE
+    ),
+    "verl-bypass-pg-geo-rs-token-tis": corrected(truncated(2.0), VERL_GEOMETRIC, objective=REINFORCE),
+    "verl-disabled": NOTHING,
+    "ms-swift-token-truncate": corrected(truncated(2.0)),
+    "ms-swift-token-mask": corrected(zeroed(0.0, 2.0)),
+    "ms-swift-sequence-truncate": corrected(truncated(2.0, "geometric")),
+    "ms-swift-sequence-mask": corrected(RAW, mean_ratio(None, 2.0)),
+    "ms-swift-sequence-mask-as-documented": corrected(zeroed(0.0, 2.0, "geometric")),
+    "trl-token-truncate": corrected(truncated(3.0)),
+    "trl-token-mask": corrected(zeroed(0.0, 3.0)),
+    "trl-sequence-truncate": corrected(truncated(3.0, "sequence")),
+    "trl-sequence-mask": corrected(zeroed(0.0, 3.0, "sequence")),
+    "areal-rejection-sampling": corrected(weigh("token", "mask", 0.0, 5.0)),
+    "areal-behav-imp-weight-cap": corrected(zeroed(0.0, 5.0)),
+    "areal-behav-imp-weight-floor": corrected(zeroed(0.2, 5.0)),
+    "skyrl-chain": corrected(
+        truncated(2.0),
+        RejectRule(over="min", lower=1e-4),
+        RejectRule(over="max", upper=100.0),
+        mean_ratio(0.99, 1.01),
+    ),
+    "roll-segment-filter": corrected(
+        truncated(1.2, "segment_geometric"), RejectRule(over="mean", lower=0.8, upper=1.2, unit="segment")
+    ),
+    "nemo-rl-tis": corrected(truncated(2.0)),
+    "nemo-rl-icepop": corrected(zeroed(0.5, 5.0)),
+    "nemo-rl-seq-mask-tis": corrected(RAW, mean_ratio(0.999, 1.002)),
+    "openrlhf-tis": corrected(weigh("token", "clip", 0.5, 5.0)),
+    "openrlhf-icepop": corrected(zeroed(0.5, 5.0)),
+    "openrlhf-seq-mask-tis": corrected(RAW, mean_ratio(0.5, 5.0)),
+}
+
+# The fields of verl 0.9.1's RolloutCorrectionConfig, by the name of the class method that makes them.
+# test_peers.py reads them from verl itself.
+GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+NO_IS = {"rollout_is": None}
+TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+SEQUENCE_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
+PG = {"bypass_mode": True, "loss_type": "reinforce"}
+VERL = {
+    "decoupled_token_is": TOKEN_IS,
+    "decoupled_seq_is": SEQUENCE_IS,
+    "decoupled_token_icepop": ICEPOP,
+    "decoupled_seq_is_rs": SEQUENCE_IS | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "decoupled_geo_rs": NO_IS | GEO,
+    "decoupled_geo_rs_seq_tis": SEQUENCE_IS | GEO,
+    "decoupled_geo_rs_token_tis": TOKEN_IS | GEO,
+    "decoupled_k3_rs": NO_IS | K3,
+    "decoupled_k3_rs_seq_tis": SEQUENCE_IS | K3,
+    "decoupled_k3_rs_token_tis": TOKEN_IS | K3,
+    "bypass_ppo_clip": NO_IS | PPO,
+    "bypass_ppo_clip_geo_rs": NO_IS | GEO | PPO,
+    "bypass_ppo_clip_k3_rs": NO_IS | K3 | PPO,
+    "bypass_pg_is": SEQUENCE_IS | PG,
+    "bypass_pg_token_icepop": ICEPOP | PG,
+    "bypass_pg_geo_rs": NO_IS | GEO | PG,
+    "bypass_pg_geo_rs_seq_tis": SEQUENCE_IS | GEO | PG,
+    "bypass_pg_geo_rs_token_tis": TOKEN_IS | GEO | PG,
+    "disabled": NO_IS,
+}
+DEFAULTS = {
+    "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None,
+    "bypass_mode": False, "loss_type": "ppo_clip", "rollout_is_batch_normalize": False,
+}  # fmt: skip

@@ -1,0 +1,257 @@
+"""What `config show` prints: the config read back, its formula, its words, and six tokens against the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import yaml
+from batches import configs
+from documented import DOCUMENTED
+from drive import assert_close
+from hypothesis import given
+from tolerances import normalized_rtol
+
+from mis_plugins import describe, example, formula, writing
+from mis_plugins.__main__ import main
+from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig, RejectRule, WeightConfig
+from mis_plugins.reading import from_mapping
+
+NAMES = sorted(DOCUMENTED)
+
+
+# ---------------------------------------------------------------------------------------------------- written, read
+
+
+@given(configs())
+def test_what_is_written_is_read_back(mapping: dict):
+    config = from_mapping(mapping)
+    assert from_mapping(yaml.safe_load(writing.to_yaml(writing.as_mapping(config)))["mis"]) == config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_are_read_back(name: str):
+    assert from_mapping(writing.as_mapping(DOCUMENTED[name])) == DOCUMENTED[name]
+
+
+def test_comments_stand_beside_their_settings():
+    mis = {
+        "weight": {"level": "token", "upper": 1e-5},
+        "reject": [{"over": "min", "lower": 0.5}],
+        "metrics": "full",
+    }
+    text = writing.to_yaml(mis, {"weight.upper": "a", "reject[0]": "b", "metrics": "c"})
+    assert text.splitlines() == [
+        "mis:",
+        "  weight:",
+        "    level: token",
+        "    upper: 1.0e-05             # a",
+        "  reject:",
+        "    - {over: min, lower: 0.5}  # b",
+        "  metrics: full                # c",
+    ]
+    assert yaml.safe_load(text)["mis"] == mis
+
+
+# ------------------------------------------------------------------------------------------------- words and formula
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words", "lines"),
+    [
+        (
+            {"weight": {"level": "segment", "bound": "clip", "upper": 4}},
+            "product over its tokens; a segment is a run of ones in the loss mask), pi_old / mu, clipped to [0.25, 4]",
+            "w_t    = min(max(prod_segment r, 0.25), 4)",
+        ),
+        (
+            {"weight": {"bound": "zero", "lower": 0, "upper": 3, "normalize": {"scope": "data_parallel"}}},
+            "used as it is up to 3, 0 elsewhere; divided by its mean over the valid tokens of the data parallel",
+            "w_t    = (r_t where r_t <= 3, else 0) / its mean over the valid tokens of the data parallel",
+        ),
+        (
+            {"weight": {"level": "geometric", "bound": "mask", "lower": 0.9, "upper": 1.1}},
+            "used as it is in [0.9, 1.1], dropped from the loss elsewhere",
+            "w_t    = (prod r)^(1/n) where 0.9 <= (prod r)^(1/n) <= 1.1, else the token is dropped",
+        ),
+        (
+            {"weight": None, "reject": [{"statistic": "k3", "over": "sum", "upper": 0.5}]},
+            "reject: sequences with a sum of k3 (ratio - 1 - log ratio) that is above 0.5",
+            "keep_t = mask_t and sum_t (r_t - 1 - log r_t) <= 0.5",
+        ),
+        (
+            {"weight": None, "reject": [{"over": "mean", "unit": "segment", "lower": 0.8, "upper": 1.2}]},
+            "reject: segments whose geometric mean ratio is below 0.8 or above 1.2",
+            "keep_t = mask_t and 0.8 <= (prod_segment r)^(1/n) <= 1.2",
+        ),
+        (
+            {"weight": None, "reject": [{"statistic": "proximal_prob", "over": "min", "lower": 1e-6}]},
+            "reject: sequences with a token whose probability under the trainer (pi_old) is below 1e-06",
+            "keep_t = mask_t and 1e-06 <= min_t pi_old",
+        ),
+        (
+            {"weight": None, "reject": [{"over": "token", "upper": 2}], "denominator": "kept"},
+            "denominator: a sequence's loss is divided by the kept tokens",
+            "L      = sum_t L_t / number of kept tokens, of each sequence",
+        ),
+        (
+            {"weight": {"bound": "none"}, "objective": {"surrogate": "reinforce", "old": "behavior"}},
+            "objective: REINFORCE, -A log pi_theta, with the weight as a constant factor; weight and rules look at "
+            "pi_theta / mu (bypass)",
+            "L_t    = -w_t A_t log pi_theta(y_t) where keep_t, else 0",
+        ),
+        (
+            {"objective": {"surrogate": "cispo", "ratio": "sequence", "unbiased_kl": True, "weigh_kl": True}},
+            "objective: CISPO, -A log pi_theta, with the clipped pi_theta / pi_old (geometric mean over the sequence) "
+            "as a constant factor; the KL term times pi_theta / pi_old; the KL term weighted and dropped like the loss",
+            "KL_t   = (pi_theta(y_t) / pi_old(y_t)) * w_t * the host's KL estimate, 0 where not keep_t",
+        ),
+        (
+            {"opsm": {"delta": 0.5, "advantage": "sequence", "reference": "proximal"}, "on_all_rejected": "raise"},
+            "opsm: drops all tokens in sequences with mean(log pi_old - log pi_theta) above 0.5 and a negative mean "
+            "advantage",
+            "keep_t = mask_t and not (mean_t A_t < 0 and mean_t(log pi_old - log pi_theta) > 0.5)",
+        ),
+    ],
+)  # fmt: skip
+def test_every_setting_is_told(mapping: dict, words: str, lines: str):
+    config = from_mapping(mapping)
+    assert any(words in line for line in describe.describe(config).splitlines()), describe.describe(config)
+    assert lines in formula.formula(config), "\n".join(formula.formula(config))
+
+
+def test_all_rejected_and_floor_are_told():
+    config = from_mapping(
+        {"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise", "keep_floor": 0.25}
+    )
+    told = describe.describe(config)
+    assert "stops the job at the next optimizer step" in told and "less than 25% of its tokens" in told
+    assert "all rejected" not in describe.describe(CorrectionConfig(WeightConfig()))
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (CorrectionConfig(WeightConfig("sequence")), ["weight.level: sequence"]),
+        (CorrectionConfig(WeightConfig("segment")), ["weight.level: segment"]),
+        (
+            CorrectionConfig(None, (RejectRule(over="min", lower=0.1), RejectRule(over="sum", upper=2.0))),
+            ["reject[1] with over: sum"],
+        ),
+        (CorrectionConfig(WeightConfig("geometric"), (RejectRule(over="mean", upper=2.0),)), []),
+        (CorrectionConfig(None, (RejectRule("k3", "sum", upper=2.0),)), []),
+    ],
+)
+def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
+    told = describe.warnings(config)
+    assert [warning.partition(" multiplies")[0] for warning in told] == what
+    assert all("1.001^2000 = 7.38" in warning for warning in told)
+
+
+def test_flags():
+    rollout = from_mapping({"weight": {"normalize": {"scope": "rollout"}}})
+    assert describe.flags(rollout).startswith("--use-tis ") and "normalize_rollout" in describe.flags(rollout)
+    assert describe.flags(CorrectionConfig()).startswith("--get-mismatch-metrics ")
+    assert describe.flags(CorrectionConfig(opsm=OpsmConfig(0.1))).startswith("--loss-type custom_loss ")
+
+
+# ------------------------------------------------------------------------------------------------ the worked example
+
+
+def samples(config: CorrectionConfig) -> list[oracle.Sample]:
+    bypass = config.objective is not None and config.objective.old == "behavior"
+    scored = example.TARGET if bypass else example.PROXIMAL
+    return [
+        oracle.Sample(_log(scored[part]), _log(example.BEHAVIOR[part]), example.LOSS_MASK[part])
+        for part in parts()
+    ]
+
+
+def parts() -> list[slice]:
+    first = example.LENGTHS[0]
+    return [slice(0, first), slice(first, sum(example.LENGTHS))]
+
+
+def _log(row: tuple[float, ...]) -> list[float]:
+    return [math.log(p) for p in row]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_masks_are_the_oracles(name: str):
+    config = DOCUMENTED[name]
+    batch = samples(config)
+    expected = oracle.correct(batch, writing.as_mapping(config))
+    worked = example.work(config)
+    rtol = normalized_rtol(max(sum(map(abs, sample.log_ratios)) for sample in batch))
+    keep, stays = sum(expected.keep, []), sum(map(stays_of, parts(), [config] * 2), [])
+    assert worked.keep.tolist() == [k and s for k, s in zip(keep, stays, strict=True)]
+    for t, weight in enumerate(sum(expected.weights, [])):
+        if example.LOSS_MASK[t]:
+            assert_close(worked.correction.weights[t].item(), weight, rtol, 0.0, f"weight of token {t}")
+
+
+def stays_of(part: slice, config: CorrectionConfig) -> list[bool]:
+    """What OPSM leaves of a sequence."""
+    if config.opsm is None:
+        return [True] * (part.stop - part.start)
+    behavior = _log(example.BEHAVIOR[part])
+    return loss_oracle.opsm_keep(
+        response(part), behavior, config.opsm.delta, config.opsm.advantage == "sequence"
+    )
+
+
+def response(part: slice, bypass: bool = False, factor: list[float] | None = None) -> loss_oracle.Response:
+    old = example.BEHAVIOR if bypass else example.PROXIMAL
+    ones = [1.0] * (part.stop - part.start)
+    return loss_oracle.Response(
+        _log(example.TARGET[part]), _log(old[part]), ones, example.ADVANTAGES[part], factor or ones,
+        example.LOSS_MASK[part],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if DOCUMENTED[name].needs_loss_hook])
+def test_losses_are_the_oracles(name: str):
+    config = DOCUMENTED[name]
+    objective = config.objective or ObjectiveConfig()
+    worked = example.work(config)
+    assert worked.loss is not None
+    spec = loss_oracle.Spec(objective.surrogate, objective.ratio, example.CLIP, example.CLIP)
+    for part in parts():
+        one = response(part, objective.old == "behavior")
+        for i, t in enumerate(range(part.start, part.stop)):
+            factor = worked.correction.weights[t].item() if worked.keep[t] else 0.0
+            expected = factor * loss_oracle.surrogate(one, one, i, spec) if example.LOSS_MASK[t] else 0.0
+            assert_close(worked.loss[t].item(), expected, normalized_rtol(4.0), 0.0, f"loss of token {t}")
+
+
+@pytest.mark.parametrize("name", ["mis", "opsm", "verl-bypass-pg-geo-rs-token-tis"])
+def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture):
+    assert main(["config", "show", name]) == 0
+    told = capsys.readouterr().out
+    worked = example.work(DOCUMENTED[name])
+    for t, label in enumerate(["A1", "A2", "A3", "A4", "B1", "B2"]):
+        row = next(line.split() for line in told.splitlines() if line.split()[:1] == [label])
+        if not example.LOSS_MASK[t]:
+            assert row[1:] == ["tool", "masked"]
+            continue
+        assert row[4:7] == [
+            f"{worked.correction.log_ratio[t].exp():.4f}",
+            f"{worked.correction.weights[t]:.4f}",
+            "yes" if worked.keep[t] else "no",
+        ]
+        if worked.loss is not None:
+            assert row[-1] == f"{worked.loss[t]:.4f}"
+
+
+def test_the_example_shows_something():
+    """Bounds on either side, segments that differ from their sequence, a sequence that stays, one that OPSM drops."""
+    ratios = example.work(CorrectionConfig()).correction.log_ratio.exp()
+    assert torch.allclose(ratios, torch.tensor([0.4, 1.25, 1.0, 8.0, 1.0005, 0.9998]))
+    by_segment = example.work(CorrectionConfig(WeightConfig("segment", "none"))).correction.weights
+    by_sequence = example.work(CorrectionConfig(WeightConfig("sequence", "none"))).correction.weights
+    assert by_segment[0] != by_sequence[0] and by_segment[4] == by_sequence[4]
+    assert example.work(DOCUMENTED["opsm"]).keep.tolist() == [True, True, False, True, False, False]
+    assert example.work(DOCUMENTED["geometric-rs"]).keep.tolist() == [False] * 4 + [True] * 2

@@ -1,0 +1,364 @@
+"""Configs of other frameworks, translated: what they mean here, what is said of the rest, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from batches import flat_configs
+from documented import DEFAULTS, GEO, PG, PPO, SEQUENCE_IS, TOKEN_IS, VERL
+from hypothesis import given
+
+from mis_plugins.__main__ import load, main
+from mis_plugins.config import (
+    CorrectionConfig,
+    NormalizeConfig,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    WeightConfig,
+)
+from mis_plugins.errors import ConfigError
+from mis_plugins.reading import from_flat, preset_path
+from mis_plugins.translate import miles, ms_swift, verl
+from mis_plugins.translate.translation import Translation
+
+
+def preset(name: str) -> CorrectionConfig:
+    return load(preset_path(name))
+
+
+def from_verl(keys: dict, *overrides: str) -> Translation:
+    return verl.translate(yaml.safe_dump(keys), overrides)
+
+
+def rules_of(**keys: object) -> tuple[RejectRule, ...]:
+    return from_verl(keys).config().reject
+
+
+def read_back(translation: Translation, folder: Path) -> CorrectionConfig:
+    """As the host would, from the text that the command prints."""
+    file = folder / "translated.yaml"
+    file.write_text(translation.text())
+    return load(file)
+
+
+# ------------------------------------------------------------------------------------------------------- verl 0.9.1
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_verl_presets_become_ours(name: str, tmp_path: Path):
+    for keys in (
+        VERL[name],
+        DEFAULTS | VERL[name],
+        {"algorithm": {"gamma": 1.0, "rollout_correction": VERL[name]}},
+    ):
+        translation = from_verl(keys)
+        assert translation.config() == preset(f"verl-{name.replace('_', '-')}")
+        assert read_back(translation, tmp_path) == translation.config()
+
+
+def test_verl_overrides_win():
+    whole = {"algorithm": {"rollout_correction": {"_target_": "verl.RolloutCorrectionConfig", **DEFAULTS}}}
+    prefix = "algorithm.rollout_correction."
+    overrides = (f"{prefix}rollout_is=token", f"+{prefix}rollout_is_threshold=0.5_5.0")
+    assert from_verl(whole, *overrides).config() == preset("verl-decoupled-token-icepop")
+    assert from_verl(whole, f"{prefix}rollout_is=null").config() == CorrectionConfig()
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "rule"),
+    [
+        ("token_k1", "0.6_1.4", RejectRule(over="token", lower=1 / 1.4, upper=1 / 0.6)),
+        ("seq_mean_k1", 1.25, RejectRule(over="mean", lower=1 / 1.25, upper=1.25)),
+        ("seq_sum_k1", "0.5_4", RejectRule(over="sum", lower=0.25, upper=2.0)),
+        ("token_k2", "0.3", RejectRule("k2", "token", upper=0.3)),
+        ("seq_max_k2", 0.3, RejectRule("k2", "max", upper=0.3)),
+        ("seq_max_k3", 0.3, RejectRule("k3", "max", upper=0.3)),
+        ("seq_sum_k3", 0.3, RejectRule("k3", "sum", upper=0.3)),
+        ("seq_mean_k2", 0.3, RejectRule("k2", "mean", upper=0.3)),
+    ],
+)
+def test_verl_rejection_options(option: str, threshold: object, rule: RejectRule):
+    assert rules_of(rollout_rs=option, rollout_rs_threshold=threshold) == (rule,)
+
+
+@pytest.mark.parametrize(
+    ("names", "thresholds"),
+    [("token_k3, seq_mean_k3", "0.5,0.01"), (["token_k3", "seq_mean_k3"], [0.5, 0.01])],
+)
+def test_verl_options_are_anded(names: object, thresholds: object):
+    both = (RejectRule("k3", "token", upper=0.5), RejectRule("k3", "mean", upper=0.01))
+    translation = from_verl({"rollout_rs": names, "rollout_rs_threshold": thresholds})
+    assert translation.config() == CorrectionConfig(None, both, denominator="kept")
+    assert rules_of(rollout_rs="token_k3,token_k3,seq_mean_k3", rollout_rs_threshold=0.5)[1].upper == 0.5
+
+
+def test_verl_weight_of_a_sequence_zeroed():
+    config = from_verl({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5"}).config()
+    assert config.weight == WeightConfig("sequence", "zero", 0.5, 5.0)
+    assert from_verl({"rollout_is": "token", "rollout_is_threshold": None}).config().weight is None
+
+
+@pytest.mark.parametrize(("bypass", "scope"), [(PG, "data_parallel"), ({}, "rollout")])
+def test_verl_batch_normalization(bypass: dict, scope: str):
+    """The whole batch on one process; in bypass each micro-batch over all ranks. Zeros count in both."""
+    translation = from_verl(TOKEN_IS | bypass | {"rollout_is_batch_normalize": True})
+    weight = translation.config().weight
+    assert weight and weight.normalize == NormalizeConfig(scope, "valid")  # type: ignore[arg-type]
+    assert "rollout_is_batch_normalize: true" in translation.text()
+    assert ("use scope: data_parallel there" in " ".join(translation.notes)) == (scope == "rollout")
+
+
+def test_verl_computes_weights_under_ppo_clip_and_applies_none():
+    translation = from_verl(TOKEN_IS | PPO)
+    assert translation.config() == preset("verl-bypass-ppo-clip")
+    assert "does not apply them" in " ".join(translation.notes)
+
+
+def test_verl_settings_without_effect_are_told():
+    told = " ".join(from_verl(TOKEN_IS | {"loss_type": "reinforce"}).notes)
+    assert "loss_type: reinforce has no effect without bypass_mode" in told
+    assert "corrects nothing" in " ".join(from_verl(DEFAULTS).notes)
+    off = {"actor_rollout_ref": {"rollout": {"calculate_log_probs": False}}}
+    whole = off | {"algorithm": {"rollout_correction": TOKEN_IS}}
+    assert "calculate_log_probs: false" in " ".join(from_verl(whole).notes)
+    assert "calculate_log_probs" not in " ".join(from_verl(TOKEN_IS).notes)
+
+
+# ---------------------------------------------------------------------------------------------------- verl, earlier
+
+
+@pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
+@pytest.mark.parametrize("lower", [None, 0.9])
+def test_verl_levels_bound_the_ratio_itself(level: str, over: str, lower: float | None):
+    found = rules_of(rollout_rs=level, rollout_rs_threshold=1.25, rollout_rs_threshold_lower=lower)
+    assert found == (RejectRule(over=over, lower=lower or 0.8, upper=1.25),)  # type: ignore[arg-type]
+
+
+def test_verl_veto():
+    veto = RejectRule(over="min", lower=1e-4)
+    assert rules_of(rollout_token_veto_threshold="1e-4") == (veto,)
+    config = from_verl(TOKEN_IS | {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001,
+                                   "rollout_token_veto_threshold": 1e-4}).config()  # fmt: skip
+    assert config.reject == (RejectRule(over="mean", lower=1 / 1.001, upper=1.001), veto)
+
+
+def test_verl_use_policy_gradient():
+    config = from_verl(SEQUENCE_IS | {"bypass_mode": True, "use_policy_gradient": True}).config()
+    assert config == preset("verl-bypass-pg-is")
+    with pytest.raises(ConfigError, match="use_policy_gradient: needs bypass_mode: true"):
+        from_verl({"use_policy_gradient": True})
+
+
+FLAT_0_6 = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "config"),
+    [
+        ({"rollout_is": True}, CorrectionConfig(WeightConfig(upper=2.0))),
+        ({"rollout_is": False}, CorrectionConfig()),
+        ({"rollout_is": True, "rollout_is_threshold": None}, CorrectionConfig()),
+        (
+            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_level": "geometric"},
+            CorrectionConfig(WeightConfig("geometric", "mask", 0.5, 2.0)),
+        ),
+        (
+            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0.25},
+            CorrectionConfig(WeightConfig("token", "mask", 0.25, 2.0)),
+        ),
+        (
+            {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_level": "sequence"},
+            CorrectionConfig(None, (RejectRule(over="sum", lower=0.5, upper=2.0),)),
+        ),
+        (
+            {"rollout_is": True, "rollout_is_veto_threshold": 1e-4},
+            CorrectionConfig(WeightConfig(upper=2.0), (RejectRule(over="min", lower=1e-4),)),
+        ),
+    ],
+)
+def test_verl_0_6_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
+    flat = FLAT_0_6 | keys
+    assert from_verl({"algorithm": {"gamma": 1.0, **flat}}).config() == config
+    assert from_verl(flat).config() == config
+
+
+# ---------------------------------------------------------------------------------------------------- verl, refused
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout_iss": "token"}, "rollout_iss: no key of verl's.*did you mean rollout_is"),
+        ({"rollout_is": "geometric"}, "rollout_is: got 'geometric'; choose one of token, sequence"),
+        (TOKEN_IS | {"rollout_is_threshold": "a"}, "rollout_is_threshold: got 'a'; expected a number"),
+        (TOKEN_IS | {"rollout_is_threshold": True}, "rollout_is_threshold: got True"),
+        (TOKEN_IS | {"rollout_is_threshold": -1}, "rollout_is_threshold: got -1; every ratio is above 0"),
+        (TOKEN_IS | {"rollout_is_threshold": "5_0.5"}, "rollout_is_threshold: 5 is not below"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "rollout_rs: got 'seq_max_k1'"),
+        ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold: got 0 for 1 of rollout_rs"),
+        ({"rollout_rs": "geometric"}, "rollout_rs_threshold: missing; rollout_rs: geometric needs it"),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "k3 has an upper bound only"),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": -0.1}, "rollout_rs_threshold.upper: got -0.1"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0}, "rollout_rs_threshold: got 0"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"}, "rollout_rs_threshold: got 0"),
+        (GEO | {"rollout_rs_threshold_lower": 0.9}, "rollout_rs_threshold_lower: verl 0.9.1 has no such key"),
+        ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of ppo_clip, reinforce"),
+        ({"algorithm": {"gamma": 1.0}}, "nothing to translate: no algorithm.rollout_correction"),
+    ],
+)
+def test_verl_refused(keys: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_verl(keys).text()
+
+
+def test_verl_a_pair_without_quotes():
+    """0.5_5 is 0.55 to YAML, and to verl."""
+    with pytest.raises(ConfigError, match='rollout_is_threshold: 0.5_5 without quotes .* write "0.5_5"'):
+        verl.translate("rollout_is: token\nrollout_is_threshold: 0.5_5")
+    assert verl.translate('rollout_is: token\nrollout_is_threshold: "0.5_5"').config().weight is not None
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout_is", "trainer.n_gpus=8", "algorithm.rollout_correction.nope=1"]
+)
+def test_verl_override_refused(override: str):
+    with pytest.raises(ConfigError, match="override|n_gpus|nope"):
+        from_verl(TOKEN_IS, override)
+
+
+# --------------------------------------------------------------------------------------------------------- ms-swift
+
+MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+DELTA = "off_policy_sequence_mask_delta"
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("form", ["yaml", "dashes", "script", "script with ="])
+def test_ms_swift_modes(mode: str, form: str, tmp_path: Path):
+    text = {
+        "yaml": f"{MODE}: {mode}",
+        "dashes": f"--{MODE}: {mode}\n--log_rollout_offpolicy_metrics: true",
+        "script": f"swift rlhf --rlhf_type grpo \\\n    --{MODE} {mode} \\\n    --{THRESHOLD} 2.0\n",
+        "script with =": f"swift rlhf --rlhf_type grpo --{MODE}={mode} --beta=0.04",
+    }[form]
+    translation = ms_swift.translate(text)
+    assert translation.config() == preset(f"ms-swift-{mode.replace('_', '-')}")
+    assert read_back(translation, tmp_path) == translation.config()
+
+
+def test_ms_swift_threshold_and_metrics():
+    config = ms_swift.translate(f"{MODE}: sequence_mask\n{THRESHOLD}: 1.5").config()
+    assert config.reject == (RejectRule(over="mean", upper=1.5),)
+    assert ms_swift.translate("log_rollout_offpolicy_metrics: true").config() == CorrectionConfig()
+    assert ms_swift.translate(f"{MODE}: null").config() == CorrectionConfig(metrics="none")
+
+
+def test_ms_swift_off_policy_mask():
+    """Its mask, like its weight, hits the KL term."""
+    opsm = OpsmConfig(0.1, "sequence", "behavior")
+    assert ms_swift.translate(f"{DELTA}: 0.1").config() == CorrectionConfig(opsm=opsm)
+    with_kl = ms_swift.translate(f"{MODE}: token_truncate\n{DELTA}: 0.1\nbeta: 0.04").config()
+    assert with_kl == CorrectionConfig(WeightConfig(), opsm=opsm, objective=ObjectiveConfig(weigh_kl=True))
+    assert ms_swift.translate(f"{DELTA}: 0.1\nbeta: 0").config().objective is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{MODE}: token_clip", f"{MODE}: got 'token_clip'; choose one of token_truncate"),
+        (f"{MODE}: token_mask\n{THRESHOLD}: 0", f"{THRESHOLD}: got 0"),
+        (f"{MODE}: token_mask\n{THRESHOLD}: wide", f"{THRESHOLD}: got 'wide'; expected a number"),
+        (f"{DELTA}: -1", f"{DELTA}: got -1"),
+        ("rlhf_type: grpo", "nothing to translate"),
+        ("[1]", "expected a yaml mapping"),
+    ],
+)
+def test_ms_swift_refused(text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        ms_swift.translate(text).text()
+
+
+# ------------------------------------------------------------------------------------------------------------ Miles
+
+MILES_YAML = {
+    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
+    "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
+    "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
+}  # fmt: skip
+
+
+@given(flat_configs())
+def test_miles_flat_keys_mean_the_same(flat: dict):
+    translation = miles.translate(flat)
+    assert translation.config() == from_flat(flat)
+    under_mis = yaml.safe_load(translation.text())["mis"]
+    assert under_mis == translation.mis
+
+
+def test_miles_default_is_our_preset(tmp_path: Path):
+    translation = miles.translate(MILES_YAML)
+    assert translation.config() == preset("mis")
+    assert read_back(translation, tmp_path) == preset("mis")
+    lines = translation.text().splitlines()
+    assert next(line for line in lines if "upper: 2.0 " in line).endswith("# tis_upper_bound: 2.0")
+    assert next(line for line in lines if "over: min" in line).endswith("# rs_veto_threshold: 0.0001")
+
+
+def test_miles_what_differs_is_told():
+    told = " ".join(miles.translate(MILES_YAML).notes)
+    for words in ("pass --use-tis itself", "tis_lower_bound bounds no weight", "each micro-batch"):
+        assert words in told
+    idle = MILES_YAML | {"use_tis": False, "use_rs": False, "num_rollout": 100}
+    told = " ".join(miles.translate(idle).notes)
+    for words in (
+        "use_tis is not set",
+        "rs_level: without effect",
+        "needs no switch",
+        "keep them in your file: num_rollout",
+    ):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mis": {"weight": {}}}, "in our spelling already"),
+        ({"lr": 1e-6}, "no key of Miles's mis.yaml"),
+        ({"tis_level": "seq", "tis_upper_bound": 2.0}, "tis_level: got 'seq'"),
+        ({"tis_upper_bound": 2.0, "tis_lowr_bound": 0.5}, "tis_lowr_bound: unknown key"),
+    ],
+)
+def test_miles_refused(keys: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        miles.translate(keys)
+
+
+# ----------------------------------------------------------------------------------------------------- command line
+
+
+def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.CaptureFixture):
+    files = {
+        "from-miles": yaml.safe_dump(MILES_YAML),
+        "from-verl": yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS | GEO}}),
+        "from-ms-swift": f"{MODE}: token_mask",
+    }
+    for command, text in files.items():
+        theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+        theirs.write_text(text)
+        overrides = ["algorithm.rollout_correction.rollout_is=sequence"] if command == "from-verl" else []
+        assert main(["config", command, str(theirs), *overrides]) == 0
+        ours.write_text(capsys.readouterr().out)
+        assert main(["config", "check", str(ours)]) == 0
+        assert "needs:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["from-miles", "from-verl", "from-ms-swift"])
+def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: {path: x}")
+    for target in (broken, tmp_path / "missing.yaml"):
+        assert main(["config", command, str(target)]) == 2
+        assert str(target) in capsys.readouterr().err
