@@ -37,9 +37,9 @@ from mis_plugins.local.report import COLORS, FRAME, GRID, METRICS, SUMMARY, Metr
 from mis_plugins.reading import preset_path
 
 RECIPE = (
-    "--task reverse --num-digits 6 --warmup-steps 200 --num-rollout 80 --rollout-batch-size 16 "
+    "--task reverse --num-digits 6 --warmup-steps 200 --num-rollout 100 --rollout-batch-size 16 "
     "--n-samples-per-prompt 8 --global-batch-size 64 --lr 1e-4 --advantage-estimator reinforce --reward-shift -1 "
-    "--eval-interval 8 --eval-prompts 256 --seed 0"
+    "--eval-interval 5 --eval-prompts 256 --seed 0"
 )
 BASELINES = {"uncorrected": "int3", "matched precision": "fp32"}
 TIS = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
