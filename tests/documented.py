@@ -121,7 +121,6 @@ DOCUMENTED = {
 }
 
 # The fields of verl 0.9.1's RolloutCorrectionConfig, by the name of the class method that makes them.
-# test_peers.py reads them from verl itself.
 GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 NO_IS = {"rollout_is": None}

@@ -98,6 +98,11 @@ def test_comments_stand_beside_their_settings():
             "L      = sum_t L_t / number of kept tokens, of each sequence",
         ),
         (
+            {"weight": {"level": "sequence"}, "reject": [{"upper": 2}], "aggregate": "kept"},
+            "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped",
+            "prod r = product over the tokens that every rule over tokens keeps, n of them",
+        ),
+        (
             {"weight": {"bound": "none"}, "objective": {"surrogate": "reinforce", "old": "behavior"}},
             "objective: REINFORCE, -A log pi_theta, with the weight as a constant factor; weight and rules look at "
             "pi_theta / mu (bypass)",

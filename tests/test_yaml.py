@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import oracle
@@ -18,6 +20,14 @@ from tolerances import weight_rtol
 
 from mis_plugins import describe, writing
 from mis_plugins.__main__ import load, main
+from mis_plugins.config import (
+    CorrectionConfig,
+    NormalizeConfig,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    WeightConfig,
+)
 from mis_plugins.errors import ConfigError
 from mis_plugins.reading import from_flat, from_mapping, preset_path
 
@@ -202,3 +212,59 @@ def test_an_unknown_preset(capsys: pytest.CaptureFixture):
         preset_path("miss")
     assert main(["config", "show", "verl-decoupled-geo"]) == 2
     assert "did you mean verl-decoupled-geo-rs?" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- documents
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PRESETS_DOC = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+WORD = re.compile(r"`([a-z0-9-]+\*?)`")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def test_docs_list_every_preset_as_its_file_has_it():
+    rows = [cells(line) for line in PRESETS_DOC.splitlines() if line.startswith("| [`")]
+    listed = {row[0]: row[1:3] for row in rows}
+    expected = {}
+    for file in FILES:
+        formula, source = (line.removeprefix("# ") for line in file.read_text().splitlines()[:2])
+        expected[f"[`{file.stem}`](../yaml/{file.name})"] = [f"`{formula}`", source]
+    assert listed == expected
+    assert len(rows) == len(listed)
+
+
+def test_readme_names_presets_that_are_there():
+    """In the third column of its table: a name, or a pattern that some preset matches."""
+    table = README.partition("| algorithm | formula | presets |")[2].partition("\n\n")[0]
+    named = {word for line in table.splitlines()[2:] for word in WORD.findall(cells(line)[2])}
+    assert len(named) > 25
+    for name in named:
+        assert any(file.match(f"{name}.yaml") for file in FILES), name
+
+
+def test_readme_shows_every_setting():
+    """The block under "In full" is read as it stands, holds the defaults, and names every key and every choice."""
+    block = README.partition("In full, with the defaults:\n\n```yaml\n")[2].partition("```")[0]
+    assert from_mapping(yaml.safe_load(block)["mis"]) == CorrectionConfig(WeightConfig())
+    for part in (CorrectionConfig, WeightConfig, NormalizeConfig, RejectRule, OpsmConfig, ObjectiveConfig):
+        for name, kind in typing.get_type_hints(part).items():
+            assert re.search(rf"\b{name}\b", block), name
+            for choice in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ():
+                assert re.search(rf"\b{choice}\b", block), f"{name}: {choice}"
+
+
+CONFIG_COMMANDS = [
+    text for text in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "mis_plugins config" in text
+]
+
+
+@pytest.mark.parametrize("block", CONFIG_COMMANDS, ids=range(len(CONFIG_COMMANDS)))
+def test_readme_config_commands_run(block: str):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr
