@@ -33,10 +33,15 @@ setup(
         "mis_plugins.presets",
         "mis_plugins.translate",
         "true_on_policy",
+        "true_on_policy.kernels",
     ],
     # yaml/ holds no code and has no __init__.py (it would shadow PyYAML); a wheel carries it inside the package.
     package_dir={"mis_plugins.presets": "yaml"},
-    package_data={"mis_plugins": ["py.typed"], "mis_plugins.presets": ["*.yaml"]},
+    package_data={
+        "mis_plugins": ["py.typed"],
+        "mis_plugins.presets": ["*.yaml"],
+        "true_on_policy.kernels": ["*.c"],
+    },
     # No bounds: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={

@@ -1,0 +1,79 @@
+"""What both engines must run for their log-probs to agree bit by bit, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from true_on_policy.errors import ContractError
+
+BackendName = Literal["native", "tile"]
+DtypeName = Literal["fp32", "bf16"]
+Side = Literal["engine", "trainer"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes at which a model calls its kernels; the probes try these.
+
+    Attributes:
+        linear: (in_features, out_features) of each weight, the LM head among them.
+        attention: (query heads, key-value heads, head_dim) of each kind of layer.
+        hidden: widths that are normalized (hidden size, head_dim).
+        activated: widths that go through the activation.
+    """
+
+    linear: tuple[tuple[int, int], ...] = ((64, 96), (100, 37))
+    attention: tuple[tuple[int, int, int], ...] = ((4, 2, 32),)
+    hidden: tuple[int, ...] = (64,)
+    activated: tuple[int, ...] = (100,)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The agreement between a rollout engine and a trainer.
+
+    Attributes:
+        backend: which kernels serve both sides; two backends have different bits.
+        dtype: the dtype of the model's matrix products.
+        norm_order: whose order of cast, weight and residual RMSNorm takes (it matters in bf16 alone).
+        trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
+        engine_tensor_parallel: the same of the engine.
+        shapes: where the kernels are probed.
+
+    Raises:
+        ContractError: a choice that does not exist, or unequal tensor parallelism.
+    """
+
+    backend: BackendName = "native"
+    dtype: DtypeName = "fp32"
+    norm_order: Side = "engine"
+    trainer_tensor_parallel: int = 1
+    engine_tensor_parallel: int = 1
+    shapes: Shapes = field(default_factory=Shapes)
+
+    def __post_init__(self):
+        for name, choices in (("backend", BackendName), ("dtype", DtypeName), ("norm_order", Side)):
+            _check_choice(name, getattr(self, name), get_args(choices))
+        _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ContractError(f"contract.{name}: got {value!r}; choose one of {', '.join(choices)}")
+
+
+def _check_tensor_parallel(trainer: int, engine: int) -> None:
+    if trainer != engine:
+        raise ContractError(
+            f"contract.trainer_tensor_parallel: {trainer} but engine_tensor_parallel: {engine}. A row-parallel "
+            "layer adds one partial sum per rank, so another number of ranks rounds differently; set both equal"
+        )

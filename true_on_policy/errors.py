@@ -1,0 +1,19 @@
+"""What a user of true_on_policy can get wrong, as one family of exceptions."""
+
+from __future__ import annotations
+
+
+class TrueOnPolicyError(ValueError):
+    """Base of every error that a user of true_on_policy can cause and mend."""
+
+
+class ContractError(TrueOnPolicyError):
+    """A contract that cannot hold."""
+
+
+class PinError(TrueOnPolicyError):
+    """Kernels that cannot be pinned: another provider holds them, or the backend does not run here."""
+
+
+class ProbeError(TrueOnPolicyError):
+    """A pinned kernel whose row alone is not the same row in a batch."""

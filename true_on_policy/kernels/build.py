@@ -1,0 +1,88 @@
+"""Compile the C kernels once for this machine, into the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from true_on_policy.errors import PinError
+
+SOURCE = Path(__file__).with_name("batch_invariant.c")
+
+# No -ffast-math and no contraction: what is fused is written as fma, in every instance of a kernel alike.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+)
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels, built at first use.
+
+    Raises:
+        PinError: no C compiler, or it cannot compile the kernels.
+    """
+    compiler = find_compiler()
+    path = cache_folder() / f"batch_invariant-{_fingerprint(compiler)}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    return ctypes.CDLL(str(path))
+
+
+def find_compiler() -> str:
+    """$CC, else cc, gcc or clang from the path."""
+    found = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
+    compiler = next(filter(None, found), None)
+    if compiler is None:
+        raise PinError(
+            "contract.backend: 'native' needs a C compiler and none was found; choose 'tile' on both sides"
+        )
+    return compiler
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "true_on_policy"
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and what `-march=native` means on this machine."""
+    macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
+    parts = (SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), macros)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Write the library under a name of its own and rename it, so that two processes cannot meet half a file.
+
+    The OpenMP calls stay unresolved on purpose: they bind to the runtime that torch has loaded, and share its threads.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        compiled = Path(folder) / "batch_invariant.o"
+        _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled))
+        _run(compiler, "-shared", str(compiled), "-lm", "-o", str(unfinished))
+        unfinished.replace(path)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise PinError(
+            f"contract.backend: 'native' does not build here ({done.stderr.strip()}); choose 'tile'"
+        )
+    return done.stdout

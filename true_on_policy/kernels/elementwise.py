@@ -1,0 +1,78 @@
+"""Softmax, mean and the elementwise kernels with scalar tails: stock kernels, called so that no row sees another.
+
+Measured hazards of the stock kernels: a reduction over a strided dimension adds in another order, a mean with one output
+is split over threads, and silu, sigmoid and rsqrt take another code path for what is left of a vector (or of a thread's
+share). So every tensor is made contiguous, a lonely row gets company, and the number of elements is padded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SERVED = (torch.float32, torch.bfloat16)
+
+# ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).
+GRAIN = 32768
+# Two vectors of 16-bit lanes at 512 bits: what ATen's unrolled loop takes at once, at most.
+VECTORS = 64
+
+
+def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """_softmax and _log_softmax along `dim`, on contiguous rows."""
+    if x.dim() == 0:
+        return stock.call_boxed(keyset, x, dim, half_to_float)
+    rows = x.movedim(dim, -1).contiguous()
+    return stock.call_boxed(keyset, rows, rows.dim() - 1, half_to_float).movedim(-1, dim)
+
+
+def mean(_, stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
+    """mean.dim; one row alone is summed beside a copy of itself."""
+    rows, shape = _rows(x, dim, keepdim)
+    if len(rows) == 1:
+        rows = rows.expand(2, -1).contiguous()
+    return stock.call_boxed(keyset, rows, [1], False, dtype=dtype)[: math.prod(shape)].reshape(shape)
+
+
+def _rows(x: Tensor, dim, keepdim: bool) -> tuple[Tensor, list[int]]:
+    """x as contiguous [outputs, reduced], and the shape that its mean shall have."""
+    reduced = {d % x.dim() for d in dim} if dim else set(range(x.dim()))
+    kept = [d for d in range(x.dim()) if d not in reduced]
+    shape = [1 if d in reduced else x.shape[d] for d in range(x.dim()) if keepdim or d not in reduced]
+    outputs = math.prod(x.shape[d] for d in kept)
+    elements = math.prod(x.shape[d] for d in reduced)
+    return x.permute(*kept, *sorted(reduced)).reshape(outputs, elements).contiguous(), shape
+
+
+def pointwise(_, stock, keyset, x: Tensor) -> Tensor:
+    """An elementwise kernel over whole vectors only."""
+    if x.dtype not in SERVED:
+        return stock.call_boxed(keyset, x)
+    flat = x.contiguous().view(-1)
+    elements = flat.numel()
+    extra = whole_vectors(elements, torch.get_num_threads()) - elements
+    if extra:
+        flat = torch.nn.functional.pad(flat, (0, extra))
+    return stock.call_boxed(keyset, flat)[:elements].view(x.shape)
+
+
+def whole_vectors(elements: int, threads: int) -> int:
+    """The least number from `elements` up that every thread's share divides into whole vectors."""
+    padded = elements
+    while True:
+        shares = max(min(threads, math.ceil(padded / GRAIN)), 1)
+        if padded % (shares * VECTORS) == 0:
+            return padded
+        padded = math.ceil(padded / (shares * VECTORS)) * shares * VECTORS
+
+
+OVERRIDES = {
+    "_softmax": softmax,
+    "_log_softmax": softmax,
+    "mean.dim": mean,
+    "silu": pointwise,
+    "sigmoid": pointwise,
+    "rsqrt": pointwise,
+}

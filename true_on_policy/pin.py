@@ -1,0 +1,96 @@
+"""Pin the kernels of a contract in this process, prove that they hold, and restore what was found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from true_on_policy.contract import Contract
+from true_on_policy.errors import PinError
+from true_on_policy.kernels import cpu
+from true_on_policy.probes import probe
+
+
+@dataclass
+class _Active:
+    """The one provider of this process: how often it was asked for, and how to take it away."""
+
+    backend: str
+    uninstall: cpu.Uninstall
+    depth: int = 0
+
+
+_lock = threading.RLock()
+_active: _Active | None = None
+
+
+@contextmanager
+def pinned(contract: Contract) -> Iterator[None]:
+    """Run the body on the kernels of `contract`; nests, and restores what it found even after an exception.
+
+    Raises:
+        PinError: another provider holds the operators, or the backend does not run here.
+        ProbeError: a kernel gave a row other bits in a batch than alone; nothing stays pinned then.
+    """
+    _enter(contract)
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def pin(contract: Contract) -> None:
+    """Pin `contract` for the rest of this process: for a host's init hook. The errors are those of `pinned`."""
+    _enter(contract)
+
+
+def active_backend() -> str | None:
+    """Name of the backend that is pinned now, None where the stock kernels run."""
+    return _active.backend if _active else None
+
+
+def _enter(contract: Contract) -> None:
+    global _active
+    with _lock:
+        if _active is None:
+            _refuse_foreign_kernels()
+            backend = cpu.BACKENDS[contract.backend]
+            _active = _Active(backend.name, cpu.install(backend))
+        elif _active.backend != contract.backend:
+            raise PinError(
+                f"contract.backend: {contract.backend!r}, but {_active.backend!r} is pinned in this process. "
+                "Two backends have different bits: leave the outer pin first"
+            )
+        _active.depth += 1
+        try:
+            probe(contract)
+        except BaseException:
+            _leave()
+            raise
+
+
+def _leave() -> None:
+    global _active
+    with _lock:
+        assert _active is not None, "left a pin that was never entered"
+        _active.depth -= 1
+        if _active.depth == 0:
+            _active.uninstall()
+            _active = None
+
+
+def _refuse_foreign_kernels() -> None:
+    """Python kernels on the CPU key are someone else's: Megatron-core's or SGLang's batch-invariant mode."""
+    for name in cpu.OPERATORS:
+        kernel = _cpu_kernel(name)
+        if ".py:" in kernel:
+            raise PinError(f"aten::{name} is overridden already ({kernel}); leave that mode before you pin")
+
+
+def _cpu_kernel(name: str) -> str:
+    lines = torch._C._dispatch_dump(f"aten::{name}").splitlines()
+    return next((line for line in lines if line.startswith("CPU:")), "")
