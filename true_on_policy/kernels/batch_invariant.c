@@ -233,13 +233,255 @@ INLINE lanes tail_bf16(const bf16 *x, long count) {
 DEFINE_PRODUCT(b16, bf16, lanes, LANES, load_bf16, tail_bf16, fma16)
 #endif
 
-// Returns 0, or 1 when memory ran out.
-int bi_product_f32(const product *p, int threads) {
-    f32_product(p, threads);
-    return 0;
+void bi_product_f32(const product *p, int threads) { f32_product(p, threads); }
+
+void bi_product_bf16(const product *p, int threads) { b16_product(p, threads); }
+
+// ------------------------------------------------------------------------------------------------------------- attention
+
+typedef struct {
+    long batch, heads, groups, queries, keys, width;  // `groups` heads of keys, each serves heads / groups of queries
+    const void *q, *k, *v;
+    const float *bias;  // added to the scores, or NULL; -inf and a dtype's lowest number hide a key
+    void *out;          // [batch, queries, heads, width]
+    float *logsumexp;   // [batch, queries, heads]
+    long q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, bias_batch, bias_head, bias_row;
+    float scale;
+    int is_causal, is_bf16;
+} attention;
+
+#define HIDDEN -1e38f
+#define BLOCK_QUERIES 24
+#define CHUNK_QUERIES 192
+#define WEIGH_ROWS 4
+#define ROUND_UP(n) (((n) + LANES - 1) / LANES * LANES)
+
+// The keys that a query sees: [begin, end), and whether all of those.
+typedef struct { long begin, end, count; } keys_seen;
+
+static keys_seen see(const attention *t, const float *bias, long query) {
+    long begin = 0, end = t->is_causal ? MIN(query + 1, t->keys) : t->keys, count = 0;
+    if (bias == NULL) return (keys_seen){begin, end, end};
+    while (begin < end && !(bias[begin] > HIDDEN)) begin++;
+    while (begin < end && !(bias[end - 1] > HIDDEN)) end--;
+    for (long j = begin; j < end; j++) count += bias[j] > HIDDEN;
+    return (keys_seen){begin, end, count};
 }
 
-int bi_product_bf16(const product *p, int threads) {
-    b16_product(p, threads);
-    return 0;
+// e^x for x <= 0, to about one unit in the last place (Cephes expf); 0 where the result would be subnormal.
+INLINE lanes exp16(lanes x) {
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    lanes shifted = fma16(x, broadcast(1.44269504088896341f), broadcast(shift));
+    lanes n = shifted - broadcast(shift);
+    lanes r = fma16(n, broadcast(-0.693359375f), x);
+    r = fma16(n, broadcast(2.12194440e-4f), r);
+    lanes y = broadcast(1.9875691500e-4f);
+    y = fma16(y, r, broadcast(1.3981999507e-3f));
+    y = fma16(y, r, broadcast(8.3334519073e-3f));
+    y = fma16(y, r, broadcast(4.1665795894e-2f));
+    y = fma16(y, r, broadcast(1.6666665459e-1f));
+    y = fma16(y, r, broadcast(5.0000001201e-1f));
+    y = fma16(y, r * r, r + broadcast(1.0f));
+    int_lanes scaled = (int_lanes)y + (((int_lanes)shifted - (int_lanes)broadcast(shift)) << 23);
+    return (lanes)(scaled & ~(x < broadcast(-87.3f)));
+}
+
+// Scores [count] become e^(score - max); `scores` has room for LANES more. Returns the sum of the weights.
+static float exponentiate(float *scores, long count, float *max) {
+    for (long j = count; j < count + LANES; j++) scores[j] = -INFINITY;
+    lanes highest = load_f32(scores), sum = {0};
+    for (long j = LANES; j < count; j += LANES) {
+        lanes s = load_f32(scores + j);
+        int_lanes higher = s > highest;
+        highest = (lanes)(((int_lanes)s & higher) | ((int_lanes)highest & ~higher));
+    }
+    *max = highest[0];
+    for (int i = 1; i < LANES; i++) *max = highest[i] > *max ? highest[i] : *max;
+    for (long j = 0; j < count; j += LANES) {
+        lanes weight = exp16(load_f32(scores + j) - broadcast(*max));
+        store_f32(scores + j, weight);
+        sum += weight;
+    }
+    return add_up(sum);
+}
+
+// out[rows, LANES * vectors] += weights[rows, count] @ v[count, ...], the keys in order.
+INLINE void weigh_tile(int rows, int vectors, const float *weights, long weights_row, const float *v, long v_row,
+                       long count, float *out, long out_row) {
+    lanes acc[WEIGH_ROWS][4];
+    for (int i = 0; i < rows; i++)
+        for (int d = 0; d < vectors; d++) acc[i][d] = load_f32(out + i * out_row + d * LANES);
+    for (long j = 0; j < count; j++) {
+        lanes value[4];
+        _Pragma("GCC unroll 4") for (int d = 0; d < vectors; d++) value[d] = load_f32(v + j * v_row + d * LANES);
+        _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++) {
+            lanes weight = broadcast(weights[i * weights_row + j]);
+            _Pragma("GCC unroll 4") for (int d = 0; d < vectors; d++)
+                acc[i][d] = fma16(weight, value[d], acc[i][d]);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int d = 0; d < vectors; d++) store_f32(out + i * out_row + d * LANES, acc[i][d]);
+}
+
+static void weigh(int rows, const float *weights, long weights_row, const float *v, long v_row, long count, float *out,
+                  long width) {
+    long d = 0;
+    for (; d + 4 * LANES <= width; d += 4 * LANES)
+        if (rows == WEIGH_ROWS) weigh_tile(WEIGH_ROWS, 4, weights, weights_row, v + d, v_row, count, out + d, width);
+        else for (int i = 0; i < rows; i++)
+            weigh_tile(1, 4, weights + i * weights_row, 0, v + d, v_row, count, out + i * width + d, width);
+    for (; d < width; d += LANES)
+        if (rows == WEIGH_ROWS) weigh_tile(WEIGH_ROWS, 1, weights, weights_row, v + d, v_row, count, out + d, width);
+        else for (int i = 0; i < rows; i++)
+            weigh_tile(1, 1, weights + i * weights_row, 0, v + d, v_row, count, out + i * width + d, width);
+}
+
+// What one work unit needs beside its inputs. Rows of `queries`, `values` and `out` are `width` long, those of `scores`
+// `score_row`.
+typedef struct {
+    const float *keys, *values;
+    float *queries, *scores, *out;
+    long key_row, value_row, width, score_row;
+    long *order;
+    keys_seen *seen;
+} workspace;
+
+static const float *bias_row(const attention *t, long b, long head, long query) {
+    return t->bias ? t->bias + b * t->bias_batch + head * t->bias_head + query * t->bias_row : NULL;
+}
+
+static void copy_row(const attention *t, const void *x, long at, float *row, long width) {
+    if (t->is_bf16)
+        for (long d = 0; d < t->width; d++) row[d] = widen(((const bf16 *)x)[at + d]);
+    else
+        memcpy(row, (const float *)x + at, t->width * sizeof(float));
+    for (long d = t->width; d < width; d++) row[d] = 0;
+}
+
+// Where a head's rows lie as floats: in place if they are floats of whole vectors, else copied to `wide`.
+static const float *float_rows(const attention *t, const void *x, long at, long row, float *wide, long width, long *row_out) {
+    *row_out = wide ? width : row;
+    for (long j = 0; wide && j < t->keys; j++) copy_row(t, x, at + j * row, wide + j * width, width);
+    return wide ? wide : (const float *)x + at;
+}
+
+// Scores [count] of one row become its weights; what it does not see between its first and last key is left out and
+// `order` names the rest. Returns their sum.
+static float weights_of(const attention *t, keys_seen seen, const float *bias, float *scores, long *order, float *max) {
+    long count = seen.end - seen.begin, kept = 0;
+    for (long j = 0; j < count; j++)
+        scores[j] = __builtin_fmaf(scores[j], t->scale, bias ? bias[seen.begin + j] : 0.0f);
+    for (long j = 0; seen.count < count && j < count; j++)
+        if (bias[seen.begin + j] > HIDDEN) scores[kept] = scores[j], order[kept++] = j;
+    return exponentiate(scores, seen.count, max);
+}
+
+// One row's output from its weights; `done` keys were added already.
+static void weigh_row(const workspace *w, keys_seen seen, const float *weights, long done, float *out) {
+    const float *values = w->values + seen.begin * w->value_row;
+    if (seen.count == seen.end - seen.begin) {
+        weigh(1, weights + done, 0, values + done * w->value_row, w->value_row, seen.count - done, out, w->width);
+        return;
+    }
+    for (long j = 0; j < seen.count; j++)
+        weigh(1, weights + j, 0, values + w->order[j] * w->value_row, w->value_row, 1, out, w->width);
+}
+
+// How many keys the next WEIGH_ROWS rows all see from one first key on: 0 where they are not alike.
+static long shared_keys(const keys_seen *seen, long rows) {
+    long shared = rows < WEIGH_ROWS ? 0 : seen[0].count;
+    for (int i = 0; shared && i < WEIGH_ROWS; i++) {
+        int alike = seen[i].begin == seen[0].begin && seen[i].count == seen[i].end - seen[i].begin;
+        shared = alike ? MIN(shared, seen[i].count) : 0;
+    }
+    return shared;
+}
+
+static void store_output(const attention *t, long b, long head, long query, const float *out, float sum, float max) {
+    long row = (b * t->queries + query) * t->heads + head;
+    t->logsumexp[row] = sum > 0 ? max + logf(sum) : 0.0f;
+    for (long d = 0; d < t->width; d++) {
+        float value = sum > 0 ? out[d] / sum : 0.0f;
+        if (t->is_bf16) ((bf16 *)t->out)[row * t->width + d] = narrow(value);
+        else ((float *)t->out)[row * t->width + d] = value;
+    }
+}
+
+// Rows [first, first + rows) of a unit's (head, query) pairs.
+static void attend_block(const attention *t, const workspace *w, long b, long head0, long query0, long queries,
+                         long first, long rows) {
+    const keys_seen *seen = w->seen + first;
+    long from = t->keys, to = 0;
+    for (long i = 0; i < rows; i++) {
+        long head = head0 + (first + i) / queries, query = query0 + (first + i) % queries;
+        copy_row(t, t->q, b * t->q_batch + head * t->q_head + query * t->q_row, w->queries + i * w->width, w->width);
+        if (seen[i].count) from = MIN(from, seen[i].begin), to = to > seen[i].end ? to : seen[i].end;
+    }
+    float sums[(BLOCK_QUERIES + 1) * PANEL], panel[PANEL * PITCH(float)];
+    product scores = {1, rows, to - from, w->width, w->queries, w->keys + from * w->key_row, w->scores,
+                      0, w->width, 0, w->key_row, 0, w->score_row, 1};
+    memset(panel, 0, sizeof panel);
+    memset(w->out, 0, BLOCK_QUERIES * w->width * sizeof(float));
+    if (from < to) f32_block(&scores, 0, 0, rows, 0, to - from, sums, panel);
+    for (long i = 0, next; i < rows; i = next) {
+        long shared = shared_keys(seen + i, rows - i);
+        next = i + (shared ? WEIGH_ROWS : 1);
+        float sum[WEIGH_ROWS] = {0}, max[WEIGH_ROWS] = {0};
+        for (long r = i; r < next; r++) {
+            long head = head0 + (first + r) / queries, query = query0 + (first + r) % queries;
+            if (seen[r].count)
+                sum[r - i] = weights_of(t, seen[r], bias_row(t, b, head, query),
+                                        w->scores + r * w->score_row + seen[r].begin - from, w->order, max + r - i);
+        }
+        if (shared)
+            weigh(WEIGH_ROWS, w->scores + i * w->score_row + seen[i].begin - from, w->score_row,
+                  w->values + seen[i].begin * w->value_row, w->value_row, shared, w->out + i * w->width, w->width);
+        for (long r = i; r < next; r++) {
+            long head = head0 + (first + r) / queries, query = query0 + (first + r) % queries;
+            if (seen[r].count)
+                weigh_row(w, seen[r], w->scores + r * w->score_row + seen[r].begin - from, shared,
+                          w->out + r * w->width);
+            store_output(t, b, head, query, w->out + r * w->width, sum[r - i], max[r - i]);
+        }
+    }
+}
+
+// All queries of one chunk that attend to one group of keys, `heads / groups` heads of them. Returns 1 without memory.
+static int attend_unit(const attention *t, long b, long group, long query0, long queries) {
+    long share = t->heads / t->groups, rows = share * queries, head0 = group * share, width = ROUND_UP(t->width);
+    int copies = t->is_bf16 || width != t->width;
+    long score_row = ROUND_UP(t->keys) + 2 * LANES, wide = copies ? t->keys * width : 0;
+    float *floats = malloc((2 * wide + BLOCK_QUERIES * (2 * width + score_row)) * sizeof(float));
+    keys_seen *seen = malloc(rows * sizeof(keys_seen));
+    long *order = malloc((t->keys + 1) * sizeof(long));
+    int failed = !floats || !seen || !order;
+    if (!failed) {
+        for (long r = 0; r < rows; r++) {
+            long query = query0 + r % queries;
+            seen[r] = see(t, bias_row(t, b, head0 + r / queries, query), query);
+        }
+        workspace w = {.width = width, .score_row = score_row, .order = order, .seen = seen};
+        w.queries = floats + 2 * wide, w.out = w.queries + BLOCK_QUERIES * width, w.scores = w.out + BLOCK_QUERIES * width;
+        w.keys = float_rows(t, t->k, b * t->k_batch + group * t->k_head, t->k_row, copies ? floats : NULL, width, &w.key_row);
+        w.values = float_rows(t, t->v, b * t->v_batch + group * t->v_head, t->v_row, copies ? floats + wide : NULL, width,
+                              &w.value_row);
+        for (long r = 0; r < rows; r += BLOCK_QUERIES)
+            attend_block(t, &w, b, head0, query0, queries, r, MIN(BLOCK_QUERIES, rows - r));
+    }
+    free(floats), free(seen), free(order);
+    return failed;
+}
+
+// Returns 0, or 1 when memory ran out.
+int bi_attention(const attention *t, int threads) {
+    long chunks = (t->queries + CHUNK_QUERIES - 1) / CHUNK_QUERIES;
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
+    for (long unit = 0; unit < t->batch * t->groups * chunks; unit++) {
+        long query = unit % chunks * CHUNK_QUERIES;
+        failed |= attend_unit(t, unit / chunks / t->groups, unit / chunks % t->groups, query,
+                              MIN(CHUNK_QUERIES, t->queries - query));
+    }
+    return failed;
 }

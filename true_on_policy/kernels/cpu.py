@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.kernels import elementwise, gemm
+from true_on_policy.kernels import attention, elementwise, gemm
 from true_on_policy.kernels.native import NATIVE
 from true_on_policy.kernels.tile import TILE
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
 
 BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE, TILE.name: TILE}
 
-FUNCTIONS = gemm.OVERRIDES | elementwise.OVERRIDES
+FUNCTIONS = gemm.OVERRIDES | elementwise.OVERRIDES | attention.OVERRIDES
 
 # The other spellings of an operator: what writes into `out`, and what writes into its own argument.
 OUT_FORMS = {f"{name}.out": name for name in FUNCTIONS if "." not in name and "flash" not in name}

@@ -24,6 +24,20 @@ class _Product(ctypes.Structure):
     ]
 
 
+class _Attention(ctypes.Structure):
+    """`attention` of the C source, field for field."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("batch", "heads", "groups", "queries", "keys", "width")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "bias", "out", "logsumexp")),
+        *((f"{name}_{axis}", ctypes.c_long) for name in "qkv" for axis in ("batch", "head", "row")),
+        *((f"bias_{axis}", ctypes.c_long) for axis in ("batch", "head", "row")),
+        ("scale", ctypes.c_float),
+        ("is_causal", ctypes.c_int),
+        ("is_bf16", ctypes.c_int),
+    ]
+
+
 @dataclass(frozen=True)
 class Native:
     """See `Backend`."""
@@ -48,6 +62,28 @@ class Native:
         kernel = getattr(build.library(), ENTRIES[a.dtype])
         kernel(ctypes.byref(arguments), torch.get_num_threads())
         return out
+
+    def attend(
+        self, query, key, value, bias: Tensor | None, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+        (batch, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
+        if bias is not None:
+            bias = bias.expand(batch, heads, queries, keys)
+            bias = bias if bias.stride(3) == 1 else bias.contiguous()
+        out = torch.empty(batch, queries, heads, width, dtype=query.dtype)
+        logsumexp = torch.empty(batch, queries, heads)
+        arguments = _Attention(
+            *(batch, heads, groups, queries, keys, width),
+            *(query.data_ptr(), key.data_ptr(), value.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(out.data_ptr(), logsumexp.data_ptr()),
+            *(stride for x in (query, key, value) for stride in x.stride()[:3]),
+            *((0, 0, 0) if bias is None else bias.stride()[:3]),
+            *(scale, is_causal, query.dtype == torch.bfloat16),
+        )
+        if build.library().bi_attention(ctypes.byref(arguments), torch.get_num_threads()):
+            raise MemoryError(f"attention: no memory for the scores of {keys} keys")
+        return out.transpose(1, 2), logsumexp.transpose(1, 2)
 
 
 NATIVE = Native()
