@@ -21,6 +21,7 @@ from typing import Any
 import loss_oracle
 import oracle
 import pytest
+import tallies
 import torch
 import torch.distributed as dist
 from drive import one_rank, same_bytes, spread
@@ -28,6 +29,7 @@ from launch import run_ranks
 from loss_oracle import Response, Spec
 from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, normalized_rtol, sum_rtol
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
@@ -640,6 +642,36 @@ def test_a_rank_without_tokens_still_has_a_gradient(monkeypatch: pytest.MonkeyPa
     for objective in ({}, {"ratio": "sequence"}):
         found = drive(flags(mis=TIS | {"objective": objective}), batch, torch.ones(4))
         assert found.loss == 0 and torch.equal(found.gradient, torch.zeros(4))
+
+
+COSTLY = KEPT | {"opsm": {"delta": 0.05}, "objective": {"ratio": "sequence", "unbiased_kl": True}}
+
+
+def flat_call(sequences: int) -> Callable[[], Tensor]:
+    """The hook on so many sequences, with a reducer whose own work does not depend on their number."""
+    step = random_step(7, [5] * sequences)
+    batch, logits = step.batch(), torch.cat(step.rows("target")).requires_grad_()
+    args = flags(mis=COSTLY, use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3)
+    mask = torch.cat(step.rows("mask"))
+
+    def reduce(x: Tensor) -> Tensor:
+        return (x * mask).sum()
+
+    reduce.__module__ = "miles.backends.cp_utils"
+    return lambda: mis.policy_loss(args, batch, logits, reduce)[0]
+
+
+def test_nothing_waits_for_the_device():
+    """Fake tensors have no values: whatever asked for one would raise."""
+    with FakeTensorMode():
+        flat_call(4)().backward()
+
+
+def test_operators_do_not_grow_with_sequences():
+    """Forward: backward, joining a list of tensors takes a view of each."""
+    few, many = (tallies.tally(flat_call(n)) for n in (4, 32))
+    assert few.operators == many.operators
+    assert not many.waits
 
 
 def test_recompute_gives_the_same_bits():
