@@ -13,6 +13,7 @@ from mis_plugins.config import (
     Statistic,
     WeightConfig,
 )
+from mis_plugins.formula import scored_policy
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
@@ -37,9 +38,9 @@ STATISTIC: dict[Statistic, str] = {
     "k1": "k1 (-log ratio)",
     "k2": "k2 ((log ratio)^2 / 2)",
     "k3": "k3 (ratio - 1 - log ratio)",
-    "prob_diff": "probability difference (pi_old - mu)",
-    "abs_prob_diff": "absolute probability difference |pi_old - mu|",
-    "proximal_prob": "probability under the trainer (pi_old)",
+    "prob_diff": "probability difference ({scored} - mu)",
+    "abs_prob_diff": "absolute probability difference |{scored} - mu|",
+    "proximal_prob": "probability under the trainer ({scored})",
     "behavior_prob": "probability under the rollout engine (mu)",
 }
 OVER: dict[Over, str] = {
@@ -68,7 +69,8 @@ LONG, DRIFT = 2000, 1.001
 
 def describe(config: CorrectionConfig) -> str:
     """One line a decision, the flags, and the warnings."""
-    lines = [_weight(config.weight), *map(_rule, config.reject)]
+    scored = scored_policy(config)
+    lines = [_weight(config.weight, scored), *(_rule(rule, scored) for rule in config.reject)]
     if config.opsm:
         lines.append(_opsm(config.opsm))
     if config.objective:
@@ -111,13 +113,13 @@ def warnings(config: CorrectionConfig) -> list[str]:
     ]
 
 
-def _weight(weight: WeightConfig | None) -> str:
+def _weight(weight: WeightConfig | None, scored: str) -> str:
     if weight is None:
         return "weight: none"
     within = f"[{weight.floor:g}, {weight.ceiling:g}]"
     where = f"in {within}" if weight.floor else f"up to {weight.ceiling:g}"
     bound = BOUND[weight.bound].format(upper=f"{weight.ceiling:g}", range=within, where=where)
-    line = f"weight: {LEVEL[weight.level]}, pi_old / mu, {bound}"
+    line = f"weight: {LEVEL[weight.level]}, {scored} / mu, {bound}"
     if weight.normalize is None:
         return line
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
@@ -125,9 +127,11 @@ def _weight(weight: WeightConfig | None) -> str:
     return f"{line}; divided by its mean over the {weight.normalize.over} {unit} of the {scope}"
 
 
-def _rule(rule: RejectRule) -> str:
+def _rule(rule: RejectRule, scored: str) -> str:
     over = OVER_RATIO.get(rule.over) if rule.statistic == "ratio" else None
-    what = (over or OVER[rule.over]).format(unit=rule.unit, statistic=STATISTIC[rule.statistic])
+    what = (over or OVER[rule.over]).format(
+        unit=rule.unit, statistic=STATISTIC[rule.statistic].format(scored=scored)
+    )
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
     bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
     return f"reject: {what} is {' or '.join(bounds)}"
@@ -149,7 +153,7 @@ def _objective(objective: ObjectiveConfig) -> str:
     )
     line = f"objective: {SURROGATE[objective.surrogate].format(ratio=ratio)}"
     if objective.old == "behavior":
-        line += "; weight and rules look at pi_theta / mu (bypass)"
+        line += "; weight and rules look at pi_theta / mu too (bypass)"
     if objective.unbiased_kl:
         line += f"; the KL term times pi_theta / {old}"
     return line + ("; the KL term weighted and dropped like the loss" if objective.weigh_kl else "")

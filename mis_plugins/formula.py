@@ -33,9 +33,9 @@ STATISTIC: dict[Statistic, str] = {
     "k1": "-log r_t",
     "k2": "(log r_t)^2 / 2",
     "k3": "(r_t - 1 - log r_t)",
-    "prob_diff": "(pi_old - mu)",
-    "abs_prob_diff": "|pi_old - mu|",
-    "proximal_prob": "pi_old",
+    "prob_diff": "({scored} - mu)",
+    "abs_prob_diff": "|{scored} - mu|",
+    "proximal_prob": "{scored}",
     "behavior_prob": "mu",
 }
 MULTIPLIED = {"sum": "prod{} r", "mean": "(prod{} r)^(1/n)"}  # what ratios do where other statistics add
@@ -48,18 +48,25 @@ SURROGATE: dict[str, str] = {
 
 def formula(config: CorrectionConfig) -> list[str]:
     """Every line of it."""
-    objective = config.objective or ObjectiveConfig()
-    lines = [f"r_t    = {'pi_theta' if objective.old == 'behavior' else 'pi_old'}(y_t) / mu(y_t)"]
+    scored = scored_policy(config)
+    lines = [f"r_t    = {scored}(y_t) / mu(y_t)"]
     if config.aggregate == "kept":
         lines.append("prod r = product over the tokens that every rule over tokens keeps, n of them")
     lines.append(f"w_t    = {_weight(config.weight)}")
-    lines.append("keep_t = " + " and ".join(["mask_t", *map(_rule, config.reject), *_opsm(config.opsm)]))
+    rules = [_rule(rule, scored) for rule in config.reject]
+    lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
-        lines += _objective(objective)
+        lines += _objective(config.objective or ObjectiveConfig())
     else:
         lines.append("L_t    = w_t * the host's policy loss of the token where keep_t, else 0")
     count = "kept tokens" if config.denominator == "kept" else "tokens of before rejection"
     return [*lines, f"L      = sum_t L_t / number of {count}, of each sequence"]
+
+
+def scored_policy(config: CorrectionConfig) -> str:
+    """Whose log-probs weights and rules compare with those of mu."""
+    bypass = config.objective is not None and config.objective.old == "behavior"
+    return "pi_theta" if bypass else "pi_old"
 
 
 def truncated(ratio: str, weight: WeightConfig) -> str:
@@ -99,11 +106,11 @@ def _weight(weight: WeightConfig | None) -> str:
     return f"({bounded}) / {over}" if weight.bound in ("mask", "zero") else f"{bounded} / {over}"
 
 
-def _rule(rule: RejectRule) -> str:
+def _rule(rule: RejectRule, scored: str) -> str:
     where = "_segment" if rule.unit == "segment" else ""
     if rule.statistic == "ratio" and rule.over in MULTIPLIED:
         return _within(MULTIPLIED[rule.over].format(where), rule.lower, rule.upper)
-    each = STATISTIC[rule.statistic]
+    each = STATISTIC[rule.statistic].format(scored=scored)
     over = each if rule.over == "token" else f"{rule.over}{where or '_t'} {each}"
     return _within(over, rule.lower, rule.upper)
 

@@ -17,7 +17,14 @@ from tolerances import normalized_rtol
 
 from mis_plugins import describe, example, formula, writing
 from mis_plugins.__main__ import main
-from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig, RejectRule, WeightConfig
+from mis_plugins.config import (
+    CorrectionConfig,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    Statistic,
+    WeightConfig,
+)
 from mis_plugins.reading import from_mapping
 
 NAMES = sorted(DOCUMENTED)
@@ -105,7 +112,7 @@ def test_comments_stand_beside_their_settings():
         (
             {"weight": {"bound": "none"}, "objective": {"surrogate": "reinforce", "old": "behavior"}},
             "objective: REINFORCE, -A log pi_theta, with the weight as a constant factor; weight and rules look at "
-            "pi_theta / mu (bypass)",
+            "pi_theta / mu too (bypass)",
             "L_t    = -w_t A_t log pi_theta(y_t) where keep_t, else 0",
         ),
         (
@@ -126,6 +133,60 @@ def test_every_setting_is_told(mapping: dict, words: str, lines: str):
     config = from_mapping(mapping)
     assert any(words in line for line in describe.describe(config).splitlines()), describe.describe(config)
     assert lines in formula.formula(config), "\n".join(formula.formula(config))
+
+
+@pytest.mark.parametrize("name", formula.STATISTIC)
+def test_a_statistics_formula_is_what_it_says(name: Statistic):
+    """As Python it gives what the oracle does; of a ratio that logarithm which is compared."""
+    text = formula.STATISTIC[name].format(scored="pi_old").replace("log r_t", "log(r_t)").replace("^", "**")
+    if text.startswith("|"):
+        text = f"abs({text.strip('|')})"
+    names = {"r_t": 0.25, "pi_old": 0.2, "mu": 0.8, "log": math.log, "abs": abs}
+    found = eval(text, {"__builtins__": {}}, names)
+    expected = oracle.token_statistic(oracle.Sample([math.log(0.2)], [math.log(0.8)], [True]), 0, name)
+    assert found == pytest.approx(math.exp(expected) if name == "ratio" else expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ({"bound": "zero", "lower": 0.5, "upper": 3}, "r_t where 0.5 <= r_t <= 3, else 0"),
+        ({"bound": "mask", "upper": 4}, "r_t where 0.25 <= r_t <= 4, else the token is dropped"),
+        ({"bound": "none", "level": "segment_geometric"}, "(prod_segment r)^(1/n)"),
+        ({"bound": "truncate", "level": "sequence", "normalize": {"scope": "rollout"}},
+         "min(prod r, 2) / its mean over the valid tokens of the rollout"),
+        (None, "1"),
+    ],
+)  # fmt: skip
+def test_formula_of_a_weight(weight: dict | None, expected: str):
+    assert formula.formula(from_mapping({"weight": weight}))[1] == f"w_t    = {expected}"
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({"over": "sum", "lower": 0.5, "upper": 2}, "0.5 <= prod r <= 2"),
+        ({"over": "max", "upper": 2}, "max_t r_t <= 2"),
+        ({"over": "min", "unit": "segment", "lower": 0.5}, "0.5 <= min_segment r_t"),
+        ({"statistic": "k2", "over": "mean", "upper": 2}, "mean_t (log r_t)^2 / 2 <= 2"),
+    ],
+)
+def test_formula_of_a_rule(rule: dict, expected: str):
+    assert (
+        formula.formula(from_mapping({"weight": None, "reject": [rule]}))[2]
+        == f"keep_t = mask_t and {expected}"
+    )
+
+
+def test_bypass_compares_the_policy_itself_with_mu():
+    mapping = {"weight": None, "reject": [{"statistic": "prob_diff", "upper": 0.2}]}
+    for objective, scored in ((None, "pi_old"), ({"old": "behavior"}, "pi_theta")):
+        config = from_mapping(mapping | {"objective": objective})
+        assert formula.formula(config)[0] == f"r_t    = {scored}(y_t) / mu(y_t)"
+        assert formula.formula(config)[2] == f"keep_t = mask_t and ({scored} - mu) <= 0.2"
+        assert f"tokens whose probability difference ({scored} - mu) is above 0.2" in describe.describe(
+            config
+        )
 
 
 def test_all_rejected_and_floor_are_told():
