@@ -33,6 +33,9 @@ setup(
         "mis_plugins.presets",
         "mis_plugins.translate",
         "true_on_policy",
+        "true_on_policy.engines",
+        "true_on_policy.engines.stand_in.sgl_kernel",
+        "true_on_policy.trainers",
         "true_on_policy.kernels",
     ],
     # yaml/ holds no code and has no __init__.py (it would shadow PyYAML); a wheel carries it inside the package.
@@ -40,6 +43,7 @@ setup(
     package_data={
         "mis_plugins": ["py.typed"],
         "mis_plugins.presets": ["*.yaml"],
+        "true_on_policy.engines": ["*.sh", "*.txt"],
         "true_on_policy.kernels": ["*.c"],
     },
     # No bounds: a host brings its own torch, and installing us must never replace it.
@@ -57,6 +61,8 @@ setup(
             "pyright[nodejs]",
         ],
     },
+    # SGLang loads it in each of its processes; it does nothing unless our launcher asks (TRUE_ON_POLICY_CONTRACT).
+    entry_points={"sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"]},
     classifiers=[
         "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3.11",

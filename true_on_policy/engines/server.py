@@ -1,0 +1,126 @@
+"""A server process of our own: started on a free loopback port in its own process group, and ended with all of it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from true_on_policy.engines.protocol import EngineError
+
+TAIL_LINES = 25
+POLL_SECONDS = 0.25
+GRACE_SECONDS = 5
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Server:
+    """A child process that speaks HTTP on loopback. What it prints is kept and quoted in every error."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log")
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        atexit.register(self.close)
+
+    def wait_until_ready(self, path: str, seconds: float) -> None:
+        """Return once GET `path` answers 200.
+
+        Raises:
+            EngineError: the process ended, or was not ready within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise self._error(f"ended with exit code {self._process.returncode} while starting")
+            try:
+                with urllib.request.urlopen(self.url + path, timeout=seconds):
+                    return
+            except OSError:
+                time.sleep(POLL_SECONDS)
+        raise self._error(f"not ready within {seconds:.0f} s")
+
+    def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
+        """The JSON answer to a JSON POST.
+
+        Raises:
+            EngineError: the process died, refused the request, or did not answer within `seconds`.
+        """
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refused:
+            raise self._error(f"{path} answered {refused.code}: {refused.read().decode()[:500]}") from refused
+        except TimeoutError as late:
+            raise self._error(f"{path} did not answer within {seconds:.0f} s") from late
+        except OSError as gone:
+            raise self._error(f"{path} failed: {gone}") from gone
+
+    def output(self) -> str:
+        """All that the process printed so far."""
+        return Path(self._log.name).read_text(errors="replace")
+
+    def _error(self, what: str) -> EngineError:
+        tail = "\n".join(self.output().splitlines()[-TAIL_LINES:])
+        return EngineError(f"{self.name}: {what}; the end of what it printed:\n{tail}")
+
+    def close(self) -> None:
+        """End the whole process group: asked first, killed after a grace period. May be called twice."""
+        atexit.unregister(self.close)
+        for stop, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
+            if not _signal_group(self._process.pid, stop):
+                break
+            _wait_for_group(self._process, seconds)
+        self._log.close()
+
+
+def _die_with_parent() -> None:
+    """Linux: kill this process when its parent ends, even where the parent could not call `close`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _signal_group(group: int, what: signal.Signals | int) -> bool:
+    """Whether the group still had a process to signal."""
+    try:
+        os.killpg(group, what)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_for_group(leader: subprocess.Popen, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        leader.poll()  # reaps it: a zombie would keep its group alive
+        if not _signal_group(leader.pid, 0):
+            return
+        time.sleep(0.05)

@@ -1,0 +1,193 @@
+"""The real SGLang behind its HTTP server on loopback, in the environment that install.sh made, on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from true_on_policy.contract import Contract
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import Server, free_port
+from true_on_policy.engines.sglang_plugin import ACTIVE, CONTRACT, ORDER
+from true_on_policy.norm_order import NormOrder
+
+HERE = Path(__file__).parent
+ENVIRONMENT = "SGLANG_VENV"  # names another folder than .venv-sglang
+START_SECONDS = 300
+GENERATE_SECONDS = 300
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How the server schedules.
+
+    Attributes:
+        cached_tokens: slots of the key-value cache; fewer than the running requests need preempts some.
+        running: sequences in one decode batch, at most.
+        prefill_chunk: tokens of prefill at a time, None: a prompt whole.
+        retract_every: preempt by force, every so many decode steps.
+    """
+
+    cached_tokens: int = 16384
+    running: int = 8
+    prefill_chunk: int | None = None
+    retract_every: int | None = None
+
+
+class SGLang:
+    """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
+
+    Raises:
+        EngineError: no environment, or the server did not come up.
+    """
+
+    name = "sglang"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        contract: Contract | None = None,
+        order: NormOrder | None = None,
+        pool: Pool = Pool(),
+    ):
+        self._seeded = contract is not None
+        self._version = "0"
+        port = free_port()
+        command = [str(interpreter()), *_arguments(checkpoint, dtype, pool, port)]
+        if contract is not None:
+            command.append("--enable-deterministic-inference")
+        self._server = Server(self.name, command, _environment(contract, order, pool), port)
+        try:
+            self._server.wait_until_ready("/health", START_SECONDS)
+            if contract is not None and ACTIVE not in self._server.output():
+                raise EngineError(
+                    f"sglang: runs, but never printed {ACTIVE!r}: our plugin is not installed there"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        answers = self._generate(
+            [request.prompt for request in requests], [self._sampling(request) for request in requests], {}
+        )
+        return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        seed = {"sampling_seed": request.seed} if self._seeded else {}
+        return {
+            "temperature": request.temperature,
+            "max_new_tokens": request.length,
+            "ignore_eos": True,
+            **seed,
+        }
+
+    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+        meta = answer["meta_info"]
+        tokens = tuple(answer["output_ids"])
+        log_probs = _log_probs(meta["output_token_logprobs"], tokens)
+        if len(tokens) != request.length:
+            raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
+        return Sample(request, tokens, log_probs, self._version)
+
+    def score(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "N"]]:
+        sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
+        answers = self._generate([sample.sequence for sample in samples], sampling, {"logprob_start_len": 0})
+        return [
+            _log_probs(answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :], sample.tokens)
+            for sample, answer in zip(samples, answers, strict=True)
+        ]
+
+    def _generate(self, prompts: list, sampling: list, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
+        return self._server.post("/generate", body, GENERATE_SECONDS)
+
+    def update_weights(self, checkpoint: Path, version: str) -> None:
+        answer = self._server.post(
+            "/update_weights_from_disk",
+            {"model_path": str(checkpoint), "flush_cache": True},
+            GENERATE_SECONDS,
+        )
+        if not answer["success"]:
+            raise EngineError(f"sglang: refused the weights of {checkpoint}: {answer['message']}")
+        self._version = version
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def interpreter() -> Path:
+    """The python of the engine's environment.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    folder = Path(os.environ.get(ENVIRONMENT) or HERE.parent.parent / ".venv-sglang")
+    python = folder / "bin" / "python"
+    if not python.exists():
+        raise EngineError(
+            f"{folder}: no SGLang there; run `bash {HERE / 'install.sh'} sglang`, or set {ENVIRONMENT}"
+        )
+    return python
+
+
+def _arguments(checkpoint: Path, dtype: str, pool: Pool, port: int) -> list[str]:
+    options = {
+        "model-path": checkpoint,
+        "dtype": DTYPES[dtype],
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "grammar-backend": "none",
+        "max-total-tokens": pool.cached_tokens,
+        "max-running-requests": pool.running,
+        "mem-fraction-static": 0.5,  # its own guess is negative on a small machine; max-total-tokens decides
+        "chunked-prefill-size": pool.prefill_chunk or -1,
+        "host": "127.0.0.1",
+        "port": port,
+        "log-level": "info",
+    }
+    flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup"]
+    named = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return ["-m", "sglang.launch_server", *named, *flags]
+
+
+def _environment(contract: Contract | None, order: NormOrder | None, pool: Pool) -> dict[str, str]:
+    """Ours, but for what leads Python into our environment; compiled code has other bits than eager, so none is."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))
+    }
+    added = {
+        "PYTHONPATH": str(HERE / "stand_in"),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if contract is not None:
+        added[CONTRACT] = json.dumps(asdict(contract))
+    if order is not None:
+        added[ORDER] = json.dumps(asdict(order))
+    if pool.retract_every is not None:
+        added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
+    return inherited | added
+
+
+def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[np.ndarray, "N"]:
+    """From rows (log-prob, token id, text); a missing log-prob is an error, never a number."""
+    if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
+        raise EngineError(
+            f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
+        )
+    # Its JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
+    return np.array([row[0] for row in rows], dtype=np.float32)
