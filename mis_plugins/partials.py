@@ -7,7 +7,7 @@ sums to float64 rounding, maxima and histograms exactly.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mis_plugins import sketch
+from mis_plugins.config import RejectRule, Unit
 from mis_plugins.correction import Correction
+from mis_plugins.rejection import Totals
 from mis_plugins.step_rows import (
     Rows,
     Sequences,
@@ -26,6 +28,10 @@ from mis_plugins.step_rows import (
     sequence_sums,
     token_maxima,
     token_sums,
+    unit_rule_maxima,
+    unit_rule_sums,
+    unit_rules,
+    usable_token_sums,
 )
 
 SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio")
@@ -37,7 +43,7 @@ POWERS = (1, 2)  # of the ratio of a whole sequence
 LAGS = 8  # 0, 1, ... 6 weight versions behind, and more
 LAG_ROWS = ("tokens", "log_ratio", "k3", "ratio", "kept")
 
-ROWS_AT_ONCE = 8  # that stand in memory together
+ROWS_AT_ONCE = 16  # that stand in memory together
 
 
 @dataclass(frozen=True)
@@ -106,19 +112,26 @@ def partials(
     edges = sketch.edges(correction.log_ratio.device)
     by_token = torch.stack([tokens.log_ratio, tokens.weight.log()])
     by_sequence = torch.stack([sequences.log_ratio, sequences.mean_log_ratio])
+    units = [(unit_rules(correction.config, unit), totals) for unit, totals in _units(correction)]
     once = [
         _summed(sequence_sums(sequences), sequences.seen),
         _summed(sequence_counts(sequences), sequences.live),
+        _of_micro_batch(sequences),
+        *(_unit_rules(rules, totals) for rules, totals in units if rules),
     ]
-    once.append(_of_micro_batch(sequences))
     histograms, products = sketch.histograms(by_sequence, sequences.seen, edges), _products(sequences)
     if not counts_sequences:
         once = [(names, torch.zeros_like(sums)) for names, sums in once]
         histograms, products = torch.zeros_like(histograms), torch.zeros_like(products)
-    sums = [_summed(token_sums(tokens)), *once]
+    sums = [_summed(token_sums(tokens)), _summed(usable_token_sums(tokens), tokens.usable), *once]
     maxima = [
         _largest(token_maxima(tokens), tokens.usable),
         _largest(sequence_maxima(sequences), sequences.seen),
+        *(
+            _largest(unit_rule_maxima(rules, totals), totals["usable"] > 0)
+            for rules, totals in units
+            if rules
+        ),
     ]
     return Partials(
         *(tuple(itertools.chain.from_iterable(names for names, _ in part)) for part in (sums, maxima)),
@@ -127,6 +140,12 @@ def partials(
         products=products,
         lags=_lag_rows(tokens, lags),
     )
+
+
+def _units(correction: Correction) -> Iterator[tuple[Unit, Totals]]:
+    yield "sequence", correction.verdict.unit_totals
+    if correction.verdict.segments is not None:
+        yield "segment", correction.verdict.segments.totals
 
 
 Named = tuple[list[str], Float[Tensor, " _"]]
@@ -141,6 +160,14 @@ def _summed(rows: Rows, counted: Bool[Tensor, " *"] | None = None) -> Named:
             (stacked if counted is None else torch.where(counted, stacked, 0)).sum(-1, dtype=torch.float64)
         )
     return names, torch.cat(sums)
+
+
+def _unit_rules(rules: list[tuple[str, RejectRule]], units: Totals) -> Named:
+    rows = list(unit_rule_sums(rules, units))
+    stacked = torch.where(units["usable"] > 0, torch.stack([row for _, row in rows]), 0)
+    names = [name for name, _ in rows]
+    names += [name.replace("_unit", "") for name in names]
+    return names, torch.cat([stacked.sum(-1), (stacked * units["valid"]).sum(-1)])
 
 
 def _largest(rows: Rows, counted: Bool[Tensor, " *"]) -> Named:

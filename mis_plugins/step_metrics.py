@@ -18,6 +18,7 @@ from torch import Tensor
 from mis_plugins import sketch
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.partials import LAG_ROWS, LAGS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials
+from mis_plugins.slope import relation
 from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered
 
 QUANTILES = (25, 50, 75, 95, 99)
@@ -365,6 +366,64 @@ def saturated_tokens(s: Step) -> float:
     Do: find the tokens; a log-prob of -20 or so is often a placeholder.
     """
     return s.over_tokens("saturated")
+
+
+# Whether both sides mean the same by a log-prob: see `slope.py`.
+
+
+@metric
+def slope(s: Step) -> float:
+    """Least squares slope over tokens of log pi_old on log mu.
+
+    Range: above 0; 1 where the policies agree, a little less under noise.
+    Bad: it and slope_inverse both on one side of 1 by 0.02: one side's log-probs are scaled by a temperature.
+    Do: check --rollout-temperature on both sides and whether the engine's log-probs are raw or processed.
+    """
+    return _of_relation(s, "slope")
+
+
+@metric
+def slope_inverse(s: Step) -> float:
+    """Inverse of the least squares slope over tokens of log mu on log pi_old.
+
+    Range: at least slope.
+    Bad: as slope.
+    Do: as slope.
+    """
+    return _of_relation(s, "inverse")
+
+
+@metric
+def slope_error(s: Step) -> float:
+    """Standard error of slope.
+
+    Range: 0 and above.
+    Bad: nothing by itself.
+    Do: read slope with it.
+    """
+    return _of_relation(s, "slope_error")
+
+
+@metric
+def implied_temperature(s: Step) -> float:
+    """The temperature of mu against pi_old that both slopes imply: sqrt(slope x slope_inverse).
+
+    Range: above 0; 1 where the policies agree. The true one is 1 to 3 times as far from 1.
+    Bad: as slope.
+    Do: as slope.
+    """
+    return _of_relation(s, "implied_temperature")
+
+
+@metric
+def ratio_mean_error(s: Step) -> float:
+    """Standard error of ratio_mean; r_t - 1 has mean 0 given what came before, so that tokens need not be independent.
+
+    Range: 0 and above.
+    Bad: |ratio_mean - 1| above 6 of it: see ratio_mean.
+    Do: as ratio_mean.
+    """
+    return _of_relation(s, "mean_ratio_error")
 
 
 # The same of whole sequences.
@@ -1027,13 +1086,13 @@ def prob_diff_tail(s: Step, bound: float) -> float:
 
 
 def rule_mean(s: Step, rule: str) -> float:
-    """Mean over tokens of what the rule compares (of ratios the log); of a sequence's statistic, at each of its tokens.
+    """Mean over tokens of what the rule compares (of ratios the log); of a unit's statistic, at each of its tokens.
 
     Range: that of the statistic.
     Bad: near a bound.
     Do: widen the rule, or lower the mismatch.
     """
-    return s.over_tokens(rule)
+    return _over_rule(s, rule, "_count", "")
 
 
 def rule_std(s: Step, rule: str) -> float:
@@ -1043,27 +1102,27 @@ def rule_std(s: Step, rule: str) -> float:
     Bad: as wide as the bounds.
     Do: as rule_mean.
     """
-    return s.spread(f"{rule}_bounded", f"{rule}_bounded_squared", s.sums["usable"])
+    return s.spread(f"{rule}_bounded", f"{rule}_bounded_squared", s.sums[f"{rule}_count"])
 
 
 def rule_low_fraction(s: Step, rule: str) -> float:
-    """Share of the tokens that lie below the rule's lower bound, or whose sequence does.
+    """Share of the tokens that lie below the rule's lower bound, or whose unit does.
 
     Range: 0 to 1.
     Bad: far above rule_i_high_fraction.
     Do: as kl_k3.
     """
-    return s.over_tokens(f"{rule}_low")
+    return _over_rule(s, rule, "_count", "_low")
 
 
 def rule_high_fraction(s: Step, rule: str) -> float:
-    """Share of the tokens that lie above the rule's upper bound, or whose sequence does.
+    """Share of the tokens that lie above the rule's upper bound, or whose unit does.
 
     Range: 0 to 1.
     Bad: far above rule_i_low_fraction.
     Do: widen the rule, or lower the mismatch.
     """
-    return s.over_tokens(f"{rule}_high")
+    return _over_rule(s, rule, "_count", "_high")
 
 
 def rule_rejected_fraction(s: Step, rule: str) -> float:
@@ -1073,7 +1132,7 @@ def rule_rejected_fraction(s: Step, rule: str) -> float:
     Bad: near rejected_fraction: this rule is the one.
     Do: widen it.
     """
-    return s.over_tokens(f"{rule}_low") + s.over_tokens(f"{rule}_high")
+    return _over_rule(s, rule, "_count", "_low") + _over_rule(s, rule, "_count", "_high")
 
 
 def rule_min(s: Step, rule: str) -> float:
@@ -1081,9 +1140,9 @@ def rule_min(s: Step, rule: str) -> float:
 
     Range: that of the statistic.
     Bad: far outside the bounds.
-    Do: find the token or the sequence.
+    Do: find the token or the unit.
     """
-    return s.smallest(rule if f"{rule}_min" in s.maxima else f"{rule}_sequence")
+    return s.smallest(rule if f"{rule}_min" in s.maxima else f"{rule}_unit")
 
 
 def rule_max(s: Step, rule: str) -> float:
@@ -1091,89 +1150,89 @@ def rule_max(s: Step, rule: str) -> float:
 
     Range: that of the statistic.
     Bad: far outside the bounds.
-    Do: find the token or the sequence.
+    Do: find the token or the unit.
     """
-    return s.largest(rule if f"{rule}_max" in s.maxima else f"{rule}_sequence")
+    return s.largest(rule if f"{rule}_max" in s.maxima else f"{rule}_unit")
 
 
-def rule_sequence_mean(s: Step, rule: str) -> float:
-    """Mean over sequences of what the rule compares; of a rule over tokens, of its mean over the sequence.
+def rule_unit_mean(s: Step, rule: str) -> float:
+    """Mean over units (segments, where the rule drops those, else sequences) of what the rule compares, or of its mean.
 
     Range: that of the statistic.
     Bad: near a bound.
     Do: as rule_mean.
     """
-    return s.over_sequences(f"{rule}_sequence")
+    return _over_rule(s, rule, "_unit_count", "_unit")
 
 
-def rule_sequence_std(s: Step, rule: str) -> float:
-    """Standard deviation over sequences of the same, unbiased.
+def rule_unit_std(s: Step, rule: str) -> float:
+    """Standard deviation over units of the same, unbiased.
 
     Range: 0 and above.
     Bad: as wide as the bounds.
     Do: as rule_mean.
     """
-    return s.spread(f"{rule}_sequence", f"{rule}_sequence_squared", s.sums["seen"], unbiased=True)
+    return s.spread(f"{rule}_unit", f"{rule}_unit_squared", s.sums[f"{rule}_unit_count"], unbiased=True)
 
 
-def rule_sequence_min(s: Step, rule: str) -> float:
+def rule_unit_min(s: Step, rule: str) -> float:
     """Smallest of the same.
 
     Range: that of the statistic.
     Bad: far outside the bounds.
-    Do: find the sequence.
+    Do: find the unit.
     """
-    return s.smallest(f"{rule}_sequence")
+    return s.smallest(f"{rule}_unit")
 
 
-def rule_sequence_max(s: Step, rule: str) -> float:
+def rule_unit_max(s: Step, rule: str) -> float:
     """Largest of the same.
 
     Range: that of the statistic.
     Bad: far outside the bounds.
-    Do: find the sequence.
+    Do: find the unit.
     """
-    return s.largest(f"{rule}_sequence")
+    return s.largest(f"{rule}_unit")
 
 
-def rule_sequence_max_deviation(s: Step, rule: str) -> float:
+def rule_unit_max_deviation(s: Step, rule: str) -> float:
     """Largest size of the same.
 
     Range: 0 and above.
     Bad: far outside the bounds.
-    Do: find the sequence.
+    Do: find the unit.
     """
-    return max(s.largest(f"{rule}_sequence"), -s.smallest(f"{rule}_sequence"))
+    return max(s.largest(f"{rule}_unit"), -s.smallest(f"{rule}_unit"))
 
 
-def rule_sequence_low_fraction(s: Step, rule: str) -> float:
-    """Share of the sequences for which the same lies below the lower bound.
+def rule_unit_low_fraction(s: Step, rule: str) -> float:
+    """Share of the units for which the same lies below the lower bound.
 
     Range: 0 to 1.
     Bad: far above the other side.
     Do: as rule_low_fraction.
     """
-    return s.over_sequences(f"{rule}_sequence_low")
+    return _over_rule(s, rule, "_unit_count", "_unit_low")
 
 
-def rule_sequence_high_fraction(s: Step, rule: str) -> float:
-    """Share of the sequences for which the same lies above the upper bound.
+def rule_unit_high_fraction(s: Step, rule: str) -> float:
+    """Share of the units for which the same lies above the upper bound.
 
     Range: 0 to 1.
     Bad: far above the other side.
     Do: as rule_high_fraction.
     """
-    return s.over_sequences(f"{rule}_sequence_high")
+    return _over_rule(s, rule, "_unit_count", "_unit_high")
 
 
-def rule_sequence_rejected_fraction(s: Step, rule: str) -> float:
-    """Share of the sequences of which this rule alone would drop at least one token.
+def rule_unit_rejected_fraction(s: Step, rule: str) -> float:
+    """Share of the units of which this rule alone would drop at least one token.
 
     Range: 0 to 1.
-    Bad: near 1 of a rule over sequences: nothing is left.
+    Bad: near 1 of a rule over units: nothing is left.
     Do: widen it.
     """
-    return s.over_sequences(f"{rule}_sequence_touched")
+    return _over_rule(s, rule, "_unit_count", "_unit_touched")
 
 
 def lag_share(s: Step, lag: int) -> float:
@@ -1246,14 +1305,14 @@ RULES: dict[str, Family] = {
     "rule_{i}_low_fraction": rule_low_fraction,
     "rule_{i}_high_fraction": rule_high_fraction,
     "rule_{i}_rejected_fraction": rule_rejected_fraction,
-    "rule_{i}_sequence_mean": rule_sequence_mean,
-    "rule_{i}_sequence_std": rule_sequence_std,
-    "rule_{i}_sequence_min": rule_sequence_min,
-    "rule_{i}_sequence_max": rule_sequence_max,
-    "rule_{i}_sequence_max_deviation": rule_sequence_max_deviation,
-    "rule_{i}_sequence_low_fraction": rule_sequence_low_fraction,
-    "rule_{i}_sequence_high_fraction": rule_sequence_high_fraction,
-    "rule_{i}_sequence_rejected_fraction": rule_sequence_rejected_fraction,
+    "rule_{i}_unit_mean": rule_unit_mean,
+    "rule_{i}_unit_std": rule_unit_std,
+    "rule_{i}_unit_min": rule_unit_min,
+    "rule_{i}_unit_max": rule_unit_max,
+    "rule_{i}_unit_max_deviation": rule_unit_max_deviation,
+    "rule_{i}_unit_low_fraction": rule_unit_low_fraction,
+    "rule_{i}_unit_high_fraction": rule_unit_high_fraction,
+    "rule_{i}_unit_rejected_fraction": rule_unit_rejected_fraction,
 }
 VERSIONS: dict[str, Family] = {
     "lag_{lag}_share": lag_share,
@@ -1283,6 +1342,15 @@ def families(config: CorrectionConfig) -> dict[str, tuple[Family, tuple]]:
     for lag in range(LAGS):
         found |= {name.format(lag=lag): (function, (lag,)) for name, function in VERSIONS.items()}
     return found
+
+
+def _of_relation(s: Step, name: str) -> float:
+    found = relation(s.sums)
+    return math.nan if found is None else getattr(found, name)
+
+
+def _over_rule(s: Step, rule: str, of: str, row: str) -> float:
+    return ratio_of(s.sums.get(rule + row, 0.0), s.sums[rule + of])
 
 
 def ratio_of(part: float, whole: float) -> float:

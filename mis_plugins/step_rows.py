@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.correction import Correction, kept_tokens
+from mis_plugins.config import CorrectionConfig, RejectRule, Unit, WeightConfig
+from mis_plugins.correction import Correction
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
-from mis_plugins.rejection import Totals, aggregate, row_of
+from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import drops_tokens, weighs_tokens
 from mis_plugins.units import known, passing_units, unit_log_ratio, unit_ratio
 
@@ -90,15 +90,19 @@ class Tokens:
         return (self.proximal_prob - self.behavior_prob).abs()
 
     @cached_property
+    def normalized(self) -> Float[Tensor, " T"]:
+        return self.known(self.correction.weights.double())
+
+    @cached_property
     def weight(self) -> Float[Tensor, " T"]:
         """Bounded and not yet normalized."""
-        weights, mean = self.correction.weights.double(), self.correction.mean_weight
-        return weights if mean is None else weights * mean
+        mean = self.correction.mean_weight
+        return self.normalized if mean is None else self.normalized * mean
 
     @cached_property
     def applied(self) -> Float[Tensor, " T"]:
         """The weight as multiplied into the loss, 0 where the token is dropped."""
-        return torch.where(self.correction.keep, self.correction.weights.double(), 0)
+        return torch.where(self.correction.keep, self.normalized, 0)
 
     @cached_property
     def lifted(self) -> Float[Tensor, " T"]:
@@ -155,44 +159,40 @@ class Sequences:
     def rollout_log_ppl(self) -> Float[Tensor, " N"]:
         return self.mean_log_ratio + self.train_log_ppl
 
+    @property
+    def units(self) -> Totals:
+        """What weights and rules look at: totals of all valid tokens, or of those that smaller units leave."""
+        return self.correction.verdict.unit_totals
+
     @cached_property
     def kept(self) -> Float[Tensor, " N"]:
         """How many tokens of it are kept."""
-        return self._surviving(kept_tokens(self.totals), self.totals["usable"])
+        return self.correction.verdict.kept
 
     @cached_property
     def weight(self) -> Float[Tensor, " N"]:
-        """Mean of the bounded weights over its valid tokens, not normalized."""
-        if self.correction.sequence_weight is not None:
-            return self.correction.sequence_weight
-        return self._mean(self.totals["weight" if weighs_tokens(self.config) else "usable"])
+        """Mean of the bounded weights over its valid tokens, 0 where they are not known; not normalized."""
+        mean = self._mean(self.totals["weight" if weighs_tokens(self.config) else "usable"])
+        weight = self.correction.sequence_weight
+        return mean if weight is None else mean * weight
 
     @cached_property
     def ratio(self) -> Float[Tensor, " N"]:
         """What the weight was before its bound: the ratio of the sequence, or the mean over its tokens."""
         if self.config.weight and self.config.weight.by_sequence:
-            return unit_ratio(self.totals, self.config.weight)
+            return unit_ratio(self.units, self.config.weight)
         return self._mean(self.totals["ratio"])
 
     @cached_property
     def applied(self) -> Float[Tensor, " N"]:
         """Mean over its valid tokens of the weights as multiplied into the loss, 0 where dropped."""
-        if weighs_tokens(self.config):
-            mean = self._mean(self._surviving(self.totals["applied"], self.totals["weight"]))
-        else:
-            mean = self._mean(self.kept)
-            mean = mean if self.correction.sequence_weight is None else mean * self.weight
-        factor = self.correction.mean_weight
-        return mean if factor is None else mean / factor
-
-    def _surviving(self, kept: Float[Tensor, " N"], every: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """The total of the kept tokens: the rules' answer, unless all were rejected and are therefore kept."""
         c = self.correction
-        if c.keep_sequences is not None:
-            kept = torch.where(c.keep_sequences, kept, 0)
-        if self.config.on_all_rejected != "keep" or c.all_rejected is None:
-            return kept
-        return torch.where(c.all_rejected, every, kept)
+        if weighs_tokens(self.config):
+            total = self.totals["applied"]
+            total = total if c.keep_sequences is None else torch.where(c.keep_sequences, total, 0)
+        else:
+            total = self.kept if c.sequence_weight is None else self.kept * c.sequence_weight
+        return self._mean(total if c.mean_weight is None else total / c.mean_weight)
 
     def _mean(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         return total / self.totals["valid"].clamp(min=1)
@@ -211,22 +211,21 @@ def needed_totals(config: CorrectionConfig) -> set[str]:
         names |= {"kept"}
     if weighs_tokens(config):
         names |= {"weight", "applied"}
-    for _, rule in numbered(config):
+    for rule in config.reject:
         row = row_of(rule.statistic)
-        names |= {row, row + "_min", row + "_max"}
+        names |= {row, row + "_min", row + "_max"} if rule.over == "token" else set()
     return names
 
 
 def numbered(config: CorrectionConfig) -> list[tuple[str, RejectRule]]:
-    """The rules over tokens and sequences, as `rule_1`, `rule_2` and so on by their place in the config."""
-    return [(f"rule_{i}", rule) for i, rule in enumerate(config.reject, 1) if rule.unit == "sequence"]
+    """The rules as `rule_1`, `rule_2` and so on."""
+    return [(f"rule_{i}", rule) for i, rule in enumerate(config.reject, 1)]
 
 
 # Over tokens.
 
 TOKEN_SUMS: dict[str, TokenRow] = {
     "valid": lambda t: t.correction.ragged.loss_mask,
-    "usable": lambda t: t.usable,
     "kept": lambda t: t.correction.keep,
     "log_ratio": lambda t: t.log_ratio,
     "abs_log_ratio": lambda t: t.abs_log_ratio,
@@ -252,7 +251,7 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "saturated": lambda t: t.abs_log_ratio > LOG_RATIO_CLAMP,
     "weight": lambda t: t.weight,
     "weight_squared": lambda t: t.weight.square(),
-    "normalized": lambda t: t.correction.weights,
+    "normalized": lambda t: t.normalized,
     "applied": lambda t: t.applied,
     "applied_squared": lambda t: t.applied.square(),
     "kept_log_ratio": lambda t: torch.where(t.correction.keep, t.log_ratio, 0),
@@ -273,25 +272,30 @@ def token_sums(t: Tokens) -> Rows:
         yield f"below_{bound}", t.log_ratio < -bound
     for bound in PROB_DIFF_TAILS:
         yield f"prob_diff_above_{bound}", t.abs_prob_diff > bound
-    yield from _token_weight_sums(t)
-    for name, rule in numbered(t.config):
-        if rule.over == "token":
-            yield from ((row, t.known(x)) for row, x in _rule_sums(name, rule, _token_statistic(t, rule)))
+    weight = t.config.weight
+    if weight is not None and math.isfinite(weight.ceiling):
+        yield "lifted", t.lifted
+        yield "lifted_squared", t.lifted.square()
     for name, row in LOSS_SUMS.items():
         yield name, torch.zeros_like(t.log_ratio) if t.pg_loss is None else row(t, t.pg_loss.double())
 
 
-def _token_weight_sums(t: Tokens) -> Rows:
+def usable_token_sums(t: Tokens) -> Rows:
+    """Rows that are added over usable tokens, and not 0 by themselves elsewhere."""
+    yield "usable", t.usable
     weight, unit = t.config.weight, t.correction.stage.unit_log_ratio
-    if weight is not None and math.isfinite(weight.ceiling):
-        yield "lifted", t.lifted
-        yield "lifted_squared", t.lifted.square()
     if weight is not None and unit is not None:
         low, high = weight_limits(weight)
-        yield "weight_low", t.usable & (unit < low)
-        yield "weight_high", t.usable & (unit > high)
+        yield "weight_low", unit < low
+        yield "weight_high", unit > high
         if weight.bound == "mask":
-            yield "mask_bound", t.usable & ~t.correction.stage.passing
+            yield "mask_bound", ~t.correction.stage.passing
+    for name, rule in numbered(t.config):
+        if rule.over == "token":
+            value = t.correction.stage.statistic(rule.statistic)
+            yield f"{name}_count", t.usable
+            yield from _outside_and_moments(name, rule, value)
+            yield from _within_bounds(name, rule, value)
 
 
 def token_maxima(t: Tokens) -> Rows:
@@ -302,7 +306,7 @@ def token_maxima(t: Tokens) -> Rows:
     yield from _both_ends("applied", t.applied)
     for name, rule in numbered(t.config):
         if rule.over == "token":
-            yield from _both_ends(name, _token_statistic(t, rule))
+            yield from _both_ends(name, t.correction.stage.statistic(rule.statistic))
 
 
 # Over sequences.
@@ -334,17 +338,15 @@ SEQUENCE_COUNTS: dict[str, SequenceRow] = {
 
 
 def sequence_sums(s: Sequences) -> Rows:
-    """Rows that are added over sequences with a usable token."""
+    """Rows that are added over sequences with a usable token. Rules over sequences make rows of their own."""
     yield from ((name, row(s)) for name, row in SEQUENCE_SUMS.items())
     yield from _sequence_weight_sums(s)
     for name, rule in numbered(s.config):
-        value = _sequence_statistic(s, rule)
-        of_rule = dict(_rule_sums(f"{name}_sequence", rule, value))
-        yield from of_rule.items()
-        if rule.over != "token":  # each sequence as often as it has tokens
-            for row, x in of_rule.items():
-                yield row.replace("_sequence", ""), x * s.totals["valid"]
-        yield f"{name}_sequence_touched", _touched(s, rule, value)
+        if rule.over == "token":
+            mean = s.totals[row_of(rule.statistic)] / s.totals["usable"].clamp(min=1)
+            yield f"{name}_unit_count", s.seen
+            yield from _outside_and_moments(f"{name}_unit", rule, mean)
+            yield f"{name}_unit_touched", _loses_a_token(s.totals, rule)
 
 
 def sequence_counts(s: Sequences) -> Rows:
@@ -360,11 +362,11 @@ def _sequence_weight_sums(s: Sequences) -> Rows:
     yield "sequence_ratio_low", s.ratio < math.exp(low)
     yield "sequence_ratio_high", s.ratio > math.exp(high)
     if weight.by_sequence:
-        unit = unit_log_ratio(s.totals, weight)
+        unit = unit_log_ratio(s.units, weight)
         yield "weight_low", unit < low
         yield "weight_high", unit > high
         if weight.bound == "mask":
-            yield "mask_bound", torch.where(passing_units(s.totals, weight), 0, s.totals["usable"])
+            yield "mask_bound", torch.where(passing_units(s.units, weight), 0, s.totals["usable"])
 
 
 def sequence_maxima(s: Sequences) -> Rows:
@@ -374,7 +376,33 @@ def sequence_maxima(s: Sequences) -> Rows:
     yield from _both_ends("sequence_weight", s.weight)
     yield from _both_ends("sequence_applied", s.applied)
     for name, rule in numbered(s.config):
-        yield from _both_ends(f"{name}_sequence", _sequence_statistic(s, rule))
+        if rule.over == "token":
+            yield from _both_ends(
+                f"{name}_unit", s.totals[row_of(rule.statistic)] / s.totals["usable"].clamp(min=1)
+            )
+
+
+# Of rules over units, be they sequences or segments: over those with a usable token.
+
+
+def unit_rules(config: CorrectionConfig, unit: Unit) -> list[tuple[str, RejectRule]]:
+    return [(name, rule) for name, rule in numbered(config) if rule.over != "token" and rule.unit == unit]
+
+
+def unit_rule_sums(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
+    """Rows that are added, by unit and, without `_unit` in their name, by token."""
+    for name, rule in rules:
+        value = aggregate(units, rule)
+        yield f"{name}_unit_count", units["usable"] > 0
+        yield from _outside_and_moments(f"{name}_unit", rule, value)
+        yield from _within_bounds(f"{name}_unit", rule, value)
+        yield f"{name}_unit_touched", ~passes(value, rule, known(units))
+
+
+def unit_rule_maxima(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
+    """Rows whose largest is kept; smallest ones negated."""
+    for name, rule in rules:
+        yield from _both_ends(f"{name}_unit", aggregate(units, rule))
 
 
 def weight_limits(weight: WeightConfig) -> tuple[float, float]:
@@ -391,36 +419,29 @@ def _both_ends(name: str, x: Tensor) -> Rows:
 # Of each rule alone.
 
 
-def _rule_sums(name: str, rule: RejectRule, value: Tensor) -> Rows:
-    """The statistic, what lies below and above its bounds, and what it is within them (from 0 without a lower one)."""
+def _outside_and_moments(name: str, rule: RejectRule, value: Tensor) -> Rows:
+    """The statistic, and what lies below and above its bounds."""
     lower, upper = rule.limits
     yield name, value
     yield f"{name}_squared", value.double().square()
-    yield f"{name}_low", torch.zeros_like(value) if lower is None else value < lower
-    yield f"{name}_high", torch.zeros_like(value) if upper is None else value > upper
+    if lower is not None:
+        yield f"{name}_low", value < lower
+    if upper is not None:
+        yield f"{name}_high", value > upper
+
+
+def _within_bounds(name: str, rule: RejectRule, value: Tensor) -> Rows:
+    """The statistic within its bounds, and above 0 where there is no lower one."""
+    lower, upper = rule.limits
     bounded = value.double().clamp(0 if lower is None else lower, upper)
     yield f"{name}_bounded", bounded
     yield f"{name}_bounded_squared", bounded.square()
 
 
-def _token_statistic(t: Tokens, rule: RejectRule) -> Float[Tensor, " T"]:
-    return t.correction.stage.statistic(rule.statistic)
-
-
-def _sequence_statistic(s: Sequences, rule: RejectRule) -> Float[Tensor, " N"]:
-    """What the rule compares, of each sequence; of a rule over tokens the mean."""
-    if rule.over != "token":
-        return aggregate(s.totals, rule)
-    return s.totals[row_of(rule.statistic)] / s.totals["usable"].clamp(min=1)
-
-
-def _touched(s: Sequences, rule: RejectRule, value: Float[Tensor, " N"]) -> Bool[Tensor, " N"]:
-    """Whether the rule drops any of the sequence's tokens."""
+def _loses_a_token(totals: Totals, rule: RejectRule) -> Bool[Tensor, " N"]:
+    """Sequences of which a rule over tokens drops one."""
     row, (lower, upper) = row_of(rule.statistic), rule.limits
-    smallest, largest = (
-        (value, value) if rule.over != "token" else (s.totals[row + end] for end in ("_min", "_max"))
-    )
-    touched = ~known(s.totals)
+    lost = ~known(totals)
     if lower is not None:
-        touched = touched | (smallest < lower)
-    return touched if upper is None else touched | (largest > upper)
+        lost = lost | (totals[row + "_min"] < lower)
+    return lost if upper is None else lost | (totals[row + "_max"] > upper)

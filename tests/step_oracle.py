@@ -22,13 +22,16 @@ def step_metrics(
     corrected: Corrected,
     loss: Sequence[Sequence[float]] | None = None,
 ) -> tuple[dict[str, float], Everything]:
-    """Every metric of one step but the percentiles, NaN where it is not known; and what it was made of."""
+    """Every metric of one step but the percentiles, NaN where it is not known; and what it was made of.
+
+    With `aggregate: kept`, not those of what a unit adds up from the tokens that are left of it.
+    """
     step = Everything(samples, config, corrected)
     found = counts(step) | by_token(step) | by_sequence(step) | kept(step)
     if config.get("weight"):
         found |= of_bounds(step, config["weight"])
     for i, rule in enumerate(config.get("reject", []), 1):
-        if rule.get("unit", "sequence") == "sequence":
+        if rule.get("over") == "token" or config.get("aggregate") != "kept":
             of_this, size = of_rule(step, rule)
             found |= {f"rule_{i}_{name}": value for name, value in of_this.items()}
             step.sizes |= {f"rule_{i}_{name}": size for name in of_this}
@@ -40,7 +43,7 @@ class Everything:
 
     def __init__(self, samples: Sequence[Sample], config: dict, corrected: Corrected):
         self.samples, self.config, self.corrected = samples, config, corrected
-        places = [(i, t) for i, s in enumerate(samples) for t in s.valid]
+        self.places = places = [(i, t) for i, s in enumerate(samples) for t in s.valid]
         known = [t in samples[i].usable for i, t in places]
         pick = lambda rows: np.array([rows[i][t] for i, t in places], dtype=float)  # noqa: E731
         self.usable = np.array(known, dtype=bool)
@@ -203,11 +206,15 @@ def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
     sums, level = s.sum_x(), weight["level"]
     means = np.array([total / len(s.samples[i].valid) for i, total in zip(s.seen, sums, strict=True)])
     if level in LEVEL_OF_TOKENS:
+        if level != "token" and s.config.get("aggregate") == "kept":
+            return found
         unit = s.x if level == "token" else segment_log_ratios(s, level)
         with np.errstate(divide="ignore"):
             raw = np.log(
                 [float(np.sum(np.exp(s.c[s.owner[s.usable] == i]))) / len(s.samples[i].valid) for i in s.seen]
             )
+    elif s.config.get("aggregate") == "kept":
+        return found
     else:
         unit = sums if level == "sequence" else means
         faulty = np.array([s.samples[i].faulty for i in s.seen], dtype=bool)
@@ -250,20 +257,20 @@ def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
     )
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     tokens = statistic_of(rule, s.p, s.q)
-    owners, over = s.owner[s.usable], rule.get("over", "token")
-    groups = [tokens[owners == i] for i in s.seen]
-    valid = np.array([len(s.samples[i].valid) for i in s.seen])
-    faulty = np.array([s.samples[i].faulty for i in s.seen], dtype=bool)
+    over, places = rule.get("over", "token"), units(s, rule.get("unit", "sequence"))
+    groups = [tokens[of_usable] for of_usable, _ in places]
+    valid = np.array([n for _, n in places])
+    faulty = np.array([len(g) < n for g, n in zip(groups, valid, strict=True)], dtype=bool)
     if over == "token":
-        sequence = np.array([g.mean() for g in groups])
+        unit = np.array([g.mean() for g in groups])
         touched = np.array([bool(((g < low) | (g > high)).any()) for g in groups], dtype=bool) | faulty
         values, sizes = tokens, np.ones(len(tokens))
     else:
         fold = {"sum": np.sum, "mean": np.sum, "min": np.min, "max": np.max}[over]
-        sequence = np.array([float(fold(g)) for g in groups]) / (valid if over == "mean" else 1)
-        touched = (sequence < low) | (sequence > high) | faulty
-        values, sizes = sequence, valid
-    weighted = lambda v: divide(float(np.sum(v * sizes)), float(len(tokens)))  # noqa: E731
+        unit = np.array([float(fold(g)) for g in groups]) / (valid if over == "mean" else 1)
+        touched = (unit < low) | (unit > high) | faulty
+        values, sizes = unit, valid
+    weighted = lambda v: divide(float(np.sum(v * sizes)), float(np.sum(sizes)))  # noqa: E731
     bounded = np.clip(values, max(low, 0) if low == -math.inf else low, high)
     size = float(
         np.sum(np.abs(tokens))
@@ -275,12 +282,25 @@ def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
         "std": math.sqrt(max(weighted(bounded**2) - weighted(bounded) ** 2, 0)),
         "low_fraction": weighted(values < low), "high_fraction": weighted(values > high),
         "rejected_fraction": weighted((values < low) | (values > high)),
-        "sequence_mean": mean(sequence), **s.std("sequence_std", sequence, unbiased=True),
-        "sequence_min": ends(sequence)[0], "sequence_max": ends(sequence)[1],
-        "sequence_max_deviation": ends(np.abs(sequence))[1],
-        "sequence_low_fraction": mean(sequence < low), "sequence_high_fraction": mean(sequence > high),
-        "sequence_rejected_fraction": mean(touched),
+        "unit_mean": mean(unit), **s.std("unit_std", unit, unbiased=True),
+        "unit_min": ends(unit)[0], "unit_max": ends(unit)[1],
+        "unit_max_deviation": ends(np.abs(unit))[1],
+        "unit_low_fraction": mean(unit < low), "unit_high_fraction": mean(unit > high),
+        "unit_rejected_fraction": mean(touched),
     }, size  # fmt: skip
+
+
+def units(s: Everything, kind: str) -> list[tuple[np.ndarray, int]]:
+    """Of each sequence or segment with a usable token: which of the usable tokens are its, and its valid ones."""
+    names = np.array(
+        [(i, tuple(s.samples[i].run(t)) if kind == "segment" else ()) for i, t in s.places], dtype=object
+    )
+    found = []
+    for name in dict.fromkeys(map(tuple, names.tolist())):
+        mine = np.array([tuple(other) == name for other in names.tolist()], dtype=bool)
+        if (mine & s.usable).any():
+            found.append((mine[s.usable], int(mine.sum())))
+    return found
 
 
 def losses(s: Everything, loss: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -1,0 +1,181 @@
+"""Detects log-probs that were processed on one side only: by a temperature, or by top-p and its like.
+
+Two quantities, both from sums that add.
+
+1. *The slope of log pi_old on log mu.* If mu is sampled at temperature T and the trainer's log-probs are raw,
+   log pi_old = T log mu + T log Z(T) - log Z(1): within one context a line of slope T. Over contexts the last terms
+   move with the entropy and pull the slope towards 1, the more the more peaked the policies are, so that the slope
+   tells on which side of 1 the temperature lies, and T itself is one to three times as far from 1. Noise of one side
+   flattens the least squares slope of y on x and steepens the inverse of that of x on y, while a temperature moves both
+   alike; hence what counts is the end of the two that is nearer to 1. A coarse engine samples from a policy that noise
+   has flattened, which looks like a little of a temperature above 1; so above 1 the slope must also exceed twice the
+   share of variance that is not explained, of which noise gives at most once. A cut, see below, also steepens it.
+
+2. *The mean ratio.* The mean of pi_old / mu over samples of mu is 1, whatever the two policies are, as long as mu is
+   what was sampled from and covers pi_old; and since each token's ratio less 1 has mean 0 given all tokens before it,
+   the standard error of the mean needs no independence. Above 1: the engine sampled from something else than it reports
+   (raw log-probs of a policy that is sampled at a temperature; log-probs of other weights). Below 1: mu is cut off
+   (top-p, top-k, min-p), and the mean is the mass that is left.
+
+Selection of samples after sampling (by their reward, say) breaks this; it has to be strong to matter here.
+
+Simulated, 20000 tokens of a vocabulary of 400, as `python tests/slope_simulation.py` prints it. `flat` are normal
+logits of spread 3, `mixed` and `peaked` power laws of random exponent (entropies of 2.8, 1.1 and 0.4 nats). Noise of
+0.02 a logit is like bf16, 0.05 like int8, 0.8 like int3. `engine`: mu is reported as sampled, at T, and the trainer's
+log-probs are raw. `trainer`: the engine samples at T, reports raw log-probs, and the trainer divides by T.
+
+| error | policies | slope | inverse | mean ratio | verdict |
+|---|---|---|---|---|---|
+| noise 0.02 | flat | 1.000 | 1.000 | 1.000 | - |
+| noise 0.02 | mixed | 1.000 | 1.000 | 1.000 | - |
+| noise 0.02 | peaked | 1.000 | 1.000 | 1.000 | - |
+| noise 0.05 | flat | 1.000 | 1.000 | 1.000 | - |
+| noise 0.05 | mixed | 1.000 | 1.000 | 1.000 | - |
+| noise 0.05 | peaked | 1.000 | 1.001 | 1.000 | - |
+| noise 0.8 | flat | 0.949 | 1.090 | 1.008 | - |
+| noise 0.8 | mixed | 1.036 | 1.098 | 0.998 | - |
+| noise 0.8 | peaked | 1.065 | 1.146 | 0.999 | - |
+| noise 0.02, T 0.6 engine | flat | 0.687 | 0.730 | 1.000 | scaled |
+| noise 0.02, T 0.6 engine | mixed | 0.852 | 0.960 | 0.989 | scaled |
+| noise 0.02, T 0.6 engine | peaked | 0.769 | 0.890 | 0.993 | scaled |
+| noise 0.02, T 0.8 engine | flat | 0.836 | 0.843 | 0.996 | scaled |
+| noise 0.02, T 0.8 engine | mixed | 0.926 | 0.940 | 0.996 | scaled |
+| noise 0.02, T 0.8 engine | peaked | 0.885 | 0.902 | 0.998 | scaled |
+| noise 0.02, T 1.2 engine | flat | 1.177 | 1.180 | 1.001 | scaled |
+| noise 0.02, T 1.2 engine | mixed | 1.077 | 1.085 | 0.998 | scaled |
+| noise 0.02, T 1.2 engine | peaked | 1.106 | 1.113 | 1.002 | scaled |
+| noise 0.02, T 0.6 trainer | flat | 1.369 | 1.456 | 1.471 | scaled, not what was sampled |
+| noise 0.02, T 0.6 trainer | mixed | 1.041 | 1.174 | 1.245 | scaled, not what was sampled |
+| noise 0.02, T 0.6 trainer | peaked | 1.124 | 1.302 | 1.088 | scaled, not what was sampled |
+| noise 0.02, T 0.8 trainer | flat | 1.187 | 1.197 | 1.124 | scaled, not what was sampled |
+| noise 0.02, T 0.8 trainer | mixed | 1.064 | 1.080 | 1.060 | scaled, not what was sampled |
+| noise 0.02, T 0.8 trainer | peaked | 1.109 | 1.129 | 1.029 | scaled, not what was sampled |
+| noise 0.02, T 1.2 trainer | flat | 0.847 | 0.850 | 1.144 | scaled, not what was sampled |
+| noise 0.02, T 1.2 trainer | mixed | 0.922 | 0.928 | 1.077 | scaled, not what was sampled |
+| noise 0.02, T 1.2 trainer | peaked | 0.898 | 0.904 | 1.044 | scaled, not what was sampled |
+| noise 0.02, top-p 0.9 | flat | 1.001 | 1.001 | 0.903 | cut off |
+| noise 0.02, top-p 0.9 | mixed | 1.014 | 1.015 | 0.947 | cut off |
+| noise 0.02, top-p 0.9 | peaked | 1.026 | 1.028 | 0.971 | cut off |
+| noise 0.02, top-p 0.95 | flat | 1.000 | 1.000 | 0.951 | cut off |
+| noise 0.02, top-p 0.95 | mixed | 1.007 | 1.007 | 0.975 | cut off |
+| noise 0.02, top-p 0.95 | peaked | 1.010 | 1.010 | 0.982 | cut off |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Half of what a temperature of 0.9 or 1.1 does to the most peaked policies simulated; thirty times what int8 does.
+SLOPE_MARGIN = 0.02
+RATIO_MARGIN = 0.005
+STANDARD_ERRORS = 6.0
+LEAST_ESS = 0.5  # below, the ratios' own tail decides their mean
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How log pi_old follows log mu over the tokens of a step.
+
+    slope, inverse: of the least squares line of log pi_old on log mu; of that of log mu on log pi_old, inverted.
+    slope_error: standard error of either.
+    unexplained: share of the variance, 1 - correlation^2.
+    mean_ratio, mean_ratio_error: of pi_old / mu, and its standard error.
+    ess: of the ratios, as a share.
+    """
+
+    tokens: float
+    slope: float
+    inverse: float
+    slope_error: float
+    unexplained: float
+    mean_ratio: float
+    mean_ratio_error: float
+    ess: float
+
+    @property
+    def nearest(self) -> float:
+        """What of the range between both slopes is nearest to 1."""
+        low, high = sorted((self.slope, self.inverse))
+        return min(max(1.0, low), high)
+
+    @property
+    def implied_temperature(self) -> float:
+        """Of mu against pi_old: the middle of both slopes."""
+        return math.sqrt(self.slope * self.inverse)
+
+
+def relation(sums: Mapping[str, float]) -> Relation | None:
+    """From the sums of `partials.py`; None where log-probs do not vary."""
+    n = sums["usable"]
+    if n < 3:
+        return None
+    mean_x, mean_y = sums["behavior"] / n, sums["proximal"] / n
+    xx = sums["behavior_squared"] / n - mean_x**2
+    yy = sums["proximal_squared"] / n - mean_y**2
+    xy = sums["log_prob_product"] / n - mean_x * mean_y
+    if min(xx, yy) <= 1e-12 * (mean_x**2 + mean_y**2) or xy <= 0:
+        return None
+    unexplained = max(1 - xy * xy / (xx * yy), 0.0)
+    ratio, squared = sums["ratio"] / n, sums["ratio_squared"] / n
+    return Relation(
+        tokens=n,
+        slope=xy / xx,
+        inverse=yy / xy,
+        slope_error=math.sqrt(unexplained * yy / xx / (n - 2)),
+        unexplained=unexplained,
+        mean_ratio=ratio,
+        mean_ratio_error=math.sqrt(max(squared - ratio**2, 0.0) / (n - 1)),
+        ess=ratio**2 / squared,
+    )
+
+
+def scaled(found: Relation) -> bool:
+    """Whether one side is scaled by a temperature."""
+    off = found.nearest - 1
+    if abs(off) < max(SLOPE_MARGIN, STANDARD_ERRORS * found.slope_error):
+        return False
+    by_noise = off < 2 * found.unexplained and not not_sampled_from(found)
+    return off < 0 or not (by_noise or cut_off(found))
+
+
+def not_sampled_from(found: Relation) -> bool:
+    """Whether tokens were sampled from something else than the log-probs reported."""
+    return found.mean_ratio - 1 > max(RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error)
+
+
+def cut_off(found: Relation) -> bool:
+    """Whether the engine samples from a part of the vocabulary only, and renormalizes."""
+    off = 1 - found.mean_ratio
+    return off > max(RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error) and found.ess > LEAST_ESS
+
+
+def warnings(found: Relation) -> list[str]:
+    """What is wrong with the log-probs, with the numbers and what to check; nothing where they match."""
+    raw = not_sampled_from(found)
+    mean = (
+        f"the mean of pi_old / mu over {found.tokens:.0f} tokens is {found.mean_ratio:.4f} +- "
+        f"{found.mean_ratio_error:.4f}, and should be 1: "
+    )
+    messages = []
+    if cut_off(found):
+        messages.append(
+            f"{mean}the rollout engine seems to sample from {found.mean_ratio:.1%} of the probability mass (top-p, top-k or "
+            "min-p) and to renormalize, which the trainer does not: check --rollout-top-p and --rollout-top-k, or have the "
+            "engine return log-probs before the cut"
+        )
+    if raw:
+        messages.append(
+            f"{mean}the tokens were not sampled from the log-probs that the rollout engine reports: check that it returns "
+            "log-probs after the temperature, and of the weights that it sampled with"
+        )
+    if scaled(found):
+        whose = "the trainer's" if raw else "the rollout engine's"
+        temperature = 1 / found.implied_temperature if raw else found.implied_temperature
+        messages.append(
+            f"log pi_old follows log mu with a slope of {found.slope:.3f} +- {found.slope_error:.3f} (inverse regression: "
+            f"{found.inverse:.3f}), as if {whose} log-probs alone were divided by a temperature of {temperature:.2f} "
+            "or one further from 1: check --rollout-temperature on both sides, and whether log-probs are raw or processed"
+        )
+    return messages
