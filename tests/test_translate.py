@@ -152,7 +152,7 @@ def test_verl_use_policy_gradient():
         from_verl({"use_policy_gradient": True})
 
 
-FLAT_0_6 = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate"}
+FLAT = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate"}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ FLAT_0_6 = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_i
         ),
         (
             {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0.25},
-            CorrectionConfig(WeightConfig("token", "mask", 0.25, 2.0)),
+            CorrectionConfig(WeightConfig("token", "mask", 0.25, 2.0), denominator="kept"),
         ),
         (
             {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_level": "sequence"},
@@ -179,8 +179,8 @@ FLAT_0_6 = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_i
         ),
     ],
 )
-def test_verl_0_6_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
-    flat = FLAT_0_6 | keys
+def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
+    flat = FLAT | keys
     assert from_verl({"algorithm": {"gamma": 1.0, **flat}}).config() == config
     assert from_verl(flat).config() == config
 

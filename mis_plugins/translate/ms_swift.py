@@ -13,6 +13,14 @@ MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampli
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
 DEFAULT_THRESHOLD = 2.0
+SOURCES = {
+    "weight.bound": (MODE,),
+    "weight.upper": (THRESHOLD,),
+    "reject[0]": (MODE, THRESHOLD),
+    "opsm.delta": (DELTA,),
+    "objective.weigh_kl": ("beta",),
+    "metrics": (METRICS,),
+}
 FLAG = re.compile(r"--(\w+)(?:[ \t=]+([^\s\\-][^\s\\]*))?")
 
 # Of a threshold: the weight and what is rejected. `sequence` is the geometric mean; `mask` sets the weight to 0.
@@ -34,25 +42,26 @@ def translate(text: str) -> Translation:
     given = {key: keys[key] for key in (*KEYS, "beta") if key in keys}
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
-    mis: dict[str, Any] = {}
-    mode, delta = given.get(MODE), given.get(DELTA)
-    if mode is not None:
-        upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
-        weight, reject = MODES[choice(mode, MODE, tuple(MODES))](upper)
-        mis |= {"weight": weight} | ({"reject": reject} if reject else {})
-    if delta is not None:
-        mis["opsm"] = {"delta": number(delta, DELTA), "advantage": "sequence", "reference": "behavior"}
-        if _weighs_kl(given):
-            mis["objective"] = {"old": "proximal", "surrogate": "clip", "weigh_kl": True}
+    mis = _weighed(given) | _masked(given)
     mis["metrics"] = "full" if mis or given.get(METRICS) else "none"
-    sources = {
-        "weight": (MODE,),
-        "weight.bound": (MODE,),
-        "weight.upper": (THRESHOLD,),
-        "reject[0]": (MODE, THRESHOLD),
-    }
-    sources |= {"opsm.delta": (DELTA,), "metrics": (METRICS,), "objective.weigh_kl": ("beta",)}
-    return Translation("ms-swift", given, mis, sources, tuple(_notes(given)))
+    return Translation("ms-swift", given, mis, SOURCES, tuple(_notes(given)))
+
+
+def _weighed(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get(MODE) is None:
+        return {}
+    upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
+    weight, reject = MODES[choice(given[MODE], MODE, tuple(MODES))](upper)
+    return {"weight": weight} | ({"reject": reject} if reject else {})
+
+
+def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get(DELTA) is None:
+        return {}
+    mis = {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": "behavior"}}
+    if _weighs_kl(given):
+        mis["objective"] = {"old": "proximal", "surrogate": "clip", "weigh_kl": True}
+    return mis
 
 
 def _notes(given: Mapping[str, Any]) -> Iterator[str]:

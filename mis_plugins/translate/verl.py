@@ -1,8 +1,8 @@
 """verl's rollout correction, of 0.9.1 and of earlier releases.
 
 Three dialects. 0.9.1: `rollout_rs` names statistics (`seq_mean_k1`), whose thresholds bound k1 = -log r, so that
-"lo_hi" means a ratio in [1/hi, 1/lo]. From 0.6.1 on: `rollout_rs` names levels (`geometric`), with ratio bounds and a
-veto. 0.6: keys of `algorithm` itself, where `rollout_is` is a bool.
+"lo_hi" means a ratio in [1/hi, 1/lo]. Before: `rollout_rs` names levels (`geometric`), with bounds on the ratio and a
+veto. At first: keys of `algorithm` itself, where `rollout_is` is a bool.
 """
 
 from __future__ import annotations
@@ -37,6 +37,26 @@ OPTIONS = tuple(
     f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
 )
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
+BOOLEAN_LOWER = "rollout_is_threshold_lower"
+BOOLEAN_SOURCES = {
+    "level": ("rollout_is_level",),
+    "bound": ("rollout_is_mode",),
+    "lower": (BOOLEAN_LOWER,),
+    "upper": ("rollout_is_threshold",),
+}
+
+TOKENS_LEFT = (
+    "denominator: verl divides by the tokens that are left; so does each sequence here. The hosts refuse it with "
+    "--calculate-per-token-loss."
+)
+SEQUENCES_LEFT = (
+    "verl leaves rejected sequences out of the number that it averages over; the hosts count them, so that a step "
+    "that rejects much is smaller here."
+)
+NO_LOG_PROBS = (
+    "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
+    "corrected; here the rollout engine must return them."
+)
 
 
 @dataclass
@@ -69,8 +89,7 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     tree = load(text)
     given = _checked(_section(tree) | _overridden(overrides))
     draft = Draft(given)
-    levels = isinstance(given.get("rollout_is"), bool) or any(key in given for key in BOOLEAN_DIALECT)
-    if levels:
+    if isinstance(given.get("rollout_is"), bool) or any(key in given for key in BOOLEAN_DIALECT):
         _translate_boolean(draft)
     else:
         _translate_weight(draft)
@@ -86,7 +105,7 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
 
 
 def _section(tree: Any) -> dict[str, Any]:
-    """`algorithm.rollout_correction` of a whole file, the keys of 0.6 under `algorithm`, or the file itself."""
+    """`algorithm.rollout_correction` of a whole file, the earliest keys under `algorithm`, or the file itself."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {tree!r}; expected a mapping with {'.'.join(SECTION)}")
     algorithm = tree.get("algorithm") or {}
@@ -120,7 +139,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-# What it means, since 0.6.1.
+# What it means where `rollout_is` names a level.
 
 
 def _translate_weight(draft: Draft) -> None:
@@ -158,14 +177,11 @@ def _translate_rejection(draft: Draft) -> None:
         _reject_levels(draft, names)
     elif names:
         _reject_options(draft, list(dict.fromkeys(names)), threshold)
-    veto = draft.given.get("rollout_token_veto_threshold")
-    if veto is not None:
-        key = "rollout_token_veto_threshold"
-        draft.reject({"over": "min", "lower": number(veto, key)}, key)
+    _veto(draft, "rollout_token_veto_threshold")
 
 
 def _reject_levels(draft: Draft, names: list[str]) -> None:
-    """The dialect of 0.6.1: bounds on the ratio itself."""
+    """The earlier dialect: bounds on the ratio itself."""
     keys = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
     if draft.given.get(keys[1]) is None:
         raise ConfigError(f"rollout_rs_threshold: missing; rollout_rs: {', '.join(names)} needs it")
@@ -240,70 +256,64 @@ def _translate_bypass(draft: Draft) -> None:
         )
 
 
-# What it means in 0.6.
+# What it means where `rollout_is` is a bool.
 
 
 def _translate_boolean(draft: Draft) -> None:
     """`rollout_is_threshold` switches it on; `rollout_is` says whether the weights apply, beside rejection."""
     given = draft.given
-    threshold, mode = given.get("rollout_is_threshold"), given.get("rollout_is_mode", "truncate")
-    if threshold is None:
+    if given.get("rollout_is_threshold") is None:
         return
     level = choice(given.get("rollout_is_level", "token"), "rollout_is_level", tuple(OVER_LEVEL))
-    upper = number(threshold, "rollout_is_threshold")
-    lower = given.get("rollout_is_threshold_lower")
-    lower = (
-        _reciprocal(upper, "rollout_is_threshold")
-        if lower is None
-        else number(lower, "rollout_is_threshold_lower")
-    )
-    masks = choice(mode, "rollout_is_mode", ("truncate", "mask")) == "mask"
-    bounds = {"lower": lower, "upper": upper} if masks else {"upper": upper}
+    mode = choice(given.get("rollout_is_mode", "truncate"), "rollout_is_mode", ("truncate", "mask"))
+    bounds = _boolean_bounds(given, mode)
     if given.get("rollout_is"):
-        keys = {name: (f"rollout_is_{name}",) for name in ("level", "mode")} | {
-            "bound": ("rollout_is_mode",),
-            "lower": ("rollout_is_threshold_lower",),
-            "upper": ("rollout_is_threshold",),
-        }
-        draft.weigh({"level": level, "bound": mode, **bounds}, keys)
-    elif masks:
+        draft.weigh({"level": level, "bound": mode, **bounds}, BOOLEAN_SOURCES)
+    elif mode == "mask":
         draft.reject({"over": OVER_LEVEL[level], **bounds}, "rollout_is_level", "rollout_is_threshold")
         draft.notes.append(
             "rollout_is: false applies no weights; rollout_is_mode: mask rejects all the same."
         )
-    veto = given.get("rollout_is_veto_threshold")
-    if veto is not None:
-        key = "rollout_is_veto_threshold"
-        draft.reject({"over": "min", "lower": number(veto, key)}, key)
+    _veto(draft, "rollout_is_veto_threshold")
+
+
+def _boolean_bounds(given: Mapping[str, Any], mode: str) -> dict[str, float]:
+    upper, lower = number(given["rollout_is_threshold"], "rollout_is_threshold"), given.get(BOOLEAN_LOWER)
+    if mode == "truncate":
+        return {"upper": upper}
+    lower = _reciprocal(upper, "rollout_is_threshold") if lower is None else number(lower, BOOLEAN_LOWER)
+    return {"lower": lower, "upper": upper}
+
+
+def _veto(draft: Draft, key: str) -> None:
+    if draft.given.get(key) is not None:
+        draft.reject({"over": "min", "lower": number(draft.given[key], key)}, key)
 
 
 # What is left to say.
 
 
 def _finish(draft: Draft, tree: Any) -> None:
-    if draft.mis.get("weight", 0) is None and not draft.mis.get("reject"):
-        del draft.mis["weight"]
-    draft.notes = list(dict.fromkeys(draft.notes))
-    if not draft.mis:
+    mis = draft.mis
+    if not mis.get("weight") and not mis.get("reject"):
+        mis.pop("weight", None)
+    if not mis:
         draft.notes.append("verl corrects nothing with these; it computes its metrics.")
-    rules = draft.mis.get("reject", [])
-    if any(rule["over"] == "token" for rule in rules):
-        draft.mis["denominator"] = "kept"
-        draft.notes.append(
-            "denominator: verl divides by the tokens that are left; so does each sequence here. The hosts refuse it "
-            "with --calculate-per-token-loss."
-        )
-    elif rules:
-        draft.notes.append(
-            "verl leaves rejected sequences out of the number that it averages over; the hosts count them, so that "
-            "a step that rejects much is smaller here."
-        )
-    draft.mis["metrics"] = "full"
+    if _rejects_tokens(mis):
+        mis["denominator"] = "kept"
+        draft.notes.append(TOKENS_LEFT)
+    elif mis.get("reject"):
+        draft.notes.append(SEQUENCES_LEFT)
     if not _logs_probabilities(tree):
-        draft.notes.append(
-            "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing "
-            "is corrected; here the rollout engine must return them."
-        )
+        draft.notes.append(NO_LOG_PROBS)
+    mis["metrics"] = "full"
+    draft.notes = list(dict.fromkeys(draft.notes))
+
+
+def _rejects_tokens(mis: Mapping[str, Any]) -> bool:
+    weight = mis.get("weight") or {}
+    masks = (weight.get("level"), weight.get("bound")) == ("token", "mask")
+    return masks or any(rule["over"] == "token" for rule in mis.get("reject", []))
 
 
 def _logs_probabilities(tree: Any) -> bool:
