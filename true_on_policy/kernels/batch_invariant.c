@@ -233,9 +233,204 @@ INLINE lanes tail_bf16(const bf16 *x, long count) {
 DEFINE_PRODUCT(b16, bf16, lanes, LANES, load_bf16, tail_bf16, fma16)
 #endif
 
-void bi_product_f32(const product *p, int threads) { f32_product(p, threads); }
+#if HAS_AMX
+// -------------------------------------------------------------------------------- bfloat16 products on the matrix unit
+//
+// Tiles of C^T = B @ A^T: the weight's rows are read where they lie, the few rows of A are transposed once a call. The
+// instruction adds 32 products to each output on its own, in the order of K, whatever the other rows and columns hold.
 
-void bi_product_bf16(const product *p, int threads) { b16_product(p, threads); }
+#define TILE 16
+#define STEP_K 32
+#define TILE_PAIRS (TILE * TILE)  // 32-bit pairs of one packed tile
+#define AMX_ROWS 128
+#define AMX_COLUMNS 64
+
+#define SWAP(half, a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)                         \
+    do {                                                                                                               \
+        int_lanes low = __builtin_shufflevector(a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, \
+                                                x15);                                                                  \
+        b = __builtin_shufflevector(a, b, (x0) + half, (x1) + half, (x2) + half, (x3) + half, (x4) + half,             \
+                                    (x5) + half, (x6) + half, (x7) + half, (x8) + half, (x9) + half, (x10) + half,     \
+                                    (x11) + half, (x12) + half, (x13) + half, (x14) + half, (x15) + half);             \
+        a = low;                                                                                                       \
+    } while (0)
+
+// v[i] lane j and v[j] lane i change places: blocks of 8, then 4, 2 and 1.
+INLINE void transpose(int_lanes *v) {
+    for (int i = 0; i < 8; i++)
+        SWAP(8, v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    for (int i = 0; i < TILE; i++)
+        if (!(i & 4)) SWAP(4, v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    for (int i = 0; i < TILE; i++)
+        if (!(i & 2)) SWAP(2, v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    for (int i = 0; i < TILE; i++)
+        if (!(i & 1)) SWAP(1, v[i], v[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+}
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes_per_row[16];
+    uint8_t rows[16];
+} tile_config;
+
+// Once a process: the kernel hands out the matrix unit on request only.
+static int has_matrix_unit(void) {
+    static int answer = -1;
+    const long request_permission = 0x1023, tile_data = 18;
+    if (answer < 0) answer = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return answer;
+}
+
+// 16 rows of A from `row` on, as tiles of pairs: pair k of row m lies at [k][m]. Rows and terms beyond A are zero.
+static void pack_rows(const bf16 *a, long a_row, long rows, long depth, uint32_t *packed) {
+    for (long k = 0; k < depth; k += STEP_K, packed += TILE_PAIRS) {
+        int_lanes v[TILE] = {0};
+        for (long i = 0; i < MIN(rows, TILE); i++) memcpy(v + i, a + i * a_row + k, MIN(STEP_K, depth - k) * sizeof(bf16));
+        transpose(v);
+        memcpy(packed, v, sizeof v);
+    }
+}
+
+// A tile of C^T becomes rows of C: columns [skip, TILE) of the tile are columns `column` and after of C.
+static void store_tile(const product *p, long batch, long row, long column, long skip, const float *tile) {
+    int_lanes v[TILE];
+    memcpy(v, tile, sizeof v);
+    transpose(v);
+    for (long i = 0; i < MIN(TILE, p->rows - row); i++)
+        store_row(p, batch, row + i, column, MIN(TILE - skip, p->columns - column), (const float *)(v + i) + skip);
+}
+
+// Tiles 0 to 3 add up, 4 and 5 hold rows of B, 6 and 7 rows of A.
+static void four_by_one(const bf16 *const b[4], long b_row, const uint32_t *a, long steps, float (*out)[TILE_PAIRS]) {
+    long stride = b_row * sizeof(bf16);
+    __asm__ volatile("" ::: "memory");  // the tile loads name no memory that they read
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (long k = 0; k < steps; k++) {
+        _tile_loadd(6, a + k * TILE_PAIRS, 64);
+        _tile_loadd(4, b[0] + k * STEP_K, stride); _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, b[1] + k * STEP_K, stride); _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, b[2] + k * STEP_K, stride); _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(5, b[3] + k * STEP_K, stride); _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, out[0], 64); _tile_stored(1, out[1], 64); _tile_stored(2, out[2], 64); _tile_stored(3, out[3], 64);
+}
+
+static void two_by_two(const bf16 *const b[2], long b_row, const uint32_t *const a[2], long steps,
+                       float (*out)[TILE_PAIRS]) {
+    long stride = b_row * sizeof(bf16);
+    __asm__ volatile("" ::: "memory");  // the tile loads name no memory that they read
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (long k = 0; k < steps; k++) {
+        _tile_loadd(4, b[0] + k * STEP_K, stride); _tile_loadd(6, a[0] + k * TILE_PAIRS, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, b[1] + k * STEP_K, stride); _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(7, a[1] + k * TILE_PAIRS, 64); _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out[0], 64); _tile_stored(1, out[1], 64); _tile_stored(2, out[2], 64); _tile_stored(3, out[3], 64);
+}
+
+// The last tile of B begins earlier, so that it is whole; it computes some columns twice and stores them once.
+INLINE long tile_start(const product *p, long column) {
+    return MIN(column, (p->columns > TILE ? p->columns : TILE) - TILE);
+}
+
+static void amx_block(const product *p, long batch, const uint32_t *packed, long row, long rows, long column) {
+    long steps = (p->depth + STEP_K - 1) / STEP_K, columns = MIN(AMX_COLUMNS, p->columns - column);
+    const bf16 *b = (const bf16 *)p->b + batch * p->b_batch;
+    _Alignas(64) float out[4][TILE_PAIRS];
+    int wide = rows > TILE ? 2 : 4;  // tiles of B that are worked on at once
+    for (long j = 0; j < columns; j += wide * TILE) {
+        const bf16 *right[4];
+        for (int t = 0; t < wide; t++) right[t] = b + tile_start(p, column + j + t * TILE) * p->b_row;
+        for (long i = 0; i < rows; i += 2 * TILE) {
+            const uint32_t *first = packed + (row + i) / TILE * steps * TILE_PAIRS;
+            const uint32_t *left[2] = {first, i + TILE < rows ? first + steps * TILE_PAIRS : first};
+            if (wide == 4) four_by_one(right, p->b_row, first, steps, out);
+            else two_by_two(right, p->b_row, left, steps, out);
+            for (int t = 0; t < 4; t++) {
+                long to_column = column + j + t % wide * TILE, to_row = row + i + t / wide * TILE;
+                if (to_column < p->columns && to_row < p->rows)
+                    store_tile(p, batch, to_row, to_column, to_column - tile_start(p, to_column), out[t]);
+            }
+        }
+    }
+}
+
+// B as rows that are whole tiles: a copy with zeros where K is no multiple of 32 or there are fewer than 16 rows.
+static bf16 *whole_tiles(product *p) {
+    long rows = p->columns < TILE ? TILE : p->columns, depth = (p->depth + STEP_K - 1) / STEP_K * STEP_K;
+    bf16 *copy = calloc(p->batch * rows * depth, sizeof(bf16));
+    for (long i = 0; copy && i < p->batch * p->columns; i++) {
+        const bf16 *from = (const bf16 *)p->b + i / p->columns * p->b_batch + i % p->columns * p->b_row;
+        memcpy(copy + (i / p->columns * rows + i % p->columns) * depth, from, p->depth * sizeof(bf16));
+    }
+    p->b = copy, p->b_row = depth, p->b_batch = rows * depth;
+    return copy;
+}
+
+// Returns 1 without memory.
+static int amx_product(product p, int threads) {
+    const tile_config ours = {.palette = 1, .bytes_per_row = {64, 64, 64, 64, 64, 64, 64, 64},
+                              .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    long steps = (p.depth + STEP_K - 1) / STEP_K, row_tiles = (p.rows + TILE - 1) / TILE;
+    long row_blocks = (p.rows + AMX_ROWS - 1) / AMX_ROWS, chunks = (p.columns + AMX_COLUMNS - 1) / AMX_COLUMNS;
+    uint32_t *packed = aligned_alloc(64, (p.batch * row_tiles * steps * TILE_PAIRS + LANES) * sizeof(uint32_t));
+    int needs_copy = p.columns < TILE || p.depth % STEP_K;
+    bf16 *copy = needs_copy ? whole_tiles(&p) : NULL;
+    int failed = packed == NULL || (needs_copy && copy == NULL);
+    #pragma omp parallel num_threads(threads) if (!failed)
+    {
+        tile_config found;
+        _tile_storeconfig(&found);
+        _tile_loadconfig(&ours);
+        #pragma omp for schedule(static)
+        for (long tile = 0; tile < (failed ? 0 : p.batch * row_tiles); tile++) {
+            long row = tile % row_tiles * TILE;
+            pack_rows((const bf16 *)p.a + tile / row_tiles * p.a_batch + row * p.a_row, p.a_row, p.rows - row, p.depth,
+                      packed + tile * steps * TILE_PAIRS);
+        }
+        #pragma omp for schedule(static)
+        for (long unit = 0; unit < (failed ? 0 : p.batch * row_blocks * chunks); unit++) {
+            long batch = unit / chunks / row_blocks, row = unit / chunks % row_blocks * AMX_ROWS;
+            amx_block(&p, batch, packed + batch * row_tiles * steps * TILE_PAIRS, row, MIN(AMX_ROWS, p.rows - row),
+                      unit % chunks * AMX_COLUMNS);
+        }
+        if (found.palette) _tile_loadconfig(&found);
+        else _tile_release();
+    }
+    free(packed), free(copy);
+    return failed;
+}
+#endif
+
+// Both return 0, or 1 when memory ran out.
+int bi_product_f32(const product *p, int threads) {
+    f32_product(p, threads);
+    return 0;
+}
+
+int bi_product_bf16(const product *p, int threads) {
+#if HAS_AMX
+    if (has_matrix_unit()) return amx_product(*p, threads);
+#endif
+    b16_product(p, threads);
+    return 0;
+}
+
+// What computes bfloat16 products here: machines that differ in it differ in bits.
+const char *bi_instructions(void) {
+#if HAS_AMX
+    if (has_matrix_unit()) return "amx_bf16";
+#endif
+#if defined(__AVX512BF16__)
+    return "avx512_bf16";
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return "fma";
+#else
+    return "software fma";
+#endif
+}
 
 // ------------------------------------------------------------------------------------------------------------- attention
 
