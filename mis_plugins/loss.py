@@ -69,12 +69,14 @@ class Share:
     on_policy: what OPSM leaves; None without it.
     scale: from the original to the denominator in force.
     factor: of the surrogate: the weight, scaled; 0 where the token is rejected or masked by OPSM.
+    all_rejected: there are valid tokens, and rules and OPSM leave none with a weight; None where that cannot be.
     """
 
     keep: Bool[Tensor, " T"]
     on_policy: Bool[Tensor, " T"] | None
     scale: Float[Tensor, " T"]
     factor: Float[Tensor, " T"]
+    all_rejected: Bool[Tensor, ""] | None
 
     def kept(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         return torch.where(self.keep, x, 0)
@@ -86,9 +88,39 @@ def scored_by(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
     return x.target.detach() if bypass else x.proximal
 
 
+@torch.no_grad()
+def share_of(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
+    """Correction and OPSM, one after the other: with the kept denominator each scales by what it leaves.
+
+    OPSM costs two collectives over context-parallel ranks: its divergence, and what is left.
+
+    Args:
+        correction: of `scored_by` against the behavior policy; None where there is none.
+    """
+    keep, all_rejected = x.ragged.loss_mask, None
+    scale = factor = keep.float()
+    if correction is not None and config.corrects:
+        keep, factor, all_rejected = correction.keep, correction.loss_factor, correction.all_rejected
+        if correction.rescale is not None:
+            scale = x.ragged.to_tokens(correction.rescale.float())
+    if config.opsm is None:
+        return Share(keep, None, scale, torch.where(keep, factor, 0), all_rejected)
+    reference = reference_policy(x.behavior, x.proximal, config.opsm)
+    stays = on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
+    rows = x.ragged.loss_mask, keep, keep & stays, keep & stays & (factor > 0)
+    (valid, before, after, weighed), _ = x.ragged.over_sequence(rows)
+    all_rejected = (valid > 0).any() & ~(weighed > 0).any()
+    if config.on_all_rejected == "keep":
+        stays, after = stays | (all_rejected & keep), torch.where(all_rejected, before, after)
+    if config.denominator == "kept":
+        factor = factor * x.ragged.to_tokens(denominator_scale(before, after).float())
+    return Share(keep, stays, scale, torch.where(keep & stays, factor, 0), all_rejected)
+
+
 def micro_batch_loss(
     x: LossInputs,
     correction: Correction | None,
+    share: Share,
     config: CorrectionConfig,
     flags: LossConfig,
     reduce: Reduce,
@@ -102,13 +134,12 @@ def micro_batch_loss(
     leaves every term, and OPSM masks the surrogate alone; `weigh_kl` gives the KL term the surrogate's factor instead.
 
     Args:
-        correction: of `scored_by` against the behavior policy; None where there is none.
+        correction: the one of `share`; it is only reported here.
         config: with `objective`, and OPSM where it is on.
         reduce: the host's average over the loss mask of before rejection.
         reduce_policy: the same of the surrogate; None is `reduce`.
     """
     objective = config.objective or ObjectiveConfig()
-    share = _share(x, correction, config)
     old = x.behavior if objective.old == "behavior" else x.proximal
     assert old is not None
     term = policy_term(x.target, old, x.advantages, share.factor, x.ragged, objective, flags.clip)
@@ -126,28 +157,6 @@ def micro_batch_loss(
         if correction is not None:
             reported |= {name: reduce(value) for name, value in diagnose(correction).items()}
     return loss, reported
-
-
-def _share(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
-    """Correction and OPSM, one after the other: with the kept denominator each scales by what it leaves."""
-    keep = x.ragged.loss_mask
-    scale = factor = keep.float()
-    if correction is not None and config.corrects:
-        keep, factor = correction.keep, correction.loss_factor
-        if correction.rescale is not None:
-            scale = x.ragged.to_tokens(correction.rescale.float())
-    if config.opsm is None:
-        return Share(keep, None, scale, torch.where(keep, factor, 0))
-    reference = reference_policy(x.behavior, x.proximal, config.opsm)
-    stays = on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
-    if config.denominator == "kept" or config.on_all_rejected == "keep":
-        (before, after), _ = x.ragged.over_sequence((keep, keep & stays))
-        if config.on_all_rejected == "keep":
-            empty = ~(after > 0).any()
-            stays, after = stays | (empty & keep), torch.where(empty, before, after)
-        if config.denominator == "kept":
-            factor = factor * x.ragged.to_tokens(denominator_scale(before, after).float())
-    return Share(keep, stays, scale, torch.where(keep & stays, factor, 0))
 
 
 def _kl(

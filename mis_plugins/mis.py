@@ -30,7 +30,7 @@ from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
-from mis_plugins.loss import Reduce, micro_batch_loss, scored_by
+from mis_plugins.loss import Reduce, micro_batch_loss, scored_by, share_of
 from mis_plugins.notices import warn_once
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
@@ -172,7 +172,9 @@ def policy_loss(
         rollout_mean = getattr(args, "_mis_rollout_mean", None)
         scored = scored_by(inputs, config)
         correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean)
-    loss, metrics = micro_batch_loss(inputs, correction, config, flags, sum_of_sample_mean, reduce_policy)
+    share = share_of(inputs, correction, config)
+    reducers = sum_of_sample_mean, reduce_policy
+    loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     if not inputs.target.numel():
         loss = loss + 0 * logits.sum()  # a rank without a token must run its backward all the same
     return loss, metrics | hosts_loss.passed_on(batch, sum_of_sample_mean)

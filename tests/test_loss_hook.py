@@ -31,8 +31,10 @@ from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, norma
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mis_plugins import mis
+from mis_plugins import loss, mis, reading
+from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
 
@@ -607,6 +609,29 @@ def test_everything_rejected_trains_on_nothing(objective: dict):
               "denominator": "kept"}  # fmt: skip
     found = call(random_step(4), config)
     assert found.loss == 0 and not found.gradient.any()
+
+
+def share_of(step: Step, config: dict) -> loss.Share:
+    """What the hook makes of correction and OPSM."""
+    args, batch = flags(mis=config), step.batch()
+    reduce, logits = reducer(batch, "miles"), torch.cat(step.rows("target"))
+    in_force = hosts_loss.config_in_force(args, reading.from_args(args))
+    inputs = hosts_loss.read(hosts_loss.of_reducer(reduce), args, batch, logits, in_force)
+    assert inputs.behavior is not None
+    correction = correct(loss.scored_by(inputs, in_force), inputs.behavior, inputs.ragged, in_force)
+    return loss.share_of(inputs, correction, in_force)
+
+
+def test_the_breaker_sees_rules_and_opsm_together():
+    """Rules leave one sequence and OPSM masks that one: nothing is left, and that is said whatever is done about it."""
+    bad, good = all_bad(random_step(5)), random_step(5)
+    opsm = {"opsm": {"delta": 0.05}}
+    first_alone = {"weight": None, "reject": [{"statistic": "k1", "over": "sum", "lower": 34.0}]}
+    counts = [share_of(bad, config).all_rejected for config in (opsm, first_alone, first_alone | opsm)]
+    assert [bool(flag) for flag in counts] == [True, False, True]
+    assert bool(share_of(bad, opsm | {"on_all_rejected": "keep"}).all_rejected)
+    assert not share_of(good, opsm).all_rejected and share_of(good, {}).all_rejected is None
+    assert not share_of(masked_out(bad), opsm).all_rejected
 
 
 def all_bad(step: Step) -> Step:
