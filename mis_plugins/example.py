@@ -16,9 +16,8 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
-from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, scored_by
+from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, scored_by, share_of
 from mis_plugins.objective import Clip
-from mis_plugins.opsm import on_policy, reference_policy
 from mis_plugins.ragged import Ragged
 
 NAMES = ("A", "B")
@@ -57,11 +56,18 @@ def work(config: CorrectionConfig) -> Example:
         mean_weight_of(*log_probs, x.ragged, config) if normalize and normalize.scope == "rollout" else None
     )
     correction = correct(*log_probs, x.ragged, config, mean)
-    keep = correction.keep
-    if config.opsm is not None:
-        reference = reference_policy(x.behavior, x.proximal, config.opsm)
-        keep = keep & on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
-    return Example(x, correction, keep, _loss(x, correction, config) if config.needs_loss_hook else None)
+    share = share_of(x, correction, config)
+    keep = correction.keep if share.on_policy is None else correction.keep & share.on_policy
+    if not config.needs_loss_hook:
+        return Example(x, correction, keep, None)
+    handed: list[Tensor] = []  # the surrogates, as the host's reducer would get them
+
+    def reduce(per_token: Tensor) -> Tensor:
+        handed.append(per_token.detach())
+        return per_token.sum()
+
+    micro_batch_loss(x, correction, share, config, LossConfig(Clip(CLIP, CLIP)), torch.sum, reduce)
+    return Example(x, correction, keep, handed[0])
 
 
 def table(config: CorrectionConfig) -> str:
@@ -86,18 +92,6 @@ def _inputs() -> LossInputs:
         advantages=torch.tensor(ADVANTAGES),
         entropy=None,
     )
-
-
-def _loss(x: LossInputs, correction: Correction, config: CorrectionConfig) -> Float[Tensor, " T"]:
-    """What the loss hook hands to the host's reducer."""
-    handed: list[Tensor] = []
-
-    def reduce(per_token: Tensor) -> Tensor:
-        handed.append(per_token.detach())
-        return per_token.sum()
-
-    micro_batch_loss(x, correction, config, LossConfig(Clip(CLIP, CLIP)), torch.sum, reduce)
-    return handed[0]
 
 
 def _token_rows(example: Example, bypass: bool) -> Iterator[Row]:

@@ -207,10 +207,9 @@ def _reject_options(draft: Draft, names: list[str], threshold: Any) -> None:
     for name, spec in zip(names, specs * (len(names) // len(specs)), strict=True):
         unit, k = choice(name, "rollout_rs", OPTIONS).rsplit("_", 1)
         rule = {"over": AGGREGATION[unit]} | (_ratio_rule(spec) if k == "k1" else _divergence_rule(k, spec))
-        draft.remarks[f"reject[{len(draft.mis.get('reject', []))}]"] = (
-            f"rollout_rs: {name}, rollout_rs_threshold: {spec}"
-        )
         draft.reject(rule, "rollout_rs_threshold")
+        path = f"reject[{len(draft.mis['reject']) - 1}]"
+        draft.remarks[path] = f"rollout_rs: {name}, rollout_rs_threshold: {spec}"
         if k == "k1":
             draft.notes.append(
                 f"{name}: verl bounds k1 = -log r, so {spec} keeps ratios in [1/upper, 1/lower], written out below. "
