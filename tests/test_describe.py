@@ -312,6 +312,13 @@ def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture)
             assert row[-1] == f"{worked.loss[t]:.4f}"
 
 
+def test_scope_rollout_is_the_mean_of_the_six():
+    weigh = lambda scope: from_mapping({"weight": {"normalize": {"scope": scope}}})  # noqa: E731
+    whole, part = (example.work(weigh(scope)).correction for scope in ("rollout", "micro_batch"))
+    assert whole.mean_weight is not None and torch.equal(whole.weights, part.weights)
+    assert f"divided by {whole.mean_weight:.4f}" in example.table(weigh("rollout"))
+
+
 def test_the_example_shows_something():
     """Bounds on either side, segments that differ from their sequence, a sequence that stays, one that OPSM drops."""
     ratios = example.work(CorrectionConfig()).correction.log_ratio.exp()
