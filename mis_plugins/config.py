@@ -218,7 +218,8 @@ class ObjectiveConfig:
         the rollout engine (bypass; then weights and rules look at pi_theta / mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
     unbiased_kl: multiply the KL term by pi_theta / old (DeepSeek-V3.2).
-    weigh_kl: multiply the KL term by the importance weight and drop it where a token is rejected.
+    weigh_kl: multiply the KL term by the importance weight, and drop it also where OPSM masks. What the rules reject
+        leaves KL and entropy in any case, as in the hosts.
     """
 
     surrogate: Literal["clip", "reinforce", "cispo"] = "clip"
@@ -286,7 +287,7 @@ class CorrectionConfig:
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
         objective = self.objective
-        if self.weight and objective and (objective.old, objective.surrogate) == ("behavior", "clip"):
+        if self.weight and objective and objective.old == "behavior" and objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective}.old: behavior the clipped ratio is pi_theta / mu already, and a weight "
                 "would count it twice; set {weight}: null"
