@@ -7,7 +7,7 @@ sums to float64 rounding, maxima and histograms exactly.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,8 @@ from mis_plugins.step_rows import (
     Rows,
     Sequences,
     Tokens,
+    multiplies,
+    product_sums,
     sequence_counts,
     sequence_maxima,
     sequence_sums,
@@ -82,8 +84,13 @@ class Partials:
         return self._with(added, maxima)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*self._added, self.maxima)
+    def named_sums(self) -> dict[str, float]:
+        """Reads them, which should be on the host by now."""
+        return dict(zip(self.sum_names, self.sums.tolist(), strict=True))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Partials:
+        """The same of other tensors."""
+        return self._with([function(x) for x in self._added], function(self.maxima))
 
     @property
     def _added(self) -> tuple[Tensor, ...]:
@@ -116,10 +123,12 @@ def partials(
     once = [
         _summed(sequence_sums(sequences), sequences.seen),
         _summed(sequence_counts(sequences), sequences.live),
-        _of_micro_batch(sequences),
+        _nonfinite(sequences),
+        _of_micro_batch(correction),
+        _products(correction),
         *(_unit_rules(rules, totals) for rules, totals in units if rules),
     ]
-    histograms, products = sketch.histograms(by_sequence, sequences.seen, edges), _products(sequences)
+    histograms, products = sketch.histograms(by_sequence, sequences.seen, edges), _powers(sequences)
     if not counts_sequences:
         once = [(names, torch.zeros_like(sums)) for names, sums in once]
         histograms, products = torch.zeros_like(histograms), torch.zeros_like(products)
@@ -139,6 +148,25 @@ def partials(
         histograms=torch.cat([sketch.histograms(by_token, tokens.usable, edges), histograms]),
         products=products,
         lags=_lag_rows(tokens, lags),
+    )
+
+
+@torch.no_grad()
+def watch(correction: Correction, counts_sequences: bool = True) -> Partials:
+    """The few sums that warnings need, and nothing else: see `partials`."""
+    loss_mask, keep = correction.ragged.loss_mask, correction.keep
+    tokens = torch.stack([loss_mask, keep]).sum(-1, dtype=torch.float64)
+    once = [_of_micro_batch(correction), _products(correction)]
+    counted = torch.cat([sums for _, sums in once])
+    none = tokens.new_zeros(0, 0)
+    return Partials(
+        ("valid", "kept", *itertools.chain.from_iterable(names for names, _ in once)),
+        (),
+        torch.cat([tokens, counted if counts_sequences else torch.zeros_like(counted)]),
+        tokens.new_zeros(0),
+        none.long(),
+        none,
+        none,
     )
 
 
@@ -185,15 +213,29 @@ def _groups(rows: Rows) -> Iterable[tuple[list[str], Shaped[Tensor, "_ K"]]]:
         yield [name for name, _ in group], torch.stack([row for _, row in group])
 
 
-def _of_micro_batch(s: Sequences) -> Named:
-    rejected = s.correction.all_rejected
-    values = {name: s.totals[name] for name in ("nonfinite_train", "nonfinite_rollout")}
-    one = torch.ones_like(values["nonfinite_train"])
-    values |= {"micro_batches": one, "all_rejected": one * 0 if rejected is None else rejected.double()}
-    return list(values), torch.stack(list(values.values()))
+def _nonfinite(s: Sequences) -> Named:
+    names = ["nonfinite_train", "nonfinite_rollout"]
+    return names, torch.stack([s.totals[name] for name in names])
 
 
-def _products(s: Sequences) -> Float[Tensor, "P W"]:
+def _of_micro_batch(correction: Correction) -> Named:
+    one = torch.ones((), dtype=torch.float64, device=correction.log_ratio.device)
+    rejected = correction.all_rejected
+    return ["micro_batches", "all_rejected"], torch.stack(
+        [one, one * 0 if rejected is None else rejected.double()]
+    )
+
+
+def _products(correction: Correction) -> Named:
+    """Where the config multiplies ratios; nothing elsewhere."""
+    unit = multiplies(correction.config)
+    if unit is None:
+        return [], torch.zeros(0, dtype=torch.float64, device=correction.log_ratio.device)
+    totals = dict(_units(correction))[unit]
+    return _summed(product_sums(totals["log_ratio"]), totals["usable"] > 0)
+
+
+def _powers(s: Sequences) -> Float[Tensor, "P W"]:
     exponents = torch.stack([s.log_ratio * power for power in POWERS])
     window = (exponents / WINDOW).floor().clamp(-WINDOWS // 2, WINDOWS // 2 - 1)
     within = torch.where(s.seen, (exponents - window * WINDOW).exp(), 0)

@@ -161,21 +161,22 @@ def warnings(found: Relation) -> list[str]:
     messages = []
     if cut_off(found):
         messages.append(
-            f"{mean}the rollout engine seems to sample from {found.mean_ratio:.1%} of the probability mass (top-p, top-k or "
-            "min-p) and to renormalize, which the trainer does not: check --rollout-top-p and --rollout-top-k, or have the "
-            "engine return log-probs before the cut"
+            f"{mean}the rollout engine seems to sample from {found.mean_ratio:.1%} of the probability mass (top-p, "
+            "top-k or min-p) and to renormalize, which the trainer does not: check --rollout-top-p and "
+            "--rollout-top-k, or have the engine return log-probs before the cut"
         )
     if raw:
         messages.append(
-            f"{mean}the tokens were not sampled from the log-probs that the rollout engine reports: check that it returns "
-            "log-probs after the temperature, and of the weights that it sampled with"
+            f"{mean}the tokens were not sampled from the log-probs that the rollout engine reports: check that it "
+            "returns log-probs after the temperature, and of the weights that it sampled with"
         )
     if scaled(found):
         whose = "the trainer's" if raw else "the rollout engine's"
         temperature = 1 / found.implied_temperature if raw else found.implied_temperature
         messages.append(
-            f"log pi_old follows log mu with a slope of {found.slope:.3f} +- {found.slope_error:.3f} (inverse regression: "
-            f"{found.inverse:.3f}), as if {whose} log-probs alone were divided by a temperature of {temperature:.2f} "
-            "or one further from 1: check --rollout-temperature on both sides, and whether log-probs are raw or processed"
+            f"log pi_old follows log mu with a slope of {found.slope:.3f} +- {found.slope_error:.3f} (inverse "
+            f"regression: {found.inverse:.3f}), as if {whose} log-probs alone were divided by a temperature of "
+            f"{temperature:.2f} or one further from 1: check --rollout-temperature on both sides, and whether "
+            "log-probs are raw or processed"
         )
     return messages

@@ -41,7 +41,7 @@ class Step:
         lags = partials.lags.T.tolist()
         return cls(
             config,
-            dict(zip(partials.sum_names, partials.sums.tolist(), strict=True)),
+            partials.named_sums,
             dict(zip(partials.maximum_names, partials.maxima.tolist(), strict=True)),
             dict(zip(SKETCHES, partials.histograms.cpu().unbind(), strict=True)),
             {p: _log_sum(row) for p, row in zip(POWERS, partials.products.tolist(), strict=True)},

@@ -405,6 +405,28 @@ def unit_rule_maxima(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows
         yield from _both_ends(f"{name}_unit", aggregate(units, rule))
 
 
+# What a warning needs, whatever `metrics` says.
+
+
+def multiplies(config: CorrectionConfig) -> Unit | None:
+    """The unit over which ratios are multiplied, be it for a weight or for a rule; None where they are not."""
+    weight, rules = (
+        config.weight,
+        [rule for rule in config.reject if (rule.statistic, rule.over) == ("ratio", "sum")],
+    )
+    if (weight and weight.level == "sequence") or any(rule.unit == "sequence" for rule in rules):
+        return "sequence"
+    return "segment" if (weight and weight.level == "segment") or rules else None
+
+
+def product_sums(log_ratio: Float[Tensor, " N"]) -> Rows:
+    """How far products go: added over units with a usable token."""
+    size = log_ratio.abs()
+    yield "product_count", torch.ones_like(size)
+    yield "product_size", size
+    yield "product_saturated", size > LOG_RATIO_CLAMP
+
+
 def weight_limits(weight: WeightConfig) -> tuple[float, float]:
     """What the log ratio of a weight is compared with; without a lower bound 1 / upper, to watch that side too."""
     high = log_bound(weight.ceiling)

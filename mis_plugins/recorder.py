@@ -1,0 +1,237 @@
+"""The one place where the host process reads what was computed on the device.
+
+While a step runs, its micro-batches are added up on the device (`record`). At the start of the next step a hook
+(`report`) adds them up over the ranks, copies them to the host, reads them, warns, logs the metrics and, if the config
+asks for it, stops the job. It waits for that copy: once a step, between two steps, where the hosts have just waited for
+their own loss and gradient norm. The last step of a run is reported by `flush`, a collective that whoever ends the run
+must call on every rank; nothing is done at the exit of the process, when other ranks may be gone.
+
+Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one late, as soon as
+their copy has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.correction import Correction
+from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.hosts import tracking
+from mis_plugins.notices import warn_once
+from mis_plugins.partials import Partials, partials, watch
+from mis_plugins.ragged import Ranks
+from mis_plugins.ratios import LOG_RATIO_CLAMP
+from mis_plugins.slope import relation
+from mis_plugins.slope import warnings as slope_warnings
+from mis_plugins.step_metrics import finalize
+
+HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
+
+logger = logging.getLogger("mis_plugins")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was added up, under which config and among which ranks."""
+
+    config: CorrectionConfig
+    ranks: Ranks
+    partials: Partials
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Partials on their way to the host."""
+
+    recorded: Recorded
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def begin(cls, recorded: Recorded) -> Copy:
+        tensors = recorded.partials.map(_to_host)
+        arrived = None
+        if recorded.partials.sums.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return cls(Recorded(recorded.config, recorded.ranks, tensors), arrived)
+
+    @property
+    def ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+    def wait(self) -> Recorded:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.recorded
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+
+
+@dataclass
+class Recorder:
+    """Of one process.
+
+    step: (rollout, step) that micro-batches recorded now belong to; None until the hook has been called.
+    pending: what the step has added up to so far.
+    copy: what is on its way to the host, where there is no hook.
+    told: the warnings that need not be said again.
+    """
+
+    step: tuple[int, int] | None = None
+    pending: Recorded | None = None
+    copy: Copy | None = None
+    told: set[str] = field(default_factory=set)
+
+    def record(
+        self,
+        correction: Correction,
+        pg_loss: Float[Tensor, " T"] | None = None,
+        lags: Int[Tensor, " T"] | None = None,
+    ) -> None:
+        """Add a micro-batch; nothing when called inside a backward, which is a recompute of one that was recorded.
+
+        Args:
+            pg_loss: the loss before correction.
+            lags: how many weight versions each token's is behind the trainer's; negative where that is not known.
+
+        Raises:
+            ConfigError: a config that cannot do without the hook, and there is none.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        config, ranks = correction.config, correction.ragged.ranks
+        everything = config.metrics == "all" and self.step is not None
+        if self.step is None:
+            _check_without_hook(config)
+        first = ranks.cp is None or ranks.cp.rank() == 0
+        if everything:
+            loss = None if pg_loss is None else pg_loss.detach()
+            self._add(Recorded(config, ranks, partials(correction, loss, lags, counts_sequences=first)))
+        elif config.corrects:
+            self._add(Recorded(config, ranks, watch(correction, counts_sequences=first)))
+        if self.step is None:
+            self._poll()
+
+    def report(self, args: Any, rollout_id: int, step_id: int) -> None:
+        """Before each optimizer step, on every rank: read what the step before it recorded.
+
+        Raises:
+            MisError: on every rank alike, `on_all_rejected: raise` and a micro-batch of that step was all rejected.
+        """
+        ended, self.step = self.step, (rollout_id, step_id)
+        pending, self.pending = self.pending, None
+        if ended is None or pending is None:
+            return
+        groups = [group for group in (pending.ranks.cp, pending.ranks.dp) if group is not None]
+        reduced = Recorded(pending.config, pending.ranks, pending.partials.over_ranks(groups))
+        recorded = Copy.begin(reduced).wait()
+        sums = recorded.partials.named_sums
+        if tracking.reports(recorded.ranks):
+            self._warn(recorded.config, sums, f"rollout {ended[0]}, step {ended[1]}")
+            if recorded.config.metrics == "all":
+                tracking.log(args, finalize(recorded.partials, recorded.config), *ended)
+        if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
+            raise MisError(f"{_all_rejected(recorded.config, sums)}, in rollout {ended[0]}, step {ended[1]}")
+
+    def flush(self, args: Any) -> None:
+        """Report the last step; on every rank, when nothing will be recorded any more."""
+        if self.step is not None:
+            self.report(args, *self.step)
+
+    def _add(self, recorded: Recorded) -> None:
+        if self.pending is not None and self.pending.config == recorded.config:
+            recorded = Recorded(
+                recorded.config, recorded.ranks, self.pending.partials.merge(recorded.partials)
+            )
+        self.pending = recorded
+
+    def _poll(self) -> None:
+        """Without the hook: read what has arrived, send what has been recorded since; never more than one of each."""
+        if self.copy is not None and self.copy.ready:
+            arrived, self.copy = self.copy.recorded, None
+            self._warn(arrived.config, arrived.partials.named_sums, "this rank")
+        if self.copy is None and self.pending is not None:
+            self.copy, self.pending = Copy.begin(self.pending), None
+
+    def _warn(self, config: CorrectionConfig, sums: Mapping[str, float], where: str) -> None:
+        holding = {name: messages for name, alarm in ALARMS.items() if (messages := alarm(config, sums))}
+        for name, messages in holding.items():
+            if name not in self.told:
+                for message in messages:
+                    logger.warning("%s: %s", where, message)
+        self.told = ((self.told | set(holding)) & (set(holding) | ONCE)) - EACH_TIME
+
+
+RECORDER = Recorder()
+
+
+def _check_without_hook(config: CorrectionConfig) -> None:
+    if config.on_all_rejected == "raise":
+        raise ConfigError(f"{{on_all_rejected}}: raise needs {HOOK}").spelled({}, "mis.")
+    if config.metrics == "all":
+        warn_once(f"mis.metrics: all needs {HOOK}; without it there is no more than with mis.metrics: full")
+
+
+# Warnings, of what a step added up to.
+
+
+def all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    return [_all_rejected(config, sums)] if sums["all_rejected"] else []
+
+
+def few_kept(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    share = sums["kept"] / max(sums["valid"], 1)
+    if not sums["valid"] or share >= config.keep_floor:
+        return []
+    return [
+        f"{share:.1%} of {sums['valid']:.0f} tokens are kept, less than mis.keep_floor: {config.keep_floor:.0%}; "
+        "widen the bounds of mis.reject, or lower the mismatch"
+    ]
+
+
+def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    """Where the mean product is off by more than a factor of e, or the clamp acts at all."""
+    count = sums.get("product_count", 0.0)
+    size = sums.get("product_size", 0.0) / max(count, 1)
+    if not count or (size <= 1 and not sums["product_saturated"]):
+        return []
+    return [
+        f"ratios are multiplied over whole sequences or segments, and |sum of log ratios| has a mean of {size:.2f} "
+        f"over {count:.0f} of them; for {sums['product_saturated'] / count:.1%} it is above {LOG_RATIO_CLAMP:g}, where "
+        "all look alike. The longer, the further from 1 (1.001^2000 = 7.38): use a geometric mis.weight.level, or "
+        "`over: mean`"
+    ]
+
+
+def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    found = relation(sums) if "log_prob_product" in sums else None
+    return slope_warnings(found) if found else []
+
+
+Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
+ALARMS: dict[str, Alarm] = {
+    "all_rejected": all_rejected,
+    "few_kept": few_kept,
+    "product_too_long": product_too_long,
+    "processed_log_probs": processed_log_probs,
+}
+ONCE = {"product_too_long", "processed_log_probs"}  # of a run
+EACH_TIME = {"all_rejected"}  # the others when they begin to hold
+
+
+def _all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> str:
+    return (
+        f"every sequence of {sums['all_rejected']:.0f} of {sums['micro_batches']:.0f} micro-batches was rejected "
+        f"(mis.on_all_rejected: {config.on_all_rejected}); {sums['kept'] / max(sums['valid'], 1):.1%} of the step's "
+        "tokens are kept. Widen the bounds of mis.reject, or see which rule it is by `mis.metrics: full`"
+    )

@@ -1,0 +1,368 @@
+"""The recorder: what it adds up, when it reads, what it says, and that it neither waits nor grows."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import slope_simulation as simulation
+import tallies
+import torch
+import torch.distributed as dist
+from batches import Batch, make_batch, ratio_batch
+from launch import run_ranks
+from test_partials import all_totals, corrected
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mis_plugins.correction import Correction, correct
+from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.hosts import tracking
+from mis_plugins.hosts.batch import HostBatch
+from mis_plugins.layout import whole, zigzag
+from mis_plugins.partials import partials, watch
+from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.reading import from_mapping
+from mis_plugins.recorder import Recorder
+
+ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)
+EVERYTHING = {"weight": {"upper": 2.0}, "metrics": "all"}
+VETO = {"weight": None, "reject": [{"over": "min", "lower": 0.1}]}
+
+
+def micro_batch(ratios: list[list[float]], config: dict) -> Correction:
+    return corrected(ratio_batch(ratios), from_mapping(config))
+
+
+@dataclass
+class Tracking(ModuleType):
+    """Stands where slime's module does, and keeps what it is given."""
+
+    logged: list[dict] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(tracking.TRACKING[1])
+
+    def log(self, args: object, metrics: dict, step_key: str) -> None:
+        assert step_key in metrics
+        self.logged.append(metrics)
+
+
+@pytest.fixture
+def tracked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
+    module = Tracking()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield module.logged
+
+
+# ------------------------------------------------------------------------------------------------------------- steps
+
+
+def test_a_step_is_reported_at_the_next(tracked: list[dict]):
+    """Both micro-batches of it, under its own number, in the host's tracking."""
+    recorder = Recorder()
+    recorder.report(ARGS, 3, 1)
+    recorder.record(micro_batch([[1.0, 2.0]], EVERYTHING), torch.ones(2))
+    recorder.record(micro_batch([[4.0]], EVERYTHING), torch.ones(1))
+    assert tracked == []
+    recorder.report(ARGS, 4, 0)
+    (logged,) = tracked
+    assert logged["train/step"] == 3 * 2 + 1
+    assert logged["train/mis_step/tokens"] == 3.0
+    assert logged["train/mis_step/ratio_max"] == pytest.approx(4.0)
+    assert logged["train/mis_step/weight_max"] == 2.0
+    assert logged["train/mis_step/loss_original_denominator"] == pytest.approx(5 / 3)
+
+
+def test_each_step_is_reported_once_and_the_last_by_flush(tracked: list[dict]):
+    recorder = Recorder()
+    for step, ratio in enumerate([2.0, 1.0]):
+        recorder.report(ARGS, 0, step)
+        recorder.record(micro_batch([[ratio]], EVERYTHING))
+    recorder.flush(ARGS)
+    recorder.flush(ARGS)
+    assert [(row["train/step"], row["train/mis_step/ratio_mean"]) for row in tracked] == [
+        (0, pytest.approx(2)),
+        (1, 1),
+    ]
+
+
+def test_without_a_host_the_metrics_go_to_the_log(caplog: pytest.LogCaptureFixture):
+    recorder = Recorder()
+    with caplog.at_level(logging.INFO, "mis_plugins"):
+        recorder.report(ARGS, 0, 0)
+        recorder.record(micro_batch([[1.0]], EVERYTHING))
+        recorder.flush(ARGS)
+    assert "'train/mis_step/tokens': 1.0" in caplog.text
+
+
+def test_only_metrics_all_reaches_the_tracking(tracked: list[dict]):
+    recorder = Recorder()
+    recorder.report(ARGS, 0, 0)
+    recorder.record(micro_batch([[1.0]], EVERYTHING | {"metrics": "full"}))
+    recorder.flush(ARGS)
+    assert tracked == []
+
+
+def test_a_recompute_inside_a_backward_adds_nothing(tracked: list[dict]):
+    recorder, again = Recorder(), micro_batch([[1.0]], EVERYTHING)
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            recorder.record(again)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            recorder.record(again)
+            return grad
+
+    recorder.report(ARGS, 0, 0)
+    Recomputed.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    recorder.flush(ARGS)
+    assert [row["train/mis_step/tokens"] for row in tracked] == [1.0]
+
+
+def test_the_number_of_a_step_is_the_hosts():
+    assert tracking.steps_per_rollout(ARGS) == 2
+    assert tracking.steps_per_rollout(SimpleNamespace(num_steps_per_rollout=5, global_batch_size=8)) == 5
+    assert tracking.steps_per_rollout(SimpleNamespace()) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- warnings
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records)
+
+
+def run_steps(config: dict, *steps: list[list[float]]) -> Recorder:
+    recorder = Recorder()
+    for i, ratios in enumerate(steps):
+        recorder.report(ARGS, i, 0)
+        recorder.record(micro_batch(ratios, config))
+    recorder.flush(ARGS)
+    return recorder
+
+
+def test_a_rejected_micro_batch_is_told_every_time(caplog: pytest.LogCaptureFixture):
+    run_steps(VETO, [[0.01], [0.02]], [[1.0]], [[0.01]])
+    assert said(caplog, "every sequence of 1 of 1 micro-batches was rejected") == 2
+    assert "rollout 0, step 0" in caplog.text and "rollout 2, step 0" in caplog.text
+
+
+def test_few_kept_tokens_are_told_when_that_begins(caplog: pytest.LogCaptureFixture):
+    few, most = [[1.0], [0.01] * 19], [[1.0], [1.0]]
+    run_steps(VETO, few, few, most, few)
+    assert said(caplog, "5.0% of 20 tokens are kept, less than mis.keep_floor: 10%") == 2
+
+
+def test_a_keep_floor_of_zero_is_silent(caplog: pytest.LogCaptureFixture):
+    run_steps(VETO | {"keep_floor": 0.0}, [[1.0], [0.01] * 19])
+    assert said(caplog, "are kept") == 0
+
+
+@pytest.mark.parametrize("level", ["sequence", "segment"])
+def test_products_over_long_sequences_are_told_once_with_the_numbers(
+    caplog: pytest.LogCaptureFixture, level: str
+):
+    """1.001 at each of 2000 tokens: |sum of log ratios| = 2."""
+    long = [[1.001] * 2000]
+    run_steps({"weight": {"level": level}}, long, long)
+    assert said(caplog, "|sum of log ratios| has a mean of 2.00 over 1 of them; for 0.0% it is above 20") == 1
+
+
+def test_a_rule_over_the_product_is_told_too(caplog: pytest.LogCaptureFixture):
+    run_steps({"weight": None, "reject": [{"over": "sum", "upper": 5.0}]}, [[1.02] * 2000])
+    assert said(caplog, "for 100.0% it is above 20") == 1
+
+
+@pytest.mark.parametrize(
+    "weight", [{"level": "geometric"}, {"level": "token"}, {"level": "segment_geometric"}]
+)
+def test_what_is_not_multiplied_is_not_told(caplog: pytest.LogCaptureFixture, weight: dict):
+    run_steps({"weight": weight}, [[1.02] * 2000])
+    assert said(caplog, "multiplied") == 0
+
+
+def test_scaled_log_probs_are_told_once(caplog: pytest.LogCaptureFixture):
+    proximal, behavior = simulation.simulate("mixed", simulation.Error(temperature=0.8), 10000)
+    batch = Batch([proximal], [behavior], [torch.ones(10000, dtype=torch.int32)], [1])
+    recorder = Recorder()
+    for step in range(2):
+        recorder.report(ARGS, 0, step)
+        recorder.record(corrected(batch, from_mapping(EVERYTHING)))
+    recorder.flush(ARGS)
+    assert said(caplog, "the rollout engine's log-probs alone were divided by a temperature of 0.9") == 1
+
+
+# --------------------------------------------------------------------------------------------------- circuit breaker
+
+
+def test_raise_comes_at_the_next_step():
+    recorder, config = Recorder(), VETO | {"on_all_rejected": "raise"}
+    recorder.report(ARGS, 7, 2)
+    recorder.record(micro_batch([[1.0]], config))
+    recorder.record(micro_batch([[0.01]], config))
+    with pytest.raises(
+        MisError, match=r"every sequence of 1 of 2 micro-batches was rejected .*rollout 7, step 2"
+    ):
+        recorder.report(ARGS, 7, 3)
+    recorder.report(ARGS, 7, 4)  # it is told once
+
+
+def test_raise_needs_the_hook():
+    with pytest.raises(
+        ConfigError, match=r"mis\.on_all_rejected: raise needs --custom-megatron-before-train-step"
+    ):
+        Recorder().record(micro_batch([[1.0]], VETO | {"on_all_rejected": "raise"}))
+
+
+# -------------------------------------------------------------------------------------------------- without the hook
+
+
+def test_without_the_hook_warnings_come_one_late_and_nothing_grows(caplog: pytest.LogCaptureFixture):
+    recorder, one = Recorder(), micro_batch([[0.01]], VETO)
+    recorder.record(one)
+    assert said(caplog, "was rejected") == 0
+    for count in range(1, 4):
+        recorder.record(one)
+        assert said(caplog, "every sequence of 1 of 1 micro-batches was rejected") == count
+        assert recorder.pending is None and recorder.copy is not None
+
+
+def test_without_the_hook_a_copy_that_is_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """What is recorded meanwhile adds up, in as much memory as one."""
+    recorder, one = Recorder(), micro_batch([[0.01]], VETO)
+    recorder.record(one)
+    monkeypatch.setattr("mis_plugins.recorder.Copy.ready", False)
+    for _ in range(3):
+        recorder.record(one)
+    assert recorder.pending is not None
+    assert recorder.pending.partials.named_sums["micro_batches"] == 3.0
+    assert recorder.pending.partials.sums.shape == watch(one).sums.shape
+
+
+def test_without_the_hook_metrics_all_says_what_is_missing(caplog: pytest.LogCaptureFixture):
+    recorder = Recorder()
+    recorder.record(micro_batch([[1.0]], EVERYTHING))
+    assert said(caplog, "mis.metrics: all needs --custom-megatron-before-train-step-hook-path") == 1
+    assert recorder.copy is not None and not recorder.copy.recorded.partials.histograms.numel()
+
+
+def test_metrics_alone_leave_nothing_to_watch():
+    recorder = Recorder()
+    recorder.record(micro_batch([[1.0]], {"weight": None}))
+    assert recorder.pending is None and recorder.copy is None
+
+
+# -------------------------------------------------------------------------------------------------------------- cost
+
+CONFIGS = {
+    "mis": {"weight": {"upper": 2.0, "normalize": {}}, "reject": [{"over": "token", "lower": 0.5}, {"over": "min",
+            "lower": 1e-4}]},
+    "geometric": {"weight": {"upper": 2.0}, "reject": [{"over": "mean", "lower": 0.99, "upper": 1.01}]},
+    "sequence": {"weight": {"level": "sequence"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operators_do_not_grow_with_the_sequences_and_none_waits(name: str):
+    counts = []
+    for sequences in (2, 50):
+        c = micro_batch([[1.0, 1.5, 0.7]] * sequences, CONFIGS[name])
+        loss, lags = torch.ones(3 * sequences), torch.zeros(3 * sequences, dtype=torch.long)
+        c.keep  # noqa: B018  (the hook has made it already)
+        found = tallies.tally(partial(partials, c, loss, lags)), tallies.tally(partial(watch, c))
+        assert not any(tally.waits or tally.copies or tally.collectives for tally in found)
+        counts.append([tally.operators for tally in found])
+    assert counts[0] == counts[1]
+    assert counts[0][0] <= 275, "of the 600 of metrics: all, the rest being the hook's own"
+    assert counts[0][1] <= 25, "beside the 268 of metrics: full"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fake_tensors_can_be_recorded(name: str):
+    """They have no values: whatever would wait for the device raises."""
+    config = from_mapping(CONFIGS[name])
+    with FakeTensorMode(), all_totals():
+        ragged = Ragged(torch.zeros(5, dtype=torch.long), torch.ones(12, dtype=torch.bool))
+        c = correct(torch.zeros(12), torch.zeros(12), ragged, config)
+        partials(c, torch.zeros(12), torch.zeros(12, dtype=torch.long)).merge(partials(c))
+        watch(c)
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def handed(batch: Batch, cp: int, cp_rank: int, ranks: Ranks) -> HostBatch:
+    local, _ = batch.shard(cp, cp_rank, None)
+    layout = (
+        whole(batch.response_lengths)
+        if cp == 1
+        else zigzag(batch.total_lengths, batch.response_lengths, cp, cp_rank)
+    )
+    return HostBatch(local.proximal, local.behavior, batch.loss_masks, layout, ranks)
+
+
+def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
+    """Each data-parallel rank records its batch; what the host's tracking got, and what was raised."""
+    from megatron.core import parallel_state as mpu
+
+    module = Tracking()
+    sys.modules[module.__name__] = module
+    group = lambda g: g if g.size() > 1 else None  # noqa: E731
+    ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
+    recorder, parsed = Recorder(), from_mapping(config)
+    recorder.report(ARGS, 0, 0)
+    host = handed(batches[rank // cp], cp, rank % cp, ranks)
+    with all_totals():
+        recorder.record(correct(host.proximal, host.behavior, host.place().ragged, parsed))
+    try:
+        recorder.flush(ARGS)
+    except MisError as error:
+        return module.logged, str(error)
+    finally:
+        dist.barrier()
+    return module.logged, None
+
+
+RANK_BATCHES = [
+    make_batch(
+        [
+            ([-1.0, -2.0, -0.5, -1.5, -0.1], [-1.1, -1.0, -0.5, -2.0, -0.1], [1, 1, 0, 1, 1]),
+            ([-3.0], [-2.0], [1]),
+        ]
+    ),
+    make_batch([([-0.2, -0.4, -0.6], [-0.3, -0.1, -0.9], [1, 1, 1]), ([-1.0] * 4, [-1.0] * 4, [0, 0, 0, 0])]),
+]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[dict], cp: int):
+    config = {
+        "weight": {"upper": 1.5},
+        "reject": [{"over": "mean", "lower": 0.5, "upper": 2.0}],
+        "metrics": "all",
+    }
+    found = run_ranks(2 * cp, cp, lambda rank: of_rank(rank, RANK_BATCHES, config, cp), tmp_path)
+    assert [len(logged) for logged, _ in found] == [1] + [0] * (2 * cp - 1)
+    alone = Recorder()
+    alone.report(ARGS, 0, 0)
+    for batch in RANK_BATCHES:
+        alone.record(corrected(batch, from_mapping(config)))
+    alone.flush(ARGS)
+    assert found[0][0][0] == pytest.approx(tracked[0], rel=1e-12, abs=1e-12)
+
+
+def test_every_rank_raises_for_one(tmp_path: Path):
+    batches = [ratio_batch([[1.0, 1.0]]), ratio_batch([[0.01, 1.0]])]
+    config = VETO | {"on_all_rejected": "raise", "metrics": "full"}
+    found = run_ranks(4, 2, lambda rank: of_rank(rank, batches, config, 2), tmp_path)
+    assert all(error and "every sequence of 1 of 2 micro-batches" in error for _, error in found)
