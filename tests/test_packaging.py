@@ -76,7 +76,13 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
         for top in ("mis_plugins", "true_on_policy")
         for path in (ROOT / top).rglob("*.py")
     }
-    assert held == modules | {"mis_plugins/py.typed"} | {f"mis_plugins/presets/{name}" for name in PRESETS}
+    data = {
+        str(path.relative_to(ROOT))
+        for pattern in ("engines/*.sh", "engines/*.txt", "kernels/*.c")
+        for path in (ROOT / "true_on_policy").glob(pattern)
+    }
+    presets = {f"mis_plugins/presets/{name}" for name in PRESETS}
+    assert held == modules | data | presets | {"mis_plugins/py.typed"}
 
 
 def test_base_install_needs_little(wheel: Path) -> None:
@@ -94,12 +100,25 @@ def test_yaml_folder_does_not_shadow_pyyaml() -> None:
     assert out.strip() == "{'a': 1}"
 
 
-@pytest.mark.parametrize("preset", [Path(name).stem for name in PRESETS])
-def test_installed_presets_are_found_and_good(bare: Path, preset: str, tmp_path: Path) -> None:
-    found = Path(run(str(bare), "-m", "mis_plugins", "config", "path", preset, cwd=tmp_path).strip())
-    assert found.is_relative_to(bare.parent.parent)
-    assert found.read_bytes() == (ROOT / "yaml" / f"{preset}.yaml").read_bytes()
-    run(str(bare), "-m", "mis_plugins", "config", "check", str(found), cwd=tmp_path)
+def test_installed_presets_are_found_and_good(bare: Path, tmp_path: Path) -> None:
+    """Every one of them, from another folder: the installed copy, and accepted."""
+    code = (
+        "import sys\n"
+        "from mis_plugins.__main__ import main\n"
+        "from mis_plugins.reading import preset_path\n"
+        "for name in sys.argv[1:]:\n"
+        "    assert main(['config', 'check', str(preset_path(name))]) == 0, name\n"
+        "    print('FOUND', preset_path(name))"
+    )
+    out = run(str(bare), "-c", code, *(Path(name).stem for name in PRESETS), cwd=tmp_path)
+    found = [Path(line.split(" ", 1)[1]) for line in out.splitlines() if line.startswith("FOUND ")]
+    assert [path.name for path in found] == PRESETS
+    for path in found:
+        assert path.is_relative_to(bare.parent.parent)
+        assert path.read_bytes() == (ROOT / "yaml" / path.name).read_bytes()
+    assert run(str(bare), "-m", "mis_plugins", "config", "path", "mis", cwd=tmp_path).strip() in map(
+        str, found
+    )
 
 
 def test_import_takes_no_host_and_no_megatron(bare: Path, tmp_path: Path) -> None:
