@@ -1,8 +1,127 @@
-"""Is this kernel batch-invariant, here and now? A row alone against the same row in a batch, by bytes."""
+"""Is this kernel batch-invariant, here and now? A row alone against the same row in a batch, by bytes.
+
+A probe calls what a model calls, so it sees whichever kernel the dispatcher picks. It knows nothing of pins or flags.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.contract import Contract
+from true_on_policy.errors import ProbeError
+
+ROWS = 7
+TOKENS = 21
+# Widest weight that is drawn in full: of a wider one so many columns are probed, beside their share of it.
+COLUMNS = 8192
+
+Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
 
 
-def probe(contract: Contract) -> None: ...
+@dataclass(frozen=True)
+class Failure:
+    """A row whose bits changed with its company.
+
+    Attributes:
+        kernel: the function that was called.
+        shape: of the model, at which it was called.
+        company: what differed between the two calls.
+        mismatch: where the two results differ first.
+    """
+
+    kernel: str
+    shape: tuple[int, ...]
+    company: str
+    mismatch: Mismatch
+
+    def __str__(self) -> str:
+        return f"{self.kernel} at {self.shape}, {self.company}: {self.mismatch}"
+
+
+def probe(contract: Contract) -> None:
+    """Try every kernel at the shapes of `contract`, in its dtype.
+
+    Raises:
+        ProbeError: a row has other bits alone than in a batch.
+    """
+    failure = next(failures(contract), None)
+    if failure is not None:
+        raise ProbeError(
+            f"contract.backend: {contract.backend!r} does not hold in {contract.dtype} with "
+            f"{torch.get_num_threads()} threads: {failure}"
+        )
+
+
+@torch.no_grad()
+def failures(contract: Contract) -> Iterator[Failure]:
+    """What is not invariant, one finding after the other; none where all is well."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(contract.torch_dtype)  # noqa: E731
+    for shape in contract.shapes.linear:
+        yield from _linear(*shape, draw)
+    for shape in contract.shapes.attention:
+        yield from _attention(*shape, draw)
+    for width in contract.shapes.hidden:
+        yield from _rows(
+            "mean", (width,), lambda x: x.float().pow(2).mean(-1, keepdim=True), draw(ROWS, width)
+        )
+        yield from _rows("rsqrt", (width,), lambda x: torch.rsqrt(x.abs() + 1), draw(ROWS, width))
+    for width in contract.shapes.activated:
+        yield from _rows("silu", (width,), F.silu, draw(ROWS, width))
+        yield from _rows("sigmoid", (width,), torch.sigmoid, draw(ROWS, width))
+    for width in {columns for _, columns in contract.shapes.linear}:
+        yield from _rows(
+            "log_softmax", (width,), lambda x: torch.log_softmax(x, -1), draw(ROWS, width).float()
+        )
+        yield from _rows("softmax", (width,), lambda x: torch.softmax(x, -1), draw(ROWS, width).float())
+
+
+def _rows(
+    kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor, "M K"]
+) -> Iterator[Failure]:
+    """Each row alone, and the batch in another order."""
+    together = function(x)
+    alone = torch.cat([function(row) for row in x.split(1)])
+    yield from _compare(kernel, shape, "a row alone and in a batch", alone, together)
+    yield from _compare(kernel, shape, "a batch in two orders", function(x.flip(0)).flip(0), together)
+
+
+def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
+    """Products with a weight as it is stored, alone and fused with another."""
+    outer = min(outer, COLUMNS)
+    weight, x = draw(outer, inner), draw(ROWS, inner)
+    yield from _rows("linear", (inner, outer), lambda rows: F.linear(rows, weight), x)
+    fused = F.linear(x, torch.cat((draw(5, inner), weight)))[:, 5:]
+    yield from _compare("linear", (inner, outer), "a weight alone and fused", F.linear(x, weight), fused)
+
+
+def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
+    """Decode, one token after the other, against prefill; and prefill behind padding on the left."""
+    query, key, value = (draw(2, count, TOKENS, width) for count in (heads, groups, groups))
+    attend = lambda q, k, v, **kw: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kw)  # noqa: E731
+    prefill = attend(query, key, value, is_causal=True)
+    shape = (heads, groups, width)
+    for t in range(TOKENS):
+        decode = attend(query[:1, :, t, None], key[:1, :, : t + 1], value[:1, :, : t + 1])
+        yield from _compare(
+            "attention", shape, f"token {t} decoded and prefilled", decode, prefill[:1, :, t, None]
+        )
+    padding = 5
+    behind = lambda x: F.pad(x, (0, 0, padding, 0))  # noqa: E731
+    mask = torch.ones(TOKENS + padding, TOKENS + padding, dtype=torch.bool).tril()
+    mask[:, :padding] = False
+    padded = attend(behind(query), behind(key), behind(value), attn_mask=mask[None, None])[:, :, padding:]
+    yield from _compare("attention", shape, "with and without padding on the left", padded, prefill)
+
+
+def _compare(kernel: str, shape: tuple[int, ...], company: str, a: Tensor, b: Tensor) -> Iterator[Failure]:
+    mismatch = first_mismatch(a, b)
+    if mismatch is not None:
+        yield Failure(kernel, shape, company, mismatch)
