@@ -1,0 +1,40 @@
+"""Proofs and searches for differences, bit by bit.
+
+Exit codes: 0 equal; 1 different; 2 it could not be compared, and stderr says why. An error is never 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from true_on_policy.errors import TrueOnPolicyError
+
+COMMANDS = ("diff",)  # modules with add_parser(subparsers), which sets run(arguments) -> exit code
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m true_on_policy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    for command in COMMANDS:
+        import_module(f"true_on_policy.{command}").add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (TrueOnPolicyError, OSError) as error:
+        print(error, file=sys.stderr)
+    except Exception:  # Python would exit with 1, which means different
+        traceback.print_exc()
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

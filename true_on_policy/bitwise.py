@@ -1,0 +1,275 @@
+"""Are two tensors the same bytes, and if not: where first, which values, how far apart.
+
+Bytes decide: -0.0 is not 0.0 and two NaNs of other payloads differ. Tensors are read in blocks, so one that lies in a
+mapped file need not fit into memory.
+
+A distance in ulps is a number of representable values from one to the other: 1 for neighbours, 0 for -0.0 and 0.0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Int, Int64, Shaped
+from torch import Tensor
+
+BLOCK = 1 << 20  # values compared at once; a block's scratch space is some 50 bytes a value
+NO_DISTANCE = -1  # of a NaN to anything with other bytes
+FURTHEST = torch.iinfo(torch.int64).max  # where a distance of 64-bit numbers saturates
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _existing(*names: str) -> frozenset[torch.dtype]:
+    """Those dtypes that this torch has; a host may bring an old one."""
+    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+FLOATS = _existing(
+    "float64", "float32", "float16", "bfloat16",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+UNSIGNED = _existing("bool", "uint8", "uint16", "uint32", "uint64", "float8_e8m0fnu")
+SIGNED = frozenset(INTEGERS.values())
+
+Kind = Literal["dtype", "shape", "bytes"]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Why two tensors are not equal.
+
+    Attributes:
+        kind: what differs; the first of dtype, shape, bytes.
+        values: the two dtypes, the two shapes, or the first two values that differ.
+        bits: the same values in hexadecimal; empty unless `kind` is bytes.
+        coordinate: index of the first difference; (sequence, position) where `cu_seqlens` was given. A complex
+            number has one index more: 0 its real part, 1 its imaginary part.
+        ulps: distance of these two values; None where one is NaN or the dtype has no order.
+        count, total: how many values differ, of how many.
+        furthest: the greatest distance in ulps; None where no difference has one.
+        histogram: differing values by distance, as `ulp_histogram` labels them.
+    """
+
+    kind: Kind
+    values: tuple[object, object]
+    bits: tuple[str, str] | tuple[()] = ()
+    coordinate: tuple[int, ...] = ()
+    ulps: int | None = None
+    count: int = 0
+    total: int = 0
+    furthest: int | None = None
+    histogram: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.kind != "bytes":
+            return f"{self.kind} {self.values[0]} against {self.values[1]}"
+        left, right = (f"{_text(value)} ({bits})" for value, bits in zip(self.values, self.bits, strict=True))
+        apart = "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
+        worst = "" if self.furthest is None else f", at most {self.furthest}"
+        return (
+            f"{self.count} of {self.total} values differ, first at {list(self.coordinate)}: "
+            f"{left} against {right}, {apart}{worst}"
+        )
+
+
+def first_mismatch(
+    a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], cu_seqlens: Int[Tensor, "boundaries"] | None = None
+) -> Mismatch | None:
+    """None if both hold the same bytes in the same dtype and shape.
+
+    Args:
+        cu_seqlens: boundaries of the sequences of two packed `[T]` tensors; a coordinate is then (sequence, position).
+    """
+    if a.dtype != b.dtype:
+        return Mismatch("dtype", (a.dtype, b.dtype))
+    if a.shape != b.shape:
+        return Mismatch("shape", (tuple(a.shape), tuple(b.shape)))
+    a, b = _plain(a), _plain(b)
+    found = [
+        _difference(start, left, right)
+        for start, left, right in _blocks(a, b)
+        if not torch.equal(_bits(left), _bits(right))
+    ]
+    return _mismatch(found, a.shape, cu_seqlens) if found else None
+
+
+def equal_bits(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> bool:
+    """Same dtype, shape and bytes. Stops at the first block that differs."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return all(torch.equal(_bits(left), _bits(right)) for _, left, right in _blocks(_plain(a), _plain(b)))
+
+
+def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"]:
+    """Distance of each pair of values of one dtype: 0 where equal, `NO_DISTANCE` where the bytes differ and one is NaN.
+
+    Integers and booleans count in units. 64-bit distances saturate at 2^63 - 1.
+    """
+    left, right = _bits(a), _bits(b)
+    if a.dtype in FLOATS | UNSIGNED | SIGNED:
+        distance = _distance(_position(left, a.dtype), _position(right, a.dtype))
+        distance = torch.where(_is_nan(a) | _is_nan(b), NO_DISTANCE, distance)
+    else:
+        distance = torch.full(left.shape, NO_DISTANCE)
+    return torch.where(left == right, 0, distance)
+
+
+def ulp_histogram(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> dict[str, int]:
+    """Pairs by distance: "equal" bytes, "NaN", "0" (-0.0 and 0.0), "1", "2", "3..4", "5..8", ...; no empty bins."""
+    parts = (_counts(left, right) for _, left, right in _blocks(_plain(a), _plain(b)))
+    return _labelled(reduce(add, parts, torch.zeros(len(LABELS), dtype=torch.int64)))
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What one block adds: its first differing value, and counts."""
+
+    index: int
+    values: tuple[object, object]
+    bits: tuple[str, str]
+    ulps: int
+    count: int
+    furthest: int
+    counts: Int64[Tensor, "labels"]
+
+
+def _difference(start: int, a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> _Difference:
+    differs = _bits(a) != _bits(b)
+    distances = ulps(a, b)
+    index = int(differs.int().argmax())
+    pair = a[index], b[index]
+    return _Difference(
+        index=start + index,
+        values=(_value(pair[0]), _value(pair[1])),
+        bits=(_hexadecimal(pair[0]), _hexadecimal(pair[1])),
+        ulps=int(distances[index]),
+        count=int(differs.sum()),
+        furthest=int(distances[differs].max()),
+        counts=_counts(a, b),
+    )
+
+
+def _mismatch(
+    found: Sequence[_Difference], shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None
+) -> Mismatch:
+    first, furthest = found[0], max(difference.furthest for difference in found)
+    counts = torch.stack([difference.counts for difference in found]).sum(0)
+    counts[LABELS.index("equal")] = 0
+    return Mismatch(
+        kind="bytes",
+        values=first.values,
+        bits=first.bits,
+        coordinate=coordinate(first.index, shape, cu_seqlens),
+        ulps=None if first.ulps == NO_DISTANCE else first.ulps,
+        count=sum(difference.count for difference in found),
+        total=shape.numel(),
+        furthest=None if furthest == NO_DISTANCE else furthest,
+        histogram=_labelled(counts),
+    )
+
+
+def coordinate(
+    index: int, shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None = None
+) -> tuple[int, ...]:
+    """Of a value counted in row-major order; (sequence, position) of a packed token. Empty sequences hold none."""
+    if cu_seqlens is None:
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
+    starts = cu_seqlens.tolist()
+    sequence = bisect_right(starts, index) - 1
+    return sequence, index - starts[sequence]
+
+
+def _plain(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """Without autograd; a complex number as its two parts."""
+    x = x.detach()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _blocks(
+    a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], start: int = 0
+) -> Iterator[tuple[int, Shaped[Tensor, "n"], Shaped[Tensor, "n"]]]:
+    """Both tensors in pieces of at most BLOCK values, flat, in row-major order, with the index where each begins.
+
+    Halves the leading dimension instead of flattening first: `reshape(-1)` would copy an expanded or transposed tensor.
+    """
+    if a.numel() <= BLOCK:
+        yield start, a.reshape(-1).cpu(), b.reshape(-1).cpu()
+    elif len(a) == 1:
+        yield from _blocks(a[0], b[0], start)
+    else:
+        half = len(a) // 2
+        yield from _blocks(a[:half], b[:half], start)
+        yield from _blocks(a[half:], b[half:], start + a[:half].numel())
+
+
+def _bits(x: Shaped[Tensor, "*S"]) -> Int[Tensor, "*S"]:
+    """The bytes of each value as a signed integer of its width."""
+    return x.view(INTEGERS[x.element_size()])
+
+
+def _position(bits: Int[Tensor, "*S"], dtype: torch.dtype) -> Int64[Tensor, "*S"]:
+    """Where a value stands among all of its dtype: neighbours are 1 apart, and -0.0 stands where 0.0 does."""
+    lowest = torch.iinfo(bits.dtype).min
+    bits = bits.to(torch.int64)
+    if dtype in FLOATS:  # sign and magnitude
+        return torch.where(bits < 0, lowest - bits, bits)
+    return bits ^ lowest if dtype in UNSIGNED else bits
+
+
+def _distance(a: Int64[Tensor, "*S"], b: Int64[Tensor, "*S"]) -> Int64[Tensor, "*S"]:
+    """|a - b|, saturating at FURTHEST."""
+    difference = a - b
+    overflown = ((a ^ b) & (a ^ difference)) < 0
+    lowest = difference == torch.iinfo(torch.int64).min  # has no absolute value
+    return torch.where(overflown | lowest, FURTHEST, difference.abs())
+
+
+def _is_nan(x: Shaped[Tensor, "*S"]) -> Bool[Tensor, "*S"]:
+    return (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(torch.float32)).isnan()
+
+
+POWERS = 2 ** torch.arange(63)  # upper ends of the bins 1, 2, 3..4, 5..8, ...
+LABELS = (
+    "equal",
+    "NaN",
+    "0",
+    "1",
+    "2",
+    *(f"{2 ** (power - 1) + 1}..{2**power}" for power in range(2, 63)),
+    f"{2**62 + 1}..",
+)
+
+
+def _counts(a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> Int64[Tensor, "labels"]:
+    """Pairs by label of LABELS."""
+    distances = ulps(a, b)
+    label = torch.bucketize(distances, POWERS) + LABELS.index("1")
+    for special, value in (("0", 0), ("NaN", NO_DISTANCE)):
+        label = torch.where(distances == value, LABELS.index(special), label)
+    label = torch.where(_bits(a) == _bits(b), LABELS.index("equal"), label)
+    return torch.bincount(label, minlength=len(LABELS))
+
+
+def _labelled(counts: Int64[Tensor, "labels"]) -> dict[str, int]:
+    return {label: count for label, count in zip(LABELS, counts.tolist(), strict=True) if count}
+
+
+def _value(x: Shaped[Tensor, ""]) -> object:
+    return x.item() if x.dtype in FLOATS | UNSIGNED | SIGNED else _hexadecimal(x)
+
+
+def _hexadecimal(x: Shaped[Tensor, ""]) -> str:
+    width = 8 * x.element_size()
+    return f"0x{int(_bits(x)) % (1 << width):0{width // 4}x}"
+
+
+def _text(value: object) -> str:
+    """9 significant digits tell any two float32 apart; the bits beside it tell the rest."""
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

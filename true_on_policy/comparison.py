@@ -1,0 +1,187 @@
+"""Two recordings, tensor by tensor: which are equal, and which operation was the first to give something else."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
+from true_on_policy.log_probs import LogProbRecord
+from true_on_policy.names import PARTS, Correspondence, Heads, Renaming, regrouped
+from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value, numbered
+from true_on_policy.storage import RecordError
+
+EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
+LOG_PROBS_KEY = Key(LOG_PROBS)
+NEAREST = 5  # equal tensors that are named as what feeds an operation
+
+Status = Literal[
+    "equal", "different", "other dtype", "other shape", "missing in A", "missing in B", "not comparable"
+]
+DIVERGED: Mapping[str, Status] = {"bytes": "different", "dtype": "other dtype", "shape": "other shape"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of both sides, or of one.
+
+    Attributes:
+        detail: why it was not compared.
+    """
+
+    key: Key
+    status: Status
+    mismatch: Mismatch | None = None
+    detail: str = ""
+
+    @property
+    def operation(self) -> str:
+        """The module that took or gave this tensor."""
+        return re.sub(r"(^|\.)(inputs|output)(\..*)?$", "", self.key.name) or "the whole model"
+
+    @property
+    def is_output(self) -> bool:
+        return re.search(r"(^|\.)output(\.|$)", self.key.name) is not None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a comparison found.
+
+    Attributes:
+        rows: in execution order of A; what A lacks comes last.
+        left_out: tensors of either side whose names the other framework, or the map, has no counterpart for.
+        no_tensors: pairs of recorded values that are none.
+    """
+
+    a: Path
+    b: Path
+    rows: tuple[Row, ...]
+    left_out: int = 0
+    no_tensors: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many rows of each status."""
+        counted = Counter(row.status for row in self.rows)
+        return {status: counted[status] for status in get_args(Status)}
+
+    @property
+    def exit_code(self) -> int:
+        """A difference outweighs what could not be compared; to compare nothing is not equality."""
+        if self.counts["different"]:
+            return DIFFERENT
+        return EQUAL if 0 < len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
+
+    @property
+    def first(self) -> Row | None:
+        """The first tensor, in execution order, that is not the same on both sides."""
+        return next((row for row in self.rows if row.mismatch), None)
+
+    @property
+    def feeds(self) -> tuple[Row, ...]:
+        """What the first diverging tensor was computed from, as far as it is recorded and equal.
+
+        The inputs of its module; else, where no module computed it (a residual sum, attention in a function), the
+        latest equal outputs under the same parent; else the latest equal tensor.
+        """
+        first = self.first
+        if first is None:
+            return ()
+        equal = [row for row in takewhile(lambda row: row is not first, self.rows) if row.status == "equal"]
+        call = [row for row in equal if _call(row.key) == _call(first.key)]
+        parent = first.operation.rpartition(".")[0]
+        own = [
+            row for row in call if first.is_output and row.key.name.startswith(f"{first.operation}.inputs")
+        ]
+        beside = [row for row in call if row.is_output and row.key.name.startswith(f"{parent}.")]
+        return tuple(own or beside[-NEAREST:] or equal[-1:])
+
+
+def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
+    """Every tensor of A against its counterpart in B, one pair loaded at a time."""
+    left, right = _renamed(a, names.a, heads), _renamed(b, names.b, heads)
+    keys = [*left, *(key for key in right if key not in left)]
+    rows = [_row(key, left.get(key), right.get(key), names.regroup) for key in keys]
+    return Report(
+        a.path,
+        b.path,
+        rows=tuple(row for row in rows if row),
+        left_out=sum(
+            not renaming.of(entry.key.name)
+            for recording, renaming in ((a, names.a), (b, names.b))
+            for entry in recording.entries
+        ),
+        no_tensors=rows.count(None),
+    )
+
+
+def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_KEY) -> Row:
+    """Records of the same tokens, sampled with the same versions of the weights; others cannot be compared.
+
+    A token without a log-prob on either side cannot be compared either, and is never taken for a number.
+    """
+    for name in ("tokens", "cu_seqlens", "versions"):
+        if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
+            return Row(key, "not comparable", detail=f"not the same {name}: {mismatch}")
+    missing = a.log_probs.isnan() | b.log_probs.isnan()
+    if missing.any():
+        where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
+        without = f"A {len(a.without_log_prob)}, B {len(b.without_log_prob)} of {len(a.tokens)} tokens"
+        return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
+    return _verdict(key, first_mismatch(a.log_probs, b.log_probs, a.cu_seqlens))
+
+
+def _renamed(recording: Recording, renaming: Renaming, heads: Heads | None) -> dict[Key, Entry]:
+    """The entries that have a common name, under it."""
+    entries = (
+        Entry(replace(entry.key, name=name), partial(_part, entry, part, heads))
+        for entry in recording.entries
+        for name, part in renaming.of(entry.key.name)
+        if renaming.rest or not entry.key.recompute
+    )
+    return {entry.key: entry for entry in numbered(entries)}
+
+
+def _part(entry: Entry, part: str | None, heads: Heads | None) -> Value:
+    value = entry.load()
+    return PARTS[part](value, heads) if part and isinstance(value, Tensor) else value
+
+
+def _row(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | None:
+    """None if neither side recorded a tensor."""
+    try:
+        values = [entry.load() for entry in (a, b) if entry]
+    except RecordError as error:
+        return Row(key, "not comparable", detail=str(error))
+    if all(value is None for value in values):
+        return None
+    if a is None or b is None:
+        return Row(key, "missing in A" if a is None else "missing in B")
+    return _compared(key, values[0], values[1], regroup)
+
+
+def _compared(key: Key, a: Value, b: Value, regroup: bool) -> Row:
+    if isinstance(a, LogProbRecord) and isinstance(b, LogProbRecord):
+        return compare_log_probs(a, b, key)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
+    kinds = " against ".join(type(value).__name__ for value in (a, b))
+    return Row(key, "not comparable", detail=kinds)
+
+
+def _verdict(key: Key, mismatch: Mismatch | None) -> Row:
+    return Row(key, DIVERGED[mismatch.kind], mismatch) if mismatch else Row(key, "equal")
+
+
+def _call(key: Key) -> Key:
+    """The same for all tensors of one call of a model."""
+    return replace(key, name="", layer_id="")

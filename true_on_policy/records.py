@@ -1,0 +1,264 @@
+"""Recorded tensors, in the order in which they were computed.
+
+Read are files and folders of
+
+    step=0___rank=0___dump_index=12___name=NAME___layer_id=2.pt   SGLang's dumper, and ours (recorder.py)
+    *.pt          a tensor, or lists and dicts of tensors
+    *.safetensors
+    *.npz
+    and our records of log-probs (log_probs.py)
+
+A tensor is told from the others by rank, name, layer, whether a checkpointed activation was recomputed, and by the how
+many-eth of that kind it is: a module that layers share keeps the name that its first owner gave it, and one that runs
+again in the next step has nothing else to tell it by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from true_on_policy.log_probs import FORMAT, LogProbRecord
+from true_on_policy.storage import (
+    RecordError,
+    load_npz,
+    load_pt,
+    load_safetensors,
+    npz_names,
+    safetensors_names,
+)
+
+NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix of what its hooks record
+LOG_PROBS = "log_probs"
+
+Value = Tensor | LogProbRecord | None  # None: recorded, but not a tensor
+
+
+@dataclass(frozen=True)
+class Key:
+    """What makes two recorded tensors each other's counterpart.
+
+    `layer_id` is empty where `name` says the layer.
+    """
+
+    name: str
+    occurrence: int = 1
+    layer_id: str = ""
+    rank: int = 0
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        parts = (
+            f" layer {self.layer_id}" if self.layer_id else "",
+            f" rank {self.rank}" if self.rank else "",
+            " recomputed" if self.recompute else "",
+            f" #{self.occurrence}" if self.occurrence > 1 else "",
+        )
+        return self.name + "".join(parts)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recorded value, not loaded yet.
+
+    `load` returns a tensor in a mapped file, a log-prob record, or None for what is no tensor.
+    It raises RecordError for what cannot be read.
+    """
+
+    key: Key
+    load: Callable[[], Value]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All of a file or folder, in execution order."""
+
+    path: Path
+    entries: tuple[Entry, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(entry.key.name for entry in self.entries)
+
+
+def read_recording(path: Path | str) -> Recording:
+    """List what a file or a folder holds. Tensors are loaded when they are compared.
+
+    Raises:
+        RecordError: nothing is there, or nothing that can be compared.
+    """
+    path = Path(path)
+    files = _files(path)
+    found = [item for file in files for item in _items(file, alone=path.is_file())]
+    found.sort(key=lambda item: item.order)
+    return Recording(path, numbered(Entry(item.key, item.load) for item in found))
+
+
+def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The same with occurrences counted from 1, in this order."""
+    seen: Counter[Key] = Counter()
+
+    def next_key(key: Key) -> Key:
+        unnumbered = replace(key, occurrence=0)
+        seen[unnumbered] += 1
+        return replace(key, occurrence=seen[unnumbered])
+
+    return tuple(Entry(next_key(entry.key), entry.load) for entry in entries)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An entry whose occurrence is not counted yet."""
+
+    order: tuple
+    key: Key
+    load: Callable[[], Value]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise RecordError(f"{path}: expected a folder, or a file that ends in {', '.join(READERS)}")
+        return [path]
+    if not path.is_dir():
+        raise RecordError(f"{path}: no such file or folder")
+    files = [file for file in path.iterdir() if file.suffix in READERS and file.is_file()]
+    if not files:
+        below = sorted({str(file.parent) for file in path.rglob("*") if file.suffix in READERS})
+        hint = f"; there are some in {', '.join(below[:5])}" if below else ""
+        raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
+    return files
+
+
+def _items(file: Path, alone: bool) -> list[_Item]:
+    """A file that cannot be listed is one item that cannot be loaded: it must not hide the others."""
+    try:
+        return list(_listed(file, alone))
+    except RecordError as error:
+        return [_Item((1, _natural(file.name)), Key(file.stem), partial(_raise, error))]
+
+
+def _listed(file: Path, alone: bool) -> Iterator[_Item]:
+    tags = parse_tags(file)
+    if tags:
+        yield _dumped(file, tags)
+        return
+    for name, load in READERS[file.suffix](file):
+        prefix = "" if alone or not name else f"{file.stem}."
+        order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
+        yield _Item(order, Key(prefix + name or ("value" if alone else file.stem)), load)
+
+
+def parse_tags(file: Path) -> dict[str, str]:
+    """`step=0___rank=0___dump_index=1___name=x.pt` -> its tags; empty if the file is not named so."""
+    tags: dict[str, str] = {}
+    for piece in file.name.removesuffix(file.suffix).split("___"):
+        tag, equals, value = piece.partition("=")
+        if equals and tag.isidentifier():
+            tags[tag] = value
+        elif tags:  # a name may hold three underscores of its own
+            last = next(reversed(tags))
+            tags[last] += f"___{piece}"
+    return tags if {"name", "dump_index"} <= tags.keys() else {}
+
+
+def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
+    numbers = {tag: tags.get(tag, "0") for tag in ("dump_index", "rank")}
+    for tag, number in numbers.items():
+        if not number.isdecimal():
+            raise RecordError(f"{file}: {tag}={number} in its name is no number")
+    index, rank = int(numbers["dump_index"]), int(numbers["rank"])
+    name, layer_id = tags["name"].removeprefix(NON_INTRUSIVE), tags.get("layer_id", "")
+    key = Key(
+        name=name,
+        layer_id="" if f".layers.{layer_id}." in f".{name}." else layer_id,
+        rank=rank,
+        recompute=tags.get("recompute_status") == "recompute",
+    )
+    return _Item((0, index, rank), key, partial(DUMPED[file.suffix], file))
+
+
+def _dumped_pt(file: Path) -> Value:
+    """The value of a dump, with or without the `{"value": ..., "meta": ...}` around it."""
+    value = load_pt(file)
+    if isinstance(value, dict) and "value" in value:
+        value = value["value"]
+    if isinstance(value, Tensor):
+        return _comparable(value, file)
+    if any(True for _ in _tensors(value)):
+        raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
+    return None
+
+
+def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
+    # One tree is kept, so that a file of a thousand tensors is not unpickled a thousand times.
+    tree = lru_cache(maxsize=1)(lambda: dict(_tensors(load_pt(file))))
+    for name in list(tree()):
+        yield name, lambda name=name: _comparable(tree()[name], file)
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of nested dicts and lists, with its dotted name."""
+    if isinstance(value, Tensor):
+        yield name, value
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else ()
+    )
+    for key, child in children:
+        yield from _tensors(child, f"{name}.{key}" if name else str(key))
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
+    names, header = safetensors_names(file)
+    if header.get("format") == FORMAT:
+        yield LOG_PROBS, partial(LogProbRecord.load, file)
+        return
+    for name in names:
+        yield name, lambda name=name: _comparable(load_safetensors(file, name), file)
+
+
+def _dumped_safetensors(file: Path) -> Value:
+    (_, load), *more = list(_safetensors(file)) or [("", lambda: None)]
+    if more:
+        raise RecordError(f"{file}: is named like a dump of one tensor but holds {1 + len(more)}")
+    return load()
+
+
+def _npz(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
+    for name in npz_names(file):
+        yield name, partial(load_npz, file, name)
+
+
+def _comparable(x: Tensor, file: Path) -> Tensor:
+    if x.layout != torch.strided or x.is_quantized or x.is_meta:
+        raise RecordError(f"{file}: holds a tensor without plain bytes ({x.layout}, {x.dtype}, {x.device})")
+    return x.detach()
+
+
+def _raise(error: RecordError) -> Value:
+    raise error
+
+
+def _natural(name: str) -> tuple:
+    """Sorts layers.2 before layers.10."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Callable[[], Value]]]]] = {
+    ".pt": _pt,
+    ".safetensors": _safetensors,
+    ".npz": _npz,
+}
+DUMPED: dict[str, Callable[[Path], Value]] = {".pt": _dumped_pt, ".safetensors": _dumped_safetensors}

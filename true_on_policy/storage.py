@@ -1,0 +1,140 @@
+"""Files of tensors: written whole or not at all, read without trusting what wrote them.
+
+Tensors are mapped, not read: one that is larger than memory can be compared block by block. Nothing that a file names
+is ever imported or called (`weights_only`, no pickled numpy arrays), and a damaged one is a `RecordError`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from true_on_policy.errors import TrueOnPolicyError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RecordError(TrueOnPolicyError):
+    """A record or a dump that cannot be read or written."""
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; takes its name when the block ends well, and is removed when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{os.getpid()}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def optional(module: str) -> ModuleType:
+    """A library of the extra `verify`, or an error that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise RecordError(f"{package} is not installed; pip install 'mis-plugins[verify]'") from error
+
+
+def read(path: Path, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`function(*args)`, whatever it raises as a `RecordError` that names the file.
+
+    The libraries raise a dozen kinds of errors on damaged files, and which one depends on where the damage is.
+    """
+    try:
+        return function(*args, **kwargs)
+    except RecordError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise RecordError(f"{path}: cannot be read: {reason}") from error
+
+
+def load_pt(path: Path) -> Any:
+    """What `torch.save` wrote, if it is made of tensors, numbers, texts, lists and dicts."""
+    # Only the zip format can be mapped; files older than torch 1.6 are read whole.
+    return read(path, torch.load, path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def safetensors_names(path: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the tensors of a safetensors file, and its header."""
+    safe_open = optional("safetensors").safe_open
+
+    def names() -> tuple[list[str], dict[str, str]]:
+        with safe_open(path, "pt") as file:
+            return list(file.keys()), dict(file.metadata() or {})
+
+    return read(path, names)
+
+
+def load_safetensors(path: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file."""
+    safe_open = optional("safetensors").safe_open
+
+    def tensor() -> Tensor:
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name)
+
+    return read(path, tensor)
+
+
+def npz_names(path: Path) -> list[str]:
+    """Names of the arrays of an npz file, in the order in which they were written."""
+
+    def names() -> list[str]:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+
+    return read(path, names)
+
+
+def load_npz(path: Path, name: str) -> Tensor:
+    """One array of an npz file: mapped where it is stored, read whole where it is compressed."""
+    numpy = optional("numpy")
+
+    def array() -> Tensor:
+        with zipfile.ZipFile(path) as archive:
+            member = archive.getinfo(f"{name}.npy")
+            if member.compress_type == zipfile.ZIP_STORED:
+                return torch.from_numpy(_mapped(path, member))
+            with archive.open(member) as file:
+                return torch.from_numpy(numpy.lib.format.read_array(file, allow_pickle=False))
+
+    return read(path, array)
+
+
+def _mapped(path: Path, member: zipfile.ZipInfo) -> Any:
+    """A stored array in place. The local header's name and extra field may be longer than the directory says."""
+    numpy = optional("numpy")
+    header = struct.Struct("<26xHH")
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        file.seek(sum(header.unpack(file.read(header.size))), os.SEEK_CUR)
+        major_minor = numpy.lib.format.read_magic(file)
+        shape, fortran, dtype = NPY_HEADERS[major_minor](file)
+        if dtype.hasobject:
+            raise ValueError("holds pickled objects")
+        order = "F" if fortran else "C"
+        return numpy.memmap(path, dtype, mode="c", offset=file.tell(), shape=shape, order=order)
+
+
+NPY_HEADERS: dict[tuple[int, int], Callable[[Any], tuple]] = {
+    (1, 0): lambda file: optional("numpy").lib.format.read_array_header_1_0(file),
+    (2, 0): lambda file: optional("numpy").lib.format.read_array_header_2_0(file),
+}
