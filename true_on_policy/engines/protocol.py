@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 from jaxtyping import Float32
+from torch import Tensor
 
 from true_on_policy.errors import TrueOnPolicyError
 
@@ -36,12 +36,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """A request and what the engine made of it: tokens, the log-prob each was sampled with, the weights' version."""
+    """A request and what the engine made of it.
+
+    Attributes:
+        tokens: the sampled ids, as many as were asked.
+        log_probs: of each, under the distribution that it was sampled from.
+        version: which update of the weights sampled it.
+        cached: tokens of the prompt that the engine took from its cache.
+        preempted: how often the engine gave up its cache and computed it again.
+    """
 
     request: Request
     tokens: tuple[int, ...]
-    log_probs: Float32[np.ndarray, "N"]
-    version: str
+    log_probs: Float32[Tensor, "N"]
+    version: int
+    cached: int = 0
+    preempted: int = 0
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -57,11 +67,11 @@ class Engine(Protocol):
         """Sample all requests in one batch."""
         ...
 
-    def score(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "N"]]:
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "N"]]:
         """Log-prob of each sampled token by prefill of the whole sequence, at temperature 1."""
         ...
 
-    def update_weights(self, checkpoint: Path, version: str) -> None:
+    def update_weights(self, checkpoint: Path, version: int) -> None:
         """Take the weights of a checkpoint of the same shape; forget what was cached of the former ones."""
         ...
 

@@ -90,8 +90,7 @@ class Server:
         return Path(self._log.name).read_text(errors="replace")
 
     def _error(self, what: str) -> EngineError:
-        tail = "\n".join(self.output().splitlines()[-TAIL_LINES:])
-        return EngineError(f"{self.name}: {what}; the end of what it printed:\n{tail}")
+        return EngineError(f"{self.name}: {what}; from what it printed:\n{_telling(self.output())}")
 
     def close(self) -> None:
         """End the whole process group: asked first, killed after a grace period. May be called twice."""
@@ -101,6 +100,17 @@ class Server:
                 break
             _wait_for_group(self._process, seconds)
         self._log.close()
+
+
+def _telling(output: str) -> str:
+    """The lines around the message of the last traceback, else the last lines: a server says much after its fault."""
+    lines = output.splitlines()
+    traces = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if not traces:
+        return "\n".join(lines[-TAIL_LINES:])
+    later = enumerate(lines[traces[-1] + 1 :], traces[-1] + 1)
+    message = next((number for number, line in later if line and not line.startswith(" ")), len(lines))
+    return "\n".join(lines[max(traces[-1], message - TAIL_LINES // 2) : message + TAIL_LINES // 2])
 
 
 def _die_with_parent() -> None:

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from jaxtyping import Float32
+from torch import Tensor
 
 from true_on_policy.contract import Contract
 from true_on_policy.engines.protocol import EngineError, Request, Sample
@@ -60,7 +61,7 @@ class SGLang:
         pool: Pool = Pool(),
     ):
         self._seeded = contract is not None
-        self._version = "0"
+        self._version = 0
         port = free_port()
         command = [str(interpreter()), *_arguments(checkpoint, dtype, pool, port)]
         if contract is not None:
@@ -97,9 +98,11 @@ class SGLang:
         log_probs = _log_probs(meta["output_token_logprobs"], tokens)
         if len(tokens) != request.length:
             raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
-        return Sample(request, tokens, log_probs, self._version)
+        return Sample(
+            request, tokens, log_probs, self._version, meta["cached_tokens"], meta["num_retractions"]
+        )
 
-    def score(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "N"]]:
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "N"]]:
         sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
         answers = self._generate([sample.sequence for sample in samples], sampling, {"logprob_start_len": 0})
         return [
@@ -111,7 +114,7 @@ class SGLang:
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
         return self._server.post("/generate", body, GENERATE_SECONDS)
 
-    def update_weights(self, checkpoint: Path, version: str) -> None:
+    def update_weights(self, checkpoint: Path, version: int) -> None:
         answer = self._server.post(
             "/update_weights_from_disk",
             {"model_path": str(checkpoint), "flush_cache": True},
@@ -183,11 +186,11 @@ def _environment(contract: Contract | None, order: NormOrder | None, pool: Pool)
     return inherited | added
 
 
-def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[np.ndarray, "N"]:
+def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:
     """From rows (log-prob, token id, text); a missing log-prob is an error, never a number."""
     if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
         raise EngineError(
             f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
         )
     # Its JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
-    return np.array([row[0] for row in rows], dtype=np.float32)
+    return torch.tensor([row[0] for row in rows], dtype=torch.float32)

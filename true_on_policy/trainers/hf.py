@@ -1,0 +1,43 @@
+"""Hugging Face transformers as the trainer: the sequences of a batch padded on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float32
+from safetensors.torch import load_file
+from torch import Tensor
+
+from true_on_policy import qwen3_hf
+from true_on_policy.engines.protocol import Sample
+from true_on_policy.norm_order import NormOrder
+from true_on_policy.trainers.protocol import sampled_log_probs
+
+
+class HuggingFace:
+    """Qwen3ForCausalLM in evaluation mode. Without an `order` it is Hugging Face's own."""
+
+    name = "hf"
+
+    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
+        self.model = qwen3_hf.load(checkpoint, dtype, order)
+
+    def load(self, checkpoint: Path) -> None:
+        # A tied head has no weights of its own.
+        self.model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=False)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:
+        longest = max(len(sample.sequence) for sample in batch)
+        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
+        present = torch.zeros(len(batch), longest, dtype=torch.long)
+        for row, sample in enumerate(batch):
+            tokens[row, : len(sample.sequence)] = torch.tensor(sample.sequence)
+            present[row, : len(sample.sequence)] = 1
+        logits = self.model(input_ids=tokens, attention_mask=present).logits
+        return [
+            sampled_log_probs(rows, sample, temperature)
+            for rows, sample, temperature in zip(logits, batch, temperatures, strict=True)
+        ]

@@ -1,0 +1,237 @@
+"""Megatron-core's own GPTModel on CPU, its sequences packed, with the weights of a Hugging Face checkpoint.
+
+Its linear layers, RoPE, packing and block are Megatron's; norm, residual and core attention enter through its layer spec.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float, Float32
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, Qwen3Config
+
+from true_on_policy.contract import DTYPES
+from true_on_policy.engines.protocol import Sample
+from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
+from true_on_policy.trainers.protocol import sampled_log_probs
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's advice for GPUs
+
+
+class Megatron:
+    """GPTModel in evaluation mode, one rank. Without an `order` its norms and residuals are Megatron's own."""
+
+    name = "megatron"
+
+    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
+        _one_rank()
+        config = AutoConfig.from_pretrained(checkpoint)
+        self._groups = config.num_key_value_heads
+        self.model = _build(config, DTYPES[dtype], order).to(DTYPES[dtype]).eval()
+        self.load(checkpoint)
+
+    def load(self, checkpoint: Path) -> None:
+        weights = load_file(checkpoint / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(_parameter(name, weights, self._groups))
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:
+        parts = self.logits([sample.sequence for sample in batch])
+        return [
+            sampled_log_probs(logits, sample, temperature)
+            for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
+        ]
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "T V"]]:
+        """The logits of each sequence, from one pass over all of them packed end to end."""
+        lengths = [len(sequence) for sequence in sequences]
+        tokens = torch.tensor([token for sequence in sequences for token in sequence])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        with _rope_on_cpu():
+            logits = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                packed_seq_params=_packed(lengths),
+            )
+        return list(logits[0].split(lengths))
+
+
+class SpecNorm(torch.nn.Module):
+    """RMSNorm in the agreed order of rounding."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, order: NormOrder):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        self.order = order
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return rms_norm(stream, self.weight, self.eps, self.order)
+
+
+class SpecAttention(torch.nn.Module):
+    """Causal attention within each sequence of a pack: torch's SDPA, which the pinned kernels override."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Float[Tensor, "T H D"],
+        key: Float[Tensor, "T G D"],
+        value: Float[Tensor, "T G D"],
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **unused: Any,
+    ) -> Float[Tensor, "T H*D"]:
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        parts = zip(*(whole.transpose(0, 1).split(lengths, 1) for whole in (query, key, value)), strict=True)
+        attended = [
+            F.scaled_dot_product_attention(
+                *(x[None] for x in part), is_causal=True, scale=self.scale, enable_gqa=True
+            )
+            for part in parts
+        ]
+        return torch.cat(attended, 2)[0].transpose(0, 1).flatten(1)
+
+
+def _residual(order: NormOrder) -> Callable:
+    """What Megatron calls bias-dropout-add, without bias and dropout, which Qwen3 has not."""
+
+    def build(training: bool, fused: bool) -> Callable:
+        def add(branch_and_bias: tuple[Tensor, None], stream: Tensor, dropout: float) -> Tensor:
+            branch, bias = branch_and_bias
+            assert bias is None and not dropout
+            return add_residual(branch, stream, order)
+
+        return add
+
+    return build
+
+
+def _build(config: Qwen3Config, dtype: torch.dtype, order: NormOrder | None) -> GPTModel:
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SpecAttention
+    block: Any = layer
+    if order is not None:
+        norm = ModuleSpec(SpecNorm, params={"order": order})
+        attention.q_layernorm = attention.k_layernorm = norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = _residual(order)
+        block = TransformerBlockSubmodules([layer] * config.num_hidden_layers, norm)
+    return GPTModel(
+        config=_transformer_config(config, dtype),
+        transformer_layer_spec=block,
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(config.rope_parameters["rope_theta"]),
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+    )
+
+
+def _transformer_config(config: Qwen3Config, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cuda_graph_scope=[],  # its default only warns
+    )
+
+
+def _packed(lengths: Sequence[int]) -> PackedSeqParams:
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+def _rope_on_cpu() -> AbstractContextManager:
+    """Megatron's RoPE moves its table to `torch.cuda.current_device()` at each use; on this machine there is none."""
+    return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def _one_rank() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not mpu.model_parallel_is_initialized():
+        mpu.initialize_model_parallel()
+
+
+# Megatron's names within a layer, each with the Hugging Face weights that make it.
+LAYER = {
+    "input_layernorm": ("input_layernorm",),
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.q_layernorm": ("self_attn.q_norm",),
+    "self_attention.k_layernorm": ("self_attn.k_norm",),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+ENDS = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
+}
+
+
+def _parameter(name: str, weights: Mapping[str, Tensor], groups: int) -> Tensor:
+    """A parameter of Megatron's, by its name, made of Hugging Face weights."""
+    module = name.removesuffix(".weight")
+    if module in ENDS:
+        return weights[f"{ENDS[module]}.weight"]
+    _, _, index, part = module.split(".", 3)
+    sources = [weights[f"model.layers.{index}.{source}.weight"] for source in LAYER[part]]
+    if part != "self_attention.linear_qkv":
+        return torch.cat(sources)
+    # A query group's rows of q, then of k, then of v.
+    return torch.cat([source.unflatten(0, (groups, -1)) for source in sources], 1).flatten(0, 1)

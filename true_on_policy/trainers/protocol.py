@@ -1,0 +1,41 @@
+"""What a trainer does for the proof: log-probs of the sampled tokens of a batch, under weights read from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from true_on_policy.engines.protocol import Sample
+
+
+class Trainer(Protocol):
+    """A trainer in this process. It computes on the kernels that are pinned when it is called."""
+
+    name: str
+
+    def load(self, checkpoint: Path) -> None:
+        """Take the weights of a checkpoint of the same shape."""
+        ...
+
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:
+        """Log-prob of each sampled token, all sequences in one forward pass, each at its temperature."""
+        ...
+
+
+def sampled_log_probs(
+    logits: Float[Tensor, "T V"], sample: Sample, temperature: float
+) -> Float32[Tensor, "N"]:
+    """log_softmax(logits / temperature) of the sampled tokens of one sequence, from the logits at its own T positions.
+
+    The one formula that agrees with SGLang's to the bit: in float32, a division (not a product with the inverse), and
+    log_softmax (not logits less logsumexp, nor Megatron's vocab_parallel_cross_entropy).
+    """
+    first = len(sample.request.prompt) - 1
+    rows = logits[first : first + len(sample.tokens)].float() / torch.tensor(temperature)
+    picked = torch.log_softmax(rows, -1).gather(1, torch.tensor(sample.tokens)[:, None])
+    return picked[:, 0]
