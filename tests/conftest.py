@@ -28,11 +28,12 @@ hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 
 
-collect_ignore = [] if PEERS_INSTALLED else ["test_peers.py"]
+PEER_TESTS = ["test_peers.py", "test_peer_differences.py"]
+collect_ignore = [] if PEERS_INSTALLED else PEER_TESTS
 
 
 def pytest_report_header() -> list[str]:
-    return [] if PEERS_INSTALLED else ["not collected: tests/test_peers.py; run bash scripts/peers.sh"]
+    return [] if PEERS_INSTALLED else [f"not collected: {', '.join(PEER_TESTS)}; run bash scripts/peers.sh"]
 
 
 def pytest_configure() -> None:

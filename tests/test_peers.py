@@ -1,7 +1,6 @@
 """Other packages' corrections, called as installed, against ours: weights, masks, losses, gradients, metrics.
 
-Runs under `bash scripts/peers.sh`, which installs them. A test named `..._differs` states a peer's answer, ours, and
-why; docs/peers.md lists those.
+Runs under `bash scripts/peers.sh`, which installs them. What differs is in test_peer_differences.py.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,13 @@ from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
 from peers.rows import (
     Rows,
     assert_all_close,
+    assert_same_metrics,
     assert_same_weights,
+    clear_of,
     keep_away,
+    our_metrics,
     ours,
+    preset,
     rows,
     surrogate_loss,
 )
@@ -99,9 +101,9 @@ def test_verl_every_preset_is_compared():
 @few
 @given(batch=rows())
 def test_verl_preset(name: str, batch: Rows):
-    preset, proximal = verl.preset(name), compared_with_mu(name, batch)
-    correction = weighs_something(batch, verl.mapping_of(preset), proximal)
-    weights, mask, _ = verl.correction(batch, preset, batch.pad(proximal))
+    proximal = compared_with_mu(name, batch)
+    correction = weighs_something(batch, preset(verl.file_of(name)), proximal)
+    weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
     assert_same_weights(batch, correction, weights, mask)
 
 
@@ -113,21 +115,45 @@ def test_verl_any_settings(batch: Rows, chosen: dict):
     assert_same_weights(batch, correction, weights, mask)
 
 
-def verl_objective(preset: Any) -> dict:
-    if not preset.bypass_mode:
-        return {"surrogate": "clip", "old": "proximal"}
-    return {"surrogate": {"ppo_clip": "clip"}.get(preset.loss_type, preset.loss_type), "old": "behavior"}
-
-
 @pytest.mark.parametrize("name", verl.PRESETS)
 @few
 @given(batch=rows())
 def test_verl_preset_loss(name: str, batch: Rows):
-    preset, proximal = verl.preset(name), compared_with_mu(name, batch)
-    correction = weighs_something(batch, verl.mapping_of(preset), proximal)
-    theirs = verl.bypass_loss if preset.bypass_mode else verl.decoupled_loss
-    target, tokens = token_losses(batch, correction, verl_objective(preset), DUAL_CLIP)
-    assert_same_loss(batch, lambda x: theirs(batch, x, preset, "token-sum"), target, tokens)
+    mapping, chosen = preset(verl.file_of(name)), verl.preset(name)
+    correction = weighs_something(batch, mapping, compared_with_mu(name, batch))
+    theirs = verl.bypass_loss if chosen.bypass_mode else verl.decoupled_loss
+    target, tokens = token_losses(batch, correction, mapping.get("objective", {}), DUAL_CLIP)
+    assert_same_loss(batch, lambda x: theirs(batch, x, chosen, "token-sum"), target, tokens)
+
+
+# What a rule over tokens reports of a sequence is its mean, which the rule does not compare and no margin watches.
+@given(batch=rows(), chosen=verl_settings())
+def test_verl_metrics(batch: Rows, chosen: dict):
+    mapping = verl.mapping_of(chosen)
+    watch_means(batch, mapping)
+    correction = weighs_something(batch, mapping, batch.batch.proximal)
+    assume(correction.weights.sum() > batch.mask.sum() / 10)  # verl adds 1e-8 to what it divides by
+    _, _, theirs = verl.correction(batch, chosen)
+    table = verl.metric_table(chosen)
+    assert set(theirs) - set(table) <= {"rollout_corr/rollout_is_oob_ratio"}
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table, verl.FLOOR)
+
+
+def watch_means(batch: Rows, mapping: dict) -> None:
+    """Keep clear of the bounds that only metrics compare with."""
+    if mapping["weight"]:
+        upper = mapping["weight"]["upper"]
+        clear_of(batch, [upper, 1 / upper, mapping["weight"].get("lower", upper)])
+    tokens = [rule | {"over": "mean"} for rule in mapping["reject"] if rule["over"] == "token"]
+    keep_away(batch, {"weight": None, "reject": tokens})
+
+
+@given(batch=rows(dead=True))
+def test_verl_probability_metrics(batch: Rows):
+    probabilities = [x.exp()[batch.mask.bool()] for x in (batch.proximal, batch.behavior)]
+    assume(all(x.numel() > 1 and x.std() > 0.05 for x in probabilities))
+    found = our_metrics(batch, {"weight": None})
+    assert_same_metrics(batch, found, verl.debug_metrics(batch), verl.PROBABILITIES)
 
 
 # ------------------------------------------------------------------------------------------------------- TRL
@@ -135,13 +161,25 @@ def test_verl_preset_loss(name: str, batch: Rows):
 TRL_BOUNDS = [(3.0, None), (1.2, None), (2.0, 0.5)]
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", trl.MODES)
 @given(batch=rows(dead=True), bounds=st.sampled_from(TRL_BOUNDS))
 def test_trl_modes(mode: str, batch: Rows, bounds: tuple):
     mapping = trl.mapping_of(mode, *bounds)
     keep_away(batch, mapping)
     ratio, _ = trl.correction(batch, mode, *bounds)
     assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+
+
+@pytest.mark.parametrize("mode", trl.MODES)
+@few
+@given(batch=rows())
+def test_trl_metrics(mode: str, batch: Rows):
+    mapping = preset(trl.file_of(mode))
+    keep_away(batch, mapping)
+    _, theirs = trl.correction(batch, mode)
+    table = trl.metric_table(mode)
+    assert set(theirs) == set(table)
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
 
 
 @given(batch=rows(dead=True), delta=st.sampled_from([0.0, 1e-4, 0.01, 0.1]))
@@ -166,12 +204,12 @@ def mean_of_means(batch: Rows, tokens: Tensor) -> Tensor:
     return tokens * batch.mask / batch.mask.sum(-1, keepdim=True).clamp(min=1) / len(batch.mask)
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", trl.MODES)
 @pytest.mark.parametrize("unbiased", [False, True])
 @few
 @given(batch=rows(), delta=st.sampled_from([None, 0.01]))
 def test_trl_loss(mode: str, unbiased: bool, batch: Rows, delta: float | None):
-    mapping, beta = trl.mapping_of(mode), 0.1
+    mapping, beta = preset(trl.file_of(mode)), 0.1
     keep_away(batch, mapping)
     correction = ours(batch, mapping)
     if delta is not None:
@@ -202,7 +240,7 @@ def kl_tokens(batch: Rows, target: Tensor, reference: Tensor, unbiased: bool) ->
 @few
 @given(batch=rows())
 def test_trl_cispo(batch: Rows):
-    mapping = trl.mapping_of("token_truncate")
+    mapping = preset("trl-token-truncate")
     keep_away(batch, mapping)
     target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "cispo"}, Clip(1.0, 1.0))
     ratio, _ = trl.correction(batch, "token_truncate")
@@ -214,7 +252,7 @@ def test_trl_cispo(batch: Rows):
 @given(batch=rows())
 def test_trl_sequence_ratio(batch: Rows):
     """GSPO."""
-    mapping = trl.mapping_of("token_truncate")
+    mapping = preset("trl-token-truncate")
     keep_away(batch, mapping)
     target, tokens = token_losses(
         batch, ours(batch, mapping), {"surrogate": "clip", "ratio": "sequence"}, CLIP
@@ -244,7 +282,7 @@ def test_ms_swift_modes(mode: str, batch: Rows, threshold: float):
 @given(batch=rows(), delta=st.sampled_from([None, 0.01]))
 def test_ms_swift_loss(mode: str, batch: Rows, delta: float | None):
     """Weight and off-policy mask hit the KL term too (`weigh_kl`)."""
-    mapping, beta = ms_swift.mapping_of(mode, 2.0), 0.1
+    mapping, beta = preset(ms_swift.file_of(mode)), 0.1
     keep_away(batch, mapping)
     correction = ours(batch, mapping)
     kept = off_policy(batch, delta) if delta is not None else batch.ragged.loss_mask
@@ -263,6 +301,21 @@ def test_ms_swift_loss(mode: str, batch: Rows, delta: float | None):
     assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
 
 
+@pytest.mark.parametrize("mode", ms_swift.MODES)
+@few
+@given(batch=rows())
+def test_ms_swift_metrics(mode: str, batch: Rows):
+    mapping = preset(ms_swift.file_of(mode))
+    keep_away(batch, mapping)
+    found, theirs = our_metrics(batch, mapping), ms_swift.mismatch_metrics(batch)
+    assert set(theirs) == set(ms_swift.MISMATCH)
+    assert_same_metrics(batch, found, theirs, ms_swift.MISMATCH)
+    theirs, table = ms_swift.weight_metrics(batch, mode, 2.0), ms_swift.weight_table(mode)
+    assert set(theirs) - set(table) <= {"ess"}
+    assume(found["applied_valid_mean"] > 0.1)  # theirs adds 1e-8 to it
+    assert_same_metrics(batch, found, theirs, table)
+
+
 # ----------------------------------------------------------------------------------------------------- AReaL
 
 
@@ -277,6 +330,15 @@ def areal_settings(draw: Callable) -> dict:
     lower = {"ratio": st.floats(0.3, 0.99), "kl_k1": st.floats(-1.0, -0.01), "kl_k2": st.nothing()}[metric]
     upper = st.floats(1.01, 3.0) if metric == "ratio" else st.floats(0.01, 1.0)
     return keys | {"lower": draw(st.none() | lower), "upper": draw(upper)}
+
+
+@given(batch=rows(dead=True))
+def test_areal_preset(batch: Rows):
+    """Its defaults, once rejection sampling is on at all."""
+    mapping = preset("areal-rejection-sampling")
+    keep_away(batch, mapping)
+    weights, mask, _ = areal.correction(batch, areal.settings())
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
 
 
 @given(batch=rows(dead=True), chosen=areal_settings(), packed=st.booleans())
@@ -297,28 +359,50 @@ def test_areal_loss(batch: Rows, chosen: dict):
     assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
 
 
+@few
+@given(batch=rows(), chosen=areal_settings())
+def test_areal_metrics(batch: Rows, chosen: dict):
+    """Statistics a token, which its tracker averages over `behave_mask`."""
+    config = areal.settings(**chosen)
+    mapping = areal.mapping_of(config)
+    keep_away(batch, mapping)
+    assume(bool(ours(batch, mapping).keep.any()))
+    _, found = areal.loss(batch, batch.pad(batch.target), config)
+    mean = lambda name: found[name].double().sum().item() / found["behave_mask"].sum().item()  # noqa: E731
+    theirs = {name: mean(name) for name in ("behave_imp_weight", "behave_approx_kl")}
+    theirs["filtered_fraction"] = found["filtered_fraction"]
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, areal.metric_table(config))
+
+
 # -------------------------------------------------------------------------------------------------- OpenRLHF
 
 
 @pytest.mark.parametrize("name", sorted(openrlhf.PRESETS))
-@pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.99, 1.01)])
+@pytest.mark.parametrize("by_token", [True, False])
 @few
-@given(batch=rows())
-def test_openrlhf_preset(name: str, bounds: tuple[float, float], batch: Rows):
-    """Its loss alone says what it weighs a token by."""
+@given(batch=rows(), bounds=st.none() | st.tuples(st.floats(0.3, 0.99), st.floats(1.01, 3.0)))
+def test_openrlhf_presets(name: str, by_token: bool, batch: Rows, bounds: tuple[float, float] | None):
+    """With the defaults, and others. Its loss alone says what it weighs a token by."""
     chosen = openrlhf.PRESETS[name]
-    mapping = openrlhf.mapping_of(bounds, chosen)
+    mapping = openrlhf.mapping_of(bounds, chosen) if bounds else preset(f"openrlhf-{name}")
     keep_away(batch, mapping)
     target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
-    theirs = lambda x: openrlhf.loss(batch, x, bounds, **chosen)[0]  # noqa: E731
-    assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
-    theirs = lambda x: openrlhf.loss(batch, x, bounds, token_level_loss=False, **chosen)[0]  # noqa: E731
-    assert_same_loss(batch, theirs, *again(batch, mapping))
+    theirs = lambda x: openrlhf.loss(batch, x, bounds or openrlhf.BOUNDS, by_token, **chosen)[0]  # noqa: E731
+    parts = tokens / batch.mask.sum() if by_token else mean_of_means(batch, tokens)
+    assert_same_loss(batch, theirs, target, parts)
 
 
-def again(batch: Rows, mapping: dict) -> tuple[Tensor, Tensor]:
-    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
-    return target, mean_of_means(batch, tokens)
+@pytest.mark.parametrize("name", sorted(openrlhf.PRESETS))
+@few
+@given(batch=rows())
+def test_openrlhf_metrics(name: str, batch: Rows):
+    mapping = preset(f"openrlhf-{name}")
+    keep_away(batch, mapping)
+    *_, vllm_kl, filtered = openrlhf.loss(
+        batch, batch.pad(batch.target), openrlhf.BOUNDS, **openrlhf.PRESETS[name]
+    )
+    theirs = {"vllm_kl": vllm_kl.item(), "is_filter_ratio": filtered.item()}
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, openrlhf.metric_table(name))
 
 
 # ----------------------------------------------------------------------------------------------------- SkyRL
@@ -326,22 +410,31 @@ def again(batch: Rows, mapping: dict) -> tuple[Tensor, Tensor]:
 
 @st.composite
 def skyrl_settings(draw: Callable) -> dict:
-    keys: dict = {"tis_ratio_type": draw(st.sampled_from([None, "token"]))}
-    keys["outlier_token_is_threshold_low"] = draw(st.sampled_from([None, 0.5]))
-    keys["outlier_token_is_threshold_high"] = draw(st.sampled_from([None, 2.0]))
-    both = {"token_mask_is_threshold_low": 0.9, "token_mask_is_threshold_high": 1.1}
-    sequences = {"sequence_mask_metric": draw(st.sampled_from([None, "geometric", "product"]))}
-    # After a token mask theirs sees fewer tokens of a sequence, see `test_skyrl_narrowed_mask_differs`.
-    keys |= (
-        both
-        if draw(st.booleans())
-        else sequences | {"tis_ratio_type": draw(st.sampled_from([None, "token", "sequence"]))}
-    )
+    keys: dict = {
+        "tis_ratio_type": draw(st.sampled_from([None, "token", "sequence"])),
+        "sequence_mask_metric": draw(st.sampled_from([None, "geometric", "product"])),
+    }
+    if draw(st.booleans()):
+        keys |= {
+            "token_mask_is_threshold_low": draw(st.floats(0.3, 0.95)),
+            "token_mask_is_threshold_high": 1.1,
+        }
+    if not skyrl.narrows(skyrl.settings(**keys)):  # see `test_skyrl_outlier_behind_token_mask_differs`
+        keys["outlier_token_is_threshold_low"] = draw(st.none() | st.floats(0.3, 0.9))
+        keys["outlier_token_is_threshold_high"] = draw(st.none() | st.floats(1.1, 3.0))
     return keys
 
 
+@given(batch=rows(dead=True))
+def test_skyrl_preset(batch: Rows):
+    mapping = preset("skyrl-chain")
+    keep_away(batch, mapping)
+    weights, mask, _ = skyrl.correction(batch, skyrl.settings(**skyrl.CHAIN))
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+
+
 @given(batch=rows(dead=True), chosen=skyrl_settings())
-def test_skyrl_chain(batch: Rows, chosen: dict):
+def test_skyrl_settings(batch: Rows, chosen: dict):
     mapping = skyrl.mapping_of(skyrl.settings(**chosen))
     keep_away(batch, mapping)
     weights, mask, _ = skyrl.correction(batch, skyrl.settings(**chosen))
@@ -355,3 +448,25 @@ def test_skyrl_loss(batch: Rows, chosen: dict):
     keep_away(batch, mapping)
     target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
     assert_same_loss(batch, lambda x: skyrl.loss(batch, x, config), target, tokens)
+
+
+SKYRL_MASKS = [
+    {"tis_ratio_type": "token"},
+    {"tis_ratio_type": "sequence"},
+    {"sequence_mask_metric": "geometric"},
+    {"sequence_mask_metric": "product"},
+    {"token_mask_is_threshold_low": 0.9, "token_mask_is_threshold_high": 1.1},
+    {"outlier_token_is_threshold_low": 0.5, "outlier_token_is_threshold_high": 2.0},
+]
+
+
+@few
+@given(batch=rows(), chosen=st.sampled_from(SKYRL_MASKS))
+def test_skyrl_metrics(batch: Rows, chosen: dict):
+    config = skyrl.settings(**chosen)
+    mapping = skyrl.mapping_of(config)
+    keep_away(batch, mapping)
+    _, _, theirs = skyrl.correction(batch, config)
+    table = skyrl.metric_table(config)
+    assert set(theirs) - set(table) == {"is_ratio_std", "is_ratio_min"}
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)

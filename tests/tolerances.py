@@ -81,3 +81,8 @@ def step_atol(terms: int, size: float) -> float:
 def step_weight_atol(terms: int, size: float) -> float:
     """The same of float32 numbers: weights, and what rules compare."""
     return EPS * (terms + 2 * EXPONENT) * size
+
+
+# A few float32 numbers that a test writes down, exponentiated, against the formula that stands beside them: their
+# logarithms are below 128, so that the argument of exp is off by 64 EPS at most.
+WRITTEN = 128 * EPS

@@ -5,11 +5,12 @@ It widens its arguments to float32 itself, so that its answer carries a float32 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from peers.loading import Peer, load
-from peers.rows import Rows
+from peers.rows import Metric, Rows
 from torch import Tensor
 
 BARE = ("areal", "areal.api", "areal.utils", "areal.utils.functional")
@@ -17,6 +18,11 @@ ABSENT = ("hydra", "omegaconf", "uvloop", "einops", "torchdata", "areal.infra", 
           "areal.utils.name_resolve", "areal.utils.seqpack")  # fmt: skip
 FUNCTIONAL = Peer("areal.utils.functional.functional", BARE, ABSENT)
 CONFIG = Peer("areal.api.cli_args", BARE, ABSENT)
+
+
+def help_of(key: str) -> str:
+    fields = dataclasses.fields(load(CONFIG).RejectionSamplingConfig)
+    return next(field.metadata["help"] for field in fields if field.name == key)
 
 
 def settings(**keys: Any) -> Any:
@@ -42,6 +48,20 @@ def loss(batch: Rows, target: Tensor, config: Any, **keys: Any) -> tuple[Tensor,
         target, batch.proximal, batch.behavior, batch.token_advantages, 0.2, batch.mask.bool(),
         eps_clip_higher=0.28, rejection_sampling=config, **keys,
     )  # fmt: skip
+
+
+def metric_table(config: Any) -> dict[str, Metric]:
+    """Without `filtered_fraction` of clamped sequences, which counts their tokens, as none of ours does."""
+    table: dict[str, Metric] = {
+        "behave_imp_weight": "applied_mean",
+        "behave_approx_kl": "kept_log_ratio_mean",
+    }
+    if config.action == "mask":
+        table["filtered_fraction"] = "rejected_fraction"
+    elif config.level == "token":
+        low = (lambda m: m["weight_low_fraction"]) if config.lower else (lambda m: 0.0)
+        table["filtered_fraction"] = lambda m: m["weight_high_fraction"] + low(m)
+    return table
 
 
 def mapping_of(config: Any) -> dict:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peers.loading import Peer, load
-from peers.rows import Rows
+from peers.rows import Metric, Rows
 from torch import Tensor
 
 ELSEWHERE = ("dataset", "rewards", "rl_core", "sequence_parallel", "template",
@@ -98,6 +98,32 @@ def loss(batch: Rows, target: Tensor, reference: Tensor | None = None, **setting
         advantages=batch.token_advantages, num_items_in_batch=batch.mask.sum(),
     )  # fmt: skip
     return method("_compute_loss_and_metrics")(trainer, None, {}, given)[0]
+
+
+# Their names, without `rollout_correction/`, and ours.
+MISMATCH: dict[str, Metric] = {
+    "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl", "rollout_ppl": "rollout_ppl",
+    "rollout_log_ppl": "rollout_log_ppl", "kl": "kl_k1", "k3_kl": "kl_k3", "log_ppl_diff": "log_ppl_diff",
+    "log_ppl_abs_diff": "log_ppl_abs_diff", "log_ppl_diff_max": "log_ppl_diff_max",
+    "log_ppl_diff_min": "log_ppl_diff_min", "ppl_ratio": "ppl_ratio", "chi2_token": "chi2_token",
+    "chi2_seq": "chi2_geometric",
+}  # fmt: skip
+
+
+def weight_table(mode: str) -> dict[str, Metric]:
+    """Without the `ess` of `sequence_mask`, which bounds weights that we leave unbounded."""
+    if mode == "sequence_mask":
+        return {"is_weight_mean": "applied_valid_mean", "clipped_frac": "rule_1_unit_high_fraction"}
+    return {
+        "is_weight_mean": "applied_valid_mean",
+        "ess": "ess_lifted",
+        "clipped_frac": "weight_high_fraction",
+    }
+
+
+def file_of(mode: str) -> str:
+    """Our preset of the mode's defaults."""
+    return f"ms-swift-{mode.replace('_', '-')}"
 
 
 def mapping_of(mode: str, threshold: float) -> dict:

@@ -6,32 +6,36 @@ our own float32 rounding alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import oracle
 import torch
-from batches import Batch, behaviors, make_batch, masks
+import yaml
+from batches import Batch, make_batch, masks
 from drive import assert_close, spread
 from hypothesis import assume
 from hypothesis import strategies as st
-from tolerances import DECISION, normalized_rtol
+from test_partials import all_totals
+from tolerances import DECISION, metric_atol, normalized_rtol
 from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
 from mis_plugins.correction import Correction, correct
 from mis_plugins.layout import whole
 from mis_plugins.objective import Clip, policy_term
+from mis_plugins.partials import partials
 from mis_plugins.ragged import Ragged, Ranks
-from mis_plugins.reading import from_mapping
+from mis_plugins.reading import from_mapping, preset_path
+from mis_plugins.step_metrics import finalize
 
-# No token beyond the clamp of 20: what a peer does there is a test of its own. A response is all of one size, as a rule
-# over 0.999 to 1.001 needs it, or mixed.
-SIZES = (2**-11, 2**-7, 1.5)
-drift_kinds = st.sampled_from(
-    [st.just(0.0), *(st.floats(-size, size, width=32) for size in SIZES)]
-    + [st.one_of(st.just(0.0), *(st.floats(-size, size, width=32) for size in SIZES))]
-)
+# How far a response's log ratios spread, none beyond the clamp of 20: what a peer does there is a test of its own. The
+# smallest is for rules over 0.999 to 1.001.
+SPREADS = (2**-11, 2**-7, 0.3, 1.5)
+Metric = str | Callable[[Mapping[str, float]], float]  # one of ours by name, or what a peer makes of several
 ADVANTAGES = [-2.0, -1.0, -0.25, 0.5, 1.0]
 
 
@@ -99,17 +103,15 @@ def rows(draw: Callable, max_responses: int = 4, max_length: int = 6, dead: bool
 
 @st.composite
 def responses(draw: Callable, length: int, dead: bool) -> tuple:
-    tokens = lambda kind: draw(st.lists(kind, min_size=length, max_size=length))  # noqa: E731
-    behavior, drift, step, mask = (
-        tokens(behaviors),
-        tokens(draw(drift_kinds)),
-        tokens(draw(drift_kinds)),
-        draw(masks(length)),
-    )
+    """(pi_old, mu, mask, pi_theta). Numbers at random: hypothesis's own are mostly 0, 1 and the ends of an interval."""
+    rng, size = random.Random(draw(st.integers(0, 2**32 - 1))), draw(st.sampled_from(SPREADS))
+    drift = lambda: rng.choice([0.0, *[rng.uniform(-size, size)] * 9])  # noqa: E731
+    mask = draw(masks(length))
     if not dead:
         mask[draw(st.integers(0, length - 1))] = 1
-    proximal = [b + d for b, d in zip(behavior, drift, strict=True)]
-    return proximal, behavior, mask, [p + s for p, s in zip(proximal, step, strict=True)]
+    behavior = [rng.uniform(-12, 0) for _ in range(length)]
+    proximal = [b + drift() for b in behavior]
+    return proximal, behavior, mask, [p + drift() for p in proximal]
 
 
 def fixed_rows(
@@ -128,6 +130,19 @@ def ours(batch: Rows, mapping: dict, stand_for_proximal: list[Tensor] | None = N
     proximal = batch.batch.proximal if stand_for_proximal is None else stand_for_proximal
     flat = lambda x: torch.cat(x).float()  # noqa: E731
     return correct(flat(proximal), flat(batch.batch.behavior), batch.ragged, from_mapping(mapping))
+
+
+@functools.cache
+def preset(name: str) -> dict:
+    """What stands under `mis:` in one of our files."""
+    return yaml.safe_load(preset_path(name).read_text())["mis"]
+
+
+def our_metrics(batch: Rows, mapping: dict) -> dict[str, float]:
+    """Those of a step of one micro-batch under `metrics: all`."""
+    with all_totals():
+        correction = ours(batch, mapping | {"metrics": "all"})
+    return finalize(partials(correction), correction.config)
 
 
 def keep_away(batch: Rows, mapping: dict, proximal: list[Tensor] | None = None) -> None:
@@ -153,6 +168,46 @@ def assert_same_weights(batch: Rows, correction: Correction, weights: Tensor, ma
     assert torch.equal(keep, mask.bool() & batch.mask.bool()), f"ours {keep}, theirs {mask}"
     applied = torch.where(keep, batch.padded(correction.weights), 0)
     assert_all_close(applied, torch.where(keep, weights.double(), 0), batch.rtol, "weight")
+
+
+def assert_same_metrics(
+    batch: Rows,
+    found: Mapping[str, float],
+    theirs: Mapping[str, float],
+    table: Mapping[str, Metric],
+    floor: float = 0.0,
+) -> None:
+    """Each of theirs against ours, to our rounding of the batch's largest number.
+
+    Args:
+        floor: what they add to the number that they divide a mean by; a variance is off by twice that share.
+    """
+    tokens = torch.cat([x.abs() for x in batch.batch.proximal + batch.batch.behavior])
+    size, total, count = tokens.max().item(), max(spread(s) for s in batch.batch.samples), tokens.numel() // 2
+    for name, metric in table.items():
+        if name in theirs:
+            value = metric(found) if callable(metric) else found[metric]
+            scale = max(abs(theirs[name]), *(abs(x) for x in extremes(name, theirs)))
+            atol = metric_atol(total, size, count, scale)
+            if name.endswith("std"):
+                atol = math.sqrt(atol**2 + 2 * floor * scale**2)
+            assert_close(value, theirs[name], 0.0, atol, name)
+
+
+def extremes(name: str, theirs: Mapping[str, float]) -> list[float]:
+    """A deviation is as uncertain as the largest number that it is of."""
+    stem = name.removesuffix("std")
+    return [theirs[stem + x] for x in ("max", "min") if name.endswith("std") and stem + x in theirs] or [0.0]
+
+
+def clear_of(batch: Rows, bounds: list[float]) -> None:
+    """Skip a batch of which a ratio of any level is at one of the bounds that metrics alone compare it with."""
+    mask, count = batch.mask, batch.mask.sum(-1).clamp(min=1)
+    total = (batch.log_ratio * mask).sum(-1)
+    logs = [batch.log_ratio[mask.bool()], total, total / count]
+    logs.append(((batch.log_ratio.exp() * mask).sum(-1) / count).log())
+    gaps = [(x - math.log(bound)).abs().min() for x in logs for bound in bounds]
+    assume(all(gap > DECISION for gap in gaps))
 
 
 def assert_all_close(found: Tensor, expected: Tensor, rtol: float, what: str, atol: float = 0.0) -> None:

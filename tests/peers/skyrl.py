@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from peers.loading import Peer, load
-from peers.rows import Rows
+from peers.rows import Metric, Rows
 from torch import Tensor
 
 BARE = (
@@ -69,4 +69,40 @@ def mapping_of(config: SimpleNamespace) -> dict:
         rules.append({"over": "mean", "lower": c.geo_mask_low, "upper": c.geo_mask_high})
     if c.sequence_mask_metric == "product":
         rules.append({"over": "sum", "lower": c.product_mask_low, "upper": c.product_mask_high})
-    return {"weight": weight, "reject": rules}
+    mapping: dict = {"weight": weight, "reject": rules}
+    if narrows(config):
+        mapping["aggregate"] = "kept"
+    return mapping
+
+
+def narrows(config: SimpleNamespace) -> bool:
+    """Whether its token mask hides tokens from what is added up over a sequence afterwards."""
+    tokens = (
+        config.token_mask_is_threshold_low is not None and config.token_mask_is_threshold_high is not None
+    )
+    return tokens and (config.sequence_mask_metric is not None or config.tis_ratio_type == "sequence")
+
+
+def metric_table(config: SimpleNamespace) -> dict[str, Metric]:
+    """Without `is_ratio_std` and `is_ratio_min`, of which the padding is a part."""
+    table: dict[str, Metric] = {"is_ratio_mean": "ratio_mean", "is_ratio_max": "ratio_max"}
+    names = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}
+    if config.tis_ratio_type:
+        table[names[config.tis_ratio_type]] = "weight_high_fraction"
+    if config.sequence_mask_metric:
+        name = {"geometric": "geo", "product": "product"}[config.sequence_mask_metric]
+        parts = {"masked": "rejected", "over_high": "high", "under_low": "low"}
+        table |= {f"{name}_sequence_mask_{x}_ratio": f"rule_1_unit_{y}_fraction" for x, y in parts.items()}
+    if config.token_mask_is_threshold_low is not None:
+        table["token_mask_ratio"] = "rule_1_rejected_fraction"
+    if config.outlier_token_is_threshold_low is not None:
+        table["outlier_seq_under_low_ratio"] = "rule_1_unit_low_fraction"
+        table["outlier_seq_over_high_ratio"] = "rule_2_unit_high_fraction"
+        table["outlier_seq_masked_ratio"] = lambda m: 1 - m["kept_sequences"]
+    return table
+
+
+CHAIN = {
+    "tis_ratio_type": "token", "sequence_mask_metric": "geometric",
+    "outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100.0,
+}  # fmt: skip

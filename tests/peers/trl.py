@@ -20,6 +20,7 @@ from peers.rows import Rows
 from torch import Tensor
 
 TRAINER = Peer("trl.trainer.grpo_trainer", absent=("pandas", "datasets", "pyarrow", "psutil"))
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CORRECTS = "self.use_vllm and self.vllm_importance_sampling_correction"
 
 
@@ -112,6 +113,20 @@ def loss(
         "ref_per_token_logps": reference, "num_items_in_batch": batch.mask.sum(),
     }  # fmt: skip
     return trainer_class()._compute_loss(trainer, None, inputs)
+
+
+def metric_table(mode: str) -> dict[str, str]:
+    """Their name of every metric, and ours."""
+    of = "sequence_weight" if mode.startswith("sequence") else "weight"
+    table = {f"sampling/importance_sampling_ratio/{x}": f"{of}_{x}" for x in ("min", "mean", "max")}
+    return table | {
+        f"sampling/sampling_logp_difference/{x}": f"log_prob_diff_abs_{x}" for x in ("mean", "max")
+    }
+
+
+def file_of(mode: str) -> str:
+    """Our preset of the mode's defaults."""
+    return f"trl-{mode.replace('_', '-')}"
 
 
 def mapping_of(mode: str, upper: float | None = 3.0, lower: float | None = None) -> dict:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from peers.loading import Peer, load
-from peers.rows import Rows
+from peers.rows import Metric, Rows
 from torch import Tensor
 
 ABSENT = ("ray", "omegaconf", "codetiming", "orjson")
@@ -41,6 +42,11 @@ def preset_names() -> list[str]:
     return [name for name, value in vars(rollout_config()).items() if isinstance(value, classmethod)]
 
 
+def file_of(name: str) -> str:
+    """Our preset of the same name."""
+    return f"verl-{name.replace('_', '-')}"
+
+
 def preset(name: str) -> Any:
     return getattr(rollout_config(), name)()
 
@@ -49,6 +55,41 @@ def rollout_config() -> type:
     return load(PEERS["config"]).RolloutCorrectionConfig
 
 
+# Their names, without `rollout_corr/` and `rollout_corr/rollout_is_`, and ours.
+MISMATCH = {
+    "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl", "rollout_ppl": "rollout_ppl",
+    "rollout_log_ppl": "rollout_log_ppl", "kl": "kl_k1", "k3_kl": "kl_k3", "log_ppl_diff": "log_ppl_diff",
+    "log_ppl_abs_diff": "log_ppl_abs_diff", "log_ppl_diff_max": "log_ppl_diff_max",
+    "log_ppl_diff_min": "log_ppl_diff_min", "ppl_ratio": "ppl_ratio", "chi2_token": "chi2_token",
+    "chi2_seq": "chi2_sequence",
+}  # fmt: skip
+WEIGHT: dict[str, Metric] = {
+    "mean": "weight_mean", "std": "weight_std", "max": "weight_max", "min": "weight_min",
+    "eff_sample_size": "ess_bounded", "ratio_fraction_high": "weight_high_fraction",
+    "ratio_fraction_low": "weight_low_fraction", "seq_mean": "sequence_weight_mean",
+    "seq_std": lambda m: m.get("sequence_weight_std", 0.0),  # of one sequence 0 there, and not known here
+    "seq_max": "sequence_weight_max", "seq_min": "sequence_weight_min",
+    "seq_max_deviation": "sequence_weight_max_deviation", "seq_fraction_high": "sequence_ratio_high_fraction",
+    "seq_fraction_low": "sequence_ratio_low_fraction", "batch_norm_factor": "normalization_factor",
+}  # fmt: skip
+SEQUENCE_WEIGHT = WEIGHT | {  # before truncation, unlike at token level
+    "max": lambda m: math.exp(min(m["sequence_log_ratio_max"], 20)),
+    "min": lambda m: math.exp(m["sequence_log_ratio_min"]),
+}
+REJECTION = {"masked_fraction": "rejected_fraction", "seq_masked_fraction": "touched_sequences"}
+RULE = ("mean", "std", "max", "min", "fraction_high", "fraction_low", "masked_fraction", "seq_masked_fraction",
+        "seq_mean", "seq_std", "seq_max", "seq_min", "seq_max_deviation", "seq_fraction_high",
+        "seq_fraction_low")  # fmt: skip
+MIRRORED = {"mean": "mean", "max": "min", "min": "max", "fraction_high": "fraction_low",
+            "fraction_low": "fraction_high"}  # fmt: skip
+PROBABILITIES = {
+    "training/rollout_probs_diff_max": "prob_diff_abs_max",
+    "training/rollout_probs_diff_mean": "prob_diff_abs_mean",
+    "training/rollout_probs_diff_std": "prob_diff_abs_std",
+    "training/rollout_actor_probs_pearson_corr": "prob_correlation",
+}
+
+FLOOR = 1e-8  # added to what a mean is divided by
 KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -108,6 +149,47 @@ def debug_metrics(batch: Rows) -> dict[str, float]:
     return load(PEERS["debug"]).calculate_debug_metrics(data)
 
 
+def metric_table(settings: Any) -> dict[str, Metric]:
+    """Their name of every metric of these settings, and ours; a rule of ours has its place in the list for a name.
+
+    Without `rollout_is_oob_ratio` of sequences, which counts tokens, as none of ours does.
+    """
+    table: dict[str, Metric] = dict(MISMATCH)
+    if settings.get("rollout_is"):
+        weight = SEQUENCE_WEIGHT if settings.get("rollout_is") == "sequence" else WEIGHT
+        table |= {f"rollout_is_{name}": value for name, value in weight.items()}
+        if settings.get("rollout_is") == "token":
+            table["rollout_is_oob_ratio"] = lambda m: m["weight_high_fraction"] + m["weight_low_fraction"]
+    options = options_of(settings)
+    if options:
+        table |= {f"rollout_rs_{name}": value for name, value in REJECTION.items()}
+    for i, option in enumerate(options, 1):
+        table |= {f"rollout_rs_{option}_{name}": rule_metric(i, option, name) for name in RULE}
+    return {f"rollout_corr/{name}": value for name, value in table.items()}
+
+
+def rule_metric(i: int, option: str, name: str) -> Metric:
+    """A k1 is the negative of our log ratio; what lies above its bound lies below ours."""
+    part, mirrored = name.removeprefix("seq_"), option.endswith("k1")
+    by_sequence = name.startswith("seq_") or (option.startswith("seq_") and part.startswith("fraction"))
+    if mirrored:
+        part = MIRRORED.get(part, part)
+    sign = -1 if mirrored and part in ("mean", "max", "min") else 1
+    words = {
+        "fraction_high": "high_fraction",
+        "fraction_low": "low_fraction",
+        "masked_fraction": "rejected_fraction",
+    }
+    ours = f"rule_{i}_{'unit_' if by_sequence else ''}{words.get(part, part)}"
+    if part == "std":
+        return lambda m: m.get(ours, 0.0)  # of one sequence 0 there, and not known here
+    return lambda m: sign * m[ours]
+
+
+def options_of(settings: Any) -> list[str]:
+    return [x for x in (settings.get("rollout_rs") or "").split(",") if x]
+
+
 def mapping_of(settings: Any) -> dict:
     """Our words for verl's settings: weights and rules."""
     weight, rules = None, []
@@ -115,9 +197,8 @@ def mapping_of(settings: Any) -> dict:
         weight = {"level": settings.get("rollout_is"), **bound_of(settings.get("rollout_is_threshold"))}
         if settings.get("rollout_is_batch_normalize"):
             weight["normalize"] = {"scope": "micro_batch", "over": "valid"}
-    options = [x for x in (settings.get("rollout_rs") or "").split(",") if x]
     thresholds = str(settings.get("rollout_rs_threshold")).split(",")
-    for i, option in enumerate(options):
+    for i, option in enumerate(options_of(settings)):
         rules.append(rule_of(option, thresholds[i if len(thresholds) > 1 else 0]))
     return {"weight": weight, "reject": rules}
 
