@@ -143,11 +143,13 @@ def partials(
         ),
     ]
     return Partials(
-        *(tuple(itertools.chain.from_iterable(names for names, _ in part)) for part in (sums, maxima)),
-        *(torch.cat([values for _, values in part]) for part in (sums, maxima)),
-        histograms=torch.cat([sketch.histograms(by_token, tokens.usable, edges), histograms]),
-        products=products,
-        lags=_lag_rows(tokens, lags),
+        _names(sums),
+        _names(maxima),
+        torch.cat([values for _, values in sums]),
+        torch.cat([values for _, values in maxima]),
+        torch.cat([sketch.histograms(by_token, tokens.usable, edges), histograms]),
+        products,
+        _lag_rows(tokens, lags),
     )
 
 
@@ -160,7 +162,7 @@ def watch(correction: Correction, counts_sequences: bool = True) -> Partials:
     counted = torch.cat([sums for _, sums in once])
     none = tokens.new_zeros(0, 0)
     return Partials(
-        ("valid", "kept", *itertools.chain.from_iterable(names for names, _ in once)),
+        ("valid", "kept", *_names(once)),
         (),
         torch.cat([tokens, counted if counts_sequences else torch.zeros_like(counted)]),
         tokens.new_zeros(0),
@@ -177,6 +179,10 @@ def _units(correction: Correction) -> Iterator[tuple[Unit, Totals]]:
 
 
 Named = tuple[list[str], Float[Tensor, " _"]]
+
+
+def _names(parts: Iterable[Named]) -> tuple[str, ...]:
+    return tuple(itertools.chain.from_iterable(names for names, _ in parts))
 
 
 def _summed(rows: Rows, counted: Bool[Tensor, " *"] | None = None) -> Named:

@@ -82,11 +82,18 @@ class Step:
 
 Metric = Callable[[Step], float]
 METRICS: dict[str, Metric] = {}
-"""Those with one value a step, in the order of the document."""
+"""Those with one value a step."""
+SECTIONS: dict[str, list[str]] = {}
+"""Their names, as the document has them."""
+
+
+def section(title: str) -> None:
+    SECTIONS[title] = []
 
 
 def metric(function: Metric) -> Metric:
     METRICS[function.__name__] = function
+    SECTIONS[list(SECTIONS)[-1]].append(function.__name__)
     return function
 
 
@@ -98,7 +105,7 @@ def finalize(partials: Partials, config: CorrectionConfig) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-# How much there was.
+section("How much there was")
 
 
 @metric
@@ -140,12 +147,12 @@ def nonfinite_rollout_tokens(s: Step) -> float:
 
     Range: 0 and above.
     Bad: above 0. They get weight 0.
-    Do: find out which samples (mis_plugins.mis.filter_samples names them); often a custom rollout function.
+    Do: find out which samples (mis_plugins.mis.drop_broken_samples names them); often a custom rollout function.
     """
     return s.sums["nonfinite_rollout"]
 
 
-# How far the two policies are apart, token by token.
+section("How far the two policies are apart, token by token")
 
 
 @metric
@@ -341,7 +348,7 @@ def prob_correlation(s: Step) -> float:
 
     Range: -1 to 1; above 0.99 for bf16.
     Bad: below 0.95.
-    Do: as kl_k3. MiniMax 2025, arxiv.org/abs/2506.13585, found 0.9 and mended the precision of the output layer.
+    Do: as kl_k3. MiniMax 2025, arxiv.org/abs/2506.13585, found about 0.9 and mended the precision of the output layer.
     """
     return _correlation(s, "proximal_prob", "behavior_prob", "prob_product")
 
@@ -368,7 +375,7 @@ def saturated_tokens(s: Step) -> float:
     return s.over_tokens("saturated")
 
 
-# Whether both sides mean the same by a log-prob: see `slope.py`.
+section("Whether both sides mean the same by a log-prob: see `slope.py`")
 
 
 @metric
@@ -426,7 +433,7 @@ def ratio_mean_error(s: Step) -> float:
     return _of_relation(s, "mean_ratio_error")
 
 
-# The same of whole sequences.
+section("The same of whole sequences")
 
 
 @metric
@@ -638,7 +645,7 @@ def saturated_sequences(s: Step) -> float:
     return s.over_sequences("saturated_sequences")
 
 
-# The weights.
+section("The weights")
 
 
 @metric
@@ -906,7 +913,7 @@ def sequence_applied_max(s: Step) -> float:
     return s.largest("sequence_applied")
 
 
-# What was rejected.
+section("What was rejected")
 
 
 @metric
@@ -954,14 +961,14 @@ def touched_sequences(s: Step) -> float:
 
 
 @metric
-def mask_bound_fraction(s: Step) -> float:
-    """Share of the tokens that a mask bound of the weight drops by itself.
+def outside_bound_fraction(s: Step) -> float:
+    """Share of the tokens whose ratio, or whose unit's, the bound of the weight truncates, clips, drops or sets to 0.
 
     Range: 0 to 1.
     Bad: above a few percent.
-    Do: widen the bound, or truncate in place of masking.
+    Do: lower the mismatch, or widen the bound; truncate in place of masking.
     """
-    return s.over_tokens("mask_bound")
+    return s.over_tokens("outside_bound")
 
 
 @metric
@@ -986,7 +993,7 @@ def kept_log_ratio_mean(s: Step) -> float:
     return ratio_of(s.sums["kept_log_ratio"], s.sums["kept"])
 
 
-# The loss.
+section("The loss")
 
 
 @metric

@@ -20,7 +20,7 @@ from mis_plugins.correction import Correction
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import drops_tokens, weighs_tokens
-from mis_plugins.units import known, passing_units, unit_log_ratio, unit_ratio
+from mis_plugins.units import known, unit_log_ratio, unit_ratio
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
@@ -288,8 +288,7 @@ def usable_token_sums(t: Tokens) -> Rows:
         low, high = weight_limits(weight)
         yield "weight_low", unit < low
         yield "weight_high", unit > high
-        if weight.bound == "mask":
-            yield "mask_bound", ~t.correction.stage.passing
+        yield "outside_bound", _outside(unit, weight)
     for name, rule in numbered(t.config):
         if rule.over == "token":
             value = t.correction.stage.statistic(rule.statistic)
@@ -365,8 +364,7 @@ def _sequence_weight_sums(s: Sequences) -> Rows:
         unit = unit_log_ratio(s.units, weight)
         yield "weight_low", unit < low
         yield "weight_high", unit > high
-        if weight.bound == "mask":
-            yield "mask_bound", torch.where(passing_units(s.units, weight), 0, s.totals["usable"])
+        yield "outside_bound", torch.where(_outside(unit, weight), s.totals["usable"], 0)
 
 
 def sequence_maxima(s: Sequences) -> Rows:
@@ -431,6 +429,11 @@ def weight_limits(weight: WeightConfig) -> tuple[float, float]:
     """What the log ratio of a weight is compared with; without a lower bound 1 / upper, to watch that side too."""
     high = log_bound(weight.ceiling)
     return (log_bound(weight.floor) if weight.floor else -high), high
+
+
+def _outside(log_ratio: Tensor, weight: WeightConfig) -> Bool[Tensor, " *"]:
+    """What a bound does not leave as it is."""
+    return (log_ratio < log_bound(weight.floor)) | (log_ratio > log_bound(weight.ceiling))
 
 
 def _both_ends(name: str, x: Tensor) -> Rows:

@@ -192,7 +192,7 @@ def test_the_oracle_agrees(batch: Batch, config: dict):
 
 
 NOT_OF_THE_ORACLE = re.compile(
-    r"lag_|all_rejected|mask_bound|slope|implied_temperature|ratio_mean_error|.*_p\d\d$"
+    r"lag_|all_rejected|outside_bound|slope|implied_temperature|ratio_mean_error|.*_p\d\d$"
 )
 
 

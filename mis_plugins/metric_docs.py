@@ -1,0 +1,117 @@
+"""`docs/metrics.md`, from the docstrings of the metrics: `python -m mis_plugins.metric_docs > docs/metrics.md`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from mis_plugins import sketch, slope
+from mis_plugins.hosts.tracking import PREFIX, STEP_KEY
+from mis_plugins.partials import LAGS
+from mis_plugins.peer_names import OTHERWISE, PEERS
+from mis_plugins.step_metrics import METRICS, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
+
+INTRODUCTION = f"""# Metrics of `metrics: all`
+
+<!-- Made by `python -m mis_plugins.metric_docs`: change the docstrings in mis_plugins/step_metrics.py instead. -->
+
+What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
+metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
+what follows: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel ranks however
+the step is split (`tests/test_partials.py`), in the host's own tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`. It
+needs
+
+```
+--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
+```
+
+which reports a step when the next one begins; the last step of a run is not reported. Warnings (everything rejected,
+too little kept, products that saturate, log-probs that are scaled) go to the log of one rank.
+
+r_t = pi_old(y_t) / mu(y_t), trainer over rollout engine, of a token; w_t its bounded weight. Means over tokens are over
+those in the loss mask with finite log-probs, means over sequences over those with such a token. log r is clamped at
++-20 inside exp, nowhere else. What cannot be known, a mean of nothing, is not reported.
+"""
+
+FAMILIES: dict[str, tuple[str, Mapping[str, Callable]]] = {
+    "Percentiles": (
+        f"percent is one of {', '.join(map(str, QUANTILES))}. From histograms over logarithmic buckets that add: what "
+        f"they hold, a logarithm, is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, whatever the split.",
+        PERCENTILES,
+    ),
+    "Tails": (
+        f"side is high or low; bound is {' or '.join(map(str, LOG_RATIO_TAILS))} of a log ratio, "
+        f"{', '.join(map(str, PROB_DIFF_TAILS))} of a difference of probabilities.",
+        TAILS,
+    ),
+    "Each rule": (
+        "i is the place of the rule in `mis.reject`, from 1. What a rule would drop alone. Values are those it "
+        "compares, of `statistic: ratio` the logarithm. A unit is a sequence, or a segment where the rule drops those.",
+        RULES,
+    ),
+    "Weight versions": (
+        f"lag is 0 to {LAGS - 1}: how many weight versions a token's is behind the trainer's. Reported where the "
+        "versions are known.",
+        VERSIONS,
+    ),
+}
+
+HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|---|"
+FIELDS = ("Range", "Bad", "Do")
+
+
+def document() -> str:
+    parts = [INTRODUCTION]
+    for title, names in SECTIONS.items():
+        parts += [f"## {title}\n", table({name: METRICS[name] for name in names})]
+    for title, (words, functions) in FAMILIES.items():
+        parts += [f"## {title}\n", words + "\n", table(functions)]
+    parts += ["## What other packages call them\n", *_peers()]
+    parts += ["## Log-probs processed on one side\n", inspect.cleandoc(slope.__doc__ or "") + "\n"]
+    return "\n".join(parts)
+
+
+def table(functions: Mapping[str, Callable]) -> str:
+    rows = [
+        f"| `{name}` | {' | '.join([*parse(function), _elsewhere(name)])} |"
+        for name, function in functions.items()
+    ]
+    return "\n".join([HEAD, *rows]) + "\n"
+
+
+def parse(function: Callable) -> list[str]:
+    """What a metric is, its range, what a bad value looks like and what to do, as its docstring has them."""
+    what, *fields = re.split(
+        rf"\n+(?={'|'.join(f'{field}: ' for field in FIELDS)})", inspect.getdoc(function) or ""
+    )
+    assert [field.partition(": ")[0] for field in fields] == list(FIELDS), function.__name__
+    cells = [what, *(field.partition(": ")[2] for field in fields)]
+    return [" ".join(cell.split()).replace("|", "\\|") for cell in cells]
+
+
+def _elsewhere(name: str) -> str:
+    found = (
+        f"{peer}: {', '.join(f'`{theirs}`' for theirs, ours in names.items() if ours == name)}"
+        for peer, names in PEERS.items()
+        if name in names.values()
+    )
+    return "; ".join(found)
+
+
+def _peers() -> Iterator[str]:
+    yield (
+        "The last column above; `tests/test_peers.py` calls the packages and compares. Where a name means something\n"
+        "else, or what it means is not had:\n"
+    )
+    rows = [
+        f"| {peer} | {theirs} | {words} |"
+        for peer, names in OTHERWISE.items()
+        for theirs, words in names.items()
+    ]
+    yield "\n".join(["| package | theirs | ours |", "|---|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,54 @@
+"""`docs/metrics.md` is what the docstrings say, and names what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mis_plugins.metric_docs import FAMILIES, document, parse
+from mis_plugins.peer_names import PEERS
+from mis_plugins.step_metrics import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS, Family, Metric
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERY: dict[str, Metric | Family] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS
+
+
+def test_the_committed_document_is_the_generated_one():
+    committed = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert committed == document(), "python -m mis_plugins.metric_docs > docs/metrics.md"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_metric_says_what_it_is_and_what_to_do(name: str):
+    assert all(parse(EVERY[name])), name
+
+
+def test_every_metric_stands_in_one_section():
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(METRICS)
+    assert [functions for _, functions in FAMILIES.values()] == [PERCENTILES, TAILS, RULES, VERSIONS]
+
+
+def test_what_the_peers_have_is_ours_too():
+    ours = {name for names in PEERS.values() for name in names.values()}
+    assert ours <= set(EVERY)
+
+
+def test_metrics_that_are_named_in_advice_exist():
+    """A word with an underscore in a docstring is a metric, a setting or a family."""
+    known = {*EVERY, *(re.sub(r"_p\{percent\}|_\{\w+\}", "", name) for name in EVERY)}
+    settings = {"keep_floor", "on_all_rejected", "abs_prob_diff", "log_prob", "filter_samples"}
+    for name, function in EVERY.items():
+        text = " ".join(parse(function))
+        words = {word.strip("`.,;:()") for word in text.split()}
+        named = {word for word in words if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", word)}
+        families = {
+            word for word in named if word.startswith(("rule_i_", "pi_old", "sum_t", "mean_t", "prod_t"))
+        }
+        unknown = {word for word in named - known - settings - families if word not in SYMBOLS}
+        assert not unknown, (name, unknown)
+
+
+SYMBOLS = {"r_t", "w_t", "loss_t", "log_r", "prob_diff", "pi_old"}
