@@ -1,0 +1,203 @@
+"""Segment-wise decoupled PPO: a sequence written by several weight versions, each token weighed one step from its own.
+
+Of a token that version v wrote, while the trainer is at version V and pi_V is its proximal policy:
+
+    loss_t = -w_t min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_V,    w_t = bound(pi_{v+1} / pi_v)
+
+Standard decoupled PPO has w_t = pi_V / pi_v, which is V - v updates apart and varies accordingly; the price of the
+smaller variance is that pi_V / pi_{v+1} stays uncorrected. Both are the same where V - v is 1. The clip ratio is r_t in
+either. Decoupling: Hilton et al. 2021, arxiv.org/abs/2110.00641, section 3; asynchronous: Fu et al. 2025, "AReaL",
+arxiv.org/abs/2505.24298, section 5.2; segment-wise: a branch of AReaL, `enable_segment_wise_ppo`.
+
+Age is V - v: 0 for what the trainer's own version wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mis_plugins.config import WeightConfig
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.loglinear import loglinear
+from mis_plugins.ratios import exp_clamped, log_ratio
+from mis_plugins.weights import bounded_weight, in_bounds
+
+Mode = Literal["truncate", "clip", "mask", "zero"]
+NO_VERSION = -1  # of a token that no version wrote: of a prompt, a tool
+STORED_FROM = 2  # the age from which pi_{v+1} is gone, and its log-probs must have been stored
+
+
+@dataclass(frozen=True)
+class SegmentWiseConfig:
+    """The behavior weight of segment-wise decoupled PPO.
+
+    enabled: false is standard decoupled PPO.
+    weight_cap: the largest pi_{v+1} / pi_v; null is no bound.
+    weight_floor: the smallest, for clip, mask and zero; null is 1 / weight_cap, 0 is none.
+    mode: what happens beyond: as `mis.weight.bound`.
+    method: where the log-probs of pi_{v+1} come from at age 2 and above: stored by a `recompute` before the weights
+        moved on, or `loglinear`, interpolated between pi_v and pi_V.
+    fresh_tokens: at ages 0 and 1: the `proximal` policy, which at age 1 is pi_{v+1}; or the `behavior` policy, so that
+        their weight is 1 (AReaL's branch).
+    too_old: of a token without the stored log-prob that it needs: `raise`, naming the sample, or `drop` it from the
+        loss mask.
+    """
+
+    enabled: bool = True
+    weight_cap: float | None = 5.0
+    weight_floor: float | None = None
+    mode: Mode = "truncate"
+    method: Literal["recompute", "loglinear"] = "recompute"
+    fresh_tokens: Literal["proximal", "behavior"] = "proximal"
+    too_old: Literal["raise", "drop"] = "raise"
+
+    def __post_init__(self) -> None:
+        if self.weight_cap is None and self.mode != "truncate":
+            raise ConfigError(f"{{mode}}: {self.mode} needs a {{weight_cap}}; give one, or drop {{mode}}")
+        if self.method == "loglinear" and self.too_old == "drop":
+            raise ConfigError("{too_old}: drop has no effect with {method}: loglinear, which lacks nothing")
+        try:
+            _ = self.weight
+        except ConfigError as error:
+            names = {"lower": "{weight_floor}", "upper": "{weight_cap}", "bound": "{mode}"}
+            raise error.spelled(names) from None
+
+    @cached_property
+    def weight(self) -> WeightConfig:
+        """The same bounds as a weight of the correction pipeline: `correct(log_prob_t, behavior, ...)`."""
+        bound = "none" if self.weight_cap is None else self.mode
+        return WeightConfig("token", bound, self.weight_floor, self.weight_cap)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Who wrote the tokens of a micro-batch.
+
+    versions: of each token; `NO_VERSION` where none did.
+    recomputed: log pi_{v+1} as stored before the weights moved from v + 1 to v + 2; NaN where none is.
+    current: V, the version of the proximal policy.
+    """
+
+    versions: Int[Tensor, " T"]
+    recomputed: Float[Tensor, " T"]
+    current: int
+
+    @property
+    def age(self) -> Int[Tensor, " T"]:
+        return self.current - self.versions
+
+    @property
+    def known(self) -> Bool[Tensor, " T"]:
+        """Tokens of a version, and of none that the trainer has yet to reach."""
+        return (self.versions > NO_VERSION) & (self.versions <= self.current)
+
+
+@torch.no_grad()
+def proximal_t(
+    proximal: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"],
+    written: Written,
+    config: SegmentWiseConfig,
+) -> Float[Tensor, " T"]:
+    """log pi_{v+1} of each token, the numerator of its behavior weight; NaN where it is not known.
+
+    Switched off it is `proximal` itself, and nothing is read. Nothing waits for the device.
+
+    Args:
+        proximal: log-probs of pi_V, the trainer before the update.
+        behavior: those that the token was sampled with.
+    """
+    if not config.enabled:
+        return proximal
+    fresh = proximal if config.fresh_tokens == "proximal" else behavior
+    older = OLDER[config.method](proximal, behavior, written)
+    known = torch.where(written.age < STORED_FROM, fresh, older)
+    return torch.where(written.known, known, torch.nan)
+
+
+OLDER: dict[str, Callable[[Tensor, Tensor, Written], Float[Tensor, " T"]]] = {
+    "recompute": lambda proximal, behavior, written: written.recomputed,
+    "loglinear": lambda proximal, behavior, written: loglinear(proximal, behavior, written.age),
+}
+
+
+@dataclass(frozen=True)
+class BehaviorWeight:
+    """weights: w_t, 0 where it is not known and outside the loss mask; keep: loss_mask, less what mode mask drops."""
+
+    weights: Float[Tensor, " T"]
+    keep: Bool[Tensor, " T"]
+
+
+@torch.no_grad()
+def behavior_weight(
+    proximal_t: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    config: SegmentWiseConfig,
+) -> BehaviorWeight:
+    """w_t = bound(exp(log pi_{v+1} - log pi_v)), for an engine without packed sequences.
+
+    What `correct` makes of the same log-probs with `config.weight`.
+    """
+    log_r, usable = log_ratio(proximal_t, behavior, loss_mask)
+    passing = in_bounds(log_r, usable, config.weight)
+    ratio = torch.where(usable, exp_clamped(log_r), 0)
+    weights = bounded_weight(ratio, usable, passing, config.weight)
+    return BehaviorWeight(weights, passing if config.mode == "mask" else loss_mask)
+
+
+def lacking(written: Written, config: SegmentWiseConfig) -> Bool[Tensor, " T"]:
+    """Tokens of which log pi_{v+1} is not known, those that no version wrote included."""
+    unknown = ~written.known
+    if config.method == "loglinear":
+        return unknown
+    return unknown | ((written.age >= STORED_FROM) & written.recomputed.isnan())
+
+
+def admitted(
+    names: Sequence[str],
+    written: Sequence[Written],
+    loss_masks: Sequence[Bool[Tensor, " _"]],
+    config: SegmentWiseConfig,
+) -> list[Bool[Tensor, " _"]]:
+    """The loss masks, less the tokens that cannot be weighed: once a rollout, on the host, one tensor a sample.
+
+    Raises:
+        InputError: it names the sample, the token and its version. Of versions that cannot be always, of a missing
+            recompute with `too_old: raise`.
+    """
+    if not config.enabled:
+        return list(loss_masks)
+    masks = []
+    for name, one, mask in zip(names, written, loss_masks, strict=True):
+        _refuse(name, one, mask & (one.versions <= NO_VERSION), "no version wrote it, so mask it")
+        _refuse(name, one, mask & (one.versions > one.current), "the trainer has not reached it")
+        missing = mask & lacking(one, config)
+        if config.too_old == "raise":
+            _refuse(name, one, missing, TOO_OLD)
+        masks.append(mask & ~missing)
+    return masks
+
+
+TOO_OLD = (
+    "what its next version gives it was not stored; recompute before every update, bound the staleness tighter, or "
+    "say too_old: drop"
+)
+
+
+def _refuse(name: str, written: Written, wrong: Bool[Tensor, " _"], why: str) -> None:
+    positions = wrong.nonzero().flatten().tolist()
+    if positions:
+        version = int(written.versions[positions[0]])
+        raise InputError(
+            f"sample {name}, token {positions[0]}: version {version}, with the trainer at {written.current}: {why} "
+            f"({len(positions)} such tokens)"
+        )

@@ -1,0 +1,307 @@
+"""The behavior weight of segment-wise decoupled PPO: against a float64 oracle, and what ties it to the standard one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import segmentwise_oracle as oracle
+import torch
+from drive import same_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from segmentwise_oracle import Spec, Token
+from tolerances import weight_rtol
+from torch import Tensor
+
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.correction import correct
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.layout import whole
+from mis_plugins.loglinear import loglinear
+from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.segmentwise import (
+    SegmentWiseConfig,
+    Written,
+    admitted,
+    behavior_weight,
+    lacking,
+    proximal_t,
+)
+
+CURRENT = 9
+GRID = 2.0**-10  # log-probs on a grid: their differences are exact in float32
+BOUNDS = (0.25, 2.0)
+MARGIN = 4 * GRID  # how far, in log units, every ratio keeps from every bound
+
+
+def on_grid(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.integers(round(low / GRID), round(high / GRID)).map(lambda n: n * GRID)
+
+
+@st.composite
+def tokens(draw: Callable, age: st.SearchStrategy[int]) -> Token:
+    """Any version, the stored log-prob sometimes missing, tool and masked tokens among them."""
+    behavior = draw(on_grid(-8, -0.5))
+    moved = on_grid(-2, 2).filter(lambda x: all(abs(x - math.log(b)) > MARGIN for b in (*BOUNDS, 5.0, 0.2)))
+    stored = draw(st.none() | moved)
+    return Token(
+        proximal=behavior + draw(moved),
+        behavior=behavior,
+        recomputed=None if stored is None else behavior + stored,
+        version=draw(st.just(-1) | age.map(lambda a: CURRENT - a)),
+        current=CURRENT,
+        live=draw(st.booleans()),
+    )
+
+
+ages = st.integers(-1, CURRENT)
+rows = st.lists(tokens(ages), max_size=12)
+specs = st.builds(
+    Spec,
+    cap=st.sampled_from([5.0, BOUNDS[1]]),
+    floor=st.none(),
+    mode=st.sampled_from(["truncate", "clip", "mask", "zero"]),
+    method=st.just("recompute"),
+    fresh=st.sampled_from(["proximal", "behavior"]),
+) | st.sampled_from([Spec(cap=None), Spec(BOUNDS[1], BOUNDS[0], "mask"), Spec(BOUNDS[1], 0.0, "zero")])
+
+
+def config_of(spec: Spec, **settings: object) -> SegmentWiseConfig:
+    named = {
+        "weight_cap": spec.cap, "weight_floor": spec.floor, "mode": spec.mode, "method": spec.method,
+        "fresh_tokens": spec.fresh,
+    }  # fmt: skip
+    return SegmentWiseConfig(**(named | settings))  # type: ignore[arg-type]
+
+
+def flat(row: Sequence[Token], field: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = [getattr(token, field) for token in row]
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
+
+
+def written_of(row: Sequence[Token]) -> Written:
+    return Written(flat(row, "version", torch.int64), flat(row, "recomputed"), CURRENT)
+
+
+def numerator_of(row: Sequence[Token], config: SegmentWiseConfig) -> Tensor:
+    return proximal_t(flat(row, "proximal"), flat(row, "behavior"), written_of(row), config)
+
+
+def ragged_of(row: Sequence[Token]) -> Ragged:
+    return whole([len(row)]).place(flat(row, "live", torch.bool), Ranks()).ragged
+
+
+@given(rows, specs)
+def test_numerator(row: list[Token], spec: Spec):
+    expected = [oracle.numerator(token, spec) for token in row]
+    found = numerator_of(row, config_of(spec)).double().tolist()
+    assert [None if math.isnan(x) else x for x in found] == expected
+
+
+@given(rows)
+def test_loglinear(row: list[Token]):
+    expected = [oracle.numerator(token, Spec(method="loglinear")) for token in row]
+    found = numerator_of(row, SegmentWiseConfig(method="loglinear"))
+    for value, truth in zip(found.tolist(), expected, strict=True):
+        assert math.isnan(value) if truth is None else value == pytest.approx(truth, rel=weight_rtol(0))
+
+
+@given(rows, specs)
+def test_weight(row: list[Token], spec: Spec):
+    config = config_of(spec)
+    answer = behavior_weight(
+        numerator_of(row, config), flat(row, "behavior"), flat(row, "live", torch.bool), config
+    )
+    for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
+        value, stays = oracle.weight(token, spec)
+        assert keep == stays
+        assert weight == pytest.approx(value, rel=weight_rtol(2.0), abs=0)
+
+
+def test_the_rows_decide_every_way():
+    """What the strategies above draw reaches every branch of the oracle."""
+    base = Token(-1.0, -1.0, -1.0, 3, CURRENT)
+    far = replace(base, recomputed=-1.0 + math.log(8))
+    assert oracle.weight(far, Spec())[0] == 5.0
+    assert oracle.weight(far, Spec(mode="zero")) == (0.0, True)
+    assert oracle.weight(far, Spec(mode="mask"))[1] is False
+    assert oracle.weight(replace(far, version=9), Spec()) == (1.0, True)
+    assert oracle.weight(replace(far, recomputed=None), Spec()) == (0.0, True)
+
+
+@given(rows, specs)
+def test_is_the_pipeline_on_other_log_probs(row: list[Token], spec: Spec):
+    """`correct` with the same bounds makes the same weights and masks of it, so that it serves packed batches."""
+    config = config_of(spec)
+    numerator, behavior = numerator_of(row, config), flat(row, "behavior")
+    answer = behavior_weight(numerator, behavior, flat(row, "live", torch.bool), config)
+    piped = correct(numerator, behavior, ragged_of(row), CorrectionConfig(config.weight, metrics="none"))
+    assert same_bytes(answer.weights, piped.weights) and torch.equal(answer.keep, piped.keep)
+
+
+@given(st.lists(tokens(st.integers(0, 1)).filter(lambda token: token.version >= 0), max_size=12), specs)
+def test_one_version_behind_is_standard(row: list[Token], spec: Spec):
+    """pi_{v+1} is pi_V there: the very bytes of the proximal policy, whatever was stored."""
+    if spec.fresh == "behavior":
+        return
+    assert same_bytes(numerator_of(row, config_of(spec)), flat(row, "proximal"))
+    assert same_bytes(numerator_of(row, SegmentWiseConfig(method="loglinear")), flat(row, "proximal"))
+
+
+@given(rows)
+def test_off_is_standard(row: list[Token]):
+    """The same tensor, not an equal one: no kernel runs."""
+    proximal = flat(row, "proximal")
+    none = Written(torch.empty(0, dtype=torch.int64), torch.empty(0), CURRENT)
+    assert proximal_t(proximal, flat(row, "behavior"), none, SegmentWiseConfig(enabled=False)) is proximal
+
+
+@given(rows)
+def test_fresh_tokens_at_the_behavior_policy_weigh_one(row: list[Token]):
+    config = SegmentWiseConfig(fresh_tokens="behavior", mode="mask")
+    live = flat(row, "live", torch.bool)
+    answer = behavior_weight(numerator_of(row, config), flat(row, "behavior"), live, config)
+    for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
+        if token.version >= 0 and token.age in (0, 1) and token.live:
+            assert weight == 1.0 and keep
+
+
+@given(rows, specs)
+def test_clip_ratio_is_left_alone(row: list[Token], spec: Spec):
+    """The log-probs that pi_theta is compared with are those handed in, unchanged by the call."""
+    proximal, before = flat(row, "proximal"), flat(row, "proximal")
+    proximal_t(proximal, flat(row, "behavior"), written_of(row), config_of(spec))
+    assert same_bytes(proximal, before)
+
+
+@given(rows, st.sampled_from(["truncate", "mask"]))
+def test_masked_garbage_changes_nothing(row: list[Token], mode: str):
+    config = SegmentWiseConfig(mode=mode)  # type: ignore[arg-type]
+    live = flat(row, "live", torch.bool)
+    clean = behavior_weight(numerator_of(row, config), flat(row, "behavior"), live, config)
+    poisoned = [
+        token if token.live else replace(token, proximal=math.nan, behavior=math.inf) for token in row
+    ]
+    answer = behavior_weight(numerator_of(poisoned, config), flat(poisoned, "behavior"), live, config)
+    assert same_bytes(clean.weights, answer.weights) and torch.equal(clean.keep, answer.keep)
+
+
+def test_equal_policies_weigh_one():
+    equal = torch.tensor([-1.5, -0.25, -7.0])
+    written = Written(torch.tensor([0, 8, 9]), equal, CURRENT)
+    config = SegmentWiseConfig()
+    answer = behavior_weight(
+        proximal_t(equal, equal, written, config), equal, torch.ones(3, dtype=torch.bool), config
+    )
+    assert answer.weights.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_sign():
+    """What the next version finds likelier weighs more than 1, though the trainer since went the other way."""
+    behavior = torch.tensor([-1.0])
+    written = Written(torch.tensor([3]), torch.tensor([-1.0 + math.log(1.5)]), CURRENT)
+    config = SegmentWiseConfig()
+    numerator = proximal_t(torch.tensor([-4.0]), behavior, written, config)
+    answer = behavior_weight(numerator, behavior, torch.tensor([True]), config)
+    assert answer.weights.item() == pytest.approx(1.5, rel=weight_rtol(1.0))
+
+
+def test_no_gradient():
+    proximal = torch.tensor([-1.0], requires_grad=True)
+    written = Written(torch.tensor([8]), torch.tensor([math.nan]), CURRENT)
+    assert not proximal_t(proximal, proximal, written, SegmentWiseConfig()).requires_grad
+
+
+def test_loglinear_is_exact_on_a_line():
+    """Every update moves the log-prob by the same: the first lies one of them from the behavior policy."""
+    age = torch.arange(1, 9)
+    behavior, step = torch.full((8,), -2.0), 0.125
+    assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
+
+
+# Samples that cannot be weighed.
+
+
+def sample(versions: list[int], stored: list[float] | None = None) -> Written:
+    return Written(torch.tensor(versions), torch.tensor(stored or [math.nan] * len(versions)), CURRENT)
+
+
+ALL = [torch.ones(3, dtype=torch.bool)]
+
+
+def test_too_old_names_the_sample():
+    with pytest.raises(
+        InputError, match=r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"
+    ):
+        admitted(["group 4/1"], [sample([9, 7, 7])], ALL, SegmentWiseConfig())
+
+
+def test_too_old_is_dropped():
+    one = sample([9, 7, 6], [math.nan, math.nan, -1.0])
+    (mask,) = admitted(["a"], [one], ALL, SegmentWiseConfig(too_old="drop"))
+    assert mask.tolist() == [True, False, True]
+
+
+def test_masked_tokens_may_be_of_no_version():
+    one = sample([-1, 8, 9])
+    live = torch.tensor([False, True, True])
+    (mask,) = admitted(["a"], [one], [live], SegmentWiseConfig())
+    assert mask.tolist() == [False, True, True]
+    assert lacking(one, SegmentWiseConfig()).tolist() == [True, False, False]
+
+
+def test_loglinear_lacks_nothing():
+    assert not lacking(sample([0, 5, 9]), SegmentWiseConfig(method="loglinear")).any()
+
+
+def test_a_live_token_has_a_version():
+    with pytest.raises(InputError, match="sample a, token 0: version -1.*no version wrote it"):
+        admitted(["a"], [sample([-1, 8, 9])], ALL, SegmentWiseConfig(too_old="drop"))
+
+
+def test_a_version_of_the_future():
+    with pytest.raises(InputError, match="sample a, token 2: version 10, with the trainer at 9.*not reached"):
+        admitted(["a"], [sample([8, 9, 10])], ALL, SegmentWiseConfig(too_old="drop"))
+
+
+def test_off_admits_everything():
+    assert admitted(["a"], [sample([-1, 0, 12])], ALL, SegmentWiseConfig(enabled=False)) == ALL
+
+
+# The config.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_cap": -1.0}, "weight_cap: got -1"),
+        (
+            {"weight_cap": 0.5, "mode": "clip"},
+            "weight_floor: unset means 1 / weight_cap: 2, not below weight_cap",
+        ),
+        ({"weight_floor": 0.5}, "weight_floor: 0.5 has no effect with mode: truncate"),
+        ({"weight_floor": 6.0, "mode": "mask"}, "weight_floor: 6 is not below weight_cap: 5"),
+        ({"weight_cap": None, "weight_floor": 0.5}, "weight_floor: 0.5 has no effect"),
+        ({"weight_cap": None, "mode": "mask"}, "mode: mask needs a weight_cap"),
+        ({"method": "loglinear", "too_old": "drop"}, "too_old: drop has no effect with method: loglinear"),
+    ],
+)
+def test_config_errors(settings: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        SegmentWiseConfig(**settings)
+
+
+def test_reads_like_the_rest_of_the_config():
+    """It hangs under a path and quotes it."""
+    from mis_plugins.reading import _parse
+
+    assert (
+        _parse(SegmentWiseConfig, {"weight_cap": "2", "mode": "zero"}, "mis.segment_wise").weight.upper == 2.0
+    )
+    with pytest.raises(
+        ConfigError, match=r"mis\.segment_wise\.weight_floor: 9 is not below mis\.segment_wise\.weight_"
+    ):
+        _parse(SegmentWiseConfig, {"weight_floor": 9, "mode": "clip"}, "mis.segment_wise")
