@@ -13,7 +13,7 @@ from importlib import import_module
 
 from true_on_policy.errors import TrueOnPolicyError
 
-COMMANDS = ("diff",)  # modules with add_parser(subparsers), which sets run(arguments) -> exit code
+COMMANDS = ("verify", "diff")  # modules with add_parser(subparsers), which sets run(arguments) -> exit code
 FAILED = 2
 
 

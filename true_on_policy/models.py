@@ -5,17 +5,20 @@ The weights of the norms are random too: all ones hide the order in which RMSNor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
+from true_on_policy.contract import Shapes
 from true_on_policy.errors import TrueOnPolicyError
 
 MAX_POSITIONS = 2048
+UPDATE = 0.01
 
 
 class ModelError(TrueOnPolicyError):
@@ -63,15 +66,17 @@ TINY = {
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
-    """A tiny model written to `folder` in the format of Hugging Face; the same name, dtype and seed give the same bytes.
+    """A tiny model written to `folder` in Hugging Face's format, or `name` itself where that is such a folder.
 
     Raises:
-        ModelError: no tiny model of this name.
+        ModelError: neither.
     """
     if name not in TINY:
-        raise ModelError(
-            f"--model: got {name!r}; choose one of {', '.join(TINY)}, or a folder of a checkpoint"
-        )
+        if not (Path(name) / "config.json").exists():
+            raise ModelError(
+                f"--model: got {name!r}; choose one of {', '.join(TINY)}, or a folder of a checkpoint"
+            )
+        return Path(name)
     model = Qwen3ForCausalLM(TINY[name].config(dtype))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -88,10 +93,56 @@ def _draw(parameter: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
 
 
-def ragged_prompts(vocab: int, seed: int, longest: int) -> Iterator[list[int]]:
-    """Prompts without end, of lengths 1 to `longest`, short ones more often; the ids 0 and 1 never occur."""
+def updated(source: Path, folder: Path, seed: int) -> Path:
+    """A copy of a checkpoint in `folder`, each weight moved by a random 1 %, as by a few steps of training."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        share = torch.rand((), generator=generator).item() ** 3
-        length = 1 + round(share * (longest - 1))
-        yield torch.randint(2, vocab, (length,), generator=generator).tolist()
+    weights = read_weights(source)
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        weights[name] = (weight.float() * (1 + UPDATE * noise)).to(weight.dtype)
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All weights of a checkpoint by Hugging Face name, from one file or several.
+
+    Raises:
+        ModelError: the folder holds none.
+    """
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{checkpoint}: no *.safetensors there")
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+def read_config(checkpoint: Path) -> Qwen3Config:
+    """The configuration of a checkpoint.
+
+    Raises:
+        ModelError: it is not Qwen3, the family whose order of rounding is known here.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    if not isinstance(config, Qwen3Config):
+        raise ModelError(f"{checkpoint}: {config.model_type}; the contract covers dense Qwen3 alone")
+    return config
+
+
+def kernel_shapes(config: Qwen3Config) -> Shapes:
+    """Where a Qwen3 model calls its kernels, with weights fused as engines do."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return Shapes(
+        linear=(
+            (hidden, (heads + 2 * kv_heads) * dim),
+            (heads * dim, hidden),
+            (hidden, 2 * ffn),
+            (ffn, hidden),
+            (hidden, config.vocab_size),
+        ),
+        attention=((heads, kv_heads, dim),),
+        hidden=(hidden, dim),
+        activated=(ffn,),
+    )

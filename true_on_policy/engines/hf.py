@@ -7,16 +7,17 @@ are padded on the left, so that one batch holds sequences that begin at differen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Float32, Int64
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache
 
 from true_on_policy import qwen3_hf
 from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.models import read_weights
 from true_on_policy.norm_order import NormOrder
 
 PREFILL_CHUNK = 128
@@ -30,6 +31,10 @@ class HuggingFace:
     def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
         self._model = qwen3_hf.load(checkpoint, dtype, order)
         self._version = 0
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {name: version(name) for name in ("torch", "transformers")}
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
@@ -58,7 +63,7 @@ class HuggingFace:
         return [row[-len(sample.tokens) :] for row, sample in zip(predicted, samples, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int) -> None:
-        self._model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=False)
+        self._model.load_state_dict(read_weights(checkpoint), strict=False)
         self._version = version
 
     def close(self) -> None:

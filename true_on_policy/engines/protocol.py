@@ -63,6 +63,11 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the packages that compute, in the engine's own environment."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Sample all requests in one batch."""
         ...

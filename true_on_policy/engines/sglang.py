@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ class SGLang:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def versions(self) -> dict[str, str]:
+        folders = [str(folder) for folder in interpreter().parent.parent.glob("lib/python*/site-packages")]
+        found = {found.name: found.version for found in distributions(path=folders)}
+        return {name: found[name] for name in ("sglang", "torch", "transformers")}
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         answers = self._generate(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float32
-from safetensors.torch import load_file
 from torch import Tensor
 
 from true_on_policy import qwen3_hf
 from true_on_policy.engines.protocol import Sample
+from true_on_policy.models import read_weights
 from true_on_policy.norm_order import NormOrder
 from true_on_policy.trainers.protocol import sampled_log_probs
 
@@ -26,7 +26,7 @@ class HuggingFace:
 
     def load(self, checkpoint: Path) -> None:
         # A tied head has no weights of its own.
-        self.model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=False)
+        self.model.load_state_dict(read_weights(checkpoint), strict=False)
 
     @torch.no_grad()
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:

@@ -1,6 +1,6 @@
 """Megatron-core's own GPTModel on CPU, its sequences packed, with the weights of a Hugging Face checkpoint.
 
-Its linear layers, RoPE, packing and block are Megatron's; norm, residual and core attention enter through its layer spec.
+Its linear layers, RoPE, packing and block are Megatron's; norm, residual and core attention enter through its spec.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, Qwen3Config
+from transformers import Qwen3Config
 
 from true_on_policy.contract import DTYPES
 from true_on_policy.engines.protocol import Sample
+from true_on_policy.models import read_config, read_weights
 from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
 from true_on_policy.trainers.protocol import sampled_log_probs
 
@@ -43,13 +43,13 @@ class Megatron:
 
     def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
         _one_rank()
-        config = AutoConfig.from_pretrained(checkpoint)
+        config = read_config(checkpoint)
         self._groups = config.num_key_value_heads
         self.model = _build(config, DTYPES[dtype], order).to(DTYPES[dtype]).eval()
         self.load(checkpoint)
 
     def load(self, checkpoint: Path) -> None:
-        weights = load_file(checkpoint / "model.safetensors")
+        weights = read_weights(checkpoint)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(_parameter(name, weights, self._groups))

@@ -1,4 +1,4 @@
-"""What a trainer does for the proof: log-probs of the sampled tokens of a batch, under weights read from a checkpoint."""
+"""What a trainer does for the proof: log-probs of the sampled tokens of a batch, under a checkpoint's weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Not SGLang's kernels: a stand-in by mis-plugins for a wheel that exists for GPUs alone.
 
-On a CPU without AMX SGLang computes with plain torch and only imports names from `sgl_kernel`. This module holds the two
-functions that it does call there, and a stub under every other name that says so when something calls it. Without
+On a CPU without AMX SGLang computes with plain torch and only imports names from `sgl_kernel`. This module holds the
+two functions that it does call there, and a stub under every other name that says so when something calls it. Without
 `convert_weight_packed` among its operators SGLang stays on plain torch where AMX exists, too.
 """
 

@@ -1,0 +1,116 @@
+"""The chain from the trainer's log-probs to those that the engine sampled with, link by link, compared by bytes.
+
+(1) trainer: a sequence alone == in any batch; (2) engine prefill == trainer; (3) engine decode == engine prefill. Hence
+decode == trainer, which is compared as well: the engine's prefill knows no temperature, so (3) holds at 1 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.bitwise import first_mismatch
+from true_on_policy.engines.protocol import Sample
+
+LogProbs = list[Float32[Tensor, "N"]]  # one tensor a sequence
+
+
+@dataclass
+class Evidence:
+    """Log-probs of the same sampled tokens, by who computed them and how.
+
+    Attributes:
+        samples: what the engine decoded, with its log-probs.
+        prefill: the engine's, of the whole sequence at once, at temperature 1.
+        trainer: the trainer's, each sequence alone, at temperature 1.
+        trainer_tempered: the same at the temperature of each request.
+        packed: the same at temperature 1, several sequences in a batch, by how they were batched.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    prefill: LogProbs = field(default_factory=list)
+    trainer: LogProbs = field(default_factory=list)
+    trainer_tempered: LogProbs = field(default_factory=list)
+    packed: dict[str, LogProbs] = field(default_factory=dict)
+
+    @property
+    def decode(self) -> LogProbs:
+        return [sample.log_probs for sample in self.samples]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
+
+    def __iadd__(self, other: Evidence) -> Evidence:
+        self.samples += other.samples
+        self.prefill += other.prefill
+        self.trainer += other.trainer
+        self.trainer_tempered += other.trainer_tempered
+        for name, log_probs in other.packed.items():
+            self.packed.setdefault(name, []).extend(log_probs)
+        return self
+
+
+@dataclass(frozen=True)
+class Link:
+    """How many log-probs of two computations are the same bytes, and where they first are not.
+
+    Attributes:
+        first: the first mismatch in words, at [sequence, token]; None where all are equal.
+        furthest: the greatest absolute difference.
+    """
+
+    name: str
+    equal: int
+    total: int
+    first: str | None
+    furthest: float
+
+    @property
+    def holds(self) -> bool:
+        return self.total > 0 and self.equal == self.total
+
+
+def links(evidence: Evidence) -> list[Link]:
+    """The three links and what follows from them."""
+    at_one = [index for index, sample in enumerate(evidence.samples) if sample.request.temperature == 1]
+    return [
+        *(
+            link(f"trainer: alone == {name}", evidence.trainer, packed)
+            for name, packed in evidence.packed.items()
+        ),
+        link("engine prefill == trainer", evidence.prefill, evidence.trainer),
+        link(
+            "engine decode == engine prefill, where temperature is 1",
+            [evidence.decode[index] for index in at_one],
+            [evidence.prefill[index] for index in at_one],
+        ),
+        conclusion(evidence),
+    ]
+
+
+def conclusion(
+    evidence: Evidence, name: str = "hence engine decode == trainer, at every temperature"
+) -> Link:
+    """What the engine sampled with against what the trainer computes."""
+    return link(name, evidence.decode, evidence.trainer_tempered)
+
+
+def link(name: str, left: Sequence[Float32[Tensor, "N"]], right: Sequence[Float32[Tensor, "N"]]) -> Link:
+    a, b = torch.cat(list(left)), torch.cat(list(right))
+    mismatch = first_mismatch(a, b, boundaries(left))
+    return Link(
+        name=name,
+        equal=len(a) - (mismatch.count if mismatch else 0),
+        total=len(a),
+        first=str(mismatch) if mismatch else None,
+        furthest=(a - b).abs().max().item(),
+    )
+
+
+def boundaries(sequences: Iterable[Tensor]) -> Tensor:
+    return torch.tensor([0, *(len(sequence) for sequence in sequences)]).cumsum(0)

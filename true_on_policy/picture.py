@@ -1,0 +1,50 @@
+"""The picture of a verification: the difference between engine and trainer, token by token, off and on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.errors import TrueOnPolicyError
+from true_on_policy.links import Evidence
+
+FLOOR = 1e-9  # where a difference of exactly 0 is drawn on the logarithmic axis
+
+
+class PictureError(TrueOnPolicyError):
+    """matplotlib is not installed."""
+
+
+def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
+    """Two panels of |engine decode - trainer| over the sampled tokens, written to `path`.
+
+    Raises:
+        PictureError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise PictureError(
+            "--picture: matplotlib is not installed; install 'mis-plugins[report]'"
+        ) from missing
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, name, evidence in zip(panels, ("stock", "truly on policy"), (off, on), strict=True):
+        gaps = _gaps(evidence)
+        equal = int((gaps == 0).sum())
+        panel.plot(
+            gaps.clamp(min=FLOOR), ".", markersize=2.5, color="tab:red" if name == "stock" else "tab:green"
+        )
+        panel.set(title=f"{name}: {equal} of {len(gaps)} equal", xlabel="sampled token", yscale="log")
+        panel.set_yticks([FLOOR, 1e-7, 1e-5, 1e-3, 1e-1], ["0", "1e-7", "1e-5", "1e-3", "1e-1"])
+    panels[0].set(ylabel="|engine log-prob - trainer log-prob|", ylim=(FLOOR / 3, 1))
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _gaps(evidence: Evidence) -> Float32[Tensor, "T"]:
+    return (torch.cat(evidence.decode) - torch.cat(evidence.trainer_tempered)).abs()

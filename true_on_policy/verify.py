@@ -1,0 +1,212 @@
+"""`python -m true_on_policy verify`: is every log-prob that the engine sampled with, bit for bit, the trainer's?
+
+The engine samples, scores what it sampled, and takes new weights in between; the trainer computes the same tokens; the
+links of the chain are compared by bytes. Then the control: with stock kernels on both sides the chain must break.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+from true_on_policy.certificate import Certificate, Verdict, hashes, situations
+from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Side
+from true_on_policy.engines.protocol import Engine, Sample
+from true_on_policy.errors import ContractError
+from true_on_policy.links import Evidence, LogProbs, conclusion, links
+from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
+from true_on_policy.trainers.protocol import Trainer
+from true_on_policy.workload import Workload, arrangements
+
+EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2}
+UPDATES = 3
+SCORED_AT_ONCE = 8
+CONTROL_TOKENS = 500
+PREFILL_CHUNK = 128
+RETRACT_EVERY = 40  # decode steps of SGLang between two preemptions by force
+
+
+def _sglang(checkpoint: Path, dtype: str, contract: Contract | None, order: NormOrder | None) -> Engine:
+    from true_on_policy.engines.sglang import Pool, SGLang
+
+    follows = order if order != ORDERS["sglang"] else None
+    return SGLang(
+        checkpoint, dtype, contract, follows, Pool(prefill_chunk=PREFILL_CHUNK, retract_every=RETRACT_EVERY)
+    )
+
+
+def _hf_engine(checkpoint: Path, dtype: str, contract: Contract | None, order: NormOrder | None) -> Engine:
+    from true_on_policy.engines.hf import HuggingFace
+
+    return HuggingFace(checkpoint, dtype, order)
+
+
+def _megatron(checkpoint: Path, dtype: str, order: NormOrder | None) -> Trainer:
+    from true_on_policy.trainers.megatron import Megatron
+
+    return Megatron(checkpoint, dtype, order)
+
+
+def _hf_trainer(checkpoint: Path, dtype: str, order: NormOrder | None) -> Trainer:
+    from true_on_policy.trainers.hf import HuggingFace
+
+    return HuggingFace(checkpoint, dtype, order)
+
+
+# Without a contract an engine is stock; without an order a model rounds as its own library does.
+ENGINES: dict[str, Callable[[Path, str, Contract | None, NormOrder | None], Engine]] = {
+    "sglang": _sglang,
+    "hf": _hf_engine,
+}
+TRAINERS: dict[str, Callable[[Path, str, NormOrder | None], Trainer]] = {
+    "megatron": _megatron,
+    "hf": _hf_trainer,
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("verify", help=__doc__.splitlines()[0], description=__doc__)
+    parser.add_argument("--engine", required=True, choices=ENGINES)
+    parser.add_argument("--trainer", required=True, choices=TRAINERS)
+    parser.add_argument(
+        "--model", default="tiny-qwen3", help="a tiny model, or a folder of a Qwen3 checkpoint"
+    )
+    parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
+    parser.add_argument("--tokens", type=int, default=2000, help="how many to compare, at least")
+    parser.add_argument(
+        "--backend", default="native", choices=get_args(BackendName), help="the kernels of both sides"
+    )
+    parser.add_argument(
+        "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the certificate here")
+    parser.add_argument("--picture", type=Path, help="draw the differences, off and on, here")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = Plan.of(arguments)
+    with TemporaryDirectory(prefix="true-on-policy-") as scratch:
+        certificate, off, on = verify(plan, Path(scratch))
+    if arguments.json:
+        certificate.write(arguments.json)
+    if arguments.picture:
+        from true_on_policy.picture import draw
+
+        draw(off, on, plan.title, arguments.picture)
+    print(certificate)
+    return EXIT[certificate.verdict]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices of the command line."""
+
+    engine: str
+    trainer: str
+    model: str
+    dtype: DtypeName
+    tokens: int
+    backend: BackendName
+    norm_order: Side
+    seed: int
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Plan:
+        if arguments.tokens < 1:
+            raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
+        return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
+
+    @property
+    def title(self) -> str:
+        return f"{self.engine} against {self.trainer}, {self.model}, {self.dtype}"
+
+
+def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
+    """The certificate, and the evidence of the control and of the chain."""
+    from true_on_policy.models import checkpoint, kernel_shapes, read_config
+    from true_on_policy.pin import pinned
+
+    started = time.monotonic()
+    source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)
+    config = read_config(source)
+    contract = Contract(plan.backend, plan.dtype, plan.norm_order, shapes=kernel_shapes(config))
+    order = agreed_order(contract, plan.engine, plan.trainer)
+    workload = Workload(config.vocab_size, plan.seed)
+    with pinned(contract), closing(ENGINES[plan.engine](source, plan.dtype, contract, order)) as engine:
+        versions = engine.versions
+        on = _chain(
+            plan, engine, TRAINERS[plan.trainer](source, plan.dtype, order), workload, source, scratch
+        )
+    off = _control(plan, workload, source)
+    certificate = Certificate(
+        engine={"name": plan.engine, **versions},
+        trainer=plan.trainer,
+        model=plan.model,
+        contract=contract,
+        order=order,
+        links=links(on),
+        control=conclusion(off, "control: stock engine decode == stock trainer"),
+        situations=situations(on, UPDATES),
+        hashes=hashes(on),
+        seconds=round(time.monotonic() - started, 1),
+    )
+    return certificate, off, on
+
+
+def _chain(
+    plan: Plan, engine: Engine, trainer: Trainer, workload: Workload, source: Path, scratch: Path
+) -> Evidence:
+    """The evidence of all versions of the weights; both sides read each from the same file."""
+    from true_on_policy.models import updated
+
+    evidence = Evidence()
+    for version in range(UPDATES + 1):
+        if version:
+            update = updated(source, scratch / str(version), plan.seed + version)
+            engine.update_weights(update, version)
+            trainer.load(update)
+        samples = workload.sample(engine.generate, ceil(plan.tokens / (UPDATES + 1)))
+        evidence += Evidence(
+            samples=samples,
+            prefill=_scores(engine, samples),
+            trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
+            trainer_tempered=_tempered(trainer, samples),
+            packed={
+                name: _packed(trainer, samples, batches) for name, batches in arrangements(samples, plan.seed)
+            },
+        )
+    return evidence
+
+
+def _control(plan: Plan, workload: Workload, source: Path) -> Evidence:
+    """Decoded and recomputed with stock kernels, each side in its own order."""
+    with closing(ENGINES[plan.engine](source, plan.dtype, None, None)) as engine:
+        samples = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
+    trainer = TRAINERS[plan.trainer](source, plan.dtype, None)
+    return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
+
+
+def _scores(engine: Engine, samples: Sequence[Sample]) -> LogProbs:
+    starts = range(0, len(samples), SCORED_AT_ONCE)
+    return [score for start in starts for score in engine.score(samples[start : start + SCORED_AT_ONCE])]
+
+
+def _tempered(trainer: Trainer, samples: Sequence[Sample]) -> LogProbs:
+    return [trainer.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
+
+
+def _packed(trainer: Trainer, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> LogProbs:
+    computed = {}
+    for batch in batches:
+        log_probs = trainer.log_probs([samples[index] for index in batch], [1.0] * len(batch))
+        computed |= dict(zip(batch, log_probs, strict=True))
+    return [computed[index] for index in range(len(samples))]

@@ -1,0 +1,70 @@
+"""What the engine is asked to sample for the proof: the situations in which kernels could depend on company or history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+
+from true_on_policy.engines.protocol import Request, Sample
+
+BATCH_SIZES = (1, 3, 8)
+LONGEST_RESPONSE = 80
+LONGEST_PROMPT = 200
+LONG_PROMPT = 520  # beyond the 512 keys that a stock kernel takes at once
+TEMPERATURES = (1.0, 1.0, 0.7)
+
+
+@dataclass
+class Workload:
+    """Batches of ragged requests without end: sizes 1, 3 and 8, temperatures 1 and not 1, a prompt beyond 512 tokens,
+    and after each full set a batch that continues earlier sequences, whose prompts an engine finds in its cache.
+    """
+
+    vocab: int
+    seed: int
+
+    def __post_init__(self):
+        self._random = torch.Generator().manual_seed(self.seed)
+        self._number = 0
+
+    def sample(self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int) -> list[Sample]:
+        """Have whole batches sampled until they hold at least `tokens` tokens."""
+        done: list[Sample] = []
+        for batch in self._batches(done):
+            done += generate(batch)
+            if sum(len(sample.tokens) for sample in done) >= tokens:
+                return done
+        raise AssertionError("batches never end")
+
+    def _batches(self, done: Sequence[Sample]) -> Iterator[list[Request]]:
+        yield [self._request(self._prompt(LONG_PROMPT))]
+        for size in cycle(BATCH_SIZES):
+            yield [self._request(self._prompt(self._length(LONGEST_PROMPT))) for _ in range(size)]
+            if size == max(BATCH_SIZES):
+                yield [self._request(sample.sequence) for sample in done[-3:]]
+
+    def _request(self, prompt: tuple[int, ...]) -> Request:
+        self._number += 1
+        return Request(
+            prompt=prompt,
+            length=self._length(LONGEST_RESPONSE),
+            seed=self._number,
+            temperature=TEMPERATURES[self._number % len(TEMPERATURES)],
+        )
+
+    def _length(self, longest: int) -> int:
+        return int(torch.randint(1, longest + 1, (), generator=self._random))
+
+    def _prompt(self, length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(self.vocab, (length,), generator=self._random).tolist())
+
+
+def arrangements(samples: Sequence[Sample], seed: int) -> Iterator[tuple[str, list[list[int]]]]:
+    """Ways to batch the samples in a trainer, by name: the indices of each batch, shuffled."""
+    random = torch.Generator().manual_seed(seed)
+    for name, size in (("in batches of 3", 3), ("in batches of 8", 8), ("all in one batch", len(samples))):
+        order = torch.randperm(len(samples), generator=random).tolist()
+        yield name, [order[start : start + size] for start in range(0, len(order), size)]
