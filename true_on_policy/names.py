@@ -1,7 +1,7 @@
 """Which tensor of one framework is which of another, as data.
 
 A name is a module's path and what of it: `model.layers.2.self_attn.q_proj.output`. In a pattern `*` is the number of a
-layer, `+` one above 0, `(.0)` may be missing, and `[q]` at the end takes that part of a fused tensor.
+layer, `(.0)` may be missing, and `[q]` at the end takes that part of a fused tensor.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from true_on_policy.storage import RecordError
 # Of a request, not of the computation: they differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
 
-# One row a tensor, in execution order. None: that framework has no such tensor, or not with all its rows.
+# One row a tensor, in execution order. None where that framework has no such tensor, or not the same: SGLang computes
+# the logits of those rows alone that it samples from, and keeps a rounded sum where a trainer's norm may take it whole.
 FRAMEWORKS = ("hf", "sglang", "megatron")
-LAYER, ATTENTION, MLP = "model.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp"
-MEGATRON, MEGATRON_ATTENTION, MEGATRON_MLP = (
-    "decoder.layers.*", "decoder.layers.*.self_attention", "decoder.layers.*.mlp",
-)  # fmt: skip
+_HF, _MEGATRON = "model.layers.*", "decoder.layers.*"
 POINTS: tuple[tuple[str | None, str | None, str | None], ...] = (
     ("input_ids", "input_ids", "input_ids"),
     ("model.embed_tokens.output", "model.embed_tokens.output", "embedding.word_embeddings.output"),
-    ("model.layers.+.input_layernorm.inputs.0", "model.layers.+.input_layernorm.output.1",
-     "decoder.layers.+.input_layernorm.inputs.0"),
-    (f"{LAYER}.input_layernorm.output", f"{LAYER}.input_layernorm.output(.0)", f"{MEGATRON}.input_layernorm.output"),
-    (f"{ATTENTION}.q_proj.output", f"{ATTENTION}.qkv_proj.output[q]",
-     f"{MEGATRON_ATTENTION}.linear_qkv.output[grouped q]"),
-    (f"{ATTENTION}.k_proj.output", f"{ATTENTION}.qkv_proj.output[k]",
-     f"{MEGATRON_ATTENTION}.linear_qkv.output[grouped k]"),
-    (f"{ATTENTION}.v_proj.output", f"{ATTENTION}.qkv_proj.output[v]",
-     f"{MEGATRON_ATTENTION}.linear_qkv.output[grouped v]"),
-    (f"{ATTENTION}.q_norm.output", f"{ATTENTION}.q_norm.output", f"{MEGATRON_ATTENTION}.q_layernorm.output"),
-    (f"{ATTENTION}.k_norm.output", f"{ATTENTION}.k_norm.output", f"{MEGATRON_ATTENTION}.k_layernorm.output"),
-    (f"{ATTENTION}.o_proj.inputs.0", f"{ATTENTION}.o_proj.inputs.0", f"{MEGATRON_ATTENTION}.linear_proj.inputs.0"),
-    (f"{ATTENTION}.o_proj.output", f"{ATTENTION}.o_proj.output", f"{MEGATRON_ATTENTION}.linear_proj.output"),
-    (f"{LAYER}.post_attention_layernorm.inputs.0", f"{LAYER}.post_attention_layernorm.output.1",
-     f"{MEGATRON}.pre_mlp_layernorm.inputs.0"),
-    (f"{LAYER}.post_attention_layernorm.output", f"{LAYER}.post_attention_layernorm.output(.0)",
-     f"{MEGATRON}.pre_mlp_layernorm.output"),
-    (f"{MLP}.gate_proj.output", f"{MLP}.gate_up_proj.output[gate]", f"{MEGATRON_MLP}.linear_fc1.output[gate]"),
-    (f"{MLP}.up_proj.output", f"{MLP}.gate_up_proj.output[up]", f"{MEGATRON_MLP}.linear_fc1.output[up]"),
-    (f"{MLP}.down_proj.inputs.0", f"{MLP}.down_proj.inputs.0", f"{MEGATRON_MLP}.linear_fc2.inputs.0"),
-    (f"{MLP}.down_proj.output", f"{MLP}.down_proj.output", f"{MEGATRON_MLP}.linear_fc2.output"),
-    ("model.norm.inputs.0", "model.norm.output.1", "decoder.final_layernorm.inputs.0"),
+    (f"{_HF}.input_layernorm.inputs.0", None, f"{_MEGATRON}.input_layernorm.inputs.0"),
+    (f"{_HF}.input_layernorm.output", f"{_HF}.input_layernorm.output(.0)", f"{_MEGATRON}.input_layernorm.output"),
+    (f"{_HF}.self_attn.q_proj.output", f"{_HF}.self_attn.qkv_proj.output[q]",
+     f"{_MEGATRON}.self_attention.linear_qkv.output[grouped q]"),
+    (f"{_HF}.self_attn.k_proj.output", f"{_HF}.self_attn.qkv_proj.output[k]",
+     f"{_MEGATRON}.self_attention.linear_qkv.output[grouped k]"),
+    (f"{_HF}.self_attn.v_proj.output", f"{_HF}.self_attn.qkv_proj.output[v]",
+     f"{_MEGATRON}.self_attention.linear_qkv.output[grouped v]"),
+    (f"{_HF}.self_attn.q_norm.output", f"{_HF}.self_attn.q_norm.output",
+     f"{_MEGATRON}.self_attention.q_layernorm.output"),
+    (f"{_HF}.self_attn.k_norm.output", f"{_HF}.self_attn.k_norm.output",
+     f"{_MEGATRON}.self_attention.k_layernorm.output"),
+    (f"{_HF}.self_attn.o_proj.inputs.0", f"{_HF}.self_attn.o_proj.inputs.0",
+     f"{_MEGATRON}.self_attention.linear_proj.inputs.0"),
+    (f"{_HF}.self_attn.o_proj.output", f"{_HF}.self_attn.o_proj.output",
+     f"{_MEGATRON}.self_attention.linear_proj.output"),
+    (f"{_HF}.post_attention_layernorm.inputs.0", None, f"{_MEGATRON}.pre_mlp_layernorm.inputs.0"),
+    (f"{_HF}.post_attention_layernorm.output", f"{_HF}.post_attention_layernorm.output(.0)",
+     f"{_MEGATRON}.pre_mlp_layernorm.output"),
+    (f"{_HF}.mlp.gate_proj.output", f"{_HF}.mlp.gate_up_proj.output[gate]", f"{_MEGATRON}.mlp.linear_fc1.output[gate]"),
+    (f"{_HF}.mlp.up_proj.output", f"{_HF}.mlp.gate_up_proj.output[up]", f"{_MEGATRON}.mlp.linear_fc1.output[up]"),
+    (f"{_HF}.mlp.down_proj.inputs.0", f"{_HF}.mlp.down_proj.inputs.0", f"{_MEGATRON}.mlp.linear_fc2.inputs.0"),
+    (f"{_HF}.mlp.down_proj.output", f"{_HF}.mlp.down_proj.output", f"{_MEGATRON}.mlp.linear_fc2.output"),
+    ("model.norm.inputs.0", None, "decoder.final_layernorm.inputs.0"),
     ("model.norm.output", "model.norm.output(.0)", "decoder.final_layernorm.output"),
-    ("lm_head.output", None, "output_layer.output"),  # SGLang computes only the rows that it samples from
+    ("lm_head.output", None, "output_layer.output"),
     ("log_probs", "log_probs", "log_probs"),
 )  # fmt: skip
 
@@ -158,14 +158,14 @@ class Pattern:
         return None if found is None else "".join(found.groups()[:1])
 
     def named(self, layer: str) -> str:
-        return re.sub(r"[*+]", layer, self.text)
+        return self.text.replace("*", layer)
 
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
     """With whatever wrapped the model (`module.`) before it."""
     escaped = re.escape(re.sub(r"\[[^]]*\]$", "", pattern))
-    for notation, expression in ((r"\*", r"(\d+)"), (r"\+", r"([1-9]\d*)"), (r"\(\.0\)", r"(?:\.0)?")):
+    for notation, expression in ((r"\*", r"(\d+)"), (r"\(\.0\)", r"(?:\.0)?")):
         escaped = escaped.replace(notation, expression)
     return re.compile(rf"(?:module\.)*{escaped}")
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from true_on_policy.errors import TrueOnPolicyError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -52,13 +51,13 @@ def optional(module: str) -> ModuleType:
         raise RecordError(f"{package} is not installed; pip install 'mis-plugins[verify]'") from error
 
 
-def read(path: Path, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(*args)`, whatever it raises as a `RecordError` that names the file.
+def read(path: Path, function: Callable[[], T]) -> T:
+    """What `function` returns; whatever it raises becomes a `RecordError` that names the file.
 
     The libraries raise a dozen kinds of errors on damaged files, and which one depends on where the damage is.
     """
     try:
-        return function(*args, **kwargs)
+        return function()
     except RecordError:
         raise
     except Exception as error:
@@ -68,8 +67,12 @@ def read(path: Path, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
 def load_pt(path: Path) -> Any:
     """What `torch.save` wrote, if it is made of tensors, numbers, texts, lists and dicts."""
-    # Only the zip format can be mapped; files older than torch 1.6 are read whole.
-    return read(path, torch.load, path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+    def load() -> Any:
+        mapped = zipfile.is_zipfile(path)  # not so before torch 1.6; such a file is read whole
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+    return read(path, load)
 
 
 def safetensors_names(path: Path) -> tuple[list[str], dict[str, str]]:
