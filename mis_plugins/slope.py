@@ -5,7 +5,7 @@ Two quantities, both from sums that add.
 1. *The slope of log pi_old on log mu.* If mu is sampled at temperature T and the trainer's log-probs are raw,
    log pi_old = T log mu + T log Z(T) - log Z(1): within one context a line of slope T. Over contexts the last terms
    move with the entropy and pull the slope towards 1, the more the more peaked the policies are, so that the slope
-   tells on which side of 1 the temperature lies, and T itself is one to three times as far from 1. Noise of one side
+   tells on which side of 1 the temperature lies, and T itself is one to five times as far from 1. Noise of one side
    flattens the least squares slope of y on x and steepens the inverse of that of x on y, while a temperature moves both
    alike; hence what counts is the end of the two that is nearer to 1. A coarse engine samples from a policy that noise
    has flattened, which looks like a little of a temperature above 1; so above 1 the slope must also exceed twice the

@@ -415,7 +415,7 @@ def slope_error(s: Step) -> float:
 def implied_temperature(s: Step) -> float:
     """The temperature of mu against pi_old that both slopes imply: sqrt(slope x slope_inverse).
 
-    Range: above 0; 1 where the policies agree. The true one is 1 to 3 times as far from 1.
+    Range: above 0; 1 where the policies agree. The true one is 1 to 5 times as far from 1.
     Bad: as slope.
     Do: as slope.
     """

@@ -297,6 +297,13 @@ def test_rejection_by_cause():
     assert found["touched_sequences"] == 0.75
 
 
+def test_a_truncated_weight_is_watched_on_either_side():
+    """Below 1 / upper too, though nothing bounds it there."""
+    found = step_of(ratio_batch([[0.1, 1.0, 3.0, 0.2]]), weight={"upper": 2.0})
+    assert (found["weight_low_fraction"], found["weight_high_fraction"]) == (0.5, 0.25)
+    assert found["outside_bound_fraction"] == 0.25
+
+
 def test_both_denominators():
     batch = ratio_batch([[1.0, 1.0], [9.0, 9.0]])
     parsed = from_mapping({"weight": None, "reject": [{"over": "max", "upper": 2.0}]})
