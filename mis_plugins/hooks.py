@@ -1,0 +1,102 @@
+"""What runs around a weight update: before and after generation pauses, before and after it resumes.
+
+    with hooks.paused(engine.pause, engine.resume):
+        engine.update_weights(...)
+
+Hooks are plain functions without arguments, called in the order of their registration, on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from mis_plugins.errors import ConfigError, MisError
+
+logger = logging.getLogger("mis_plugins")
+
+Hook = Callable[[], object]
+Point = Literal["pre_pause", "post_pause", "pre_resume", "post_resume"]
+OnError = Literal["stop", "continue"]
+
+
+class HookError(MisError):
+    """A hook raised; the exception is its cause."""
+
+
+@dataclass
+class Hooks:
+    """The registered hooks.
+
+    on_error: what the exception of one means. `stop`: the hooks after it and the update do not run, generation is
+        resumed, and it is raised as a `HookError`. `continue`: it is logged, and everything goes on. Either names the
+        hook.
+    """
+
+    on_error: OnError = "stop"
+    _registered: dict[Point, list[tuple[str, Hook]]] = field(
+        default_factory=lambda: {point: [] for point in get_args(Point)}
+    )
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise ConfigError(
+                f"{{on_error}}: got {self.on_error!r}; choose one of {', '.join(get_args(OnError))}"
+            )
+
+    def register_pre_pause_hook(self, hook: Hook, name: str | None = None) -> None:
+        """Runs while generation still goes on; the place to recompute."""
+        self._register("pre_pause", hook, name)
+
+    def register_post_pause_hook(self, hook: Hook, name: str | None = None) -> None:
+        """Runs when nothing is generated any more, before the update."""
+        self._register("post_pause", hook, name)
+
+    def register_pre_resume_hook(self, hook: Hook, name: str | None = None) -> None:
+        """Runs after the update, and after a failed one, while nothing is generated."""
+        self._register("pre_resume", hook, name)
+
+    def register_post_resume_hook(self, hook: Hook, name: str | None = None) -> None:
+        """Runs when generation goes on."""
+        self._register("post_resume", hook, name)
+
+    @contextmanager
+    def paused(self, pause: Hook, resume: Hook) -> Iterator[None]:
+        """Within, generation stands still. Once `pause` is called `resume` will be, whatever raises, `pause` included.
+
+        Raises:
+            HookError: with `on_error: stop`; of a pre-pause hook before `pause` is called.
+        """
+        self._run("pre_pause")
+        try:
+            pause()
+            self._run("post_pause")
+            yield
+        finally:
+            try:
+                self._run("pre_resume")
+            finally:
+                resume()
+                self._run("post_resume")
+
+    def _register(self, point: Point, hook: Hook, name: str | None) -> None:
+        name = name or f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', repr(hook))}"
+        if not callable(hook) or inspect.iscoroutinefunction(hook):
+            raise ConfigError(
+                f"register_{point}_hook: {name} is not a plain function; hooks are called without await"
+            )
+        self._registered[point].append((name, hook))
+
+    def _run(self, point: Point) -> None:
+        for name, hook in list(self._registered[point]):
+            try:
+                hook()
+            except Exception as error:
+                message = f"{point} hook {name} raised {type(error).__name__}: {error}"
+                if self.on_error == "stop":
+                    raise HookError(message) from error
+                logger.exception("%s; on_error: continue, so the update goes on", message)

@@ -1,0 +1,162 @@
+"""Log pi_{v+1} of the tokens that version v wrote, scored while v + 1 is still the version of the trainer.
+
+Before the weights move on from V, the tokens of V - 1 are scored by pi_V, in every response that is not in training
+yet, running or finished. Later nobody can. Tokens of V itself get theirs one update later; those of age 1 that are
+trained on before need none, as the trainer's own log-probs are it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.versions import Response
+
+Score = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[float]]]
+"""Given whole sequences and how many tokens at the end of each to score: their log-probs, by the trainer's weights."""
+
+
+@dataclass
+class Pool:
+    """All responses on their way to the trainer: running, waiting to be resumed, finished and queued.
+
+    Workers write while the trainer recomputes: every method is atomic. A response is known by the number that `add` gave
+    it, and no number is given twice, so that an answer for one that is gone reaches no other.
+    """
+
+    _responses: dict[int, Response] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, response: Response) -> int:
+        """Take in a response, empty or partial; the number by which it is known."""
+        with self._lock:
+            number = next(self._numbers)
+            self._responses[number] = response
+            return number
+
+    def update(self, number: int, change: Callable[[Response], Response]) -> bool:
+        """Replace a response by what `change` makes of it; false where it is gone."""
+        with self._lock:
+            if number not in self._responses:
+                return False
+            self._responses[number] = change(self._responses[number])
+            return True
+
+    def take(self, number: int) -> Response | None:
+        """Remove a response, to train on it or to drop it; None where it is gone."""
+        with self._lock:
+            return self._responses.pop(number, None)
+
+    def snapshot(self) -> dict[int, Response]:
+        """All of them as they are now."""
+        with self._lock:
+            return dict(self._responses)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be scored of one response.
+
+    tokens: prompt and response up to the last token wanted: later ones cannot change its log-prob.
+    positions: of the wanted tokens in the response.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, number: int, response: Response, version: int) -> Request | None:
+        """None where no token of `version` waits."""
+        positions = tuple(response.lacking(version))
+        if not positions:
+            return None
+        return cls(number, response.prompt + response.tokens[: positions[-1] + 1], positions)
+
+    @property
+    def count(self) -> int:
+        """Tokens to score: from the first wanted to the last, whatever stands in between."""
+        return self.positions[-1] - self.positions[0] + 1
+
+    def wanted(self, log_probs: Sequence[float]) -> list[float]:
+        """Of the scored tokens, those asked for."""
+        if len(log_probs) != self.count:
+            raise InputError(
+                f"score: {len(log_probs)} log-probs for a sequence of which {self.count} were asked for; return those "
+                "of its last tokens"
+            )
+        return [float(log_probs[position - self.positions[0]]) for position in self.positions]
+
+
+def requests(pool: Pool, version: int) -> list[Request]:
+    """What tokens of `version` wait for, the longest first."""
+    found = (Request.of(number, response, version) for number, response in pool.snapshot().items())
+    return sorted((one for one in found if one is not None), key=lambda one: -len(one.tokens))
+
+
+def batches(waiting: Sequence[Request], budget: int) -> list[list[Request]]:
+    """First-fit: each at most `budget` tokens, or one sequence that is longer by itself."""
+    if budget < 1:
+        raise ConfigError(f"recompute budget: got {budget} tokens; give at least 1")
+    found: list[list[Request]] = []
+    room: list[int] = []
+    for request in waiting:
+        size = len(request.tokens)
+        place = next((i for i, left in enumerate(room) if left >= size), len(found))
+        if place == len(found):
+            found.append([])
+            room.append(budget)
+        found[place].append(request)
+        room[place] -= size
+    return found
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What one recompute did.
+
+    tokens: log-probs stored. gone: of responses that had left the pool meanwhile.
+    scored: tokens that went through the model, prompts and earlier tokens included.
+    """
+
+    tokens: int = 0
+    gone: int = 0
+    scored: int = 0
+    batches: int = 0
+
+
+def recompute(pool: Pool, current: int, budget: int, score: Score) -> Recomputed:
+    """Store log pi_V of all tokens of version V - 1, once each; to be called before the weights move on from V.
+
+    Until none waits: what workers that lag behind append meanwhile is scored too. Whatever `score` raises passes through,
+    and what was stored before stays; a second call goes on from there.
+
+    Args:
+        current: V, the version of the weights that `score` uses.
+        budget: tokens a batch may hold; a sequence longer than that goes alone.
+
+    Raises:
+        InputError: `score` returned too few or too many.
+    """
+    done = Recomputed()
+    while waiting := requests(pool, current - 1):
+        for batch in batches(waiting, budget):
+            done = _stored(pool, batch, done, score)
+    return done
+
+
+def _stored(pool: Pool, batch: Sequence[Request], done: Recomputed, score: Score) -> Recomputed:
+    answers = score([request.tokens for request in batch], [request.count for request in batch])
+    tokens = gone = 0
+    for request, answer in zip(batch, answers, strict=True):
+        positions, log_probs = request.positions, request.wanted(answer)
+        if pool.update(request.number, lambda now, p=positions, x=log_probs: now.stored(p, x)):
+            tokens += len(positions)
+        else:
+            gone += len(positions)
+    scored = sum(len(request.tokens) for request in batch)
+    return Recomputed(done.tokens + tokens, done.gone + gone, done.scored + scored, done.batches + 1)

@@ -1,0 +1,191 @@
+"""Hooks around a weight update: their order, and what is left standing when one of them fails."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from mis_plugins import hooks as hooks_module
+from mis_plugins.errors import ConfigError
+from mis_plugins.hooks import HookError, Hooks
+from mis_plugins.recompute import Pool, recompute
+from mis_plugins.versions import Response
+
+POINTS = ("pre_pause", "post_pause", "pre_resume", "post_resume")
+
+
+class Engine:
+    """Notes what happens to it; a second `pause` without a `resume` is a bug."""
+
+    def __init__(self, broken: tuple[str, ...] = ()) -> None:
+        self.log: list[str] = []
+        self.broken = broken
+        self.stands = False
+
+    def note(self, what: str) -> None:
+        self.log.append(what)
+        if what in self.broken:
+            raise RuntimeError(f"{what} failed")
+
+    def pause(self) -> None:
+        assert not self.stands
+        self.stands = True
+        self.note("pause")
+
+    def resume(self) -> None:
+        self.stands = False
+        self.note("resume")
+
+
+def hooked(engine: Engine, on_error: str = "stop") -> Hooks:
+    """Two hooks at each point."""
+    hooks = Hooks(on_error)  # type: ignore[arg-type]
+    for point, which in itertools.product(POINTS, ("a", "b")):
+        register = getattr(hooks, f"register_{point}_hook")
+        register(functools.partial(engine.note, f"{point}/{which}"), name=f"{point}/{which}")
+    return hooks
+
+
+def cycle(engine: Engine, hooks: Hooks) -> None:
+    with hooks.paused(engine.pause, engine.resume):
+        assert engine.stands
+        engine.note("update")
+
+
+FULL = [
+    "pre_pause/a", "pre_pause/b", "pause", "post_pause/a", "post_pause/b", "update",
+    "pre_resume/a", "pre_resume/b", "resume", "post_resume/a", "post_resume/b",
+]  # fmt: skip
+
+
+def test_registration_order():
+    engine = Engine()
+    cycle(engine, hooked(engine))
+    assert engine.log == FULL
+
+
+def without(*names: str) -> list[str]:
+    return [name for name in FULL if name not in names]
+
+
+@pytest.mark.parametrize(
+    ("broken", "log"),
+    [
+        ("pre_pause/a", ["pre_pause/a"]),
+        ("post_pause/a", without("post_pause/b", "update")),
+        ("pre_resume/a", without("pre_resume/b")),
+        ("post_resume/a", without("post_resume/b")),
+    ],
+)
+def test_stop(broken: str, log: list[str]):
+    """The rest of its point and the update do not run; whatever was paused is resumed, and can be paused again."""
+    engine = Engine((broken,))
+    hooks = hooked(engine)
+    with pytest.raises(HookError, match=f"{broken[:-2]} hook {broken} raised RuntimeError") as raised:
+        cycle(engine, hooks)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert engine.log == log and not engine.stands
+    engine.broken, engine.log = (), []
+    cycle(engine, hooks)
+    assert engine.log == FULL
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_continue(point: str, caplog: pytest.LogCaptureFixture):
+    """Everything runs, and the log names the hook."""
+    engine = Engine((f"{point}/a",))
+    with caplog.at_level(logging.ERROR, logger="mis_plugins"):
+        cycle(engine, hooked(engine, "continue"))
+    assert engine.log == FULL
+    (record,) = caplog.records
+    assert f"{point} hook {point}/a raised RuntimeError: {point}/a failed" in record.getMessage()
+    assert record.exc_info is not None
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_failed_update_is_not_a_hook_s(on_error: str):
+    """It passes as it is; generation goes on."""
+    engine = Engine(("update",))
+    with pytest.raises(RuntimeError, match="update failed"):
+        cycle(engine, hooked(engine, on_error))
+    assert engine.log == FULL and not engine.stands
+
+
+def test_a_pause_that_fails_half_way_is_resumed():
+    engine = Engine(("pause",))
+    with pytest.raises(RuntimeError, match="pause failed"):
+        cycle(engine, hooked(engine))
+    assert "update" not in engine.log and "resume" in engine.log and not engine.stands
+
+
+def test_no_failure_hides_another():
+    engine = Engine(("update", "pre_resume/b"))
+    with pytest.raises(HookError, match="pre_resume/b") as raised:
+        cycle(engine, hooked(engine))
+    cause = raised.value.__cause__
+    assert cause is not None and "update failed" in str(cause.__context__)
+    assert not engine.stands and engine.log[-2:] == ["post_resume/a", "post_resume/b"]
+
+
+def test_an_interrupt_is_no_hook_error():
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    engine, hooks = Engine(), Hooks("continue")
+    hooks.register_post_pause_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cycle(engine, hooks)
+    assert engine.log == ["pause", "resume"]
+
+
+def test_named_after_itself():
+    hooks = Hooks()
+    hooks.register_pre_pause_hook(Engine(("note",)).pause)
+    hooks.register_pre_pause_hook(functools.partial(Engine(("pause",)).pause))
+    with pytest.raises(HookError, match=r"partial\(.*Engine\.pause"):
+        cycle(Engine(), hooks)
+    with pytest.raises(HookError, match=r"test_hooks\..*Engine\.pause raised AssertionError"):
+        cycle(Engine(), hooks)
+
+
+def test_a_hook_may_register_another_for_the_next_time():
+    engine, hooks = Engine(), Hooks()
+    hooks.register_post_resume_hook(
+        lambda: hooks.register_post_resume_hook(functools.partial(engine.note, "late"))
+    )
+    cycle(engine, hooks)
+    assert "late" not in engine.log
+    cycle(engine, hooks)
+    assert engine.log.count("late") == 1
+
+
+async def coroutine() -> None: ...
+
+
+@pytest.mark.parametrize("hook", [coroutine, "not a function"])
+def test_only_plain_functions(hook: Callable):
+    with pytest.raises(ConfigError, match="register_pre_pause_hook: .* is not a plain function"):
+        Hooks().register_pre_pause_hook(hook)
+
+
+def test_unknown_policy():
+    with pytest.raises(ConfigError, match="on_error: got 'ignore'; choose one of stop, continue"):
+        Hooks("ignore")  # type: ignore[arg-type]
+
+
+def test_the_recompute_is_a_pre_pause_hook():
+    """Workers go on writing while it runs; a failed one keeps the weights from moving."""
+    pool, engine, hooks = Pool(), Engine(), Hooks()
+    number = pool.add(Response((0,)).append([1], [-1.0], 3))
+    answers = iter([[]])
+    hooks.register_pre_pause_hook(
+        lambda: recompute(pool, 4, 8, lambda sequences, counts: next(answers)), "recompute"
+    )
+    with pytest.raises(HookError, match="recompute raised"):
+        cycle(engine, hooks)
+    assert engine.log == [] and pool.snapshot()[number].lacking(3) == [0]
+    assert hooks_module.logger.name == "mis_plugins"

@@ -1,0 +1,111 @@
+"""Responses while they grow: every token keeps the version, the log-prob and the cache that it was sampled with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mis_plugins.errors import InputError
+from mis_plugins.versions import Response
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[int, int, bool]]:
+    """Stretches of a response: the version (-1: a tool answers), how many tokens, whether over a stale cache."""
+    steps = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.booleans(), st.booleans())))
+    versions = itertools.accumulate(up for up, _, _, _ in steps)
+    pairs = zip(versions, steps, strict=True)
+    return [(-1 if tool else version, n, stale and not tool) for version, (_, n, stale, tool) in pairs]
+
+
+def grown(history: list[tuple[int, int, bool]]) -> Response:
+    """Token i has id i and log-prob -i."""
+    response = Response(prompt=(7, 8))
+    for version, count, stale in history:
+        ids = range(len(response.tokens), len(response.tokens) + count)
+        if version < 0:
+            response = response.observe(list(ids))
+        else:
+            response = response.append(list(ids), [-float(i) for i in ids], version, stale)
+    return response
+
+
+@given(histories())
+def test_every_token_keeps_what_it_was_sampled_with(history: list[tuple[int, int, bool]]):
+    response = grown(history)
+    expected = [(version, stale) for version, count, stale in history for _ in range(count)]
+    assert response.prompt == (7, 8)
+    assert response.tokens == tuple(range(len(expected)))
+    assert list(zip(response.versions, response.stale_cache, strict=True)) == expected
+    sampled = [0.0 if version < 0 else -float(i) for i, (version, _) in enumerate(expected)]
+    assert list(response.log_probs) == sampled
+    assert set(response.recomputed) <= {None}
+
+
+@given(histories())
+def test_runs_partition_the_response(history: list[tuple[int, int, bool]]):
+    response = grown(history)
+    runs = list(response.runs())
+    assert [v for v, start, stop in runs for _ in range(start, stop)] == list(response.versions)
+    assert all(a[0] != b[0] and a[2] == b[1] for a, b in itertools.pairwise(runs))
+    assert all(start < stop for _, start, stop in runs)
+
+
+@given(histories(), st.integers(0, 6))
+def test_stored_once_and_only_where_asked(history: list[tuple[int, int, bool]], version: int):
+    response = grown(history)
+    positions = response.lacking(version)
+    assert positions == [i for i, v in enumerate(response.versions) if v == version]
+    after = response.stored(positions, [-0.5 - i for i in positions])
+    assert after.lacking(version) == []
+    for i, (before, now) in enumerate(zip(response.recomputed, after.recomputed, strict=True)):
+        assert now == (-0.5 - i if i in positions else before)
+
+
+def test_storing_twice_is_a_bug_of_ours():
+    response = grown([(3, 1, False)]).stored([0], [-1.0])
+    with pytest.raises(AssertionError):
+        response.stored([0], [-2.0])
+
+
+def test_nothing_is_changed_in_place():
+    response = grown([(0, 2, False)])
+    response.append([1], [-1.0], 1)
+    response.observe([1])
+    response.stored([0], [-1.0])
+    assert response == grown([(0, 2, False)])
+
+
+def test_resumed_by_later_weights():
+    """An aborted response waits; what later weights add does not touch what is there."""
+    partial = grown([(2, 2, False)]).stored([0, 1], [-9.0, -8.0])
+    resumed = partial.append([2], [-2.0], 5).append([3], [-3.0], 5, stale_cache=True)
+    assert resumed.versions == (2, 2, 5, 5) and resumed.recomputed == (-9.0, -8.0, None, None)
+    assert resumed.newest == 5 and resumed.stale_cache == (False, False, False, True)
+
+
+def test_tensors():
+    written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
+    assert written.versions.tolist() == [1, -1, 2] and written.current == 4
+    stored = written.recomputed.tolist()
+    assert stored[0] == -0.25 and all(math.isnan(x) for x in stored[1:])
+
+
+def test_an_empty_response():
+    assert Response((1,)).written(0).versions.shape == (0,) and list(Response((1,)).runs()) == []
+
+
+def test_versions_never_go_back():
+    with pytest.raises(InputError, match="version 1 after version 3.*never go back"):
+        grown([(3, 1, False), (-1, 1, False)]).append([1], [-1.0], 1)
+    with pytest.raises(InputError, match="version -1 after"):
+        Response((1,)).append([1], [-1.0], -1)
+
+
+def test_each_token_has_a_log_prob():
+    with pytest.raises(InputError, match="2 tokens with 1 log-probs"):
+        Response((1,)).append([1, 2], [-1.0], 0)
