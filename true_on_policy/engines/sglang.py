@@ -63,6 +63,7 @@ class SGLang:
     ):
         self._seeded = contract is not None
         self._version = 0
+        self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
         port = free_port()
         command = [str(interpreter()), *_arguments(checkpoint, dtype, pool, port)]
         if contract is not None:
@@ -113,9 +114,16 @@ class SGLang:
         sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
         answers = self._generate([sample.sequence for sample in samples], sampling, {"logprob_start_len": 0})
         return [
-            _log_probs(answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :], sample.tokens)
+            _log_probs(
+                answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :],
+                self._reported(sample.tokens),
+            )
             for sample, answer in zip(samples, answers, strict=True)
         ]
+
+    def _reported(self, tokens: Sequence[int]) -> list[int]:
+        """Input ids as this version names them beside their log-probs: it calls the last of the vocabulary 0."""
+        return [0 if token == self._last_id else token for token in tokens]
 
     def _generate(self, prompts: list, sampling: list, more: Mapping[str, Any]) -> list[dict[str, Any]]:
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
