@@ -232,8 +232,9 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
     left = totals["applied"] if "applied" in totals else kept_tokens(totals)
     if verdict.sequence_weight is not None:
         left = left * verdict.sequence_weight
-    left = left > 0 if keep is None else (left > 0) & keep
-    return (totals["valid"] > 0).any() & ~left.any()
+    left = left if keep is None else torch.where(keep, left, 0)
+    # Above 0 a weight is at least e^-20, and a number of tokens at least 1.
+    return left.amax() < totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
 
 
 def _nothing_rejected(verdict: Verdict) -> Verdict:
@@ -292,7 +293,7 @@ def _segment_population(verdict: Verdict, weight: WeightConfig, kept_only: bool)
     segments, keep = verdict.segments, verdict.keep_sequences
     assert segments is not None and segments.weight is not None
     counted = counted_units(segments.totals, weight)
-    if kept_only:
+    if kept_only and segments.keep is not None:
         counted = counted & segments.keep
     if kept_only and keep is not None:
         counted = counted & keep.index_select(0, segments.segments.owner)

@@ -24,7 +24,7 @@ from mis_plugins.ragged import as_bytes
 from mis_plugins.ratios import exp_clamped, log_bound, saturated, share_above, share_below
 from mis_plugins.rejection import Totals, aggregate
 from mis_plugins.totals import monotone
-from mis_plugins.units import known, passing_units, unit_log_ratio, unit_ratio
+from mis_plugins.units import passing_units, unit_log_ratio, unit_ratio
 from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
@@ -154,12 +154,12 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
 def final_min(c: Correction) -> Float[Tensor, " N"]:
     """Smallest of them."""
     smallest = _extreme_weight(c, "min", passing=False)
-    return torch.where(known(c.totals), smallest, 0)
+    return torch.where(c.totals["usable"] == c.totals["valid"], smallest, 0)
 
 
 def final_max(c: Correction) -> Float[Tensor, " N"]:
     """Largest of them."""
-    return torch.where(c.totals["usable"] > 0, _extreme_weight(c, "max", passing=False), 0)
+    return _extreme_weight(c, "max", passing=False)
 
 
 # Per micro-batch.
@@ -178,13 +178,13 @@ def ratio_min(c: Correction) -> Float[Tensor, ""]:
 def weight_max(c: Correction) -> Float[Tensor, ""]:
     """Largest weight that passes the bound, normalized."""
     largest = _extreme_weight(c, "max", passing=True)
-    return _largest(largest, _has_passing(c, largest))
+    return _largest(largest, _has_passing(c))
 
 
 def weight_min(c: Correction) -> Float[Tensor, ""]:
     """Smallest weight that passes the bound, normalized."""
     smallest = _extreme_weight(c, "min", passing=True)
-    return _smallest(smallest, _has_passing(c, smallest))
+    return _smallest(smallest, _has_passing(c))
 
 
 def kept_sequences(c: Correction) -> Float[Tensor, ""]:
@@ -358,21 +358,22 @@ def _extreme_weight(c: Correction, side: Literal["min", "max"], passing: bool) -
     if weight is None:
         return torch.ones_like(c.totals[f"log_ratio_{side}"])
     if not monotone(weight):
-        return _normalized(c, c.totals[f"{'passing_weight' if passing else 'weight'}_{side}"])
+        extreme = c.totals[f"{'passing_weight' if passing else 'weight'}_{side}"]
+        return _normalized(c, torch.where(c.totals["usable"] > 0, extreme, 0))
     name = f"passing_{side}" if passing and weight.bound == "mask" else f"log_ratio_{side}"
     return _normalized(c, BOUNDS[weight.bound](exp_clamped(c.totals[name]), weight))
 
 
-def _has_passing(c: Correction, extreme: Float[Tensor, " N"]) -> Tensor:
+def _has_passing(c: Correction) -> Tensor:
     """Whether a sequence has a weight within a mask or zero bound."""
     weight = c.config.weight
     if weight is None:
         return c.totals["usable"] > 0
     if c.sequence_weight is not None:
         return passing_units(c.verdict.unit_totals, weight)
-    if monotone(weight):
-        return c.totals["passing_max" if weight.bound == "mask" else "log_ratio_max"].isfinite()
-    return extreme.isfinite()
+    if monotone(weight) and weight.bound != "mask":
+        return c.totals["usable"] > 0
+    return c.totals["passing_max" if monotone(weight) else "passing_weight_max"] > -torch.inf
 
 
 def _largest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:

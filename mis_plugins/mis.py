@@ -6,13 +6,16 @@
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
+    --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, `metrics: all`)
 
-They keep no state that a second call could see: under recompute a hook runs twice for each micro-batch.
+What they return depends on no earlier call. Only the recorder remembers, and a recompute inside a backward, where a
+hook runs a second time for its micro-batch, adds nothing to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
 from mis_plugins.loss import Reduce, micro_batch_loss, scored_by, share_of
 from mis_plugins.notices import warn_once
+from mis_plugins.recorder import RECORDER
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
@@ -173,11 +177,26 @@ def policy_loss(
         scored = scored_by(inputs, config)
         correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean)
     share = share_of(inputs, correction, config)
+    if correction is not None:
+        verdict = replace(correction.verdict, all_rejected=share.all_rejected)
+        RECORDER.record(replace(correction, verdict=verdict))
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     if not inputs.target.numel():
         loss = loss + 0 * logits.sum()  # a rank without a token must run its backward all the same
     return loss, metrics | hosts_loss.passed_on(batch, sum_of_sample_mean)
+
+
+def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
+    """The before-train-step hook: warns of, and with `metrics: all` logs, what the step before this one added up to.
+
+    Miles, slime and the embedded host call it as `(args, rollout_id, step_id, model, optimizer, scheduler)`, on every
+    rank.
+
+    Raises:
+        MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected.
+    """
+    RECORDER.report(args, rollout_id, step_id)
 
 
 def config_in_force(args: Any) -> CorrectionConfig:
@@ -211,6 +230,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
             f"pg_loss: {pg_loss.numel()} tokens, but this rank holds {sum(batch.layout.local_lengths)}"
         )
     correction, placed = _correct(args, batch, config)
+    RECORDER.record(correction, pg_loss)
     if config.corrects:
         pg_loss = torch.where(correction.keep, pg_loss * correction.loss_factor, 0)
     return pg_loss, _masks(batch, correction, placed), diagnose(correction)

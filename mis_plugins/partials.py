@@ -70,7 +70,7 @@ class Partials:
     def merge(self, other: Partials) -> Partials:
         """Both as one."""
         assert self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
-        added = [x + y for x, y in zip(self._added, other._added, strict=True)]
+        added = [x + y if x.numel() else x for x, y in zip(self._added, other._added, strict=True)]
         return self._with(added, torch.maximum(self.maxima, other.maxima))
 
     def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> Partials:
@@ -156,20 +156,17 @@ def partials(
 @torch.no_grad()
 def watch(correction: Correction, counts_sequences: bool = True) -> Partials:
     """The few sums that warnings need, and nothing else: see `partials`."""
-    loss_mask, keep = correction.ragged.loss_mask, correction.keep
-    tokens = torch.stack([loss_mask, keep]).sum(-1, dtype=torch.float64)
-    once = [_of_micro_batch(correction), _products(correction)]
-    counted = torch.cat([sums for _, sums in once])
-    none = tokens.new_zeros(0, 0)
-    return Partials(
-        ("valid", "kept", *_names(once)),
-        (),
-        torch.cat([tokens, counted if counts_sequences else torch.zeros_like(counted)]),
-        tokens.new_zeros(0),
-        none.long(),
-        none,
-        none,
-    )
+    tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
+    one, rejected = torch.ones_like(tokens[0]), correction.all_rejected
+    once = [one, one - one if rejected is None else rejected.to(one.dtype)]
+    if not counts_sequences:
+        once = [torch.zeros_like(one)] * len(once)
+    names, sums = ["valid", "kept", "micro_batches", "all_rejected"], torch.stack(tokens + once).double()
+    if multiplies(correction.config) is not None:
+        product_names, products = _products(correction)
+        names, sums = names + product_names, torch.cat([sums, products if counts_sequences else 0 * products])
+    none = sums.new_zeros(0, 0)
+    return Partials(tuple(names), (), sums, sums[:0], none.long(), none, none)
 
 
 def _units(correction: Correction) -> Iterator[tuple[Unit, Totals]]:

@@ -75,12 +75,12 @@ class Ragged:
         squares: Iterable[Float[Tensor, " T"]] = (),
         minima: Iterable[Float[Tensor, " T"]] = (),
         maxima: Iterable[Float[Tensor, " T"]] = (),
-        counts: Iterable[Bool[Tensor, " T"]] = (),
+        counts: Iterable[Shaped[Tensor, " T"]] = (),
     ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
         """What each sequence adds up to over all its tokens, on whatever rank: rows of sums, of sums
         of squares, of minima and of maxima.
 
-        And how many tokens of the whole micro-batch each of `counts` marks. What does not count is 0 (or +-inf)
+        And at how many tokens of the whole micro-batch each of `counts` is not 0. What does not count is 0 (or +-inf)
         there: by torch.where, since a product keeps NaN. One collective for everything, none without context
         parallelism. Sums are float64 from the first addition and depend on their own sequence alone; a sequence
         without a token has sum 0, minimum inf and maximum -inf. Rows are read one at a time.

@@ -74,7 +74,9 @@ class Copy:
 
 
 def _to_host(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+    if not x.is_cuda:
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 @dataclass

@@ -24,13 +24,14 @@ class SegmentStage:
     """What is known of S segments.
 
     totals: what each adds up to, see `totals.py`.
-    keep: what passes mask bound and rules over segments and has a token that passes those over tokens.
+    keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
+        nothing can be dropped.
     weight: bounded; 0 where the segment is not known. None where the weights are not those of segments.
     """
 
     segments: Segments
     totals: Totals
-    keep: Bool[Tensor, " S"]
+    keep: Bool[Tensor, " S"] | None
     weight: Float[Tensor, " S"] | None
 
 
@@ -49,8 +50,9 @@ def segment_stage(
     weight = config.weight if config.weight and config.weight.by_segment else None
     keep = _keep(of_segment, config, weight)
     if stage.keep is not None:
-        stage = replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
-        keep = keep & (of_segment["kept"] > 0)
+        stage = stage if keep is None else replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
+        left = of_segment["kept"] > 0
+        keep = left if keep is None else keep & left
     if weight is None:
         return stage, SegmentStage(segments, of_segment, keep, None)
     bounded = unit_weight(of_segment, weight)
@@ -58,10 +60,15 @@ def segment_stage(
     return stage, SegmentStage(segments, of_segment, keep, bounded)
 
 
-def _keep(of_segment: Totals, config: CorrectionConfig, weight: WeightConfig | None) -> Bool[Tensor, " S"]:
-    masks = weight is not None and weight.bound == "mask"
+def _keep(
+    of_segment: Totals, config: CorrectionConfig, weight: WeightConfig | None
+) -> Bool[Tensor, " S"] | None:
+    """What mask bound and rules over segments leave; None where there is none."""
+    rules, masks = segment_rules(config), weight is not None and weight.bound == "mask"
+    if not rules and not masks:
+        return None
     keep = passing_units(of_segment, weight) if masks and weight else known(of_segment)
-    for rule in segment_rules(config):
+    for rule in rules:
         keep = passes(aggregate(of_segment, rule), rule, keep)
     return keep
 

@@ -19,7 +19,7 @@ from mis_plugins.config import CorrectionConfig, RejectRule, Unit, WeightConfig
 from mis_plugins.correction import Correction
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
-from mis_plugins.totals import drops_tokens, weighs_tokens
+from mis_plugins.totals import weighs_tokens
 from mis_plugins.units import known, unit_log_ratio, unit_ratio
 
 LOG_RATIO_TAILS = (0.1, 1.0)
@@ -202,19 +202,6 @@ TokenRow = Callable[[Tokens], Shaped[Tensor, " T"]]
 SequenceRow = Callable[[Sequences], Shaped[Tensor, " N"]]
 Rows = Iterator[tuple[str, Shaped[Tensor, " *"]]]
 """Named rows, made when they are read: their names depend on the config alone."""
-
-
-def needed_totals(config: CorrectionConfig) -> set[str]:
-    """Names of `totals.py` that these rows read."""
-    names = {"valid", "usable", "log_ratio", "proximal", "ratio", "nonfinite_train", "nonfinite_rollout"}
-    if drops_tokens(config):
-        names |= {"kept"}
-    if weighs_tokens(config):
-        names |= {"weight", "applied"}
-    for rule in config.reject:
-        row = row_of(rule.statistic)
-        names |= {row, row + "_min", row + "_max"} if rule.over == "token" else set()
-    return names
 
 
 def numbered(config: CorrectionConfig) -> list[tuple[str, RejectRule]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule, Statistic, WeightConfig
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import LogProbs, exp_clamped, finite, log_ratio
+from mis_plugins.ratios import LogProbs, exp_clamped, log_ratio
 from mis_plugins.rejection import passes, row_of, total_of
 from mis_plugins.statistics import STATISTICS
 from mis_plugins.weights import bounded_weight, in_bounds
@@ -104,6 +104,7 @@ SUMS: dict[str, Row] = {
     "valid": lambda stage: stage.loss_mask,
     "usable": lambda stage: stage.usable,
     "proximal": lambda stage: torch.where(stage.usable, stage.log_probs.proximal.float(), 0),
+    "ratio": lambda stage: stage.ratio,
     "weight": lambda stage: stage.weight,
     "counted": lambda stage: stage.counted,
     "counted_weight": lambda stage: (
@@ -123,9 +124,14 @@ SQUARES: dict[str, Row] = {
 UNREJECTED = {"applied": "weight", "applied_squared": "weight_squared", "kept": "usable"}
 
 COUNTS: dict[str, Callable[[TokenStage], Tensor]] = {
-    "nonfinite_train": lambda stage: stage.loss_mask & ~finite(stage.log_probs.proximal),
-    "nonfinite_rollout": lambda stage: stage.loss_mask & ~finite(stage.log_probs.behavior),
+    "nonfinite_train": lambda stage: _nonfinite(stage.log_probs.proximal, stage.loss_mask),
+    "nonfinite_rollout": lambda stage: _nonfinite(stage.log_probs.behavior, stage.loss_mask),
 }
+
+
+def _nonfinite(x: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Not 0, in fact NaN, where x is NaN or infinite at a valid token."""
+    return torch.where(loss_mask, x - x, 0)
 
 
 def _extremes(suffix: str, none: float) -> dict[str, Row]:
@@ -254,7 +260,19 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
     if config.metrics == "core":
         return names
     names |= {"proximal", "ratio_squared", "log_ratio_min"}
-    return names | (_needed_for_weights(config.weight) if config.weight else set())
+    names |= _needed_for_weights(config.weight) if config.weight else set()
+    return names | (_needed_for_step(config) if config.metrics == "all" else set())
+
+
+def _needed_for_step(config: CorrectionConfig) -> set[str]:
+    """For the rows of `step_rows.py`."""
+    names = {"ratio"}
+    if drops_tokens(config):
+        names |= {"kept"}
+    for rule in config.reject:
+        row = row_of(rule.statistic)
+        names |= {row, row + "_min", row + "_max"} if rule.over == "token" else set()
+    return names
 
 
 def _needed_for_weights(weight: WeightConfig) -> set[str]:

@@ -17,6 +17,9 @@ import hypothesis
 import pytest
 import torch
 
+from mis_plugins import mis
+from mis_plugins.recorder import Recorder
+
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 PEERS_INSTALLED = Path(
     sys.prefix, ".mis-plugins-peers"
@@ -66,3 +69,9 @@ def _reason(report: pytest.TestReport) -> str:
     """Without the `Skipped: ` that pytest puts before the reason."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ")
+
+
+@pytest.fixture(autouse=True)
+def own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test records, the next does not read."""
+    monkeypatch.setattr(mis, "RECORDER", Recorder())

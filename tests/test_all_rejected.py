@@ -12,10 +12,11 @@ from tolerances import EPS, weight_rtol
 
 from mis_plugins import mis
 from mis_plugins.correction import Correction, correct
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.layout import whole
 from mis_plugins.ragged import Ranks
 from mis_plugins.reading import from_mapping
+from mis_plugins.recorder import Recorder
 
 BATCH = ratio_batch([[9.0, 0.1], [8.0]])
 NOTHING = [{"over": "mean", "lower": 0.999, "upper": 1.0001}]
@@ -52,13 +53,29 @@ def test_every_weight_zeroed_counts():
 
 
 @pytest.mark.parametrize("action", ["skip", "raise"])
-def test_skip_trains_on_nothing(action: str):
+def test_skip_trains_on_nothing(action: str, monkeypatch: pytest.MonkeyPatch):
     """`raise` acts as `skip` until the next optimizer step."""
+    monkeypatch.setattr(mis, "RECORDER", Recorder(step=(0, 0)))
     loss_in, loss, masks, metrics = call(BATCH, {"weight": {}, "reject": NOTHING, "on_all_rejected": action})
     (gradient,) = torch.autograd.grad(loss.sum(), loss_in)
     assert loss.abs().sum().item() == 0 and gradient.abs().sum().item() == 0
     assert not any(mask.any() for mask in masks)
     assert all(bool(torch.isfinite(value).all()) for value in metrics.values())
+
+
+def test_raise_stops_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    """And names the step; a step that keeps something passes."""
+    monkeypatch.setattr(mis, "RECORDER", Recorder())
+    config = {"weight": {}, "reject": NOTHING, "on_all_rejected": "raise"}
+    args = host_args(mis=config)
+    mis.report_step(args, 3, 0, None, None, None)
+    call(ratio_batch([[1.0]]), config)
+    mis.report_step(args, 3, 1, None, None, None)
+    call(BATCH, config)
+    with pytest.raises(
+        MisError, match=r"every sequence of 1 of 1 micro-batches was rejected .*rollout 3, step 1"
+    ):
+        mis.report_step(args, 3, 2, None, None, None)
 
 
 def test_keep_rejects_nothing():

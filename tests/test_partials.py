@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import oracle
@@ -20,14 +18,14 @@ from hypothesis import strategies as st
 from tolerances import DECISION, EPS64, step_atol, step_weight_atol
 from torch import Tensor
 
-from mis_plugins import sketch, totals
+from mis_plugins import sketch
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct
 from mis_plugins.partials import Partials, partials
 from mis_plugins.ragged import Ragged, Responses
 from mis_plugins.reading import from_mapping
 from mis_plugins.step_metrics import METRICS, QUANTILES, families, finalize
-from mis_plugins.step_rows import Tokens, needed_totals, token_sums
+from mis_plugins.step_rows import Tokens, token_sums
 
 SPLIT_DEPENDENT = ("micro_batches", "all_rejected")
 
@@ -36,18 +34,9 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
     """The whole batch on one rank, with every total that the rows read."""
     ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
     ragged = Ragged(ends, batch.flat_mask)
-    with all_totals():
-        return correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, config)
-
-
-def all_totals() -> AbstractContextManager:
-    """Whatever the rows need, whatever `metrics` says."""
-    usual = totals._needed_for_metrics
-    stack = ExitStack()
-    stack.enter_context(patch.dict(totals.SUMS, {"ratio": lambda stage: stage.ratio}))
-    needed = lambda config: usual(config) | needed_totals(config)  # noqa: E731
-    stack.enter_context(patch.object(totals, "_needed_for_metrics", needed))
-    return stack
+    everything = replace(config, metrics="all")
+    found = correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, everything)
+    return replace(found, config=config)
 
 
 def shard(c: Correction, owned: list[list[int]]) -> Correction:

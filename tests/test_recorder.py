@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from batches import Batch, make_batch, ratio_batch
 from launch import run_ranks
-from test_partials import all_totals, corrected
+from test_partials import corrected
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins.correction import Correction, correct
@@ -290,8 +290,8 @@ def test_operators_do_not_grow_with_the_sequences_and_none_waits(name: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fake_tensors_can_be_recorded(name: str):
     """They have no values: whatever would wait for the device raises."""
-    config = from_mapping(CONFIGS[name])
-    with FakeTensorMode(), all_totals():
+    config = from_mapping(CONFIGS[name] | {"metrics": "all"})
+    with FakeTensorMode():
         ragged = Ragged(torch.zeros(5, dtype=torch.long), torch.ones(12, dtype=torch.bool))
         c = correct(torch.zeros(12), torch.zeros(12), ragged, config)
         partials(c, torch.zeros(12), torch.zeros(12, dtype=torch.long)).merge(partials(c))
@@ -322,8 +322,7 @@ def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[lis
     recorder, parsed = Recorder(), from_mapping(config)
     recorder.report(ARGS, 0, 0)
     host = handed(batches[rank // cp], cp, rank % cp, ranks)
-    with all_totals():
-        recorder.record(correct(host.proximal, host.behavior, host.place().ragged, parsed))
+    recorder.record(correct(host.proximal, host.behavior, host.place().ragged, parsed))
     try:
         recorder.flush(ARGS)
     except MisError as error:
