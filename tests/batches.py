@@ -234,7 +234,7 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
     if reject or masks:
         config["denominator"] = draw(st.sampled_from(["original", "original", "kept"]))
     by_token = [rule["over"] == "token" for rule in reject]
-    narrow = any(by_token) or (masks and weight["level"] == "token")
+    narrow = any(by_token) or (weight is not None and masks and weight["level"] == "token")
     if narrow and (not all(by_token) or (weight is not None and weight["level"] != "token")):
         config["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
     if reject and not masks and not zeroes:

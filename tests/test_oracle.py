@@ -66,7 +66,7 @@ MASKS = [[1, 1, 1], [1, 1], [1, 0, 1, 1], [1], [], [0, 0], [1, 1, 1, 1]]
 def test_every_point_of_the_product(level: str, bound: str, reject: str, over: str | None):
     """Level x bound x rejection x normalization, on one batch where each of them matters."""
     batch = ratio_batch(WIDE, MASKS)
-    weight = {"level": level, "bound": bound}
+    weight: dict = {"level": level, "bound": bound}
     if bound != "none":
         weight |= {"upper": 1.25} | ({} if bound == "truncate" else {"lower": 0.7})
     if over:
