@@ -2,9 +2,9 @@
 
     log pi_{v+1}  ~  log pi_v + alpha (log pi_V - log pi_v),        alpha = 1 / (V - v)
 
-Exact where every update moves a token's log-prob by the same amount, and at V - v = 1. At V = v nothing lies between the
-two, and pi_V stands in. AReaL's `prox_logp_method: loglinear` takes another point of the same line: its proximal policy
-is one update behind the one being trained, alpha = (V - 1 - v) / (V - v).
+Exact where every update moves a token's log-prob by the same amount, and at V - v = 1. At V = v nothing lies between,
+and pi_V stands in. AReaL's `prox_logp_method: loglinear` takes another point of the same line: its proximal policy is
+one update behind the one being trained, alpha = (V - 1 - v) / (V - v).
 """
 
 from __future__ import annotations

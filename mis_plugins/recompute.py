@@ -23,8 +23,8 @@ Score = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[flo
 class Pool:
     """All responses on their way to the trainer: running, waiting to be resumed, finished and queued.
 
-    Workers write while the trainer recomputes: every method is atomic. A response is known by the number that `add` gave
-    it, and no number is given twice, so that an answer for one that is gone reaches no other.
+    Workers write while the trainer recomputes: every method is atomic. A response is known by the number that `add`
+    gave it, and no number is given twice, so that an answer for one that is gone reaches no other.
     """
 
     _responses: dict[int, Response] = field(default_factory=dict)
@@ -132,8 +132,8 @@ class Recomputed:
 def recompute(pool: Pool, current: int, budget: int, score: Score) -> Recomputed:
     """Store log pi_V of all tokens of version V - 1, once each; to be called before the weights move on from V.
 
-    Until none waits: what workers that lag behind append meanwhile is scored too. Whatever `score` raises passes through,
-    and what was stored before stays; a second call goes on from there.
+    Until none waits: what workers that lag behind append meanwhile is scored too. Whatever `score` raises passes
+    through, and what was stored before stays; a second call goes on from there.
 
     Args:
         current: V, the version of the weights that `score` uses.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,14 +13,17 @@ from drive import same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
+from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, tokens, written_of
 from tolerances import weight_rtol
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.layout import whole
 from mis_plugins.loglinear import loglinear
+from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, share_of
+from mis_plugins.objective import Clip
 from mis_plugins.ragged import Ragged, Ranks
 from mis_plugins.segmentwise import (
     SegmentWiseConfig,
@@ -30,64 +33,6 @@ from mis_plugins.segmentwise import (
     lacking,
     proximal_t,
 )
-
-CURRENT = 9
-GRID = 2.0**-10  # log-probs on a grid: their differences are exact in float32
-BOUNDS = (0.25, 2.0)
-MARGIN = 4 * GRID  # how far, in log units, every ratio keeps from every bound
-
-
-def on_grid(low: float, high: float) -> st.SearchStrategy[float]:
-    return st.integers(round(low / GRID), round(high / GRID)).map(lambda n: n * GRID)
-
-
-@st.composite
-def tokens(draw: Callable, age: st.SearchStrategy[int]) -> Token:
-    """Any version, the stored log-prob sometimes missing, tool and masked tokens among them."""
-    behavior = draw(on_grid(-8, -0.5))
-    moved = on_grid(-2, 2).filter(lambda x: all(abs(x - math.log(b)) > MARGIN for b in (*BOUNDS, 5.0, 0.2)))
-    stored = draw(st.none() | moved)
-    return Token(
-        proximal=behavior + draw(moved),
-        behavior=behavior,
-        recomputed=None if stored is None else behavior + stored,
-        version=draw(st.just(-1) | age.map(lambda a: CURRENT - a)),
-        current=CURRENT,
-        live=draw(st.booleans()),
-    )
-
-
-ages = st.integers(-1, CURRENT)
-rows = st.lists(tokens(ages), max_size=12)
-specs = st.builds(
-    Spec,
-    cap=st.sampled_from([5.0, BOUNDS[1]]),
-    floor=st.none(),
-    mode=st.sampled_from(["truncate", "clip", "mask", "zero"]),
-    method=st.just("recompute"),
-    fresh=st.sampled_from(["proximal", "behavior"]),
-) | st.sampled_from([Spec(cap=None), Spec(BOUNDS[1], BOUNDS[0], "mask"), Spec(BOUNDS[1], 0.0, "zero")])
-
-
-def config_of(spec: Spec, **settings: object) -> SegmentWiseConfig:
-    named = {
-        "weight_cap": spec.cap, "weight_floor": spec.floor, "mode": spec.mode, "method": spec.method,
-        "fresh_tokens": spec.fresh,
-    }  # fmt: skip
-    return SegmentWiseConfig(**(named | settings))  # type: ignore[arg-type]
-
-
-def flat(row: Sequence[Token], field: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    values = [getattr(token, field) for token in row]
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
-
-
-def written_of(row: Sequence[Token]) -> Written:
-    return Written(flat(row, "version", torch.int64), flat(row, "recomputed"), CURRENT)
-
-
-def numerator_of(row: Sequence[Token], config: SegmentWiseConfig) -> Tensor:
-    return proximal_t(flat(row, "proximal"), flat(row, "behavior"), written_of(row), config)
 
 
 def ragged_of(row: Sequence[Token]) -> Ragged:
@@ -220,6 +165,57 @@ def test_loglinear_is_exact_on_a_line():
     age = torch.arange(1, 9)
     behavior, step = torch.full((8,), -2.0), 0.125
     assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
+
+
+# The loss: only the behavior weight knows of pi_{v+1}.
+
+CLIP = Clip(0.2, 0.3)
+
+
+def losses(row: Sequence[Token], config: SegmentWiseConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A loss a token as the loss hook makes it, its gradient, and what is logged."""
+    target = (flat(row, "proximal") + 0.25 * torch.sin(torch.arange(len(row)))).requires_grad_()
+    behavior = flat(row, "behavior")
+    advantages = torch.where(torch.arange(len(row)) % 3 == 0, -1.0, 1.5)
+    x = LossInputs(ragged_of(row), target, flat(row, "proximal"), behavior, None, advantages, None)
+    whole_config = CorrectionConfig(config.weight, metrics="none", objective=ObjectiveConfig())
+    numerator = proximal_t(x.proximal, behavior, written_of(row), config)
+    correction = correct(numerator, behavior, x.ragged, whole_config)
+    share = share_of(x, correction, whole_config)
+    each: list[Tensor] = []
+
+    def reduce(value: Tensor) -> Tensor:
+        each.append(value.detach())
+        return value.sum()
+
+    loss, logged = micro_batch_loss(x, correction, share, whole_config, LossConfig(CLIP), reduce)
+    loss.backward()
+    assert target.grad is not None
+    return each[0], target.grad, logged
+
+
+@given(rows.filter(bool), specs)
+def test_loss(row: list[Token], spec: Spec):
+    """w_t of pi_{v+1}, times the surrogate of pi_theta / pi_V."""
+    found, _, _ = losses(row, config_of(spec))
+    for i, (token, value) in enumerate(zip(row, found.tolist(), strict=True)):
+        weight, stays = oracle.weight(token, spec)
+        ratio, advantage = math.exp(0.25 * math.sin(i)), -1.0 if i % 3 == 0 else 1.5
+        surrogate = -min(ratio * advantage, max(0.8, min(ratio, 1.3)) * advantage)
+        # The target's log-prob, at most 10.25 in size, is rounded before the ratio is taken.
+        expected = weight * surrogate if stays else 0.0
+        assert value == pytest.approx(expected, rel=weight_rtol(2.0 + 10.25), abs=0)
+
+
+@given(rows.filter(bool))
+def test_off_and_one_version_behind_are_the_standard_loss(row: list[Token]):
+    """Loss, gradient and metrics to the bit, and the same keys."""
+    fresh = [replace(token, version=CURRENT - i % 2) for i, token in enumerate(row)]
+    standard = losses(fresh, SegmentWiseConfig(enabled=False))
+    segment_wise = losses(fresh, SegmentWiseConfig())
+    assert same_bytes(standard[0], segment_wise[0]) and same_bytes(standard[1], segment_wise[1])
+    assert standard[2].keys() == segment_wise[2].keys()
+    assert all(same_bytes(standard[2][name], segment_wise[2][name]) for name in standard[2])
 
 
 # Samples that cannot be weighed.

@@ -1,0 +1,85 @@
+"""Sums and maxima over tokens, split by how many weight versions a token is behind, that add over micro-batches and
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from mis_plugins.segmentwise import Written
+
+AGES = 17  # 0, 1, ... 15 versions behind, and more
+COLUMNS = (*(f"age_{age}" for age in range(AGES - 1)), f"age_{AGES - 1}_up", "no_age")
+
+
+@dataclass(frozen=True)
+class ByAge:
+    """Of one micro-batch, or of many.
+
+    sum_names, maximum_names: what the rows are of.
+    maxima: -inf where there was nothing.
+    """
+
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
+    sums: Float[Tensor, "S A"]
+    maxima: Float[Tensor, "M A"]
+
+    def merge(self, other: ByAge) -> ByAge:
+        """Both as one."""
+        assert (self.sum_names, self.maximum_names) == (other.sum_names, other.maximum_names)
+        return replace(self, sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima))
+
+    def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> ByAge:
+        """Of all ranks that hold other tokens: a sum and a maximum over each group."""
+        sums, maxima = self.sums.clone(), self.maxima.clone()
+        for group in groups:
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        return replace(self, sums=sums, maxima=maxima)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ByAge:
+        """The same of other tensors."""
+        return replace(self, sums=function(self.sums), maxima=function(self.maxima))
+
+    @property
+    def groups(self) -> dict[str, Mapping[str, float]]:
+        """The rows of all tokens together, "", and of each column that has any. Reads them: on the host, by now."""
+        found = {"": self._row(self.sums.sum(-1), self.maxima.amax(-1))}
+        for column, name in enumerate(COLUMNS):
+            row = self._row(self.sums[:, column], self.maxima[:, column])
+            if any(row[kind] for kind in self.sum_names):
+                found[name] = row
+        return found
+
+    def _row(self, sums: Float[Tensor, " S"], maxima: Float[Tensor, " M"]) -> Mapping[str, float]:
+        names = (*self.sum_names, *self.maximum_names)
+        return dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))
+
+
+@torch.no_grad()
+def by_age(
+    sums: Mapping[str, tuple[Shaped[Tensor, " T"], Bool[Tensor, " T"]]],
+    maxima: Mapping[str, tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]],
+    written: Written,
+) -> ByAge:
+    """Add up each row over the tokens that its mask counts. No collective, and no wait for the device."""
+    column = torch.where(written.known, written.age.clamp(max=AGES - 1), AGES)
+    added = torch.stack([torch.where(counted, row, 0).double() for row, counted in sums.values()])
+    largest = torch.stack(
+        [torch.where(counted, row.double(), -torch.inf) for row, counted in maxima.values()]
+    )
+    return ByAge(
+        tuple(sums),
+        tuple(maxima),
+        added.new_zeros(len(sums), len(COLUMNS)).index_add_(1, column, added),
+        largest.new_full((len(maxima), len(COLUMNS)), -torch.inf).scatter_reduce_(
+            1, column.expand_as(largest), largest, "amax"
+        ),
+    )

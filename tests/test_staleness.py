@@ -1,0 +1,229 @@
+"""Metrics by age against a float64 oracle, and that they add."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import segmentwise_oracle as oracle
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from launch import run_ranks
+from segmentwise_oracle import Spec, Token
+from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, written_of
+from tolerances import step_atol, step_weight_atol
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from mis_plugins.by_age import AGES, ByAge
+from mis_plugins.segmentwise import SegmentWiseConfig, Written, behavior_weight, proximal_t
+from mis_plugins.staleness import error_metrics, loglinear_error_by_age, weight_metrics, weights_by_age
+
+
+def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
+    numerator, behavior, live = (
+        numerator_of(row, config),
+        flat(row, "behavior"),
+        flat(row, "live", torch.bool),
+    )
+    applied = behavior_weight(numerator, behavior, live, config)
+    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), live, applied)
+
+
+def errors(row: Sequence[Token]) -> ByAge:
+    live = flat(row, "live", torch.bool)
+    return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), live)
+
+
+def groups(row: Sequence[Token]) -> dict[str, list[Token]]:
+    """All tokens, and those of each age, as the metrics name them."""
+    found = {"": list(row)}
+    for token in row:
+        known = 0 <= token.age and token.version >= 0
+        found.setdefault(f"/age_{token.age}" if known else "/no_age", []).append(token)
+    return found
+
+
+RATIO = math.exp(2)  # of one token at most: see `segmentwise_rows.tokens`
+FLOAT32 = ("avg", "variance", "min", "max", "ess")  # of applied weights; the others are float64 throughout
+
+
+def tolerance(name: str, terms: int) -> float:
+    kind = name.removeprefix("behav_imp_weight/")
+    return step_weight_atol(terms, RATIO**2) if kind in FLOAT32 else step_atol(terms, RATIO**2)
+
+
+def expected_weights(row: Sequence[Token], spec: Spec) -> dict[str, float]:
+    live = [token for token in row if token.live]
+    known = [token for token in live if oracle.numerator(token, spec) is not None]
+    found = {"staleness/tokens": float(len(known)), "staleness/unknown": float(len(live) - len(known))}
+    kept = [w for w, stays in (oracle.weight(token, spec) for token in known) if stays]
+    if kept:
+        found["behav_imp_weight/avg"] = math.fsum(kept) / len(kept)
+        found["behav_imp_weight/variance"] = oracle.variance(kept)
+        found["behav_imp_weight/min"], found["behav_imp_weight/max"] = min(kept), max(kept)
+        found["behav_imp_weight/ess"] = oracle.effective_share(kept) if any(kept) else 0.0
+    if known:
+        steps = [oracle.numerator(token, spec) - token.behavior for token in known]  # type: ignore[operator]
+        found["behav_imp_weight/var/segment_wise"] = oracle.variance([math.exp(x) for x in steps])
+        standard = [math.exp(token.proximal - token.behavior) for token in known]
+        found["behav_imp_weight/var/standard"] = oracle.variance(standard)
+        found["behav_kl/avg"] = -math.fsum(steps) / len(steps)
+        found["staleness/avg"] = math.fsum(token.age for token in known) / len(known)
+    return found
+
+
+@given(rows, specs)
+def test_weights(row: list[Token], spec: Spec):
+    metrics = weight_metrics(measured(row, config_of(spec)))
+    # A root amplifies what rounding leaves near 0: variances are compared.
+    metrics = {
+        name.replace("/std", "/variance"): value**2 if "/std" in name else value
+        for name, value in metrics.items()
+    }
+    for suffix, part in groups(row).items():
+        wanted = expected_weights(part, spec)
+        if suffix and not (wanted["staleness/tokens"] or wanted["staleness/unknown"]):
+            continue
+        for name, value in wanted.items():
+            assert metrics.pop(name + suffix) == pytest.approx(value, abs=tolerance(name, len(row))), (
+                name + suffix
+            )
+    assert metrics == {}
+
+
+@given(rows)
+def test_loglinear_error(row: list[Token]):
+    counted = [
+        token
+        for token in row
+        if token.live and token.version >= 0 and token.age >= 2 and token.recomputed is not None
+    ]
+    metrics = error_metrics(errors(row))
+    if not counted:
+        assert metrics == {}
+        return
+    gaps = [oracle.numerator(token, Spec(method="loglinear")) - token.recomputed for token in counted]  # type: ignore[operator]
+    steps = [token.recomputed - token.behavior for token in counted]  # type: ignore[operator]
+    mean_square = lambda xs: math.fsum(x * x for x in xs) / len(xs)  # noqa: E731
+    expected = {
+        "avg": math.fsum(gaps) / len(gaps), "abs": math.fsum(map(abs, gaps)) / len(gaps),
+        "rms": math.sqrt(mean_square(gaps)), "max": max(map(abs, gaps)), "step_rms": math.sqrt(mean_square(steps)),
+    }  # fmt: skip
+    for name, value in expected.items():
+        # The line is drawn in float32, at log-probs of at most 10 in size.
+        assert metrics[f"loglinear/error/{name}"] == pytest.approx(
+            value, abs=step_weight_atol(len(row), 10.0)
+        )
+
+
+@given(rows, specs, st.integers(0, 12))
+def test_adds_over_micro_batches(row: list[Token], spec: Spec, cut: int):
+    config = config_of(spec)
+    whole = measured(row, config)
+    parts = measured(row[:cut], config).merge(measured(row[cut:], config))
+    assert torch.equal(whole.maxima, parts.maxima)
+    torch.testing.assert_close(
+        whole.sums, parts.sums, rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
+    )
+
+
+def row_of(ages: Sequence[int]) -> list[Token]:
+    """Every update moves a token by 1/8."""
+    return [Token(-1 - 0.125 * age, -1.0, -1.125, CURRENT - age, CURRENT) for age in ages]
+
+
+def test_adds_over_ranks(tmp_path: Path):
+    config = SegmentWiseConfig()
+
+    def work(rank: int) -> dict[str, float]:
+        part = measured(row_of([0, 2, 3] if rank else [5]), config)
+        assert dist.group.WORLD is not None
+        return weight_metrics(part.over_ranks([dist.group.WORLD]))
+
+    whole = weight_metrics(measured(row_of([0, 2, 3, 5]), config))
+    for metrics in run_ranks(2, 1, work, tmp_path, megatron=False):
+        assert metrics == pytest.approx(whole, abs=step_atol(4, 1.0))
+
+
+def test_one_step_varies_less_than_many():
+    """The claim in one line: the same tokens, one update apart all alike, V - v apart all different."""
+    metrics = weight_metrics(measured(row_of([2, 3, 5, 7]), SegmentWiseConfig()))
+    assert metrics["behav_imp_weight/var/segment_wise"] == 0.0
+    assert metrics["behav_imp_weight/var/standard"] > 0.01
+    assert metrics["behav_kl/avg"] == 0.125
+
+
+def test_one_version_behind_both_are_the_same():
+    row = [replace(token, proximal=-1.0 - 0.1 * i) for i, token in enumerate(row_of([0, 1, 1, 0, 1]))]
+    metrics = weight_metrics(measured(row, SegmentWiseConfig()))
+    for suffix in ("", "/age_0", "/age_1"):
+        both = [metrics[f"behav_imp_weight/var/{kind}{suffix}"] for kind in ("segment_wise", "standard")]
+        assert both[0] == both[1] > 0
+
+
+def test_equal_policies():
+    row = [replace(token, proximal=-1.0, recomputed=-1.0) for token in row_of([0, 1, 2, 9])]
+    metrics = weight_metrics(measured(row, SegmentWiseConfig()))
+    expected = {
+        "avg": 1.0,
+        "std": 0.0,
+        "min": 1.0,
+        "max": 1.0,
+        "ess": 1.0,
+        "var/segment_wise": 0.0,
+        "var/standard": 0.0,
+    }
+    for name, value in expected.items():
+        assert metrics[f"behav_imp_weight/{name}"] == value
+
+
+def test_the_last_age_holds_all_above():
+    tokens = [Token(-1.0, -1.0, -1.0, 0, version) for version in (AGES - 2, AGES - 1, AGES + 40)]
+    found: list[ByAge] = []
+    for token in tokens:
+        written = replace(written_of([token]), current=token.current)
+        one = torch.tensor([-1.0])
+        live = torch.tensor([True])
+        applied = behavior_weight(one, one, live, SegmentWiseConfig())
+        found.append(weights_by_age(one, one, one, written, live, applied))
+    metrics = weight_metrics(functools.reduce(ByAge.merge, found))
+    assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
+    assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
+
+
+def test_nothing_at_all():
+    assert weight_metrics(measured([], SegmentWiseConfig())) == {
+        "staleness/tokens": 0.0,
+        "staleness/unknown": 0.0,
+    }
+    assert error_metrics(errors([])) == {}
+
+
+def test_everything_masked():
+    row = [replace(token, live=False) for token in row_of([0, 3])]
+    assert weight_metrics(measured(row, SegmentWiseConfig()))["staleness/tokens"] == 0.0
+
+
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "zero"])
+def test_nothing_waits_for_the_device(method: str, mode: str):
+    """Fake tensors have no values: whatever would read one raises."""
+    config = SegmentWiseConfig(method=method, mode=mode)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        proximal, behavior, recomputed = torch.zeros(3, 5)
+        live, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
+        written = Written(versions, recomputed, CURRENT)
+        numerator = proximal_t(proximal, behavior, written, config)
+        applied = behavior_weight(numerator, behavior, live, config)
+        sums = weights_by_age(numerator, proximal, behavior, written, live, applied)
+        loglinear_error_by_age(proximal, behavior, written, live).merge(
+            loglinear_error_by_age(proximal, behavior, written, live)
+        )
+        with pytest.raises(DataDependentOutputException):
+            weight_metrics(sums)
