@@ -86,3 +86,34 @@ def step_weight_atol(terms: int, size: float) -> float:
 # A few float32 numbers that a test writes down, exponentiated, against the formula that stands beside them: their
 # logarithms are below 128, so that the argument of exp is off by 64 EPS at most.
 WRITTEN = 128 * EPS
+
+
+def product_atol(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """a @ b + 2 * bias, terms added in float32 in any order, rounded to the dtype of `a` at the end.
+
+    Each of the K terms passes at most K roundings of EPS / 2; products, scalings and the last sum add a few.
+    """
+    size = a.double().abs() @ b.double().abs() + 2 * torch.as_tensor(bias).double().abs()
+    return ((a.shape[-1] + 2 * FEW_OPERATIONS) * EPS + torch.finfo(a.dtype).eps) * size
+
+
+def attention_atol(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> float:
+    """An output is a mean of values: it moves by their size times the relative error of the weights.
+
+    That is the absolute error of a score (a product, its scale and bias), twice (numerator and denominator), and one
+    rounding a key of the sum. bfloat16 kernels round weights and outputs to their own dtype.
+    """
+    scores = product_atol(query.float(), key.float().mT).max() * query.shape[-1] ** -0.5
+    scores = scores + FEW_OPERATIONS * EPS * bias[bias.isfinite()].abs().max()
+    weights = 2 * scores + (key.shape[-2] + FEW_OPERATIONS) * EPS + 2 * torch.finfo(value.dtype).eps
+    return float(weights * value.abs().max())
+
+
+# Tensors that are rounded between an input and its gradient in the tests' layer: product, attention (4), activation,
+# loss, and the same on the way back.
+ROUNDED_TENSORS = 14
+
+
+def gradient_rtol(dtype: torch.dtype) -> float:
+    """Relative error of a gradient's norm after so many roundings, none of which an ill-conditioned step amplifies."""
+    return ROUNDED_TENSORS * torch.finfo(dtype).eps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,7 @@ from true_on_policy.kernels.tile import TILE
 Uninstall = Callable[[], None]
 
 
+@runtime_checkable
 class Backend(Protocol):
     """What a backend computes by itself; all overrides are built from these two."""
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,27 +59,34 @@ class Tally:
             self.labels.append(f"{comparison.family}: {comparison.label}")
 
 
-def run(dtype: torch.dtype, sizes: tuple[int, ...] = AWKWARD, every_row: bool = True) -> Tally:
-    """Try all families in `dtype`; `sizes` are those of K and N, `every_row` takes M from 1 to 64 instead of a few."""
+def run(
+    dtype: torch.dtype,
+    depths: Sequence[int] = AWKWARD,
+    columns: Sequence[int] = AWKWARD,
+    every_row: bool = True,
+) -> Tally:
+    """Try all families in `dtype`: each K of `depths` with each N of `columns`, M from 1 to 64 or a few of them."""
     tally, digest = Tally(), hashlib.sha256()
     rows = range(1, MOST_ROWS + 1) if every_row else FEW
     with torch.no_grad():
-        for comparison in _all(dtype, sizes, rows):
+        for comparison in _all(dtype, depths, columns, rows):
             tally.add(comparison)
             digest.update(comparison.reference.contiguous().view(torch.uint8).numpy().data)
     tally.digest = digest.hexdigest()
     return tally
 
 
-def _all(dtype: torch.dtype, sizes: tuple[int, ...], rows) -> Iterator[Comparison]:
+def _all(
+    dtype: torch.dtype, depths: Sequence[int], columns: Sequence[int], rows: Sequence[int]
+) -> Iterator[Comparison]:
     draw = _drawer(dtype)
-    for inner, outer in product(sizes, repeat=2):
+    for inner, outer in product(depths, columns):
         x, weight = draw(MOST_ROWS, inner), draw(outer, inner)
         yield from _company(x, weight, rows)
         yield from _layouts(x, weight)
         yield from _columns(x, weight)
     yield from _batches(draw)
-    for heads, groups, width in ATTENTION:
+    for heads, groups, width in ATTENTION if len(rows) == MOST_ROWS else ATTENTION[:2]:
         yield from _attention(draw, heads, groups, width)
     yield from _long_attention(draw)
     for name, function in ROWWISE.items():
@@ -92,7 +99,7 @@ def _drawer(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
 
 
-def _company(x: Tensor, weight: Tensor, rows) -> Iterator[Comparison]:
+def _company(x: Tensor, weight: Tensor, rows: Sequence[int]) -> Iterator[Comparison]:
     """M rows from three places against the same of 64."""
     together = F.linear(x, weight)
     size = tuple(weight.T.shape)
@@ -253,22 +260,29 @@ ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m true_on_policy.kernels.exhaustive", description=__doc__)
     parser.add_argument("--backend", choices=("native", "tile", "stock"), default="native")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sizes", type=int, nargs="+", default=AWKWARD, help="of K and N")
+    parser.add_argument("--depths", type=int, nargs="+", default=AWKWARD, help="K")
+    parser.add_argument("--columns", type=int, nargs="+", default=AWKWARD, help="N")
     parser.add_argument("--few-rows", action="store_true", help=f"M in {FEW} instead of 1 to {MOST_ROWS}")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    backend = options.backend
-    with nullcontext() if backend == "stock" else pinned(Contract(backend=backend, dtype=options.dtype)):
-        tally = run(DTYPES[options.dtype], tuple(options.sizes), not options.few_rows)
-    print(json.dumps(report(tally, vars(options))))
-    return 1 if tally.labels else 0
+    reports = [_report(options, dtype) for dtype in options.dtype]
+    for report in reports:
+        print(json.dumps(report))
+    return 1 if any(report["failed"] for report in reports) else 0
 
 
-def report(tally: Tally, options: dict[str, object]) -> dict[str, object]:
+def _report(options: argparse.Namespace, dtype: str) -> dict[str, object]:
+    stock = options.backend == "stock"
+    with nullcontext() if stock else pinned(Contract(backend=options.backend, dtype=dtype)):
+        tally = run(DTYPES[dtype], options.depths, options.columns, not options.few_rows)
     return {
-        **options,
+        "backend": options.backend,
+        "dtype": dtype,
+        "threads": options.threads,
+        "depths": list(options.depths),
+        "columns": list(options.columns),
         "compared": tally.compared.total(),
         "failed": tally.failed.total(),
         "families": {name: [tally.compared[name], tally.failed[name]] for name in tally.compared},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -47,8 +48,11 @@ class Tile:
         if out_dtype != a.dtype:
             a, b = a.to(out_dtype), b.to(out_dtype)
         out = a.new_empty(len(a), a.shape[1], b.shape[2])
-        for one, left, right in zip(out, a, b, strict=True):
-            one.copy_(_product(left, right))
+        if out.numel() == 0:
+            return out
+        with _one_thread():
+            for one, left, right in zip(out, a, b, strict=True):
+                one.copy_(_product(left, right))
         return out
 
     def attend(
@@ -164,6 +168,20 @@ def _check_places(dtype: torch.dtype) -> None:
                 f"contract.backend: 'tile' does not hold here: in {dtype}, K = {depth}, rows of a tile differ; "
                 "choose 'native' on both sides"
             )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """MKL cuts a long K by the number of threads (seen at 2560)."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @cache

@@ -1,0 +1,244 @@
+"""Batch-invariant CPU kernels: by bytes, over every company a row can have, with the stock kernels as the control."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerances import attention_atol, gradient_rtol, product_atol
+from torch.utils.checkpoint import checkpoint
+
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.errors import PinError
+from true_on_policy.kernels import build, exhaustive
+from true_on_policy.pin import pinned
+
+BACKENDS = ("native", "tile")
+SHORT = (33, 100, 130)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_row_notices_its_company(backend, dtype):
+    with pinned(Contract(backend=backend, dtype=dtype)):
+        tally = exhaustive.run(DTYPES[dtype], SHORT, SHORT, every_row=False)
+    assert tally.labels == []
+    assert tally.compared.total() > 3000
+
+
+def test_ten_thousand_comparisons():
+    """M from 1 to 64 at three positions, K and N of 33, 37, 100, 130 and 2560."""
+    with pinned(Contract()):
+        tally = exhaustive.run(torch.float32)
+    assert tally.labels == []
+    assert tally.compared.total() > 10_000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "families"),
+    [("fp32", {"mm", "layout", "columns", "attention", "mean", "silu"}), ("bf16", {"attention", "rsqrt"})],
+)
+def test_stock_kernels_fail(dtype, families):
+    """The control: without it the suite could be blind. Which products fail in bf16 depends on the machine."""
+    tally = exhaustive.run(DTYPES[dtype], SHORT, SHORT, every_row=False)
+    assert families <= set(tally.failed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_do_not_change_a_bit(backend):
+    reports = [report for threads in (1, 2, 3) for report in suite(backend, threads)]
+    assert {report["failed"] for report in reports} == {0}
+    for dtype in DTYPES:
+        assert len({report["digest"] for report in reports if report["dtype"] == dtype}) == 1
+
+
+def suite(backend: str, threads: int) -> list[dict]:
+    """Both dtypes in a process of its own; at K of 2560 the stock products do depend on threads."""
+    arguments = f"--few-rows --backend {backend} --threads {threads} --depths 37 2560 --columns 300".split()
+    command = [sys.executable, "-m", "true_on_policy.kernels.exhaustive", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def environment() -> dict[str, str]:
+    passive = {"OMP_WAIT_POLICY": "passive"}  # threads that spin stall each other on shared cores
+    return os.environ | passive | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("depth", [1, 33, 128, 1100])
+def test_products_are_right(backend, dtype, depth):
+    torch.manual_seed(depth)
+    a, b, bias = (torch.randn(size).to(DTYPES[dtype]) for size in ((35, depth), (depth, 50), (50,)))
+    with pinned(Contract(backend=backend, dtype=dtype)):
+        plain, biased = a @ b, torch.addmm(bias, a, b, beta=2, alpha=0.5)
+        batched = torch.baddbmm(bias[None, None], a[None], b[None], beta=0)
+    exact = a.double() @ b.double()
+    for result in (plain, batched[0]):
+        assert ((result.double() - exact).abs() <= product_atol(a, b)).all()
+    assert ((biased.double() - (2 * bias.double() + 0.5 * exact)).abs() <= product_atol(a, b, bias)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
+def test_empty_products(backend, sizes):
+    rows, depth, columns = sizes
+    with pinned(Contract(backend=backend)):
+        result = torch.ones(rows, depth) @ torch.ones(depth, columns)
+    assert equal_bits(result, torch.zeros(rows, columns))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_dtypes_and_errors_are_the_stock_ones(backend):
+    a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    stock = a @ b
+    with pinned(Contract(backend=backend)):
+        assert equal_bits(a @ b, stock)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            torch.randn(5, 7) @ torch.randn(6, 3)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            torch.randn(5, 7) @ torch.randn(7, 3, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_place_and_out_forms(backend):
+    x, a, b = torch.randn(9, 100), torch.randn(9, 33), torch.randn(33, 100)
+    with pinned(Contract(backend=backend)):
+        for name in ("silu", "sigmoid", "rsqrt"):
+            positive = x.abs() + 1
+            function = getattr(torch.ops.aten, name)
+            expected = function(positive)
+            assert equal_bits(function.out(positive, out=torch.empty(0)), expected)
+            assert equal_bits(getattr(torch.ops.aten, f"{name}_")(positive), expected)
+        assert equal_bits(x.clone().addmm_(a, b), torch.addmm(x, a, b))
+        assert equal_bits(torch.mean(x, [0], out=torch.empty(0)), x.mean([0]))
+        assert equal_bits(torch.softmax(x, 0), torch.softmax(x.t().contiguous(), 1).t().contiguous())
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 65536), (7,)])
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_mean_has_the_shape_and_value_of_the_stock_one(shape, keepdim):
+    x = torch.randn(shape)
+    for dims in ((0,), (-1,), tuple(range(len(shape))), ()):
+        stock = x.double().mean(dims, keepdim=keepdim)
+        with pinned(Contract()):
+            ours = x.mean(dims, keepdim=keepdim)
+        assert ours.shape == stock.shape
+        assert torch.allclose(ours.double(), stock, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient(backend):
+    query, key, value = (torch.randn(1, 2, 4, 32, requires_grad=True) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask[1] = False
+    with pinned(Contract(backend=backend)):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None])
+        out[:, :, 1].sum().backward()
+    assert equal_bits(out[:, :, 1], torch.zeros(1, 2, 32))
+    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in (query, key, value))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_with_gaps_equal_the_same_keys_without(backend):
+    query, key, value = (torch.randn(1, 4, 40, 64) for _ in range(3))
+    seen = torch.rand(40) < 0.6
+    with pinned(Contract(backend=backend)):
+        gaps = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.expand(1, 1, 40, 40))
+        close = F.scaled_dot_product_attention(query, key[:, :, seen], value[:, :, seen])
+    assert equal_bits(gaps, close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_of_numbers_that_differs_between_heads(backend, dtype):
+    query, key, value = (torch.randn(2, count, 12, 32).to(DTYPES[dtype]) for count in (4, 2, 2))
+    bias = torch.randn(2, 4, 12, 12).to(DTYPES[dtype])
+    bias[:, 1, :, :5] = -torch.inf
+    attend = lambda *x, mask: F.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=True)  # noqa: E731
+    exact = attend(query.double(), key.double(), value.double(), mask=bias.double())
+    with pinned(Contract(backend=backend, dtype=dtype)):
+        ours = attend(query, key, value, mask=bias)
+    assert (
+        (ours.double() - exact).abs() <= attention_atol(query, key.repeat_interleave(2, 1), value, bias)
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_with_and_without_checkpointing(backend, dtype):
+    """The stock backward takes our logsumexp; checkpointing runs our forward again, to the same bits."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, dtype=torch.float64) / 8
+
+    def layer(x, w):
+        heads = F.linear(x, w).view(2, 30, 4, 16).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return F.silu(attended.transpose(1, 2).reshape(2, 30, 64))
+
+    torch.manual_seed(1)
+    tokens = torch.randn(2, 30, 64, dtype=torch.float64)
+
+    def gradients(run, dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (tokens, weight)]
+        run(*leaves).float().square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    exact = gradients(layer, torch.float64)
+    with pinned(Contract(backend=backend, dtype=dtype)):
+        plain = gradients(layer, DTYPES[dtype])
+        again = gradients(lambda *x: checkpoint(layer, *x, use_reentrant=False), DTYPES[dtype])
+    for ours, recomputed, wanted in zip(plain, again, exact, strict=True):
+        assert equal_bits(ours, recomputed)
+        assert (ours.double() - wanted).norm() <= gradient_rtol(ours.dtype) * wanted.norm()
+
+
+def test_without_a_compiler_native_says_what_to_do_and_tile_serves(monkeypatch):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.library.cache_clear()
+    with pytest.raises(PinError, match="'native' needs a C compiler and none was found; choose 'tile'"):
+        with pinned(Contract()):
+            pass
+    with pinned(Contract(backend="tile")):
+        torch.randn(3, 4) @ torch.randn(4, 5)
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    failing = tmp_path / "cc"
+    failing.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing))
+    build.library.cache_clear()
+    with pytest.raises(PinError, match="'native' does not build here .*no such option.*choose 'tile'"):
+        with pinned(Contract()):
+            pass
+
+
+def test_the_library_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    build.library()
+    (compiled,) = (tmp_path / "true_on_policy").iterdir()
+    written = compiled.stat().st_mtime_ns
+    build.library.cache_clear()
+    build.library()
+    assert compiled.stat().st_mtime_ns == written
+    build.library.cache_clear()
+
+
+def test_backends_have_different_bits():
+    """So one must serve both sides."""
+    x, weight = torch.randn(8, 256), torch.randn(64, 256)
+    results = []
+    for backend in BACKENDS:
+        with pinned(Contract(backend=backend)):
+            results.append(F.linear(x, weight))
+    assert not equal_bits(*results)
