@@ -530,9 +530,9 @@ def test_one_flipped_bit_of_one_log_prob(tmp_path: Path, log_probs: list[list[fl
         ({"log_probs": [[-0.1, -0.25, -3.0], [], [-1.0, -2.0]]}, r"-0\.1 is no torch\.float32"),
     ],
 )
-def test_a_record_that_does_not_fit(arguments: dict, message: str):
+def test_a_record_that_does_not_fit(arguments: dict, message: str, tmp_path: Path):
     with pytest.raises(RecordError, match=message):
-        LogProbRecord.from_sequences(TOKENS, **({"log_probs": LOG_PROBS} | arguments))
+        save(tmp_path / "r.safetensors", **arguments)
 
 
 @pytest.mark.parametrize("boundaries", [[0, 4], [1, 5], [0, 3, 2, 5], []])

@@ -60,6 +60,7 @@ class Report:
         rows: in execution order of A; what A lacks comes last.
         left_out: tensors of either side whose names the other framework, or the map, has no counterpart for.
         no_tensors: pairs of recorded values that are none.
+        tokens: how many pairs of tokens were compared, where rows were matched by token.
     """
 
     a: Path
@@ -67,6 +68,7 @@ class Report:
     rows: tuple[Row, ...]
     left_out: int = 0
     no_tensors: int = 0
+    tokens: int | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -108,18 +110,14 @@ class Report:
 
 def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
     """Every tensor of A against its counterpart in B, one pair loaded at a time."""
-    left, right = _renamed(a, names.a, heads), _renamed(b, names.b, heads)
+    left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
     keys = [*left, *(key for key in right if key not in left)]
-    rows = [_row(key, left.get(key), right.get(key), names.regroup) for key in keys]
+    rows = [row_of(key, left.get(key), right.get(key), names.regroup) for key in keys]
     return Report(
         a.path,
         b.path,
         rows=tuple(row for row in rows if row),
-        left_out=sum(
-            not renaming.of(entry.key.name)
-            for recording, renaming in ((a, names.a), (b, names.b))
-            for entry in recording.entries
-        ),
+        left_out=left_out(a, names.a) + left_out(b, names.b),
         no_tensors=rows.count(None),
     )
 
@@ -137,10 +135,15 @@ def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_K
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
         without = f"A {len(a.without_log_prob)}, B {len(b.without_log_prob)} of {len(a.tokens)} tokens"
         return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
-    return _verdict(key, first_mismatch(a.log_probs, b.log_probs, a.cu_seqlens))
+    return verdict(key, first_mismatch(a.log_probs, b.log_probs, a.cu_seqlens))
 
 
-def _renamed(recording: Recording, renaming: Renaming, heads: Heads | None) -> dict[Key, Entry]:
+def left_out(recording: Recording, renaming: Renaming) -> int:
+    """Entries without a common name."""
+    return sum(not renaming.of(entry.key.name) for entry in recording.entries)
+
+
+def renamed(recording: Recording, renaming: Renaming, heads: Heads | None) -> dict[Key, Entry]:
     """The entries that have a common name, under it."""
     entries = (
         Entry(replace(entry.key, name=name), partial(_part, entry, part, heads))
@@ -156,13 +159,13 @@ def _part(entry: Entry, part: str | None, heads: Heads | None) -> Value:
     return PARTS[part](value, heads) if part and isinstance(value, Tensor) else value
 
 
-def _row(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | None:
+def row_of(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | None:
     """None if neither side recorded a tensor."""
     try:
         values = [entry.load() for entry in (a, b) if entry]
     except RecordError as error:
         return Row(key, "not comparable", detail=str(error))
-    if all(value is None for value in values):
+    if not any(isinstance(value, Tensor | LogProbRecord) for value in values):
         return None
     if a is None or b is None:
         return Row(key, "missing in A" if a is None else "missing in B")
@@ -173,12 +176,12 @@ def _compared(key: Key, a: Value, b: Value, regroup: bool) -> Row:
     if isinstance(a, LogProbRecord) and isinstance(b, LogProbRecord):
         return compare_log_probs(a, b, key)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
+        return verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
     kinds = " against ".join(type(value).__name__ for value in (a, b))
     return Row(key, "not comparable", detail=kinds)
 
 
-def _verdict(key: Key, mismatch: Mismatch | None) -> Row:
+def verdict(key: Key, mismatch: Mismatch | None) -> Row:
     return Row(key, DIVERGED[mismatch.kind], mismatch) if mismatch else Row(key, "equal")
 
 

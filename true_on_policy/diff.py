@@ -18,6 +18,7 @@ from true_on_policy.names import Heads, correspondence
 from true_on_policy.records import read_recording
 from true_on_policy.storage import replaced
 from true_on_policy.table import print_table, printable
+from true_on_policy.tokens import compare_by_token
 
 SHOWN = 10  # rows that are not equal, in the table
 VERDICTS = ("equal", "different", "not comparable")  # by exit code
@@ -44,6 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="CHECKPOINT",
         help="whose config.json tells how many heads a fused query-key-value projection has",
     )
+    parser.add_argument(
+        "--by-token",
+        action="store_true",
+        help="match rows by the tokens before them, whatever batch or step they were computed in",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row of the comparison")
     parser.set_defaults(run=run)
 
@@ -51,7 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     a, b = read_recording(arguments.a), read_recording(arguments.b)
     heads = Heads.of(arguments.model) if arguments.model else None
-    report = compare(a, b, correspondence(a.names, b.names, arguments.map), heads)
+    matched = compare_by_token if arguments.by_token else compare
+    report = matched(a, b, correspondence(a.names, b.names, arguments.map), heads)
     if arguments.json:
         write_json(report, arguments.json)
     show(report)
@@ -61,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 def show(report: Report) -> None:
     """Counts, the first divergence, and the first rows that are not equal."""
     counts = {status: count for status, count in report.counts.items() if count or status == "equal"}
+    if report.tokens is not None:
+        counts["pairs of tokens"] = report.tokens
     unmatched = {"left out: no counterpart": report.left_out, "not tensors": report.no_tensors}
     counts |= {what: count for what, count in unmatched.items() if count}
     print_table(("tensors", ""), list(counts.items()))
@@ -102,6 +111,7 @@ def write_json(report: Report, file: Path) -> None:
         "counts": report.counts,
         "left_out": report.left_out,
         "no_tensors": report.no_tensors,
+        "tokens": report.tokens,
         "first_divergence": report.first and {
             "operation": report.first.operation,
             "tensor": _as_json(report.first),

@@ -39,7 +39,7 @@ from true_on_policy.storage import (
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix of what its hooks record
 LOG_PROBS = "log_probs"
 
-Value = Tensor | LogProbRecord | None  # None: recorded, but not a tensor
+Value = Any  # a tensor, a LogProbRecord, or what is neither: texts and numbers beside them
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Key:
 class Entry:
     """One recorded value, not loaded yet.
 
-    `load` returns a tensor in a mapped file, a log-prob record, or None for what is no tensor.
-    It raises RecordError for what cannot be read.
+    `load` returns a tensor in a mapped file, a log-prob record, or what is neither. It raises RecordError for what
+    cannot be read.
     """
 
     key: Key
@@ -195,7 +195,7 @@ def _dumped_pt(file: Path) -> Value:
         return _comparable(value, file)
     if any(True for _ in _tensors(value)):
         raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
-    return None
+    return value
 
 
 def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:

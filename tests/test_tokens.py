@@ -1,0 +1,276 @@
+"""Rows matched by token: an engine's steps against a trainer's padded batch and its pack.
+
+The model is a function of what stands before a token, so both sides must agree wherever it was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from true_on_policy.__main__ import main
+from true_on_policy.comparison import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
+from true_on_policy.contract import Contract
+from true_on_policy.log_probs import LogProbRecord
+from true_on_policy.models import checkpoint
+from true_on_policy.names import correspondence
+from true_on_policy.pin import pinned
+from true_on_policy.recorder import record
+from true_on_policy.records import Entry, Key, Recording, numbered
+from true_on_policy.storage import RecordError
+from true_on_policy.tokens import compare_by_token
+from true_on_policy.trainers.hf import HuggingFace
+from true_on_policy.trainers.megatron import Megatron
+
+WIDTH = 3
+Drawn = Sequence[tuple[list[int], list[int]]]  # prompt and sampled tokens of each sequence
+Sequences = Sequence[Sequence[int]]
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4)  # few, so that sequences share their beginnings
+sequences = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4)
+
+
+def hidden(sequence: Sequence[int]) -> Tensor:
+    """[T, WIDTH], each row a function of all tokens up to its own."""
+    state, rows = torch.zeros(WIDTH), []
+    for token in sequence:
+        state = torch.sin(state * 1.7 + torch.tensor([token + 1.0, 2.0 * token, 0.5]))
+        rows.append(state)
+    return torch.stack(rows)
+
+
+class Memory:
+    """A recording that never was a file."""
+
+    def __init__(self):
+        self.entries: list[Entry] = []
+
+    @property
+    def recording(self) -> Recording:
+        return Recording(Path("memory"), numbered(self.entries))
+
+    def write(self, name: str, value: object, rank: int = 0) -> None:
+        self.entries.append(Entry(Key(name, rank=rank), lambda: value))
+
+    def modules(self, rows: Tensor, heads: Tensor) -> None:
+        self.write("norm.output", rows)
+        self.write("heads.output", heads)
+        self.write("table", torch.arange(10_007.0))  # not one row a token: a prime
+
+
+def engine(drawn: Drawn, chunk: int = 100) -> Memory:
+    """A health check, prefill in chunks, then decode of all that run, in another order at each step."""
+    memory = Memory()
+    requests = {f"r{n}": [*prompt, *sampled] for n, (prompt, sampled) in enumerate(drawn)}
+    engine_pass(memory, {"HEALTH_CHECK_1": [1]}, [("HEALTH_CHECK_1", 0, 1)])
+    for start in range(0, 4, chunk):
+        ends = {f"r{n}": len(prompt) for n, (prompt, _) in enumerate(drawn)}
+        engine_pass(
+            memory, requests, [(r, start, min(start + chunk, end)) for r, end in ends.items() if start < end]
+        )
+    for step in range(4):  # the last sampled token is never fed
+        starts = {f"r{n}": len(prompt) + step for n, (prompt, _) in enumerate(drawn)}
+        running = [(r, start, start + 1) for r, start in starts.items() if start + 1 < len(requests[r])]
+        engine_pass(memory, requests, running[step % 2 :] + running[: step % 2])
+    return memory
+
+
+def engine_pass(
+    memory: Memory, requests: Mapping[str, Sequence[int]], parts: Sequence[tuple[str, int, int]]
+) -> None:
+    """Requests end to end, each from a position to another, as SGLang's dumper records it."""
+    if not parts:
+        return
+    memory.write("input_ids", torch.tensor([token for r, i, j in parts for token in requests[r][i:j]]))
+    memory.write("seq_lens", torch.tensor([j for _, _, j in parts]))
+    memory.write("positions", torch.tensor([p for _, i, j in parts for p in range(i, j)]))
+    memory.write("rids", [r for r, _, _ in parts])
+    rows = torch.cat([hidden(requests[r])[i:j] for r, i, j in parts])
+    memory.modules(rows, rows.repeat(1, 2).reshape(-1, WIDTH))  # [tokens x heads, head size]
+
+
+def padded(whole: Sequences, left: bool) -> Memory:
+    """One padded batch with its mask: [B, T, width] and [B, T, heads, head size]."""
+    memory, longest = Memory(), max(map(len, whole))
+    at = [slice(longest - len(s), longest) if left else slice(0, len(s)) for s in whole]
+    ids, present = torch.zeros(len(whole), longest).long(), torch.zeros(len(whole), longest).long()
+    rows = torch.full((len(whole), longest, WIDTH), torch.nan)
+    for line, (place, sequence) in enumerate(zip(at, whole, strict=True)):
+        ids[line, place] = torch.tensor(sequence)
+        present[line, place] = 1
+        rows[line, place] = hidden(sequence)
+    memory.write("input_ids", ids)
+    memory.write("attention_mask", present)
+    memory.modules(rows, torch.stack([rows, rows], dim=2))
+    return memory
+
+
+def packed(whole: Sequences, change: tuple[int, int] | None = None) -> Memory:
+    """All sequences end to end, [T, 1, width]; `change` is (row, place) of one that gets another value."""
+    memory = Memory()
+    memory.write("input_ids", torch.tensor([[token for sequence in whole for token in sequence]]))
+    memory.write("position_ids", torch.tensor([[p for sequence in whole for p in range(len(sequence))]]))
+    rows = torch.cat([hidden(sequence) for sequence in whole])
+    heads = torch.stack([rows, rows], dim=1)[:, None]
+    if change:
+        rows = rows.clone()
+        rows[change] += 1
+    memory.modules(rows[:, None], heads)
+    return memory
+
+
+def by_token(a: Memory, b: Memory) -> Report:
+    left, right = a.recording, b.recording
+    return compare_by_token(left, right, correspondence(left.names, right.names))
+
+
+def statuses(report: Report) -> dict[str, str]:
+    return {row.key.name: row.status for row in report.rows if row.key.name != "table"}
+
+
+BOTH_EQUAL = {"norm.output": "equal", "heads.output": "equal"}
+
+
+@given(sequences, st.integers(1, 4), st.booleans())
+@settings(max_examples=40)
+def test_steps_batches_and_packs_agree(drawn: Drawn, chunk: int, left: bool):
+    whole = [[*prompt, *sampled] for prompt, sampled in drawn]
+    computed = {tuple(sequence[:n]) for sequence in whole for n in range(1, len(sequence))}
+    for trained in (padded(whole, left), packed(whole)):
+        for found in (by_token(engine(drawn, chunk), trained), by_token(trained, engine(drawn, chunk))):
+            assert found.exit_code == EQUAL and statuses(found) == BOTH_EQUAL
+            assert found.tokens is not None and found.tokens >= len(computed)
+
+
+@given(sequences, st.data())
+@settings(max_examples=40)
+def test_another_value_is_found_at_its_token(drawn: Drawn, data: st.DataObject):
+    whole = [[*prompt, *sampled] for prompt, sampled in drawn]
+    number = data.draw(st.integers(0, len(whole) - 1))
+    position, place = data.draw(st.integers(0, len(whole[number]) - 1)), data.draw(st.integers(0, WIDTH - 1))
+    row = sum(map(len, whole[:number])) + position
+    found = by_token(packed(whole), packed(whole, (row, place)))
+    assert found.exit_code == DIFFERENT and found.first is not None and found.first.mismatch is not None
+    assert found.first.mismatch.coordinate == (number, position, place)
+    assert found.first.mismatch.count == 1
+    # The engine never computes on the last token; an earlier one is found in its steps too.
+    followed = any(
+        s[: position + 1] == whole[number][: position + 1] and len(s) > position + 1 for s in whole
+    )
+    assert by_token(engine(drawn), packed(whole, (row, place))).exit_code == (
+        DIFFERENT if followed else EQUAL
+    )
+
+
+def test_all_computations_of_a_token_are_compared():
+    """Two samples of one prompt: the trainer's first row is equal, its second has other bits."""
+    sampled = engine([([1, 2], [0])])
+    assert by_token(sampled, packed([[1, 2], [1, 2]])).exit_code == EQUAL
+    assert by_token(sampled, packed([[1, 2], [1, 2]], (3, 0))).exit_code == DIFFERENT
+
+
+def test_a_token_of_one_side_alone():
+    """The last token of a sequence may be; any other that is missing cannot be compared."""
+    sampled = engine([([1, 2], [0, 1])])  # computes on three tokens
+    for whole, code in (
+        ([[1, 2, 0, 1]], EQUAL),
+        ([[1, 2, 0]], EQUAL),
+        ([[1, 2]], EQUAL),
+        ([[1, 2, 0, 1, 1]], NOT_COMPARABLE),
+        ([[1]], NOT_COMPARABLE),
+        ([[2, 2, 0, 1]], NOT_COMPARABLE),
+        ([[1, 2, 0, 1], [2]], NOT_COMPARABLE),
+    ):
+        assert by_token(sampled, packed(whole)).exit_code == code, whole
+    detail = by_token(sampled, packed([[1, 2, 0, 1, 1]])).rows[0].detail
+    assert detail == "2 of 5 tokens, the first at position 3 of sequence 0"
+
+
+def test_a_preempted_request_is_computed_again():
+    memory, requests = Memory(), {"r": [1, 2, 0, 1]}
+    for part in (("r", 0, 2), ("r", 2, 3), ("r", 0, 3), ("r", 3, 4)):
+        engine_pass(memory, requests, [part])
+    found = by_token(memory, packed([[1, 2, 0, 1]]))
+    assert (found.exit_code, found.tokens) == (EQUAL, 7)
+    assert by_token(memory, packed([[1, 2, 0, 1]], (1, 0))).exit_code == DIFFERENT
+
+
+def no_ids(memory: Memory) -> None:
+    memory.write("x.output", torch.zeros(2))
+
+
+def cached(memory: Memory) -> None:
+    engine_pass(memory, {"r": [1, 2, 3]}, [("r", 2, 3)])
+
+
+def ranks(memory: Memory) -> None:
+    memory.write("input_ids", torch.zeros(2).long())
+    memory.write("input_ids", torch.zeros(2).long(), rank=1)
+
+
+def megatron_batch(memory: Memory) -> None:
+    memory.write("input_ids", torch.zeros(2, 3).long())
+    memory.write("decoder.layers.0.mlp.output", torch.zeros(3, 2, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (no_ids, "records no input_ids"),
+        (cached, "begins a sequence at position 2.*switch the engine's prefix cache off"),
+        (ranks, "of several ranks"),
+        (megatron_batch, "pack the sequences"),
+    ],
+)
+def test_what_tells_no_tokens_is_refused(write: Callable[[Memory], None], message: str):
+    memory = Memory()
+    write(memory)
+    with pytest.raises(RecordError, match=message):
+        by_token(memory, memory)
+
+
+def test_a_tensor_that_some_passes_lack():
+    a, b = engine([([1], [2, 0])]), engine([([1], [2, 0])])
+    b.entries.remove([entry for entry in b.entries if entry.key.name == "heads.output"][-1])
+    assert statuses(by_token(a, b)) == BOTH_EQUAL | {"heads.output": "not comparable"}
+    b.entries = [entry for entry in b.entries if entry.key.name != "heads.output"]
+    assert statuses(by_token(a, b)) == BOTH_EQUAL | {"heads.output": "missing in B"}
+
+
+def test_another_dtype():
+    a, b = packed([[1, 2]]), packed([[1, 2]])
+    b.entries = [
+        Entry(entry.key, lambda: hidden([1, 2]).double()) if entry.key.name == "norm.output" else entry
+        for entry in b.entries
+    ]
+    found = by_token(a, b)
+    assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "other dtype"
+
+
+def test_real_models_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Hugging Face's padded batch against Megatron's pack, in another order of sequences."""
+    qwen = checkpoint("tiny-qwen3", tmp_path / "qwen", torch.float32, seed=0)
+    hf, megatron = HuggingFace(qwen, "fp32"), Megatron(qwen, "fp32")
+    whole = [[5, 6, 7, 8, 9], [10, 11], [5, 6, 12]]
+    ids, present = torch.zeros(3, 5).long(), torch.zeros(3, 5).long()
+    for line, sequence in enumerate(whole):
+        ids[line, : len(sequence)] = torch.tensor(sequence)
+        present[line, : len(sequence)] = 1
+    with torch.no_grad(), pinned(Contract()):
+        with record(hf.model, tmp_path / "hf"):
+            hf.model(input_ids=ids, attention_mask=present)
+        with record(megatron.model, tmp_path / "megatron") as recorder:
+            megatron.logits(whole[::-1])
+    command = ["diff", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--model", str(qwen), "--by-token"]
+    assert main(command) == EQUAL
+    assert "pairs of tokens           10" in capsys.readouterr().out
+    # A record of log-probs says itself which token is which.
+    recorder.log_probs(LogProbRecord.from_sequences([[9]], [[-0.5]]))
+    assert main(command) == NOT_COMPARABLE
+    assert "log_probs            missing in A" in capsys.readouterr().out

@@ -1,0 +1,291 @@
+"""Two recordings compared token by token, whatever batch, step or layout each token was computed in.
+
+An engine decodes one token a step, in batches that change; a trainer takes whole sequences, padded or packed. A row of
+a tensor belongs to a token, and a token is told by itself and all tokens before it in its sequence. What a module made
+of it must be the same wherever it was computed.
+
+Which row is which token stands in the recordings: `input_ids`, with SGLang's `rids`, `positions` and `seq_lens`, or
+with the `position_ids` and `attention_mask` of a trainer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from hashlib import blake2b
+from itertools import groupby
+from math import prod
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from true_on_policy.bitwise import Mismatch, first_mismatch
+from true_on_policy.comparison import Report, Row, Status, left_out, renamed, row_of, verdict
+from true_on_policy.names import Correspondence, Heads, Renaming
+from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value
+from true_on_policy.storage import RecordError
+
+# What says which row is which token, and is another in another layout; log-probs say it themselves.
+LAYOUT = frozenset({LOG_PROBS, "input_ids", "positions", "position_ids", "attention_mask", "seq_lens"})
+HEALTH_CHECK = "HEALTH_CHECK"  # SGLang's own requests: how their ids begin
+BEFORE = b""  # what stands before the first token of a sequence
+
+Prefix = bytes  # digest of a token and of all before it
+
+
+@dataclass(frozen=True)
+class Token:
+    """One computation of a token.
+
+    Attributes:
+        before: its sequence up to the token before it.
+        forward, row: where its tensors stand.
+        sequence, position: where it is in its recording, for the reader.
+    """
+
+    prefix: Prefix
+    before: Prefix
+    forward: int
+    row: int
+    sequence: int
+    position: int
+
+
+Pair = tuple[Token, Token]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One pass through a model: its entries by common name, and how many rows its tensors have."""
+
+    entries: Mapping[Key, Entry]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """A recording as passes and tokens."""
+
+    forwards: tuple[Forward, ...]
+    tokens: tuple[Token, ...]
+
+    @cached_property
+    def by_prefix(self) -> dict[Prefix, list[Token]]:
+        found: dict[Prefix, list[Token]] = defaultdict(list)
+        for token in self.tokens:
+            found[token.prefix].append(token)
+        return found
+
+    @cached_property
+    def keys(self) -> dict[Key, None]:
+        """Of all passes, in execution order of the first that has each."""
+        return dict.fromkeys(key for forward in self.forwards for key in forward.entries)
+
+
+def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
+    """Every tensor of the tokens that both sides computed; a coordinate is (sequence of A, position, place in the row).
+
+    A token that only one side has cannot be compared, but for the last of a sequence: an engine never computes on the
+    last token that it samples.
+
+    Raises:
+        RecordError: recordings that do not tell which row is which token.
+    """
+    left, right = (_side(a, names.a, heads), _side(b, names.b, heads))
+    pairs = _pairs(left, right)
+    keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
+    rows = [row for key in keys if (row := _row(key, left, right, pairs))]
+    alone = [*_unmatched(left, right, "missing in B"), *_unmatched(right, left, "missing in A")]
+    return Report(
+        a.path,
+        b.path,
+        rows=(*alone, *rows, *_log_probs(a, b)),
+        left_out=left_out(a, names.a) + left_out(b, names.b),
+        tokens=len(pairs),
+    )
+
+
+def _side(recording: Recording, renaming: Renaming, heads: Heads | None) -> Side:
+    passes = _passes(recording)
+    tokens = tuple(_tokens(recording, passes))
+    common = (renamed(Recording(recording.path, tuple(entries)), renaming, heads) for entries in passes)
+    sizes = (_load(entries, "input_ids").numel() for entries in passes)
+    return Side(tuple(Forward(entries, rows) for entries, rows in zip(common, sizes, strict=True)), tokens)
+
+
+def _passes(recording: Recording) -> list[list[Entry]]:
+    """The entries of each pass through the model: it begins with its `input_ids`."""
+    if len({entry.key.rank for entry in recording.entries}) > 1:
+        raise RecordError(f"{recording.path}: of several ranks; tokens are matched within one")
+    passes: list[list[Entry]] = []
+    for entry in recording.entries:
+        if entry.key.name == "input_ids" and not entry.key.recompute:
+            passes.append([])
+        if passes:
+            passes[-1].append(entry)
+    if not passes:
+        raise RecordError(f"{recording.path}: records no input_ids, which tell the token of each row")
+    return passes
+
+
+def _tokens(recording: Recording, passes: Sequence[Sequence[Entry]]) -> Iterator[Token]:
+    """Every token of every pass; a sequence of an engine goes on from pass to pass."""
+    chains: dict[object, list[Prefix]] = {}
+    numbers: dict[object, int] = {}
+    for forward, entries in enumerate(passes):
+        ids = _load(entries, "input_ids").flatten().tolist()
+        for name, position, row in _layout(entries, forward):
+            chain, number = chains.setdefault(name, []), numbers.setdefault(name, len(numbers))
+            if position > len(chain):
+                raise RecordError(
+                    f"{recording.path}: pass {forward} begins a sequence at position {position}, and what stands "
+                    "before it was not recorded; switch the engine's prefix cache off while it records"
+                )
+            del chain[position:]  # computed again from there, as after a preemption
+            before = chain[-1] if chain else BEFORE
+            chain.append(blake2b(before + ids[row].to_bytes(8, "little", signed=True)).digest())
+            yield Token(chain[-1], before, forward, row, number, position)
+
+
+def _layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[object, int, int]]:
+    """(name of the sequence, position in it, row) of every token of a pass."""
+    if any(entry.key.name == "rids" for entry in entries):
+        return _engine_layout(entries)
+    if any("decoder.layers." in entry.key.name for entry in entries) and len(_load(entries, "input_ids")) > 1:
+        raise RecordError(
+            "rows of a batch of Megatron's stand in another order than its input_ids; pack the sequences"
+        )
+    return _trainer_layout(entries, forward)
+
+
+def _engine_layout(entries: Sequence[Entry]) -> Iterator[tuple[object, int, int]]:
+    """Requests end to end, each with what is new of it; SGLang's own health checks are nobody's tokens."""
+    positions = _load(entries, "positions").tolist()
+    row = 0
+    for request, length in zip(_load(entries, "rids"), _load(entries, "seq_lens").tolist(), strict=True):
+        new = range(positions[row], length)
+        if not str(request).startswith(HEALTH_CHECK):
+            yield from ((request, position, row + index) for index, position in enumerate(new))
+        row += len(new)
+
+
+def _trainer_layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[object, int, int]]:
+    """Sequences as rows of a batch, padded where the mask is 0, or packed, each from position 0."""
+    ids = torch.atleast_2d(_load(entries, "input_ids"))
+    present, positions = (_like(ids, _find(entries, name)) for name in ("attention_mask", "position_ids"))
+    for line, columns in enumerate(torch.arange(ids.numel()).view(ids.shape).tolist()):
+        name, position = (forward, line, 0), 0
+        for column, row in enumerate(columns):
+            if present is not None and not present[line, column]:
+                continue
+            position = position if positions is None else int(positions[line, column])
+            if position == 0:
+                name = (forward, line, column)
+            yield name, position, row
+            position += 1
+
+
+def _like(ids: Int[Tensor, "B T"], entry: Entry | None) -> Shaped[Tensor, "B T"] | None:
+    """One value a token, if that is what was recorded."""
+    value = entry.load() if entry else None
+    if not isinstance(value, Tensor) or value.shape not in (ids.shape, (1, ids.shape[1])):
+        return None
+    return value.expand_as(ids)
+
+
+def _find(entries: Sequence[Entry], name: str) -> Entry | None:
+    return next((entry for entry in entries if entry.key.name == name), None)
+
+
+def _load(entries: Sequence[Entry], name: str) -> Value:
+    entry = _find(entries, name)
+    if entry is None:
+        raise RecordError(f"{name} is not recorded, which tells the token of each row")
+    return entry.load()
+
+
+def _pairs(a: Side, b: Side) -> list[Pair]:
+    """Each computation of a token with one of the other side; the n-th with the n-th, or with the last."""
+    theirs = b.by_prefix
+    return [
+        (mine[min(n, len(mine) - 1)], others[min(n, len(others) - 1)])
+        for prefix, mine in a.by_prefix.items()
+        if (others := theirs.get(prefix))
+        for n in range(max(len(mine), len(others)))
+    ]
+
+
+def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
+    """One row for the tokens that the other side never computed."""
+    known, followed = other.by_prefix, {token.before for token in side.tokens}
+    alone = [
+        token
+        for token in side.tokens
+        if token.prefix not in known and (token.prefix in followed or token.before not in known)
+    ]
+    if not alone:
+        return []
+    first = alone[0]
+    where = f"the first at position {first.position} of sequence {first.sequence}"
+    return [Row(Key("input_ids"), status, detail=f"{len(alone)} of {len(side.tokens)} tokens, {where}")]
+
+
+def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
+    """None for what is not one row a token on both sides."""
+    if key not in a.keys or key not in b.keys:
+        return Row(key, "missing in B" if key in a.keys else "missing in A")
+    try:
+        left, right = (_gathered(key, side, [pair[i] for pair in pairs]) for i, side in enumerate((a, b)))
+    except RecordError as error:
+        return Row(key, "not comparable", detail=str(error))
+    if left is None or right is None:
+        return None
+    return verdict(key, _located(first_mismatch(left, right), pairs))
+
+
+def _gathered(key: Key, side: Side, tokens: Sequence[Token]) -> Shaped[Tensor, "tokens width"] | None:
+    """The rows of these tokens, flattened; None if this is not one row a token."""
+    load = cache(partial(_by_row, key, side))
+    parts = []
+    for forward, run in groupby(tokens, lambda token: token.forward):
+        rows = load(forward)
+        if rows is None:
+            return None
+        parts.append(rows[[token.row for token in run]])
+    if len({part.shape[1] for part in parts}) != 1:
+        return None
+    if len({part.dtype for part in parts}) > 1:
+        raise RecordError(f"{key} has another dtype in another pass")
+    return torch.cat(parts)
+
+
+def _by_row(key: Key, side: Side, forward: int) -> Shaped[Tensor, "rows width"] | None:
+    """[tokens, ...], [batch, tokens, ...] or [tokens x heads, ...] as one row a token."""
+    entry, rows = side.forwards[forward].entries.get(key), side.forwards[forward].rows
+    if entry is None:
+        raise RecordError(f"{key} was not recorded in pass {forward}")
+    value = entry.load()
+    if not isinstance(value, Tensor) or value.dim() == 0 or not rows:
+        return None
+    leading = {prod(value.shape[:dims]) for dims in range(value.dim() + 1)}
+    return value.reshape(rows, -1) if rows in leading or value.shape[0] % rows == 0 else None
+
+
+def _located(mismatch: Mismatch | None, pairs: Sequence[Pair]) -> Mismatch | None:
+    """With (sequence, position) of A in place of the number of the pair."""
+    if mismatch is None or mismatch.kind != "bytes":
+        return mismatch
+    token, place = pairs[mismatch.coordinate[0]][0], mismatch.coordinate[1:]
+    return replace(mismatch, coordinate=(token.sequence, token.position, *place))
+
+
+def _log_probs(a: Recording, b: Recording) -> list[Row]:
+    """Records of log-probs say themselves which token is which."""
+    left, right = ({e.key: e for e in side.entries if e.key.name == LOG_PROBS} for side in (a, b))
+    rows = (
+        row_of(key, left.get(key), right.get(key), regroup=False) for key in dict.fromkeys((*left, *right))
+    )
+    return [row for row in rows if row]
