@@ -2,10 +2,17 @@
 # Everything CI checks: lint, format, types, tests with shapes checked at run time. Arguments go to pytest.
 #   bash scripts/test.sh                      all of it
 #   bash scripts/test.sh -k weights -x        the checks, then only these tests
+#   bash scripts/test.sh --engines            all of it, and the tests of rollout engines, which it installs (10 GB free)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
+
+if [ "${1:-}" = --engines ]; then
+    shift
+    PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang
+    export MIS_TEST_ENGINES=1 # tests/engines/conftest.py collects its tests then
+fi
 
 ruff check .
 ruff format --check .

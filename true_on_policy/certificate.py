@@ -1,4 +1,4 @@
-"""The certificate of a verification: what ran, on what, under which contract, and how many log-probs were the same bytes."""
+"""The certificate of a verification: what ran, where, under which contract, and how many values were the same bytes."""
 
 from __future__ import annotations
 

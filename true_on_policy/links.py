@@ -16,7 +16,7 @@ from torch import Tensor
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.engines.protocol import Sample
 
-LogProbs = list[Float32[Tensor, "N"]]  # one tensor a sequence
+LogProbs = list[Float32[Tensor, "_"]]  # one tensor a sequence
 
 
 @dataclass
@@ -100,7 +100,7 @@ def conclusion(
     return link(name, evidence.decode, evidence.trainer_tempered)
 
 
-def link(name: str, left: Sequence[Float32[Tensor, "N"]], right: Sequence[Float32[Tensor, "N"]]) -> Link:
+def link(name: str, left: Sequence[Float32[Tensor, "_"]], right: Sequence[Float32[Tensor, "_"]]) -> Link:
     a, b = torch.cat(list(left)), torch.cat(list(right))
     mismatch = first_mismatch(a, b, boundaries(left))
     return Link(

@@ -72,7 +72,9 @@ TRAINERS: dict[str, Callable[[Path, str, NormOrder | None], Trainer]] = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("verify", help=__doc__.splitlines()[0], description=__doc__)
+    parser = subparsers.add_parser(
+        "verify", help="is every log-prob of the engine the trainer's?", description=__doc__
+    )
     parser.add_argument("--engine", required=True, choices=ENGINES)
     parser.add_argument("--trainer", required=True, choices=TRAINERS)
     parser.add_argument(
@@ -142,7 +144,7 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     order = agreed_order(contract, plan.engine, plan.trainer)
     workload = Workload(config.vocab_size, plan.seed)
     with pinned(contract), closing(ENGINES[plan.engine](source, plan.dtype, contract, order)) as engine:
-        versions = engine.versions
+        versions = engine.versions()
         on = _chain(
             plan, engine, TRAINERS[plan.trainer](source, plan.dtype, order), workload, source, scratch
         )

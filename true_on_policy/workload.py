@@ -1,4 +1,4 @@
-"""What the engine is asked to sample for the proof: the situations in which kernels could depend on company or history."""
+"""What the engine is asked to sample: the situations in which a kernel could depend on company or history."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ class HuggingFace:
         self._model = qwen3_hf.load(checkpoint, dtype, order)
         self._version = 0
 
-    @property
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("torch", "transformers")}
 
@@ -54,7 +53,7 @@ class HuggingFace:
         ]
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "N"]]:
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         tokens, present = _left_padded([sample.sequence for sample in samples])
         logits = self._model(
             input_ids=tokens, attention_mask=present, position_ids=_positions(present), use_cache=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float32
 from torch import Tensor
@@ -58,12 +58,12 @@ class Sample:
         return self.request.prompt + self.tokens
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A rollout engine. Every method raises EngineError; `close` never does and may be called twice."""
 
     name: str
 
-    @property
     def versions(self) -> dict[str, str]:
         """Of the packages that compute, in the engine's own environment."""
         ...
@@ -72,7 +72,7 @@ class Engine(Protocol):
         """Sample all requests in one batch."""
         ...
 
-    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "N"]]:
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         """Log-prob of each sampled token by prefill of the whole sequence, at temperature 1."""
         ...
 

@@ -64,7 +64,7 @@ class Server:
                     return
             except OSError:
                 time.sleep(POLL_SECONDS)
-        raise self._error(f"not ready within {seconds:.0f} s")
+        raise self._error(f"not ready within {seconds:g} s")
 
     def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
         """The JSON answer to a JSON POST.
@@ -81,7 +81,7 @@ class Server:
         except urllib.error.HTTPError as refused:
             raise self._error(f"{path} answered {refused.code}: {refused.read().decode()[:500]}") from refused
         except TimeoutError as late:
-            raise self._error(f"{path} did not answer within {seconds:.0f} s") from late
+            raise self._error(f"{path} did not answer within {seconds:g} s") from late
         except OSError as gone:
             raise self._error(f"{path} failed: {gone}") from gone
 

@@ -79,7 +79,6 @@ class SGLang:
             self.close()
             raise
 
-    @property
     def versions(self) -> dict[str, str]:
         folders = [str(folder) for folder in interpreter().parent.parent.glob("lib/python*/site-packages")]
         found = {found.name: found.version for found in distributions(path=folders)}
@@ -110,7 +109,7 @@ class SGLang:
             request, tokens, log_probs, self._version, meta["cached_tokens"], meta["num_retractions"]
         )
 
-    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "N"]]:
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
         answers = self._generate([sample.sequence for sample in samples], sampling, {"logprob_start_len": 0})
         return [

@@ -20,8 +20,8 @@ def activate() -> None:
     """Register what the contract needs. Called by SGLang, which survives and hides what a plugin raises."""
     if CONTRACT not in os.environ:
         return
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     # With invariant kernels under it, torch's SDPA is as deterministic as the backends that SGLang lists, with a
     # prefix from the cache too.

@@ -29,7 +29,7 @@ class HuggingFace:
         self.model.load_state_dict(read_weights(checkpoint), strict=False)
 
     @torch.no_grad()
-    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
         longest = max(len(sample.sequence) for sample in batch)
         tokens = torch.zeros(len(batch), longest, dtype=torch.long)
         present = torch.zeros(len(batch), longest, dtype=torch.long)

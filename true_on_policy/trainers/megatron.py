@@ -25,7 +25,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import Qwen3Config
 
 from true_on_policy.contract import DTYPES
 from true_on_policy.engines.protocol import Sample
@@ -43,7 +42,7 @@ class Megatron:
 
     def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
         _one_rank()
-        config = read_config(checkpoint)
+        config: Any = read_config(checkpoint)  # its fields are optional to a type checker
         self._groups = config.num_key_value_heads
         self.model = _build(config, DTYPES[dtype], order).to(DTYPES[dtype]).eval()
         self.load(checkpoint)
@@ -55,14 +54,14 @@ class Megatron:
                 parameter.copy_(_parameter(name, weights, self._groups))
 
     @torch.no_grad()
-    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
         parts = self.logits([sample.sequence for sample in batch])
         return [
             sampled_log_probs(logits, sample, temperature)
             for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
         ]
 
-    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "T V"]]:
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """The logits of each sequence, from one pass over all of them packed end to end."""
         lengths = [len(sequence) for sequence in sequences]
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
@@ -132,7 +131,7 @@ def _residual(order: NormOrder) -> Callable:
     return build
 
 
-def _build(config: Qwen3Config, dtype: torch.dtype, order: NormOrder | None) -> GPTModel:
+def _build(config: Any, dtype: torch.dtype, order: NormOrder | None) -> GPTModel:
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SpecAttention
@@ -154,7 +153,7 @@ def _build(config: Qwen3Config, dtype: torch.dtype, order: NormOrder | None) -> 
     )
 
 
-def _transformer_config(config: Qwen3Config, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(config: Any, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -201,7 +200,8 @@ def _rope_on_cpu() -> AbstractContextManager:
 
 def _one_rank() -> None:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel()
 

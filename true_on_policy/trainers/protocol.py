@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float32
@@ -13,6 +13,7 @@ from torch import Tensor
 from true_on_policy.engines.protocol import Sample
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """A trainer in this process. It computes on the kernels that are pinned when it is called."""
 
@@ -22,7 +23,7 @@ class Trainer(Protocol):
         """Take the weights of a checkpoint of the same shape."""
         ...
 
-    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "N"]]:
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
         """Log-prob of each sampled token, all sequences in one forward pass, each at its temperature."""
         ...
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# The real SGLang against the real Megatron-core and Hugging Face on CPU, token by token, bit by bit.
+#   bash scripts/verify-sglang-megatron.sh            a quarter of an hour on 2 cores
+#   RESULTS=runs/certificates bash scripts/verify-sglang-megatron.sh --tokens 500
+# Certificates and pictures: benchmarks/results/certificate-*. Ends at the first chain that is broken or vacuous.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$repository"
+export OMP_NUM_THREADS=1
+results=${RESULTS:-benchmarks/results}
+
+verify() {
+    local name="$results/certificate-sglang-$1-$2-$3-$4"
+    shift 4
+    echo "$name"
+    python -m true_on_policy verify --engine sglang --json "$name.json" --picture "$name.png" "$@"
+}
+
+PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang
+for trainer in megatron hf; do
+    for model in tiny-qwen3 tiny-qwen3-tied; do
+        verify "$trainer" "$model" fp32 engine --trainer "$trainer" --model "$model" "$@"
+        for norm_order in engine trainer; do
+            verify "$trainer" "$model" bf16 "$norm_order" --trainer "$trainer" --model "$model" --dtype bf16 \
+                --norm-order "$norm_order" "$@"
+        done
+    done
+done

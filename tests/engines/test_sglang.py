@@ -1,0 +1,123 @@
+"""The real SGLang, stock and pinned: what the ordinary suite shows with Hugging Face's decode, shown with its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from true_on_policy.__main__ import main
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract import Contract
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.sglang import Pool, SGLang
+from true_on_policy.models import checkpoint, updated
+from true_on_policy.norm_order import ORDERS
+from true_on_policy.pin import pinned
+from true_on_policy.trainers.megatron import Megatron
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPT = tuple(range(2, 150))  # longer than a chunk of the prefill
+REQUESTS = [Request((5, 6, 7), 40, seed=1), Request(PROMPT, 30, seed=2), Request((9,), 35, seed=3)]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny: Path) -> Iterator[SGLang]:
+    engine = SGLang(tiny, "bf16", Contract(dtype="bf16"), pool=Pool(prefill_chunk=64))
+    yield engine
+    engine.close()
+
+
+def joined(samples: list[Sample]) -> torch.Tensor:
+    return torch.cat([sample.log_probs for sample in samples])
+
+
+def test_company_does_not_matter(engine: SGLang):
+    together, alone = engine.generate(REQUESTS), [engine.generate([request])[0] for request in REQUESTS]
+    assert [sample.tokens for sample in together] == [sample.tokens for sample in alone]
+    assert equal_bits(joined(together), joined(alone))
+
+
+def test_decode_is_prefill_also_where_the_prompt_comes_from_the_cache(engine: SGLang):
+    first = engine.generate([Request(PROMPT + (3, 1), 20, seed=4)])
+    second = engine.generate([Request(PROMPT + (3, 1), 20, seed=4), Request(first[0].sequence, 20, seed=5)])
+    assert second[0].cached >= len(PROMPT) and second[1].cached > len(PROMPT) + 2
+    assert equal_bits(first[0].log_probs, second[0].log_probs)
+    assert equal_bits(joined(second), torch.cat(engine.score(second)))
+
+
+def test_the_trainer_follows_through_an_update(engine: SGLang, tiny: Path, tmp_path: Path):
+    trainer = Megatron(tiny, "bf16", ORDERS["sglang"])
+    for version, path in enumerate((updated(tiny, tmp_path / "1", seed=1), tiny)):
+        engine.update_weights(path, version)
+        trainer.load(path)
+        samples = engine.generate(REQUESTS)
+        with pinned(Contract(dtype="bf16")):
+            assert equal_bits(joined(samples), torch.cat(trainer.log_probs(samples, [1.0] * 3)))
+        assert {sample.version for sample in samples} == {version}
+
+
+def test_weights_that_do_not_exist_are_an_error(engine: SGLang, tmp_path: Path):
+    with pytest.raises(EngineError, match="sglang: "):
+        engine.update_weights(tmp_path / "nowhere", 9)
+    assert len(engine.generate(REQUESTS[:1])[0].tokens) == 40  # it still runs
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype", "norm_order"),
+    [
+        ("megatron", "fp32", "engine"),
+        ("megatron", "bf16", "trainer"),
+        ("hf", "bf16", "engine"),
+        ("hf", "bf16", "trainer"),
+    ],
+)
+def test_the_command_certifies_it(trainer: str, dtype: str, norm_order: str, tmp_path: Path):
+    certificate = tmp_path / "c.json"
+    arguments = [
+        "--trainer",
+        trainer,
+        "--dtype",
+        dtype,
+        "--norm-order",
+        norm_order,
+        "--json",
+        str(certificate),
+    ]
+    assert main(["verify", "--engine", "sglang", "--tokens", "500", *arguments]) == 0
+    said = json.loads(certificate.read_text())
+    assert said["engine"]["sglang"] == "0.5.23"
+    assert all(link["equal"] == link["total"] > 0 for link in said["links"])
+    assert said["situations"]["preemptions"] > 0 and said["situations"]["prompt_tokens_from_cache"] > 0
+
+
+def test_a_pin_that_cannot_hold_ends_the_server_with_its_reason(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tiny / "cache"))
+    with pytest.raises(EngineError, match=r"PinError: contract.backend: 'native'"):
+        SGLang(tiny, "bf16", Contract(dtype="bf16"))
+
+
+def test_nothing_of_a_closed_server_is_left(tiny: Path):
+    engine = SGLang(tiny, "bf16")
+    group = engine._server._process.pid
+    assert members(group)
+    engine.close()
+    assert not members(group)
+
+
+def members(group: int) -> list[str]:
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,pid="], capture_output=True, text=True, check=True)
+    rows = (line.split() for line in listed.stdout.splitlines())
+    return [pid for pgid, stat, pid in rows if int(pgid) == group and not stat.startswith("Z")]

@@ -1,0 +1,254 @@
+"""The chain of the proof: equal where both sides agree, broken by one bit or by any alignment left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from true_on_policy import verify
+from true_on_policy.__main__ import main
+from true_on_policy.contract import Contract
+from true_on_policy.engines.hf import HuggingFace as Engine
+from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.links import Evidence, conclusion
+from true_on_policy.models import TINY, checkpoint, kernel_shapes, read_config, updated
+from true_on_policy.norm_order import ORDERS, NormOrder
+from true_on_policy.pin import active_backend, pinned
+from true_on_policy.trainers.hf import HuggingFace
+from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.workload import LONG_PROMPT, Workload, arrangements
+
+FEW = "60"
+
+
+def run(*more: str) -> int:
+    return main(["verify", "--engine", "hf", "--tokens", FEW, *more])
+
+
+# The command
+
+
+@pytest.mark.parametrize("norm_order", ["engine", "trainer"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("trainer", ["hf", "megatron"])
+def test_engine_and_trainer_agree(
+    trainer: str, dtype: str, norm_order: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order) == 0
+    assert capsys.readouterr().out.endswith("verdict: equal\n")
+    assert active_backend() is None
+
+
+def test_the_other_shape_and_the_backend_without_a_compiler():
+    assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied", "--backend", "tile") == 0
+
+
+def flipped(values: Tensor) -> Tensor:
+    """The same float32 values, the last bit of the last one other."""
+    changed = values.clone()
+    changed.numpy().view(np.int32)[-1] ^= 1
+    return changed
+
+
+class OneBitOffDecode(Engine):
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        samples = super().generate(requests)
+        last = dataclasses.replace(samples[-1], log_probs=flipped(samples[-1].log_probs))
+        return [*samples[:-1], last]
+
+
+class OneBitOffTrainer(HuggingFace):
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Tensor]:
+        values = super().log_probs(batch, temperatures)
+        return [*values[:-1], flipped(values[-1])]
+
+
+def test_one_bit_of_the_engine_is_different(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(
+        verify.ENGINES, "hf", lambda path, dtype, contract, order: OneBitOffDecode(path, dtype, order)
+    )
+    assert run("--trainer", "hf") == 1
+    out = capsys.readouterr().out
+    assert "hence engine decode == trainer" in out and "1 ulp apart" in out
+    assert out.endswith("verdict: different\n")
+
+
+def test_one_bit_of_the_trainer_is_different(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(verify.TRAINERS, "hf", OneBitOffTrainer)
+    assert run("--trainer", "hf") == 1
+    assert "engine prefill == trainer: " in capsys.readouterr().out
+
+
+def test_a_chain_that_holds_with_stock_kernels_too_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    agreeing = Evidence(
+        samples=[Sample(Request((1,), 2), (3, 4), torch.tensor([-1.0, -2.0]), 0)],
+        trainer_tempered=[torch.tensor([-1.0, -2.0])],
+    )
+    monkeypatch.setattr(verify, "_control", lambda *_: agreeing)
+    assert run("--trainer", "hf") == 2
+    assert capsys.readouterr().out.endswith("verdict: vacuous\n")
+
+
+def test_the_certificate_says_what_ran(tmp_path: Path):
+    certificate, picture = tmp_path / "results" / "c.json", tmp_path / "results" / "c.png"
+    assert run("--trainer", "megatron", "--json", str(certificate), "--picture", str(picture)) == 0
+    said = json.loads(certificate.read_text())
+    assert said["verdict"] == "equal"
+    assert said["engine"]["name"] == "hf" and said["trainer"] == "megatron"
+    assert said["machine"]["packages"]["torch"] == torch.__version__
+    assert said["machine"]["cpu"] and said["machine"]["threads"] == torch.get_num_threads()
+    assert said["contract"]["backend"] == "native"
+    assert said["situations"]["sampled_tokens"] >= int(FEW)
+    assert said["situations"]["longest_sequence"] > 512
+    assert said["situations"]["temperatures"] == [0.7, 1.0]
+    assert all(link["equal"] == link["total"] > 0 for link in said["links"])
+    assert said["control"]["equal"] < said["control"]["total"]
+    assert said["hashes"]["engine decode"] == said["hashes"]["trainer, every temperature"]
+    assert said["hashes"]["engine decode"] != said["hashes"]["trainer"]  # at temperature 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "tiny-llama"),
+            "--model: got 'tiny-llama'; choose one of tiny-qwen3, tiny-qwen3-tied, or",
+        ),
+        (("--tokens", "0"), "--tokens: got 0; compare one at least"),
+    ],
+)
+def test_what_cannot_run_exits_with_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run("--trainer", "hf", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_environment_of_sglang_missing_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SGLANG_VENV", str(tmp_path))
+    assert main(["verify", "--engine", "sglang", "--trainer", "hf", "--tokens", FEW]) == 2
+    assert "no SGLang there; run `bash" in capsys.readouterr().err
+
+
+# Every alignment left out breaks the chain
+
+CONTRACT = Contract(dtype="bf16")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny: Path) -> list[Sample]:
+    """By the engine in SGLang's order of rounding."""
+    with pinned(CONTRACT):
+        return Workload(320, seed=0).sample(Engine(tiny, "bf16", ORDERS["sglang"]).generate, 150)
+
+
+def equal_share(samples: list[Sample], trainer: Megatron | HuggingFace) -> float:
+    tempered = [trainer.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
+    found = conclusion(Evidence(samples=samples, trainer_tempered=tempered))
+    return found.equal / found.total
+
+
+@pytest.mark.parametrize("trainer", [HuggingFace, Megatron])
+@pytest.mark.parametrize("order", [NormOrder(a, b) for a in (False, True) for b in (False, True)], ids=str)
+def test_only_the_engines_order_of_rounding_gives_its_bits(sampled, tiny, trainer, order):
+    with pinned(CONTRACT):
+        share = equal_share(sampled, trainer(tiny, "bf16", order))
+    assert (share == 1.0) == (order == ORDERS["sglang"])
+
+
+@pytest.mark.parametrize("trainer", [HuggingFace, Megatron])
+def test_without_the_pin_the_trainer_differs(sampled, tiny, trainer):
+    assert equal_share(sampled, trainer(tiny, "bf16", ORDERS["sglang"])) < 1.0
+
+
+def test_another_backend_has_other_bits(sampled, tiny):
+    with pinned(dataclasses.replace(CONTRACT, backend="tile")):
+        assert equal_share(sampled, Megatron(tiny, "bf16", ORDERS["sglang"])) < 1.0
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda rows: rows - rows.logsumexp(-1, keepdim=True),
+        lambda rows: torch.softmax(rows, -1).log(),
+        lambda rows: torch.log_softmax(rows.bfloat16(), -1).float(),
+    ],
+    ids=["logit - logsumexp", "log(softmax)", "log_softmax in bf16"],
+)
+def test_another_formula_of_the_log_prob_has_other_bits(sampled, tiny, formula):
+    with pinned(CONTRACT):
+        trainer = Megatron(tiny, "bf16", ORDERS["sglang"])
+        log_probs = []
+        for sample in sampled:
+            [logits] = trainer.logits([sample.sequence])
+            rows = logits[-len(sample.tokens) - 1 : -1].float() / sample.request.temperature
+            log_probs.append(formula(rows).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0].detach())
+    found = conclusion(Evidence(samples=sampled, trainer_tempered=log_probs))
+    assert found.equal < found.total
+
+
+# The pieces
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_megatron_holds_the_weights_of_the_checkpoint(name: str, tmp_path: Path):
+    path = checkpoint(name, tmp_path, torch.float32, seed=3)
+    tokens = torch.arange(2, 40)
+    stock = HuggingFace(path, "fp32").model(input_ids=tokens[None]).logits[0]
+    [logits] = Megatron(path, "fp32").logits([tokens.tolist()])
+    assert (stock - logits).abs().max() < 1e-4 * stock.abs().max()
+
+
+def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):
+    first, again, other = (
+        checkpoint("tiny-qwen3", tmp_path / str(number), torch.float32, seed)
+        for number, seed in enumerate((0, 0, 1))
+    )
+    read = [(path / "model.safetensors").read_bytes() for path in (first, again, other)]
+    assert read[0] == read[1] != read[2]
+    norms = [p for name, p in HuggingFace(first, "fp32").model.named_parameters() if "norm" in name]
+    assert all(norm.unique().numel() == norm.numel() for norm in norms)
+    assert (updated(first, tmp_path / "updated", 1) / "model.safetensors").read_bytes() != read[0]
+
+
+def test_the_kernels_are_probed_at_the_models_own_shapes(tiny: Path):
+    shapes = kernel_shapes(read_config(tiny))
+    assert (128, 320) in shapes.linear and shapes.attention == ((4, 2, 32),) and 32 in shapes.hidden
+
+
+def test_the_workload_meets_its_situations(tiny: Path):
+    asked: list[list[Request]] = []
+
+    def generate(requests: Sequence[Request]) -> list[Sample]:
+        asked.append(list(requests))
+        return [Sample(r, (2,) * r.length, torch.zeros(r.length), 0) for r in requests]
+
+    samples = Workload(320, seed=0).sample(generate, 600)
+    assert [len(batch) for batch in asked[:5]] == [1, 1, 3, 8, 3]
+    assert len(asked[0][0].prompt) == LONG_PROMPT
+    earlier = {sample.sequence for sample in samples[:13]}
+    assert all(request.prompt in earlier for request in asked[4])
+    assert len({sample.request.seed for sample in samples}) == len(samples)
+    for _, batches in arrangements(samples, seed=0):
+        assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
