@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mis_plugins.errors import InputError
-from mis_plugins.versions import Response
+from mis_plugins.versions import Response, spans
 
 
 @st.composite
@@ -109,3 +109,38 @@ def test_versions_never_go_back():
 def test_each_token_has_a_log_prob():
     with pytest.raises(InputError, match="2 tokens with 1 log-probs"):
         Response((1,)).append([1, 2], [-1.0], 0)
+
+
+def reported(*stretches: tuple[str, int, int]) -> dict:
+    """`meta_info` of one call of SGLang: of the last version by name, and all of them as spans."""
+    named = [{"version": version, "start": start, "end": end} for version, start, end in stretches]
+    return {"weight_version": stretches[-1][0], "weight_versions": named}
+
+
+def test_spans_of_a_call():
+    assert spans(reported(("3", 0, 4), ("5", 4, 6)), 6) == [(3, 0, 4), (5, 4, 6)]
+    assert spans(reported(("3", 0, 0)), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("meta_info", "message"),
+    [
+        ({"weight_version": "5"}, "no weight_versions; weight_version alone names"),
+        (reported(("3", 0, 4), ("5", 5, 6)), "where token 4 should follow"),
+        (reported(("3", 0, 4)), "up to token 4 of 6"),
+        (reported(("default", 0, 6)), "version 'default' is not a number"),
+    ],
+)
+def test_spans_that_cannot_be_trusted(meta_info: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        spans(meta_info, 6)
+
+
+@given(histories())
+def test_spans_rebuild_the_runs(history: list[tuple[int, int, bool]]):
+    """What a response says of its runs, an engine says of a call."""
+    response = grown([entry for entry in history if entry[0] >= 0])
+    runs = list(response.runs())
+    if runs:
+        meta_info = reported(*((str(version), start, stop) for version, start, stop in runs))
+        assert spans(meta_info, len(response.tokens)) == runs
