@@ -103,9 +103,9 @@ def test_other_dtypes_and_errors_are_the_stock_ones(backend):
     with pinned(Contract(backend=backend)):
         assert equal_bits(a @ b, stock)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            torch.randn(5, 7) @ torch.randn(6, 3)
+            torch.mm(torch.randn(5, 7), torch.randn(6, 3))
         with pytest.raises(RuntimeError, match="same dtype"):
-            torch.randn(5, 7) @ torch.randn(7, 3, dtype=torch.bfloat16)
+            torch.mm(torch.randn(5, 7), torch.randn(7, 3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,9 +142,9 @@ def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient(backend):
     mask[1] = False
     with pinned(Contract(backend=backend)):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None])
-        out[:, :, 1].sum().backward()
+        gradients = torch.autograd.grad(out[:, :, 1].sum(), (query, key, value))
     assert equal_bits(out[:, :, 1], torch.zeros(1, 2, 32))
-    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in (query, key, value))
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -189,8 +189,7 @@ def test_gradients_with_and_without_checkpointing(backend, dtype):
 
     def gradients(run, dtype):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (tokens, weight)]
-        run(*leaves).float().square().sum().backward()
-        return [leaf.grad for leaf in leaves]
+        return torch.autograd.grad(run(*leaves).float().square().sum(), leaves)
 
     exact = gradients(layer, torch.float64)
     with pinned(Contract(backend=backend, dtype=dtype)):
@@ -208,7 +207,7 @@ def test_without_a_compiler_native_says_what_to_do_and_tile_serves(monkeypatch):
         with pinned(Contract()):
             pass
     with pinned(Contract(backend="tile")):
-        torch.randn(3, 4) @ torch.randn(4, 5)
+        torch.mm(torch.randn(3, 4), torch.randn(4, 5))
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ BackendName = Literal["native", "tile"]
 DtypeName = Literal["fp32", "bf16"]
 Side = Literal["engine", "trainer"]
 
+CHOICES = {"backend": get_args(BackendName), "dtype": get_args(DtypeName), "norm_order": get_args(Side)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -38,9 +39,9 @@ class Contract:
     """The agreement between a rollout engine and a trainer.
 
     Attributes:
-        backend: which kernels serve both sides; two backends have different bits.
-        dtype: the dtype of the model's matrix products.
-        norm_order: whose order of cast, weight and residual RMSNorm takes (it matters in bf16 alone).
+        backend: a BackendName: the kernels of both sides; two backends have different bits.
+        dtype: a DtypeName, of the model's matrix products.
+        norm_order: a Side: whose order of cast, weight and residual RMSNorm takes (it matters in bf16 alone).
         trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
         engine_tensor_parallel: the same of the engine.
         shapes: where the kernels are probed.
@@ -49,16 +50,16 @@ class Contract:
         ContractError: a choice that does not exist, or unequal tensor parallelism.
     """
 
-    backend: BackendName = "native"
-    dtype: DtypeName = "fp32"
-    norm_order: Side = "engine"
+    backend: str = "native"
+    dtype: str = "fp32"
+    norm_order: str = "engine"
     trainer_tensor_parallel: int = 1
     engine_tensor_parallel: int = 1
     shapes: Shapes = field(default_factory=Shapes)
 
     def __post_init__(self):
-        for name, choices in (("backend", BackendName), ("dtype", DtypeName), ("norm_order", Side)):
-            _check_choice(name, getattr(self, name), get_args(choices))
+        for name, choices in CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
         _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel)
 
     @property

@@ -1,0 +1,158 @@
+"""Pinning nests, survives exceptions, restores what it found, and believes no flag."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from true_on_policy import pin as pins
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract import Contract, Shapes
+from true_on_policy.errors import ContractError, PinError, ProbeError
+from true_on_policy.kernels import cpu
+from true_on_policy.pin import active_backend, pin, pinned
+
+NATIVE, TILE = Contract(), Contract(backend="tile")
+
+
+def dispatcher() -> list[str]:
+    """All that the dispatcher knows of the operators that a pin touches."""
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in cpu.OPERATORS]
+
+
+@pytest.fixture(autouse=True)
+def found():
+    """Every test leaves the dispatcher as it found it."""
+    before = dispatcher()
+    yield before
+    assert dispatcher() == before
+    assert active_backend() is None
+
+
+@pytest.mark.parametrize("contract", [NATIVE, TILE], ids=lambda contract: contract.backend)
+def test_pinned_replaces_every_operator_and_restores_it(found, contract):
+    with pinned(contract):
+        inside = dispatcher()
+        assert active_backend() == contract.backend
+    assert all(now != then for now, then in zip(inside, found, strict=True))
+
+
+def test_nested_pins_are_one(found):
+    x, weight = torch.randn(9, 100), torch.randn(37, 100)
+    with pinned(NATIVE):
+        outer, result = dispatcher(), F.linear(x, weight)
+        with pinned(replace(NATIVE, dtype="bf16")):
+            assert dispatcher() == outer
+        assert dispatcher() == outer
+        assert equal_bits(F.linear(x, weight), result)
+
+
+def test_an_exception_unpins(found):
+    with pytest.raises(ZeroDivisionError):
+        with pinned(NATIVE), pinned(NATIVE):
+            raise ZeroDivisionError
+    assert dispatcher() == found
+
+
+def test_two_backends_at_once_are_refused():
+    with pinned(NATIVE):
+        with pytest.raises(PinError, match="'tile', but 'native' is pinned"):
+            with pinned(TILE):
+                pass
+        assert active_backend() == "native"
+
+
+def test_another_provider_is_refused_and_left_alone():
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("bmm", lambda a, b: a, "CPU")
+    theirs = dispatcher()
+    try:
+        with pytest.raises(PinError, match="aten::bmm is overridden already .*test_pin.py"):
+            pin(NATIVE)
+        assert dispatcher() == theirs
+    finally:
+        library._destroy()
+
+
+def test_pin_holds_for_the_rest_of_the_process():
+    program = """
+import torch
+from true_on_policy.contract import Contract
+from true_on_policy.pin import active_backend, pin, pinned
+pin(Contract())
+with pinned(Contract()):
+    pass
+print(active_backend(), ".py:" in torch._C._dispatch_dump("aten::mm"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["native", "True"], done.stderr
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A backend whose rows see the batch, in one bit."""
+
+    name: str = "native"
+
+    def prepare(self) -> None: ...
+
+    def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        right = cpu.NATIVE.product(a, b, out_dtype)
+        return right if a.shape[1] == 1 else torch.nextafter(right, right + 1)
+
+    def attend(self, query, key, value, bias, is_causal, scale):
+        return cpu.NATIVE.attend(query, key, value, bias, is_causal, scale)
+
+
+def test_a_failing_probe_raises_and_unpins(monkeypatch, found):
+    monkeypatch.setitem(cpu.BACKENDS, "native", Broken())
+    with pytest.raises(ProbeError, match=r"linear at \(64, 96\), a row alone and in a batch: 672 of 672"):
+        pin(NATIVE)
+    assert dispatcher() == found
+
+
+def test_a_failing_probe_inside_leaves_the_outer_pin(monkeypatch):
+    with pinned(NATIVE):
+        outer = dispatcher()
+        monkeypatch.setattr(pins, "probe", raises)
+        with pytest.raises(ProbeError):
+            pin(NATIVE)
+        assert dispatcher() == outer
+
+
+def raises(contract: Contract) -> None:
+    raise ProbeError(contract.backend)
+
+
+def test_a_failing_install_restores(monkeypatch, found):
+    """The last operator's kernel cannot be called: those before it were installed already."""
+    installed = cpu._overrides(cpu.NATIVE)
+    monkeypatch.setattr(cpu, "_overrides", lambda backend: installed | {list(installed)[-1]: "no function"})
+    with pytest.raises(TypeError, match="callable"):
+        pin(NATIVE)
+    assert dispatcher() == found
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"backend": "fast"}, "contract.backend: got 'fast'; choose one of native, tile"),
+        ({"dtype": "fp16"}, "contract.dtype: got 'fp16'; choose one of fp32, bf16"),
+        ({"norm_order": "hf"}, "contract.norm_order: got 'hf'; choose one of engine, trainer"),
+        ({"trainer_tensor_parallel": 2}, "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1"),
+    ],
+)
+def test_contracts_that_cannot_hold(setting, message):
+    with pytest.raises(ContractError, match=message):
+        Contract(**setting)
+
+
+def test_wide_heads_are_probed_where_they_are_wide():
+    with pinned(Contract(shapes=Shapes(linear=((64, 20_000),)))):
+        pass
