@@ -51,12 +51,14 @@ setup(
     extras_require={
         "local": ["megatron-core==0.16.*", "numpy", "transformers", "rich", "matplotlib"],
         "report": ["rich", "matplotlib"],
+        "verify": ["safetensors", "numpy"],
         "dev": [
             "pytest",
             "pytest-xdist",
             "pytest-timeout",
             "hypothesis",
             "beartype",
+            "safetensors",
             "ruff",
             "pyright[nodejs]",
         ],

@@ -18,22 +18,29 @@ FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m true_on_policy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
-    for command in COMMANDS:
-        import_module(f"true_on_policy.{command}").add_parser(subparsers)
-    arguments = parser.parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = _parser(argv).parse_args(argv)
         return arguments.run(arguments)
     except (TrueOnPolicyError, OSError) as error:
         print(error, file=sys.stderr)
     except Exception:  # Python would exit with 1, which means different
         traceback.print_exc()
     return FAILED
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """With the command that is asked for alone, if one is: the others may need libraries that are not installed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m true_on_policy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    asked = [command for command in argv[:1] if command in COMMANDS]
+    for command in asked or COMMANDS:
+        import_module(f"true_on_policy.{command}").add_parser(subparsers)
+    return parser
 
 
 if __name__ == "__main__":
