@@ -6,20 +6,32 @@ Runs under `bash scripts/peers.sh`. D1 to D18 are the numbers of that list.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batches import make_batch
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
-from peers.rows import Rows, fixed_rows, our_metrics, ours, preset
+from peers.rows import Rows, fixed_rows, our_metrics, ours, preset, surrogate_loss
 from tolerances import WRITTEN
 
 from mis_plugins.config import OpsmConfig
 from mis_plugins.errors import ConfigError
+from mis_plugins.objective import Clip
 from mis_plugins.opsm import on_policy
 from mis_plugins.reading import from_mapping
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "peers.md"
+
+
+def test_document_lists_these():
+    listed = set(re.findall(r"`(test_\w+)`", DOCUMENT.read_text()))
+    here = {name for name in globals() if name.startswith("test_")} - {"test_document_lists_these"}
+    assert here <= listed
+    assert listed - here == {"test_trl_loss", "test_ms_swift_loss"}
 
 
 def close(found: float, expected: float) -> None:
@@ -401,3 +413,25 @@ def test_verl_deviation_differs():
     theirs = verl.correction(batch, {"rollout_is": "token"})[2]["rollout_corr/rollout_is_std"]
     assert 7e-5 < theirs < 8e-5
     assert our_metrics(batch, {"weight": {"level": "token"}})["weight_std"] == 0.0
+
+
+def test_sequence_ratio_gradient_differs():
+    """verl's GSPO gives each token the gradient of its own weight, TRL's and ours that of the sequence's mean weight.
+
+    verl replaces the sequence's ratio by sg(s) pi_theta / sg(pi_theta) of each token (the paper's GSPO-token); the two
+    are the same where all tokens of a sequence weigh the same.
+    """
+    batch, weights = fixed_rows([[0.0, 0.6]]), {"rollout_is": "token", "rollout_is_threshold": 9.0}
+    target = batch.pad(batch.target).requires_grad_()
+    (theirs,) = torch.autograd.grad(verl.surrogate_loss(batch, target, weights, "gspo", "token-sum"), target)
+    assert theirs[0].tolist() == pytest.approx([-1.0, -math.exp(0.6)], rel=WRITTEN)
+    mean = (1 + math.exp(0.6)) / 2
+    trl_loss = 2 * trl.loss(
+        batch, target, trl.correction(batch, "token_mask")[0], importance_sampling_level="sequence"
+    )
+    correction = ours(batch, verl.mapping_of(weights))
+    our_loss = surrogate_loss(
+        batch, target, batch.proximal, correction, {"ratio": "sequence"}, Clip(0.2, 0.28)
+    ).sum()
+    for loss in (trl_loss, our_loss):
+        assert torch.autograd.grad(loss, target)[0][0].tolist() == pytest.approx([-mean, -mean], rel=WRITTEN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def assert_same_loss(batch: Rows, theirs: Callable[[Tensor], Tensor], target: Te
     their_loss = theirs(their_target)
     size = tokens.detach().abs().sum().item()
     assert abs(tokens.sum().item() - their_loss.item()) <= batch.rtol * size
-    (our_gradient,) = torch.autograd.grad(tokens.sum(), target)
+    (our_gradient,) = torch.autograd.grad(tokens.sum(), target, retain_graph=True)
     (their_gradient,) = torch.autograd.grad(their_loss, their_target)
     assert_all_close(our_gradient, their_gradient, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
 
@@ -470,3 +471,51 @@ def test_skyrl_metrics(batch: Rows, chosen: dict):
     table = skyrl.metric_table(config)
     assert set(theirs) - set(table) == {"is_ratio_std", "is_ratio_min"}
     assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
+
+
+# ----------------------------------------------------------------------- other objectives, on the same weights
+
+DUAL = 1.5
+GSPO, CISPO = {"surrogate": "clip", "ratio": "sequence"}, {"surrogate": "cispo"}
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "level"),
+    [("gspo", GSPO, "sequence"), ("cispo", CISPO, "sequence"), ("cispo", CISPO, "token")],
+)
+@few
+@given(batch=rows())
+def test_verl_other_losses(name: str, objective: dict, level: str, batch: Rows):
+    """GSPO by weights of sequences; of tokens see `test_sequence_ratio_gradient_differs`."""
+    weights = {"rollout_is": level, "rollout_is_threshold": 1.2}
+    correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
+    target, tokens = token_losses(batch, correction, objective, CLIP)
+    theirs = lambda x: verl.surrogate_loss(batch, x, weights, name, "token-sum")  # noqa: E731
+    assert_same_loss(batch, theirs, target, tokens)
+
+
+@few
+@given(batch=rows())
+def test_dual_clip(batch: Rows):
+    """AReaL's, OpenRLHF's and SkyRL's; verl's is part of its presets."""
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), {}, Clip(0.2, 0.28, DUAL))
+    mean = tokens / batch.mask.sum()
+    assert_same_loss(batch, lambda x: areal.loss(batch, x, None, c_clip=DUAL)[0], target, mean)
+    off: dict[str, Any] = {"is_correction_level": "off", "dual_clip": DUAL}
+    assert_same_loss(batch, lambda x: openrlhf.loss(batch, x, openrlhf.BOUNDS, **off)[0], target, mean)
+    assert_same_loss(batch, lambda x: skyrl.loss(batch, x, skyrl.settings(), DUAL), target, tokens)
+
+
+@few
+@given(batch=rows())
+def test_sequence_ratio(batch: Rows):
+    """GSPO as AReaL and OpenRLHF have it, the latter with the behavior policy as old once it corrects."""
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), GSPO, CLIP)
+    level = {"importance_sampling_level": "sequence"}
+    assert_same_loss(
+        batch, lambda x: areal.loss(batch, x, None, **level)[0], target, tokens / batch.mask.sum()
+    )
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), GSPO | {"old": "behavior"}, CLIP)
+    gspo: dict[str, Any] = {"policy_loss_type": "gspo", "is_correction_level": "token"}
+    theirs = lambda x: openrlhf.loss(batch, x, openrlhf.BOUNDS, **gspo)[0]  # noqa: E731
+    assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 from torch import Tensor
+
+from mis_plugins.translate.ms_swift import translate
 
 ELSEWHERE = ("dataset", "rewards", "rl_core", "sequence_parallel", "template",
              "trainers", "utils", "rlhf_trainers.gkd_helpers", "rlhf_trainers.arguments",
@@ -127,12 +130,6 @@ def file_of(mode: str) -> str:
 
 
 def mapping_of(mode: str, threshold: float) -> dict:
-    """Our words for a mode: of sequences the geometric mean; `sequence_mask` weighs kept tokens by their own ratio."""
-    level, action = mode.split("_")
-    level = {"token": "token", "sequence": "geometric"}[level]
-    if mode == "sequence_mask":
-        rule = {"statistic": "ratio", "over": "mean", "upper": threshold}
-        return {"weight": {"level": "token", "bound": "none"}, "reject": [rule]}
-    if action == "truncate":
-        return {"weight": {"level": level, "bound": "truncate", "upper": threshold}}
-    return {"weight": {"level": level, "bound": "zero", "lower": 0.0, "upper": threshold}}
+    """What `config from-ms-swift` makes of a mode."""
+    keys = {"rollout_importance_sampling_mode": mode, "rollout_importance_sampling_threshold": threshold}
+    return dict(translate(yaml.safe_dump(keys)).mis)

@@ -42,11 +42,12 @@ def correction(batch: Rows, config: SimpleNamespace) -> tuple[Tensor, Tensor, di
     return batch.mask if weights is None else weights.expand_as(batch.mask), mask, metrics
 
 
-def loss(batch: Rows, target: Tensor, config: SimpleNamespace) -> Tensor:
+def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | None = None) -> Tensor:
     """The sum over tokens of `ppo_policy_loss`."""
     algorithm = SimpleNamespace(
-        policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.28, off_policy_correction=config
-    )
+        policy_loss_type="dual_clip" if dual else "regular", clip_ratio_c=dual, eps_clip_low=0.2,
+        eps_clip_high=0.28, off_policy_correction=config,
+    )  # fmt: skip
     compute = load(LOSSES).ppo_policy_loss
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
 

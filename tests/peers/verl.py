@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 from torch import Tensor
+
+from mis_plugins.translate.verl import translate
 
 ABSENT = ("ray", "omegaconf", "codetiming", "orjson")
 PEERS = {
@@ -137,6 +141,16 @@ def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: f
     return loss
 
 
+def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode: str) -> Tensor:
+    """Another of its policy losses, `gspo` or `cispo`, on the same weights; these insist on an actor's own config."""
+    weights, mask, _ = correction(batch, settings)
+    losses = load(PEERS["losses"])
+    config = object.__new__(losses.ActorConfig)
+    vars(config).update(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info={})
+    compute = getattr(losses, f"compute_policy_loss_{name}")
+    return compute(batch.proximal, target, batch.token_advantages, mask, mode, config, weights)[0]
+
+
 def debug_metrics(batch: Rows) -> dict[str, float]:
     """`training/...`: how far the probabilities are apart."""
     tensors = {
@@ -190,32 +204,9 @@ def options_of(settings: Any) -> list[str]:
     return [x for x in (settings.get("rollout_rs") or "").split(",") if x]
 
 
-def mapping_of(settings: Any) -> dict:
-    """Our words for verl's settings: weights and rules."""
-    weight, rules = None, []
-    if settings.get("rollout_is"):
-        weight = {"level": settings.get("rollout_is"), **bound_of(settings.get("rollout_is_threshold"))}
-        if settings.get("rollout_is_batch_normalize"):
-            weight["normalize"] = {"scope": "micro_batch", "over": "valid"}
-    thresholds = str(settings.get("rollout_rs_threshold")).split(",")
-    for i, option in enumerate(options_of(settings)):
-        rules.append(rule_of(option, thresholds[i if len(thresholds) > 1 else 0]))
-    return {"weight": weight, "reject": rules}
-
-
-def bound_of(threshold: float | str) -> dict:
-    """`2.0` truncates; `0.5_5.0` sets the weights outside to 0 and leaves the mask."""
-    numbers = [float(x) for x in str(threshold).split("_")]
-    if len(numbers) == 1:
-        return {"bound": "truncate", "upper": numbers[0]}
-    return {"bound": "zero", "lower": numbers[0], "upper": numbers[1]}
-
-
-def rule_of(option: str, threshold: str) -> dict:
-    """`seq_mean_k1` bounds mu / pi_old and not pi_old / mu, so that the bounds on our ratio are the inverse ones."""
-    over, statistic = option.removeprefix("seq_").rsplit("_", 1)
-    numbers = [float(x) for x in threshold.split("_")]
-    if statistic != "k1":
-        return {"statistic": statistic, "over": over, "upper": numbers[0]}
-    low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
-    return {"statistic": "ratio", "over": over, "lower": 1 / high, "upper": 1 / low}
+def mapping_of(settings: Mapping) -> dict:
+    """What `config from-verl` makes of these settings, for a rollout that is one micro-batch."""
+    mapping = {"weight": None, "reject": []} | dict(translate(yaml.safe_dump(dict(settings))).mis)
+    if mapping["weight"] and "normalize" in mapping["weight"]:
+        mapping["weight"] = mapping["weight"] | {"normalize": {"scope": "micro_batch", "over": "valid"}}
+    return mapping
