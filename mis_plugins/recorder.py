@@ -13,7 +13,8 @@ their copy has arrived.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,12 +88,14 @@ class Recorder:
     pending: what the step has added up to so far.
     copy: what is on its way to the host, where there is no hook.
     told: the warnings that need not be said again.
+    muted: within `unobserved`.
     """
 
     step: tuple[int, int] | None = None
     pending: Recorded | None = None
     copy: Copy | None = None
     told: set[str] = field(default_factory=set)
+    muted: bool = False
 
     def record(
         self,
@@ -109,7 +112,7 @@ class Recorder:
         Raises:
             ConfigError: a config that cannot do without the hook, and there is none.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if self.muted or torch._C._current_graph_task_id() != -1:
             return
         config, ranks = correction.config, correction.ragged.ranks
         everything = config.metrics == "all" and self.step is not None
@@ -123,6 +126,15 @@ class Recorder:
             self._add(Recorded(config, ranks, watch(correction, counts_sequences=first)))
         if self.step is None:
             self._poll()
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Within, nothing is recorded: for a host that asks a hook for what no optimizer step will apply."""
+        before, self.muted = self.muted, True
+        try:
+            yield
+        finally:
+            self.muted = before
 
     def report(self, args: Any, rollout_id: int, step_id: int) -> None:
         """Before each optimizer step, on every rank: read what the step before it recorded.

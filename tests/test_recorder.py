@@ -365,3 +365,14 @@ def test_every_rank_raises_for_one(tmp_path: Path):
     config = VETO | {"on_all_rejected": "raise", "metrics": "full"}
     found = run_ranks(4, 2, lambda rank: of_rank(rank, batches, config, 2), tmp_path)
     assert all(error and "every sequence of 1 of 2 micro-batches" in error for _, error in found)
+
+
+def test_unobserved_records_nothing(tracked: list[dict]):
+    """A gradient that is only looked at; before and after it all counts."""
+    recorder = Recorder()
+    recorder.report(ARGS, 0, 0)
+    with recorder.unobserved():
+        recorder.record(micro_batch([[1.0]], EVERYTHING))
+    recorder.record(micro_batch([[1.0, 2.0]], EVERYTHING))
+    recorder.flush(ARGS)
+    assert [row["train/mis_step/tokens"] for row in tracked] == [2.0]

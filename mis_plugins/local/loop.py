@@ -27,6 +27,7 @@ from mis_plugins.local.rollout import Rollout, collect, derive_seed, draw_proble
 from mis_plugins.local.tasks import TASKS, Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
 from mis_plugins.local.warm_start import warm_start
+from mis_plugins.recorder import RECORDER
 
 Row = dict[str, int | float]
 """Metrics of one rollout; the names are those of ``report.Record``, and the hook's own."""
@@ -234,9 +235,11 @@ class Loop:
         reference = on_policy_reference(self.args, self.state, self.trainer, samples)
         sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
-        gradients = {
-            name: mean_gradient(args, self.state, self.trainer, sampled) for name, args in settings.items()
-        }
+        with RECORDER.unobserved():
+            gradients = {
+                name: mean_gradient(args, self.state, self.trainer, sampled)
+                for name, args in settings.items()
+            }
         found = {name: cosine(gradient, reference.mean) for name, gradient in gradients.items()}
         return found | {"grad_cosine_on_policy": reference.agreement}
 
