@@ -1,10 +1,8 @@
-"""Tests that need a rollout engine of its own environment: `bash scripts/test.sh --engines` installs it and asks for them."""
+"""Tests of rollout engines, which have environments of their own: `bash scripts/test.sh --engines` asks for them."""
 
 from __future__ import annotations
 
 import os
-
-import pytest
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
