@@ -5,7 +5,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -63,23 +63,29 @@ class ByAge:
         return dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of the tokens that `counted` marks: what they hold elsewhere, NaN included, is not looked at."""
+
+    counted: Bool[Tensor, " T"]
+    sums: Mapping[str, Shaped[Tensor, " T"]]
+    maxima: Mapping[str, Float[Tensor, " T"]] = field(default_factory=dict)
+
+
 @torch.no_grad()
-def by_age(
-    sums: Mapping[str, tuple[Shaped[Tensor, " T"], Bool[Tensor, " T"]]],
-    maxima: Mapping[str, tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]],
-    written: Written,
-) -> ByAge:
-    """Add up each row over the tokens that its mask counts. No collective, and no wait for the device."""
+def by_age(parts: Iterable[Rows], written: Written) -> ByAge:
+    """Add up each row, in float64. No collective, and no wait for the device."""
     column = torch.where(written.known, written.age.clamp(max=AGES - 1), AGES)
-    added = torch.stack([torch.where(counted, row, 0).double() for row, counted in sums.values()])
-    largest = torch.stack(
-        [torch.where(counted, row.double(), -torch.inf) for row, counted in maxima.values()]
-    )
-    return ByAge(
-        tuple(sums),
-        tuple(maxima),
-        added.new_zeros(len(sums), len(COLUMNS)).index_add_(1, column, added),
-        largest.new_full((len(maxima), len(COLUMNS)), -torch.inf).scatter_reduce_(
-            1, column.expand_as(largest), largest, "amax"
-        ),
-    )
+    sums, maxima = {}, {}
+    for part in parts:
+        # What does not count goes to a column of its own, which is dropped: one torch.where for all rows.
+        places = torch.where(part.counted, column, len(COLUMNS))
+        for name, row in part.sums.items():
+            sums[name] = _columns(row, 0).scatter_add_(0, places, row.double())[:-1]
+        for name, row in part.maxima.items():
+            maxima[name] = _columns(row, -torch.inf).scatter_reduce_(0, places, row.double(), "amax")[:-1]
+    return ByAge(tuple(sums), tuple(maxima), *(torch.stack(list(x.values())) for x in (sums, maxima)))
+
+
+def _columns(row: Tensor, value: float) -> Float[Tensor, " A1"]:
+    return torch.full((len(COLUMNS) + 1,), value, dtype=torch.float64, device=row.device)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.by_age import ByAge, by_age
+from mis_plugins.by_age import ByAge, Rows, by_age
 from mis_plugins.loglinear import loglinear
 from mis_plugins.ratios import LOG_RATIO_CLAMP, finite
 from mis_plugins.segmentwise import STORED_FROM, BehaviorWeight, Written
@@ -37,23 +37,24 @@ def weights_by_age(
     """
     log_r, standard = proximal_t.double() - behavior.double(), proximal.double() - behavior.double()
     both = loss_mask & written.known & finite(log_r) & finite(standard)
-    kept, one = both & applied.keep, torch.ones_like(log_r)
-    excess, standard_excess, weight = _excess(log_r), _excess(standard), applied.weights.double()
-    sums = {
-        "tokens": (one, both),
-        "unknown": (one, loss_mask & ~both),
-        "kept": (one, kept),
-        "weight_excess": (weight - 1, kept),
-        "weight_excess_squared": ((weight - 1).square(), kept),
-        "excess": (excess, both),
-        "excess_squared": (excess.square(), both),
-        "standard_excess": (standard_excess, both),
-        "standard_excess_squared": (standard_excess.square(), both),
-        "kl": (-log_r, both),
-        "age": (written.age, both),
+    one, weight = torch.ones_like(log_r), applied.weights.double()
+    excess, standard_excess, weight_excess = _excess(log_r), _excess(standard), weight - 1
+    ratios = {
+        "tokens": one,
+        "excess": excess,
+        "excess_squared": excess.square(),
+        "standard_excess": standard_excess,
+        "standard_excess_squared": standard_excess.square(),
+        "kl": -log_r,
+        "age": written.age,
     }
-    maxima = {"largest": (weight, kept), "smallest": (-weight, kept)}
-    return by_age(sums, maxima, written)
+    weights = {"kept": one, "weight_excess": weight_excess, "weight_excess_squared": weight_excess.square()}
+    parts = (
+        Rows(both, ratios),
+        Rows(both & applied.keep, weights, {"largest": weight, "smallest": -weight}),
+        Rows(loss_mask & ~both, {"unknown": one}),
+    )
+    return by_age(parts, written)
 
 
 @torch.no_grad()
@@ -71,13 +72,13 @@ def loglinear_error_by_age(
     error, step = drawn - stored, stored - behavior.double()
     counted = loss_mask & written.known & (written.age >= STORED_FROM) & finite(error) & finite(step)
     sums = {
-        "tokens": (torch.ones_like(error), counted),
-        "error": (error, counted),
-        "absolute": (error.abs(), counted),
-        "squared": (error.square(), counted),
-        "step_squared": (step.square(), counted),
+        "tokens": torch.ones_like(error),
+        "error": error,
+        "absolute": error.abs(),
+        "squared": error.square(),
+        "step_squared": step.square(),
     }
-    return by_age(sums, {"largest": (error.abs(), counted)}, written)
+    return by_age([Rows(counted, sums, {"largest": error.abs()})], written)
 
 
 def weight_metrics(measured: ByAge) -> dict[str, float]:
