@@ -4,7 +4,7 @@
 
 Exact where every update moves a token's log-prob by the same amount, and at V - v = 1. At V = v nothing lies between,
 and pi_V stands in. AReaL's `prox_logp_method: loglinear` takes another point of the same line: its proximal policy is
-one update behind the one being trained, alpha = (V - 1 - v) / (V - v).
+one update behind the one being trained, alpha = (V - 1 - v) / (V - v), which is ours at V - v = 2 alone.
 """
 
 from __future__ import annotations
