@@ -107,6 +107,73 @@ INLINE float add_up(lanes v) {
     return x[0];
 }
 
+// -------------------------------------------------------------------------------------------------------- transposition
+
+#define SWAP(half, a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)                         \
+    do {                                                                                                               \
+        int_lanes low = __builtin_shufflevector(a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, \
+                                                x15);                                                                  \
+        b = __builtin_shufflevector(a, b, (x0) + half, (x1) + half, (x2) + half, (x3) + half, (x4) + half,             \
+                                    (x5) + half, (x6) + half, (x7) + half, (x8) + half, (x9) + half, (x10) + half,     \
+                                    (x11) + half, (x12) + half, (x13) + half, (x14) + half, (x15) + half);             \
+        a = low;                                                                                                       \
+    } while (0)
+
+// v[i] lane j and v[j] lane i change places: blocks of 8, then 4, 2 and 1.
+INLINE void transpose(int_lanes *v) {
+    for (int i = 0; i < 8; i++)
+        SWAP(8, v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 4)) SWAP(4, v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 2)) SWAP(2, v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    for (int i = 0; i < LANES; i++)
+        if (!(i & 1)) SWAP(1, v[i], v[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+}
+
+INLINE int_lanes load_element_lanes(const void *x, long at, int bytes) {
+    int_lanes v;
+    if (bytes == 4) memcpy(&v, (const int32_t *)x + at, sizeof v);
+    else for (int i = 0; i < LANES; i++) v[i] = ((const uint16_t *)x)[at + i];
+    return v;
+}
+
+INLINE void store_element_lanes(void *x, long at, int bytes, int_lanes v) {
+    if (bytes == 4) memcpy((int32_t *)x + at, &v, sizeof v);
+    else for (int i = 0; i < LANES; i++) ((uint16_t *)x)[at + i] = (uint16_t)v[i];
+}
+
+INLINE void copy_element(const void *from, long at, void *to, long place, int bytes) {
+    if (bytes == 4) ((int32_t *)to)[place] = ((const int32_t *)from)[at];
+    else ((uint16_t *)to)[place] = ((const uint16_t *)from)[at];
+}
+
+// 16 columns of x[rows, columns], from `column` on, become 16 rows of out[columns, rows].
+INLINE void transpose_columns(const void *x, long x_row, long rows, long column, long columns, void *out, int bytes) {
+    long row = 0, width = MIN(LANES, columns - column);
+    for (; width == LANES && row + LANES <= rows; row += LANES) {
+        int_lanes v[LANES];
+        for (int i = 0; i < LANES; i++) v[i] = load_element_lanes(x, (row + i) * x_row + column, bytes);
+        transpose(v);
+        for (int i = 0; i < LANES; i++) store_element_lanes(out, (column + i) * rows + row, bytes, v[i]);
+    }
+    for (; row < rows; row++)
+        for (long j = 0; j < width; j++) copy_element(x, row * x_row + column + j, out, (column + j) * rows + row, bytes);
+}
+
+// out[batch, columns, rows] = x[batch, rows, columns], of elements of 2 or 4 bytes; x's columns are contiguous.
+void bi_transpose(const void *x, long batch, long rows, long columns, long x_batch, long x_row, void *out, int bytes,
+                  int threads) {
+    long strips = (columns + LANES - 1) / LANES;
+    #pragma omp parallel for schedule(static) num_threads(threads)
+    for (long unit = 0; unit < batch * strips; unit++) {
+        const char *from = (const char *)x + unit / strips * x_batch * bytes;
+        char *to = (char *)out + unit / strips * rows * columns * bytes;
+        if (bytes == 4) transpose_columns(from, x_row, rows, unit % strips * LANES, columns, to, 4);
+        else transpose_columns(from, x_row, rows, unit % strips * LANES, columns, to, 2);
+    }
+}
+
 // ----------------------------------------------------------------------------------- products over lanes along K (A @ B^T)
 
 typedef struct {
@@ -194,8 +261,8 @@ INLINE void store_row(const product *p, long batch, long row, long column, long 
         long chunks = (p->columns + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;                                                \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (long unit = 0; unit < p->batch * row_blocks * chunks; unit++) {                                           \
-            float sums[(BLOCK_ROWS + 1) * PANEL];                                                                      \
-            TYPE panel[PANEL * PITCH(TYPE)];                                                            \
+            _Alignas(64) float sums[(BLOCK_ROWS + 1) * PANEL];                                                                      \
+            _Alignas(64) TYPE panel[PANEL * PITCH(TYPE)];                                                            \
             if (p->columns % PANEL) memset(panel, 0, sizeof panel);                                                    \
             long column = unit % chunks * CHUNK_COLUMNS, row = unit / chunks % row_blocks * BLOCK_ROWS;                \
             NAME##_block(p, unit / chunks / row_blocks, row, MIN(BLOCK_ROWS, p->rows - row), column,                   \
@@ -244,28 +311,6 @@ DEFINE_PRODUCT(b16, bf16, lanes, LANES, load_bf16, tail_bf16, fma16)
 #define TILE_PAIRS (TILE * TILE)  // 32-bit pairs of one packed tile
 #define AMX_ROWS 128
 #define AMX_COLUMNS 64
-
-#define SWAP(half, a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)                         \
-    do {                                                                                                               \
-        int_lanes low = __builtin_shufflevector(a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, \
-                                                x15);                                                                  \
-        b = __builtin_shufflevector(a, b, (x0) + half, (x1) + half, (x2) + half, (x3) + half, (x4) + half,             \
-                                    (x5) + half, (x6) + half, (x7) + half, (x8) + half, (x9) + half, (x10) + half,     \
-                                    (x11) + half, (x12) + half, (x13) + half, (x14) + half, (x15) + half);             \
-        a = low;                                                                                                       \
-    } while (0)
-
-// v[i] lane j and v[j] lane i change places: blocks of 8, then 4, 2 and 1.
-INLINE void transpose(int_lanes *v) {
-    for (int i = 0; i < 8; i++)
-        SWAP(8, v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    for (int i = 0; i < TILE; i++)
-        if (!(i & 4)) SWAP(4, v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-    for (int i = 0; i < TILE; i++)
-        if (!(i & 2)) SWAP(2, v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    for (int i = 0; i < TILE; i++)
-        if (!(i & 1)) SWAP(1, v[i], v[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-}
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];
@@ -613,7 +658,8 @@ static void attend_block(const attention *t, const workspace *w, long b, long he
         copy_row(t, t->q, b * t->q_batch + head * t->q_head + query * t->q_row, w->queries + i * w->width, w->width);
         if (seen[i].count) from = MIN(from, seen[i].begin), to = to > seen[i].end ? to : seen[i].end;
     }
-    float sums[(BLOCK_QUERIES + 1) * PANEL], panel[PANEL * PITCH(float)];
+    _Alignas(64) float sums[(BLOCK_QUERIES + 1) * PANEL];
+    _Alignas(64) float panel[PANEL * PITCH(float)];
     product scores = {1, rows, to - from, w->width, w->queries, w->keys + from * w->key_row, w->scores,
                       0, w->width, 0, w->key_row, 0, w->score_row, 1};
     memset(panel, 0, sizeof panel);

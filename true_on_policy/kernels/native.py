@@ -48,9 +48,7 @@ class Native:
         build.library()
 
     def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        a = a if a.stride(2) == 1 else a.contiguous()
-        columns = b.transpose(1, 2)
-        columns = columns if columns.stride(2) == 1 else columns.contiguous()
+        a, columns = _rows(a), _rows(b.transpose(1, 2))
         (batch, rows, depth), width = a.shape, b.shape[2]
         out = torch.empty(batch, rows, width, dtype=out_dtype)
         arguments = _Product(
@@ -84,6 +82,26 @@ class Native:
         if build.library().bi_attention(ctypes.byref(arguments), torch.get_num_threads()):
             raise MemoryError(f"attention: no memory for the scores of {keys} keys")
         return out.transpose(1, 2), logsumexp.transpose(1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [B, R, C] with contiguous rows; torch's own copy of a transposed batch is many times slower than a product."""
+    if x.stride(2) == 1:
+        return x
+    if x.stride(1) != 1:
+        return x.contiguous()
+    (batch, rows, columns), out = x.shape, torch.empty(x.shape, dtype=x.dtype)
+    addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
+    longs = (ctypes.c_long(n) for n in (batch, columns, rows, x.stride(0), x.stride(2)))
+    build.library().bi_transpose(addresses[0], *longs, addresses[1], x.element_size(), torch.get_num_threads())
+    return out
+
+
+def instructions() -> str:
+    """What multiplies bfloat16 matrices here: two machines that differ in it have different bits."""
+    kernels = build.library()
+    kernels.bi_instructions.restype = ctypes.c_char_p
+    return kernels.bi_instructions().decode()
 
 
 NATIVE = Native()

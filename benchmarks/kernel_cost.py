@@ -1,0 +1,209 @@
+"""What do batch-invariant kernels cost, against the stock ones?
+
+A random Qwen3 of Hugging Face, one thread, one process: stock, native and tile take turns, so that a busy machine slows
+all three. A figure is the median processor time of the calls; the ratio to stock is what counts.
+
+prefill     logits of one batch without gradients
+decode      steps of one token each, after a prefill that is not timed
+train       log-probs, backward through them, no optimizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from provenance import as_markdown, provenance
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.kernels import native
+from true_on_policy.pin import pinned
+
+BACKENDS = ("native", "tile")
+GOALS = {
+    ("fp32", "prefill"): 2, ("fp32", "train"): 2, ("fp32", "decode"): 3,
+    ("bf16", "prefill"): 3, ("bf16", "train"): 3, ("bf16", "decode"): 4,
+}  # fmt: skip
+PREFILLED = 64
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's sizes; heads are (query, key-value, width)."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: tuple[int, int, int]
+    vocab: int
+
+
+SIZES = {
+    "h256": Size(256, 768, 4, (8, 2, 32), 1024),
+    "h512": Size(512, 1536, 4, (8, 4, 64), 4096),
+    "h1024": Size(1024, 3072, 2, (16, 8, 128), 8192),
+}
+WORKLOADS = {
+    "prefill 1x256": ("prefill", 1, 256), "prefill 8x64": ("prefill", 8, 64),
+    "decode B1": ("decode", 1, PREFILLED), "decode B8": ("decode", 8, PREFILLED),
+    "train 8x64": ("train", 8, 64),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of processor time; a ratio is a backend's over the stock kernels'."""
+
+    model: str
+    dtype: str
+    workload: str
+    goal: int
+    stock: float
+    native: float
+    tile: float
+
+    def ratio(self, backend: str) -> float:
+        return getattr(self, backend) / self.stock
+
+
+def build(size: Size, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    heads, groups, width = size.heads
+    config = Qwen3Config(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=width,
+    )
+    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+
+
+def call(kind: str, model: Qwen3ForCausalLM, tokens: torch.Tensor) -> Callable[[], float]:
+    """What is asked for once; it returns the processor time it took, in milliseconds."""
+    return {"prefill": _prefill, "decode": _decode, "train": _train}[kind](model, tokens)
+
+
+def _prefill(model, tokens) -> Callable[[], float]:
+    def run() -> float:
+        with torch.no_grad():
+            return spent(lambda: model(input_ids=tokens))
+
+    return run
+
+
+def _decode(model, tokens) -> Callable[[], float]:
+    def run() -> float:
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            model(input_ids=tokens, past_key_values=cache)
+            step = lambda: model(input_ids=tokens[:, :1], past_key_values=cache)  # noqa: E731
+            return sum(spent(step) for _ in range(STEPS)) / STEPS
+
+    return run
+
+
+def _train(model, tokens) -> Callable[[], float]:
+    def step() -> None:
+        logits = model(input_ids=tokens).logits[:, :-1].float()
+        logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).sum().backward()
+        model.zero_grad()
+
+    return lambda: spent(step)
+
+
+def spent(function: Callable[[], object]) -> float:
+    started = time.process_time_ns()
+    function()
+    return (time.process_time_ns() - started) / 1e6
+
+
+def measure(name: str, dtype: str, workload: str, calls: int) -> Row:
+    kind, batch, length = WORKLOADS[workload]
+    model = build(SIZES[name], DTYPES[dtype])
+    run = call(kind, model, torch.randint(SIZES[name].vocab, (batch, length)))
+    kernels = {"stock": nullcontext, **{backend: _pinned(backend, dtype) for backend in BACKENDS}}
+    times: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+    for turn in range(calls + 1):
+        for kernel, context in kernels.items():
+            with context():
+                took = run()
+            if turn:  # the first turn warms the caches
+                times[kernel].append(took)
+    return Row(
+        name, dtype, workload, GOALS[dtype, kind], **{kernel: median(took) for kernel, took in times.items()}
+    )
+
+
+def _pinned(backend: str, dtype: str):
+    return lambda: pinned(Contract(backend=backend, dtype=dtype))
+
+
+def as_cells(row: Row) -> list[str]:
+    milliseconds = [f"{getattr(row, kernel):.2f}" for kernel in ("stock", *BACKENDS)]
+    ratios = [f"{row.ratio(backend):.2f}" for backend in BACKENDS]
+    met = "yes" if row.ratio("native") <= row.goal else "no"
+    return [row.model, row.dtype, row.workload, *milliseconds, *ratios, f"{row.goal}", met]
+
+
+HEADINGS = (
+    "model",
+    "dtype",
+    "workload",
+    "stock ms",
+    "native ms",
+    "tile ms",
+    "native / stock",
+    "tile / stock",
+)
+HEADINGS += ("goal", "native meets it")
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    found = provenance() | {"bfloat16 products of native": native.instructions()}
+    path.write_text(
+        json.dumps({"measured with": found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
+    lines = [" | ".join(cells) for cells in (HEADINGS, ["---"] * len(HEADINGS), *map(as_cells, rows))]
+    body = "\n".join(f"| {line} |" for line in lines)
+    path.with_suffix(".md").write_text(f"{as_markdown(found)}\n{body}\n")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--calls", type=int, default=9, help="of each, after one that is not counted")
+    parser.add_argument("--json", type=Path, help="write the figures here, and a table beside it")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    table = Table(*HEADINGS)
+    rows = []
+    for name in options.models:
+        for dtype in DTYPES:
+            for workload in WORKLOADS:
+                rows.append(measure(name, dtype, workload, options.calls))
+                table.add_row(*as_cells(rows[-1]))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    if options.json:
+        write(options.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
