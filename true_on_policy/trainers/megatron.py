@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int64
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -30,13 +30,17 @@ from true_on_policy.contract import DTYPES
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.models import read_config, read_weights
 from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
+from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
 from true_on_policy.trainers.protocol import sampled_log_probs
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's advice for GPUs
 
 
 class Megatron:
-    """GPTModel in evaluation mode, one rank. Without an `order` its norms and residuals are Megatron's own."""
+    """GPTModel in evaluation mode, on one rank unless Megatron's groups exist already.
+
+    Without an `order` its norms and residuals are Megatron's own.
+    """
 
     name = "megatron"
 
@@ -62,18 +66,35 @@ class Megatron:
         ]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
-        """The logits of each sequence, from one pass over all of them packed end to end."""
-        lengths = [len(sequence) for sequence in sequences]
-        tokens = torch.tensor([token for sequence in sequences for token in sequence])
-        positions = torch.cat([torch.arange(length) for length in lengths])
+        """The logits of each sequence, whole on every context rank, from one pass over all of them packed."""
+        context: Any = mpu.get_context_parallel_group()
+        ranks, lengths = context.size(), [len(sequence) for sequence in sequences]
+        multiple = 2 * ranks if ranks > 1 else 1
+        padded = [-(-length // multiple) * multiple for length in lengths]
+        held = [zigzag(length, context.rank(), ranks) for length in padded]
+        tokens = [_padded(sequence, length) for sequence, length in zip(sequences, padded, strict=True)]
         with _rope_on_cpu():
             logits = self.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
+                input_ids=torch.cat([row[slots] for row, slots in zip(tokens, held, strict=True)])[None],
+                position_ids=torch.cat(held)[None],
                 attention_mask=None,
-                packed_seq_params=_packed(lengths),
+                packed_seq_params=_packed(padded),
             )
-        return list(logits[0].split(lengths))
+        parts = of_all_ranks(logits[0], context).split([len(slots) for slots in held], 1)
+        return [in_order(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def padded_logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
+        """The same from one batch padded on the right."""
+        longest = max(map(len, sequences))
+        tokens = torch.stack([_padded(sequence, longest) for sequence in sequences])
+        positions = torch.arange(longest).expand_as(tokens)
+        with _rope_on_cpu():
+            logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=None)
+        return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
+
+
+def _padded(sequence: Sequence[int], length: int) -> Int64[Tensor, "L"]:
+    return torch.tensor([*sequence, *[0] * (length - len(sequence))])
 
 
 class SpecNorm(torch.nn.Module):
@@ -87,34 +108,6 @@ class SpecNorm(torch.nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         return rms_norm(stream, self.weight, self.eps, self.order)
-
-
-class SpecAttention(torch.nn.Module):
-    """Causal attention within each sequence of a pack: torch's SDPA, which the pinned kernels override."""
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(
-        self,
-        query: Float[Tensor, "T H D"],
-        key: Float[Tensor, "T G D"],
-        value: Float[Tensor, "T G D"],
-        attention_mask: None,
-        *,
-        packed_seq_params: PackedSeqParams,
-        **unused: Any,
-    ) -> Float[Tensor, "T H*D"]:
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(whole.transpose(0, 1).split(lengths, 1) for whole in (query, key, value)), strict=True)
-        attended = [
-            F.scaled_dot_product_attention(
-                *(x[None] for x in part), is_causal=True, scale=self.scale, enable_gqa=True
-            )
-            for part in parts
-        ]
-        return torch.cat(attended, 2)[0].transpose(0, 1).flatten(1)
 
 
 def _residual(order: NormOrder) -> Callable:
@@ -169,6 +162,7 @@ def _transformer_config(config: Any, dtype: torch.dtype) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        context_parallel_size=mpu.get_context_parallel_world_size(),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
