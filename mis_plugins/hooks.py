@@ -42,12 +42,6 @@ class Hooks:
         default_factory=lambda: {point: [] for point in get_args(Point)}
     )
 
-    def __post_init__(self) -> None:
-        if self.on_error not in get_args(OnError):
-            raise ConfigError(
-                f"{{on_error}}: got {self.on_error!r}; choose one of {', '.join(get_args(OnError))}"
-            )
-
     def register_pre_pause_hook(self, hook: Hook, name: str | None = None) -> None:
         """Runs while generation still goes on; the place to recompute."""
         self._register("pre_pause", hook, name)
@@ -85,9 +79,9 @@ class Hooks:
 
     def _register(self, point: Point, hook: Hook, name: str | None) -> None:
         name = name or f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', repr(hook))}"
-        if not callable(hook) or inspect.iscoroutinefunction(hook):
+        if inspect.iscoroutinefunction(hook):
             raise ConfigError(
-                f"register_{point}_hook: {name} is not a plain function; hooks are called without await"
+                f"register_{point}_hook: {name} is a coroutine function; give a plain one, hooks are not awaited"
             )
         self._registered[point].append((name, hook))
 
