@@ -214,17 +214,14 @@ def test_tags_of_a_file_name(name: str, tags: dict[str, str]):
 def test_what_feeds_an_operation(tmp_path: Path):
     values = {
         "l.norm.output": X, "l.attn.q.inputs.0": X, "l.attn.q.output": X, "l.attn.k.inputs.0": X, "l.attn.k.output": X,
-        "l.attn.o.inputs.0": X, "l.attn.o.output": X, "l.post.inputs.0": X, "l.post.output": X,
+        "l.attn.o.inputs.0": X, "l.attn.o.inputs.1": X, "l.attn.o.output": X, "l.post.inputs.0": X, "l.post.output": X,
     }  # fmt: skip
+    branch = ["l.attn.q.output", "l.attn.k.output"]
     expected = {
         "l.attn.k.output": ["l.attn.k.inputs.0"],  # its own input
-        "l.attn.o.inputs.0": ["l.attn.q.output", "l.attn.k.output"],  # attention, which is no module
-        "l.post.inputs.0": [
-            "l.norm.output",
-            "l.attn.q.output",
-            "l.attn.k.output",
-            "l.attn.o.output",
-        ],  # a residual sum
+        "l.attn.o.inputs.0": branch,  # attention, which is no module
+        "l.attn.o.inputs.1": branch,  # nor did the other input make this one
+        "l.post.inputs.0": ["l.norm.output", *branch, "l.attn.o.output"],  # a residual sum
         "l.norm.output": [],
     }
     a = dump_all(tmp_path / "a", values)
@@ -298,6 +295,13 @@ def test_a_folder_of_shards(tmp_path: Path):
     assert {row.key.name: row.status for row in found.rows} == {
         "alone": "equal", "shard-1.w": "equal", "shard-2.w": "different",
     }  # fmt: skip
+
+
+def test_files_beside_dumps_come_last(tmp_path: Path):
+    dump(tmp_path, 2, "b.output", X)
+    dump(tmp_path, 1, "c.output", X)
+    torch.save(X, tmp_path / "a.pt")
+    assert [entry.key.name for entry in read_recording(tmp_path).entries] == ["c.output", "b.output", "a"]
 
 
 def test_two_files_of_one_tensor(tmp_path: Path):
