@@ -7,7 +7,9 @@ links of the chain are compared by bytes. Then the control: with stock kernels o
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -95,6 +97,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _quiet()
     plan = Plan.of(arguments)
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
         certificate, off, on = verify(plan, Path(scratch))
@@ -106,6 +109,18 @@ def run(arguments: argparse.Namespace) -> int:
         draw(off, on, plan.title, arguments.picture)
     print(certificate)
     return EXIT[certificate.verdict]
+
+
+def _quiet() -> None:
+    """Keep other packages' progress bars and advice for GPUs off the terminal."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+
+
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -143,11 +158,13 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     contract = Contract(plan.backend, plan.dtype, plan.norm_order, shapes=kernel_shapes(config))
     order = agreed_order(contract, plan.engine, plan.trainer)
     workload = Workload(config.vocab_size, plan.seed)
+    _tell(f"{plan.title}: starting the engine")
     with pinned(contract), closing(ENGINES[plan.engine](source, plan.dtype, contract, order)) as engine:
         versions = engine.versions()
         on = _chain(
             plan, engine, TRAINERS[plan.trainer](source, plan.dtype, order), workload, source, scratch
         )
+    _tell("control: starting the engine with stock kernels")
     off = _control(plan, workload, source)
     certificate = Certificate(
         engine={"name": plan.engine, **versions},
@@ -177,6 +194,7 @@ def _chain(
             engine.update_weights(update, version)
             trainer.load(update)
         samples = workload.sample(engine.generate, ceil(plan.tokens / (UPDATES + 1)))
+        _tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
         evidence += Evidence(
             samples=samples,
             prefill=_scores(engine, samples),
