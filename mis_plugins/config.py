@@ -284,6 +284,11 @@ class CorrectionConfig:
                 f"{{on_all_rejected}}: keep cannot give back what {{weight}}.bound: {self.weight.bound} takes: it has "
                 "no bounded weight; use skip, or {weight}.bound: clip"
             )
+        if self.on_all_rejected == "keep" and self.aggregate == "kept":
+            raise ConfigError(
+                "{on_all_rejected}: keep has nothing to add up where {aggregate}: kept dropped every token; use skip, "
+                "or {aggregate}: valid"
+            )
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
         objective = self.objective
@@ -312,7 +317,7 @@ class CorrectionConfig:
 
     @property
     def corrects(self) -> bool:
-        """Whether it can change a loss at all."""
+        """Whether it can change a loss at all, OPSM and objective aside."""
         return self.weight is not None or bool(self.reject)
 
     @property

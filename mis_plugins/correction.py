@@ -52,8 +52,15 @@ class Verdict:
     @property
     def kept(self) -> Float[Tensor, " N"]:
         """How many tokens of each sequence all rules leave."""
-        kept = kept_tokens(self.totals)
-        return kept if self.keep_sequences is None else torch.where(self.keep_sequences, kept, 0)
+        return self._of_kept_sequences(kept_tokens(self.totals))
+
+    @property
+    def left(self) -> Float[Tensor, " N"]:
+        """How many tokens of each sequence stay in the mask: with those that have no weight, and no rule drops."""
+        return self._of_kept_sequences(self.totals["kept" if "kept" in self.totals else "valid"])
+
+    def _of_kept_sequences(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        return total if self.keep_sequences is None else torch.where(self.keep_sequences, total, 0)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Correction:
     weights: w_t, without gradient; 0 outside loss_mask and where the ratio is not known.
     mean_weight: what the weights were divided by; None without normalization.
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
+    on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
     """
 
     config: CorrectionConfig
@@ -71,6 +79,7 @@ class Correction:
     weights: Float[Tensor, " T"]
     mean_weight: Float[Tensor, ""] | None
     rescale: Float[Tensor, " N"] | None
+    on_policy: Bool[Tensor, " T"] | None = None
 
     @property
     def stage(self) -> TokenStage:
@@ -122,8 +131,9 @@ class Correction:
 
     @cached_property
     def keep(self) -> Bool[Tensor, " T"]:
-        """loss_mask and every rule."""
+        """loss_mask and every rule, OPSM included where it is known."""
         keep = self.ragged.loss_mask if self.keep_tokens is None else self.keep_tokens
+        keep = keep if self.on_policy is None else keep & self.on_policy
         return keep if self.keep_sequences is None else keep & self.ragged.to_tokens(self.keep_sequences)
 
 
@@ -167,7 +177,7 @@ def correct(
         weights = weights / mean
     rescale = None
     if config.denominator == "kept":
-        rescale = denominator_scale(verdict.totals["valid"], verdict.kept)
+        rescale = denominator_scale(verdict.totals["valid"], verdict.left)
     return Correction(config, ragged, verdict, weights, mean, rescale)
 
 
@@ -240,7 +250,10 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
 def _nothing_rejected(verdict: Verdict) -> Verdict:
     """The same without rejection where everything is rejected."""
     stage, totals, keep, where = verdict.stage, verdict.totals, verdict.keep_sequences, verdict.all_rejected
+    segments = verdict.segments
     assert where is not None
+    if segments is not None and segments.keep is not None:
+        segments = replace(segments, keep=segments.keep | where)
     if stage.keep is not None:
         stage = replace(stage, keep=stage.keep | (where & stage.loss_mask))
     restored = {
@@ -249,7 +262,8 @@ def _nothing_rejected(verdict: Verdict) -> Verdict:
         if name in totals
     }
     keep = None if keep is None else keep | where
-    return replace(verdict, stage=stage, totals={**totals, **restored}, keep_sequences=keep)
+    totals = {**totals, **restored}
+    return replace(verdict, stage=stage, segments=segments, totals=totals, keep_sequences=keep)
 
 
 def _token_weights(

@@ -18,6 +18,7 @@ from mis_plugins.formula import scored_policy
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
+STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 LEVEL: dict[Level, str] = {
     "token": "the ratio of each token",
@@ -92,7 +93,9 @@ def flags(config: CorrectionConfig) -> str:
     else:
         hook = f"{'--use-tis' if config.corrects else '--get-mismatch-metrics'} {TIS_HOOK}"
     normalize = config.weight and config.weight.normalize
-    return f"{hook} {ROLLOUT_HOOK}" if normalize and normalize.scope == "rollout" else hook
+    if normalize and normalize.scope == "rollout":
+        hook = f"{hook} {ROLLOUT_HOOK}"
+    return f"{hook} {STEP_HOOK}" if config.metrics == "all" or config.on_all_rejected == "raise" else hook
 
 
 def warnings(config: CorrectionConfig) -> list[str]:

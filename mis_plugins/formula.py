@@ -100,8 +100,9 @@ def _weight(weight: WeightConfig | None) -> str:
     bounded = BOUNDS[weight.bound](RATIO[weight.level], weight)
     if weight.normalize is None:
         return bounded
+    unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
     over = (
-        f"its mean over the {weight.normalize.over} tokens of the {weight.normalize.scope.replace('_', ' ')}"
+        f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
     )
     return f"({bounded}) / {over}" if weight.bound in ("mask", "zero") else f"{bounded} / {over}"
 

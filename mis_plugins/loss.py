@@ -97,24 +97,27 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     Args:
         correction: of `scored_by` against the behavior policy; None where there is none.
     """
-    keep, all_rejected = x.ragged.loss_mask, None
-    scale = factor = keep.float()
+    mask, all_rejected = x.ragged.loss_mask, None
+    keep, scale = mask, mask.float()
+    weights = scale
     if correction is not None and config.corrects:
-        keep, factor, all_rejected = correction.keep, correction.loss_factor, correction.all_rejected
+        keep, weights, all_rejected = correction.keep, correction.weights, correction.all_rejected
         if correction.rescale is not None:
             scale = x.ragged.to_tokens(correction.rescale.float())
     if config.opsm is None:
-        return Share(keep, None, scale, torch.where(keep, factor, 0), all_rejected)
+        return Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
     stays = on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
-    rows = x.ragged.loss_mask, keep, keep & stays, keep & stays & (factor > 0)
-    (valid, before, after, weighed), _ = x.ragged.over_sequence(rows)
+    (valid, after, weighed), _ = x.ragged.over_sequence((mask, keep & stays, keep & stays & (weights > 0)))
     all_rejected = (valid > 0).any() & ~(weighed > 0).any()
     if config.on_all_rejected == "keep":
-        stays, after = stays | (all_rejected & keep), torch.where(all_rejected, before, after)
+        keep, stays = keep | (all_rejected & mask), stays | (all_rejected & mask)
+        scale = torch.where(all_rejected & mask, 1, scale)
+        after = torch.where(all_rejected, valid, after)
+    left = scale
     if config.denominator == "kept":
-        factor = factor * x.ragged.to_tokens(denominator_scale(before, after).float())
-    return Share(keep, stays, scale, torch.where(keep & stays, factor, 0), all_rejected)
+        left = x.ragged.to_tokens(denominator_scale(valid, after).float())
+    return Share(keep, stays, scale, torch.where(keep & stays, weights * left, 0), all_rejected)
 
 
 def micro_batch_loss(

@@ -8,8 +8,8 @@
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, `metrics: all`)
 
-What they return depends on no earlier call. Only the recorder remembers, and a recompute inside a backward, where a
-hook runs a second time for its micro-batch, adds nothing to it.
+What they return depends on no earlier call; the mean of `scope: rollout` waits on the host's arguments. Only the
+recorder remembers, and a recompute inside a backward, where a hook runs again for its micro-batch, adds nothing to it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         InputError: Miles, which hands this hook no data; samples, which slime's documentation promises and its code
             does not pass; a rollout without recomputed log-probs.
     """
-    config = config_in_force(args)
+    by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
+    config = reading.from_args(args) if by_loss_hook else config_in_force(args)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
         raise ConfigError(
             "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
@@ -177,9 +178,15 @@ def policy_loss(
         scored = scored_by(inputs, config)
         correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean)
     share = share_of(inputs, correction, config)
-    if correction is not None:
-        verdict = replace(correction.verdict, all_rejected=share.all_rejected)
-        RECORDER.record(replace(correction, verdict=verdict))
+    watched = correction
+    if (
+        config.opsm and correction is None
+    ):  # nothing to compare with: what OPSM leaves is counted all the same
+        proximal = inputs.proximal
+        watched = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
+    if watched is not None:
+        verdict = replace(watched.verdict, all_rejected=share.all_rejected)
+        RECORDER.record(replace(watched, verdict=verdict, on_policy=share.on_policy))
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     if not inputs.target.numel():

@@ -85,14 +85,14 @@ class Recorder:
     """Of one process.
 
     step: (rollout, step) that micro-batches recorded now belong to; None until the hook has been called.
-    pending: what the step has added up to so far.
+    pending: what the step has added up to so far, by config.
     copy: what is on its way to the host, where there is no hook.
     told: the warnings that need not be said again.
     muted: within `unobserved`.
     """
 
     step: tuple[int, int] | None = None
-    pending: Recorded | None = None
+    pending: dict[CorrectionConfig, Recorded] = field(default_factory=dict)
     copy: Copy | None = None
     told: set[str] = field(default_factory=set)
     muted: bool = False
@@ -122,7 +122,7 @@ class Recorder:
         if everything:
             loss = None if pg_loss is None else pg_loss.detach()
             self._add(Recorded(config, ranks, partials(correction, loss, lags, counts_sequences=first)))
-        elif config.corrects:
+        elif config.corrects or config.opsm:
             self._add(Recorded(config, ranks, watch(correction, counts_sequences=first)))
         if self.step is None:
             self._poll()
@@ -140,12 +140,16 @@ class Recorder:
         """Before each optimizer step, on every rank: read what the step before it recorded.
 
         Raises:
-            MisError: on every rank alike, `on_all_rejected: raise` and a micro-batch of that step was all rejected.
+            MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; on every rank alike
+                that computes a loss, which other pipeline stages do not.
         """
         ended, self.step = self.step, (rollout_id, step_id)
-        pending, self.pending = self.pending, None
-        if ended is None or pending is None:
-            return
+        pending, self.pending = self.pending, {}
+        if ended is not None:
+            for recorded in pending.values():
+                self._report(args, recorded, *ended)
+
+    def _report(self, args: Any, pending: Recorded, *ended: int) -> None:
         groups = [group for group in (pending.ranks.cp, pending.ranks.dp) if group is not None]
         reduced = Recorded(pending.config, pending.ranks, pending.partials.over_ranks(groups))
         recorded = Copy.begin(reduced).wait()
@@ -163,19 +167,18 @@ class Recorder:
             self.report(args, *self.step)
 
     def _add(self, recorded: Recorded) -> None:
-        if self.pending is not None and self.pending.config == recorded.config:
-            recorded = Recorded(
-                recorded.config, recorded.ranks, self.pending.partials.merge(recorded.partials)
-            )
-        self.pending = recorded
+        earlier = self.pending.get(recorded.config)
+        if earlier is not None:
+            recorded = Recorded(recorded.config, recorded.ranks, earlier.partials.merge(recorded.partials))
+        self.pending[recorded.config] = recorded
 
     def _poll(self) -> None:
         """Without the hook: read what has arrived, send what has been recorded since; never more than one of each."""
         if self.copy is not None and self.copy.ready:
             arrived, self.copy = self.copy.recorded, None
             self._warn(arrived.config, arrived.partials.named_sums, "this rank")
-        if self.copy is None and self.pending is not None:
-            self.copy, self.pending = Copy.begin(self.pending), None
+        if self.copy is None and self.pending:
+            self.copy = Copy.begin(self.pending.pop(next(iter(self.pending))))
 
     def _warn(self, config: CorrectionConfig, sums: Mapping[str, float], where: str) -> None:
         holding = {name: messages for name, alarm in ALARMS.items() if (messages := alarm(config, sums))}

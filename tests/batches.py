@@ -237,7 +237,7 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
     narrow = any(by_token) or (weight is not None and masks and weight["level"] == "token")
     if narrow and (not all(by_token) or (weight is not None and weight["level"] != "token")):
         config["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
-    if reject and not masks and not zeroes:
+    if reject and not masks and not zeroes and config.get("aggregate") != "kept":
         config["on_all_rejected"] = draw(st.sampled_from(["skip", "keep"]))
     return config
 

@@ -33,9 +33,7 @@ def corrected(config: dict, batch: Batch = BATCH) -> Correction:
 def test_the_flag(reject: list[dict], metrics: str):
     config = {"weight": {}, "reject": reject, "metrics": metrics}
     assert bool(corrected(config).all_rejected)
-    assert (
-        not bool(corrected(config, ratio_batch([[9.0, 0.1], [1.0]], [[1, 1], [0]])).all_rejected) or metrics
-    )
+    assert bool(corrected(config, ratio_batch([[9.0, 0.1], [1.0]], [[1, 1], [0]])).all_rejected)
     on_policy = {"weight": {}, "reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}], "metrics": metrics}
     assert not bool(corrected(on_policy, ratio_batch([[1.0], [9.0]])).all_rejected)
 
@@ -86,6 +84,29 @@ def test_keep_rejects_nothing():
     assert all(map(torch.equal, outcome.masks, BATCH.loss_masks))
     for name in ("mis_ess_mb", "mis_kept_fraction", "mis_kept_sequences_mb"):
         assert torch.equal(torch.cat(outcome.metrics[name]), torch.cat(plain.metrics[name])), name
+
+
+@pytest.mark.parametrize("over", ["valid", "kept"])
+def test_keep_gives_segments_back_to_the_mean(over: str):
+    """The mean is over every turn again, not over none."""
+    weight = {"level": "segment_geometric", "upper": 3.0, "normalize": {"over": over}}
+    config = {
+        "weight": weight,
+        "reject": [{"over": "mean", "unit": "segment", "upper": 0.01}],
+        "on_all_rejected": "keep",
+    }
+    found, plain = corrected(config), corrected({"weight": weight | {"normalize": {"over": "valid"}}})
+    assert torch.equal(found.weights, plain.weights) and bool(found.keep.all())
+
+
+def test_keep_cannot_add_up_what_is_gone():
+    config = {
+        "weight": {"level": "sequence"},
+        "reject": [{"over": "token", "upper": 0.01}],
+        "aggregate": "kept",
+    }
+    with pytest.raises(ConfigError, match=r"mis\.on_all_rejected: keep .*mis\.aggregate: kept"):
+        from_mapping(config | {"on_all_rejected": "keep"})
 
 
 def test_keep_does_nothing_while_something_is_kept():

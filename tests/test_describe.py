@@ -154,7 +154,7 @@ def test_a_statistics_formula_is_what_it_says(name: Statistic):
         ({"bound": "mask", "upper": 4}, "r_t where 0.25 <= r_t <= 4, else the token is dropped"),
         ({"bound": "none", "level": "segment_geometric"}, "(prod_segment r)^(1/n)"),
         ({"bound": "truncate", "level": "sequence", "normalize": {"scope": "rollout"}},
-         "min(prod r, 2) / its mean over the valid tokens of the rollout"),
+         "min(prod r, 2) / its mean over the valid sequences of the rollout"),
         (None, "1"),
     ],
 )  # fmt: skip

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins import loss, mis, reading
 from mis_plugins.correction import correct
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
@@ -637,6 +637,45 @@ def test_the_breaker_sees_rules_and_opsm_together():
 def all_bad(step: Step) -> Step:
     responses = [dataclasses.replace(x, advantages=[-1.0] * len(x.mask)) for x in step.responses]
     return Step(responses, [[x + 5 for x in row] for row in step.behavior])
+
+
+@pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
+@pytest.mark.parametrize("metrics", ["full", "none"])
+def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
+    """Whatever the metrics, and without rollout log-probs too; a step with something left goes on."""
+    config = {"opsm": {"delta": 0.05}, "on_all_rejected": "raise", "metrics": metrics}
+    mis.report_step(flags(), 0, 0)
+    call(random_step(5), config)
+    mis.report_step(flags(), 0, 1)
+    bad = all_bad(random_step(5))
+    if without:  # OPSM then compares with the proximal policy
+        responses = [dataclasses.replace(x, old=[p + 5 for p in x.old]) for x in bad.responses]
+        bad = dataclasses.replace(bad, responses=responses)
+    call(bad, config, without=without)
+    with pytest.raises(
+        MisError, match=r"every sequence of 1 of 1 micro-batches.*; 0\.0% of the step's tokens"
+    ):
+        mis.report_step(flags(), 0, 2)
+
+
+def test_keep_gives_back_what_rules_and_opsm_took_together():
+    step = all_bad(random_step(5))
+    rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
+    for denominator in ("original", "kept"):
+        both = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep"}
+        assert_same(call(step, both | {"denominator": denominator}), call(step, {}))
+
+
+def test_the_mean_of_the_rollout_serves_the_loss_hook():
+    """`scope: rollout` without --use-tis: the loss hook asks for the correction."""
+    weight = {"level": "sequence", "upper": 1.5, "normalize": {"scope": "rollout"}}
+    args = flags(mis={"weight": weight, "opsm": {"delta": 9.0}}, loss_type="custom_loss")
+    step = random_step(3)
+    batch = step.batch()
+    mis.normalize_rollout(args, 0, batch)
+    found = drive(args, batch, torch.cat(step.rows("target")))
+    alone = {"weight": weight | {"normalize": {"scope": "micro_batch"}}, "opsm": {"delta": 9.0}}
+    assert_same(found, call(step, alone))
 
 
 def test_opsm_of_everything_skips_or_keeps():

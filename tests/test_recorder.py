@@ -234,7 +234,7 @@ def test_without_the_hook_warnings_come_one_late_and_nothing_grows(caplog: pytes
     for count in range(1, 4):
         recorder.record(one)
         assert said(caplog, "every sequence of 1 of 1 micro-batches was rejected") == count
-        assert recorder.pending is None and recorder.copy is not None
+        assert not recorder.pending and recorder.copy is not None
 
 
 def test_without_the_hook_a_copy_that_is_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
@@ -244,9 +244,9 @@ def test_without_the_hook_a_copy_that_is_late_is_not_waited_for(monkeypatch: pyt
     monkeypatch.setattr("mis_plugins.recorder.Copy.ready", False)
     for _ in range(3):
         recorder.record(one)
-    assert recorder.pending is not None
-    assert recorder.pending.partials.named_sums["micro_batches"] == 3.0
-    assert recorder.pending.partials.sums.shape == watch(one).sums.shape
+    (pending,) = recorder.pending.values()
+    assert pending.partials.named_sums["micro_batches"] == 3.0
+    assert pending.partials.sums.shape == watch(one).sums.shape
 
 
 def test_without_the_hook_metrics_all_says_what_is_missing(caplog: pytest.LogCaptureFixture):
@@ -259,7 +259,7 @@ def test_without_the_hook_metrics_all_says_what_is_missing(caplog: pytest.LogCap
 def test_metrics_alone_leave_nothing_to_watch():
     recorder = Recorder()
     recorder.record(micro_batch([[1.0]], {"weight": None}))
-    assert recorder.pending is None and recorder.copy is None
+    assert not recorder.pending and recorder.copy is None
 
 
 # -------------------------------------------------------------------------------------------------------------- cost
@@ -365,6 +365,17 @@ def test_every_rank_raises_for_one(tmp_path: Path):
     config = VETO | {"on_all_rejected": "raise", "metrics": "full"}
     found = run_ranks(4, 2, lambda rank: of_rank(rank, batches, config, 2), tmp_path)
     assert all(error and "every sequence of 1 of 2 micro-batches" in error for _, error in found)
+
+
+def test_two_configs_in_one_step(tracked: list[dict]):
+    """The second hides nothing of the first."""
+    recorder = Recorder()
+    recorder.report(ARGS, 0, 0)
+    strict = EVERYTHING | {"reject": [{"over": "mean", "upper": 0.01}], "on_all_rejected": "raise"}
+    recorder.record(micro_batch([[1.0]], strict))
+    recorder.record(micro_batch([[1.0]], EVERYTHING))
+    with pytest.raises(MisError, match="every sequence of 1 of 1 micro-batches was rejected"):
+        recorder.flush(ARGS)
 
 
 def test_unobserved_records_nothing(tracked: list[dict]):
