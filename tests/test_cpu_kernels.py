@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -230,6 +231,24 @@ def test_the_library_is_compiled_once(monkeypatch, tmp_path):
     build.library.cache_clear()
     build.library()
     assert compiled.stat().st_mtime_ns == written
+    build.library.cache_clear()
+
+
+def test_narrower_instructions_give_the_same_bits(monkeypatch, tmp_path):
+    """Half as wide, with and without fma in hardware: float32 is the same to the bit, products and attention."""
+    x, weight, heads = torch.randn(9, 1100), torch.randn(37, 1100), torch.randn(2, 2, 50, 33)
+
+    def results() -> list[torch.Tensor]:
+        build.library.cache_clear()
+        with pinned(Contract()):
+            return [F.linear(x, weight), F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)]
+
+    own = results()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for narrower in (("-O1", "-mno-avx512f"), ("-O1", "-mno-avx512f", "-mno-fma", "-mno-avx2")):
+        if platform.machine() == "x86_64":
+            monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *narrower))
+        assert all(equal_bits(ours, wide) for ours, wide in zip(results(), own, strict=True))
     build.library.cache_clear()
 
 

@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -28,15 +28,77 @@ typedef uint16_t bf16;
 typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t int_lanes __attribute__((vector_size(64)));
 
+// Sums run over 16 lanes everywhere. Of these the hardware works on CHUNK at once; lanes do not meet before add_up, so
+// that its width changes no bit.
+#if defined(__AVX512F__)
+#define CHUNK 16
+#else
+#define CHUNK 8
+#endif
+typedef float chunk __attribute__((vector_size(4 * CHUNK)));
+
 // ---------------------------------------------------------------------------------------------------- vectors of floats
 
-INLINE lanes fma16(lanes a, lanes b, lanes c) {
+INLINE chunk fma_chunk(chunk a, chunk b, chunk c) {
 #if defined(__AVX512F__)
-    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (chunk)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (chunk)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    for (int i = 0; i < CHUNK; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
 #endif
+}
+
+INLINE chunk load_chunk(const float *x) {
+    chunk v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
+INLINE chunk load_wide_chunk(const bf16 *x) {
+    chunk v;
+#if defined(__AVX512F__)
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    v = (chunk)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__)
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
+    v = (chunk)_mm256_slli_epi32(wide, 16);
+#else
+    uint32_t bits[CHUNK];
+    for (int i = 0; i < CHUNK; i++) bits[i] = (uint32_t)x[i] << 16;
+    memcpy(&v, bits, sizeof v);
+#endif
+    return v;
+}
+
+// The first `count` elements that are left and zeros; none where `count` is not positive.
+INLINE long left_of(long count, long most) { return count < 0 ? 0 : MIN(count, most); }
+
+INLINE chunk tail_chunk(const float *x, long count) {
+    chunk v = {0};
+    memcpy(&v, x, left_of(count, CHUNK) * sizeof(float));
+    return v;
+}
+
+INLINE chunk tail_wide_chunk(const bf16 *x, long count) {
+    bf16 padded[CHUNK] = {0};
+    memcpy(padded, x, left_of(count, CHUNK) * sizeof(bf16));
+    return load_wide_chunk(padded);
+}
+
+INLINE chunk broadcast_chunk(float x) {
+    chunk v;
+    for (int i = 0; i < CHUNK; i++) v[i] = x;
+    return v;
+}
+
+INLINE lanes fma16(lanes a, lanes b, lanes c) {
+    chunk x[LANES / CHUNK], y[LANES / CHUNK], z[LANES / CHUNK];
+    memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
+    for (int i = 0; i < LANES / CHUNK; i++) z[i] = fma_chunk(x[i], y[i], z[i]);
+    memcpy(&c, z, sizeof c);
+    return c;
 }
 
 INLINE lanes broadcast(float x) {
@@ -50,17 +112,6 @@ INLINE lanes load_f32(const float *x) {
 }
 
 INLINE void store_f32(float *x, lanes v) { memcpy(x, &v, sizeof v); }
-
-INLINE lanes load_bf16(const bf16 *x) {
-#if defined(__AVX512F__)
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
-    return (lanes)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-#else
-    int_lanes bits;
-    for (int i = 0; i < LANES; i++) bits[i] = (int32_t)((uint32_t)x[i] << 16);
-    return (lanes)bits;
-#endif
-}
 
 INLINE float widen(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -78,6 +129,16 @@ INLINE bf16 narrow(float x) {
     return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
+INLINE float add_up(lanes v) {
+    float x[LANES];
+    store_f32(x, v);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+// Lane i of the result: the lanes of v[i] added up as the tree of add_up.
+#if defined(__AVX512F__)
 // Halves of a and b: lanes with (i & half) == 0 of the result are from a, the others from b, each the sum of two lanes
 // of its source that lie `half` apart.
 #define FOLD(half, a, b, x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)                         \
@@ -90,7 +151,6 @@ INLINE lanes fold4(lanes a, lanes b) { return FOLD(4, a, b, 0, 1, 2, 3, 20, 21, 
 INLINE lanes fold2(lanes a, lanes b) { return FOLD(2, a, b, 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31); }
 INLINE lanes fold1(lanes a, lanes b) { return FOLD(1, a, b, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31); }
 
-// Lane i of the result: the lanes of v[i] added up as one binary tree, (i, i + 8) first, neighbours last.
 INLINE lanes add_up_16(const lanes *v) {
     lanes e[8], f[4], g[2];
     for (int i = 0; i < 8; i++) e[i] = fold8(v[i], v[i + 8]);
@@ -98,14 +158,31 @@ INLINE lanes add_up_16(const lanes *v) {
     for (int i = 0; i < 2; i++) g[i] = fold2(f[i], f[i + 2]);
     return fold1(g[0], g[1]);
 }
-
-INLINE float add_up(lanes v) {
-    float x[LANES];
-    store_f32(x, v);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+#elif defined(__SSE3__)
+INLINE __m128 fold_to_4(lanes v) {
+    __m128 q[4];
+    memcpy(q, &v, sizeof q);
+    return _mm_add_ps(_mm_add_ps(q[0], q[2]), _mm_add_ps(q[1], q[3]));
 }
+
+INLINE __m128 fold_to_2(lanes a, lanes b) {
+    __m128 x = fold_to_4(a), y = fold_to_4(b);
+    return _mm_add_ps(_mm_movelh_ps(x, y), _mm_movehl_ps(y, x));
+}
+
+INLINE lanes add_up_16(const lanes *v) {
+    __m128 sums[4];
+    for (int i = 0; i < 4; i++)
+        sums[i] = _mm_hadd_ps(fold_to_2(v[4 * i], v[4 * i + 1]), fold_to_2(v[4 * i + 2], v[4 * i + 3]));
+    return load_f32((const float *)sums);
+}
+#else
+INLINE lanes add_up_16(const lanes *v) {
+    lanes sums;
+    for (int i = 0; i < LANES; i++) sums[i] = add_up(v[i]);
+    return sums;
+}
+#endif
 
 // -------------------------------------------------------------------------------------------------------- transposition
 
@@ -190,6 +267,8 @@ typedef struct {
 // Elements between the rows of a copied panel: a cache line more than a leaf, so that rows do not share a cache set.
 #define PITCH(type) ((LEAF_BYTES + 64) / (long)sizeof(type))
 #define TILE_ROWS 3
+// Columns whose sums are held in registers at once: 24 of 32 at 512 bits, 12 of 16 at 256.
+#define GROUP (CHUNK == LANES ? PANEL : 4)
 #define BLOCK_ROWS 96
 #define CHUNK_COLUMNS 64
 
@@ -201,26 +280,34 @@ INLINE void store_row(const product *p, long batch, long row, long column, long 
         for (long j = 0; j < count; j++) ((bf16 *)p->c)[at + j] = narrow(sums[j]);
 }
 
-// One kernel for each element type: STEP elements are a vector, LOAD reads one, TAIL reads `count` and zeros after it.
-#define DEFINE_PRODUCT(NAME, TYPE, VECTOR, STEP, LOAD, TAIL, FMA)                                                      \
+// One kernel for each element type: PER_LANE elements make a lane, LOAD reads a vector of them, TAIL one that ends early.
+#define DEFINE_PRODUCT(NAME, TYPE, VECTOR, PER_LANE, LOAD, TAIL, FMA)                                                  \
     INLINE void NAME##_tile(int rows, const TYPE *a, long a_row, const TYPE *b, long b_row, long depth, float *sums) { \
+        const int step = LANES * PER_LANE;                                                                             \
         lanes acc[2 * LANES] = {0};                                                                                    \
-        long k = 0;                                                                                                    \
-        for (; k + STEP <= depth; k += STEP) {                                                                         \
-            VECTOR left[TILE_ROWS];                                                                                    \
-            _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++) left[i] = LOAD(a + i * a_row + k);                  \
-            _Pragma("GCC unroll 8") for (int j = 0; j < PANEL; j++) {                                                  \
-                VECTOR right = LOAD(b + j * b_row + k);                                                                \
-                _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++)                                                 \
-                    acc[i * PANEL + j] = FMA(left[i], right, acc[i * PANEL + j]);                                      \
+        _Pragma("GCC unroll 2") for (int part = 0; part < LANES; part += CHUNK)                                        \
+        _Pragma("GCC unroll 8") for (int first = 0; first < PANEL; first += GROUP) {                                   \
+            const TYPE *left = a + part * PER_LANE, *right = b + first * b_row + part * PER_LANE;                      \
+            chunk sum[TILE_ROWS][GROUP] = {0};                                                                         \
+            long k = 0;                                                                                                \
+            for (; k + step <= depth; k += step) {                                                                     \
+                VECTOR row[TILE_ROWS];                                                                                 \
+                _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++) row[i] = LOAD(left + i * a_row + k);            \
+                _Pragma("GCC unroll 8") for (int j = 0; j < GROUP; j++) {                                              \
+                    VECTOR column = LOAD(right + j * b_row + k);                                                       \
+                    _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++) sum[i][j] = FMA(row[i], column, sum[i][j]); \
+                }                                                                                                      \
             }                                                                                                          \
-        }                                                                                                              \
-        if (k < depth) {                                                                                               \
-            _Pragma("GCC unroll 8") for (int j = 0; j < PANEL; j++) {                                                  \
-                VECTOR right = TAIL(b + j * b_row + k, depth - k);                                                     \
-                _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++)                                                 \
-                    acc[i * PANEL + j] = FMA(TAIL(a + i * a_row + k, depth - k), right, acc[i * PANEL + j]);           \
-            }                                                                                                          \
+            long rest = depth - k - part * PER_LANE;                                                                   \
+            if (rest > 0)                                                                                              \
+                _Pragma("GCC unroll 8") for (int j = 0; j < GROUP; j++) {                                              \
+                    VECTOR column = TAIL(right + j * b_row + k, rest);                                                 \
+                    _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++)                                             \
+                        sum[i][j] = FMA(TAIL(left + i * a_row + k, rest), column, sum[i][j]);                          \
+                }                                                                                                      \
+            _Pragma("GCC unroll 3") for (int i = 0; i < rows; i++)                                                     \
+                _Pragma("GCC unroll 8") for (int j = 0; j < GROUP; j++)                                                \
+                    memcpy((float *)(acc + i * PANEL + first + j) + part, &sum[i][j], sizeof(chunk));                  \
         }                                                                                                              \
         store_f32(sums, load_f32(sums) + add_up_16(acc));                                                              \
         if (rows > 2) {                                                                                                \
@@ -270,13 +357,7 @@ INLINE void store_row(const product *p, long batch, long row, long column, long 
         }                                                                                                              \
     }
 
-INLINE lanes tail_f32(const float *x, long count) {
-    lanes v = {0};
-    memcpy(&v, x, count * sizeof(float));
-    return v;
-}
-
-DEFINE_PRODUCT(f32, float, lanes, LANES, load_f32, tail_f32, fma16)
+DEFINE_PRODUCT(f32, float, chunk, 1, load_chunk, tail_chunk, fma_chunk)
 
 #if defined(__AVX512BF16__)
 // Two products a lane; the instruction rounds to nearest, keeps the pair's order and flushes subnormals, always.
@@ -284,20 +365,15 @@ typedef struct { __m512i bits; } pairs;
 INLINE pairs load_pairs(const bf16 *x) { return (pairs){_mm512_loadu_si512(x)}; }
 INLINE pairs tail_pairs(const bf16 *x, long count) {
     pairs v = {_mm512_setzero_si512()};
-    memcpy(&v, x, count * sizeof(bf16));
+    memcpy(&v, x, left_of(count, 2 * CHUNK) * sizeof(bf16));
     return v;
 }
-INLINE lanes fma_pairs(pairs a, pairs b, lanes c) {
-    return (lanes)_mm512_dpbf16_ps((__m512)c, (__m512bh)a.bits, (__m512bh)b.bits);
+INLINE chunk fma_pairs(pairs a, pairs b, chunk c) {
+    return (chunk)_mm512_dpbf16_ps((__m512)c, (__m512bh)a.bits, (__m512bh)b.bits);
 }
-DEFINE_PRODUCT(b16, bf16, pairs, 2 * LANES, load_pairs, tail_pairs, fma_pairs)
+DEFINE_PRODUCT(b16, bf16, pairs, 2, load_pairs, tail_pairs, fma_pairs)
 #else
-INLINE lanes tail_bf16(const bf16 *x, long count) {
-    bf16 padded[LANES] = {0};
-    memcpy(padded, x, count * sizeof(bf16));
-    return load_bf16(padded);
-}
-DEFINE_PRODUCT(b16, bf16, lanes, LANES, load_bf16, tail_bf16, fma16)
+DEFINE_PRODUCT(b16, bf16, chunk, 1, load_wide_chunk, tail_wide_chunk, fma_chunk)
 #endif
 
 #if HAS_AMX
@@ -494,6 +570,7 @@ typedef struct {
 #define BLOCK_QUERIES 24
 #define CHUNK_QUERIES 192
 #define WEIGH_ROWS 4
+#define WEIGH_VECTORS (CHUNK == LANES ? 4 : 2)
 #define ROUND_UP(n) (((n) + LANES - 1) / LANES * LANES)
 
 // The keys that a query sees: [begin, end), and whether all of those.
@@ -545,36 +622,41 @@ static float exponentiate(float *scores, long count, float *max) {
     return add_up(sum);
 }
 
-// out[rows, LANES * vectors] += weights[rows, count] @ v[count, ...], the keys in order.
+// out[rows, CHUNK * vectors] += weights[rows, count] @ v[count, ...], the keys in order.
 INLINE void weigh_tile(int rows, int vectors, const float *weights, long weights_row, const float *v, long v_row,
                        long count, float *out, long out_row) {
-    lanes acc[WEIGH_ROWS][4];
+    chunk acc[WEIGH_ROWS][WEIGH_VECTORS];
     for (int i = 0; i < rows; i++)
-        for (int d = 0; d < vectors; d++) acc[i][d] = load_f32(out + i * out_row + d * LANES);
+        for (int d = 0; d < vectors; d++) acc[i][d] = load_chunk(out + i * out_row + d * CHUNK);
     for (long j = 0; j < count; j++) {
-        lanes value[4];
-        _Pragma("GCC unroll 4") for (int d = 0; d < vectors; d++) value[d] = load_f32(v + j * v_row + d * LANES);
+        chunk value[WEIGH_VECTORS];
+        _Pragma("GCC unroll 4") for (int d = 0; d < vectors; d++) value[d] = load_chunk(v + j * v_row + d * CHUNK);
         _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++) {
-            lanes weight = broadcast(weights[i * weights_row + j]);
+            chunk weight = broadcast_chunk(weights[i * weights_row + j]);
             _Pragma("GCC unroll 4") for (int d = 0; d < vectors; d++)
-                acc[i][d] = fma16(weight, value[d], acc[i][d]);
+                acc[i][d] = fma_chunk(weight, value[d], acc[i][d]);
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int d = 0; d < vectors; d++) store_f32(out + i * out_row + d * LANES, acc[i][d]);
+        for (int d = 0; d < vectors; d++) memcpy(out + i * out_row + d * CHUNK, &acc[i][d], sizeof(chunk));
 }
 
+INLINE void weigh_columns(int rows, int vectors, const float *weights, long weights_row, const float *v, long v_row,
+                          long count, float *out, long out_row) {
+    if (rows == WEIGH_ROWS)
+        weigh_tile(WEIGH_ROWS, vectors, weights, weights_row, v, v_row, count, out, out_row);
+    else
+        weigh_tile(1, vectors, weights, weights_row, v, v_row, count, out, out_row);
+}
+
+// The same over all columns; `rows` is WEIGH_ROWS or 1.
 static void weigh(int rows, const float *weights, long weights_row, const float *v, long v_row, long count, float *out,
                   long width) {
     long d = 0;
-    for (; d + 4 * LANES <= width; d += 4 * LANES)
-        if (rows == WEIGH_ROWS) weigh_tile(WEIGH_ROWS, 4, weights, weights_row, v + d, v_row, count, out + d, width);
-        else for (int i = 0; i < rows; i++)
-            weigh_tile(1, 4, weights + i * weights_row, 0, v + d, v_row, count, out + i * width + d, width);
-    for (; d < width; d += LANES)
-        if (rows == WEIGH_ROWS) weigh_tile(WEIGH_ROWS, 1, weights, weights_row, v + d, v_row, count, out + d, width);
-        else for (int i = 0; i < rows; i++)
-            weigh_tile(1, 1, weights + i * weights_row, 0, v + d, v_row, count, out + i * width + d, width);
+    for (; d + WEIGH_VECTORS * CHUNK <= width; d += WEIGH_VECTORS * CHUNK)
+        weigh_columns(rows, WEIGH_VECTORS, weights, weights_row, v + d, v_row, count, out + d, width);
+    for (; d < width; d += CHUNK)
+        weigh_columns(rows, 1, weights, weights_row, v + d, v_row, count, out + d, width);
 }
 
 // What one work unit needs beside its inputs. Rows of `queries`, `values` and `out` are `width` long, those of `scores`
