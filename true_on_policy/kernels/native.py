@@ -93,7 +93,9 @@ def _rows(x: Tensor) -> Tensor:
     (batch, rows, columns), out = x.shape, torch.empty(x.shape, dtype=x.dtype)
     addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
     longs = (ctypes.c_long(n) for n in (batch, columns, rows, x.stride(0), x.stride(2)))
-    build.library().bi_transpose(addresses[0], *longs, addresses[1], x.element_size(), torch.get_num_threads())
+    build.library().bi_transpose(
+        addresses[0], *longs, addresses[1], x.element_size(), torch.get_num_threads()
+    )
     return out
 
 
