@@ -80,6 +80,17 @@ def test_another_provider_is_refused_and_left_alone():
         library._destroy()
 
 
+def test_another_provider_inside_a_pin_is_found():
+    library = torch.library.Library("aten", "IMPL")
+    with pinned(NATIVE):
+        library.impl("mm", lambda a, b: a, "CPU")
+        try:
+            with pytest.raises(PinError, match="aten::mm was overridden inside a pin .*test_pin.py"):
+                pin(NATIVE)
+        finally:
+            library._destroy()
+
+
 def test_pin_holds_for_the_rest_of_the_process():
     program = """
 import torch

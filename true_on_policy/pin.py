@@ -17,9 +17,10 @@ from true_on_policy.probes import probe
 
 @dataclass
 class _Active:
-    """The one provider of this process: how often it was asked for, and how to take it away."""
+    """The one provider of this process: what it installed, how to take it away, and how often it was asked for."""
 
     backend: str
+    kernels: dict[str, str]
     uninstall: cpu.Uninstall
     depth: int = 0
 
@@ -57,9 +58,10 @@ def _enter(contract: Contract) -> None:
     global _active
     with _lock:
         if _active is None:
-            _refuse_foreign_kernels()
+            _refuse_python_kernels()
             backend = cpu.BACKENDS[contract.backend]
-            _active = _Active(backend.name, cpu.install(backend))
+            uninstall = cpu.install(backend)
+            _active = _Active(backend.name, _cpu_kernels(), uninstall)
         elif _active.backend != contract.backend:
             raise PinError(
                 f"contract.backend: {contract.backend!r}, but {_active.backend!r} is pinned in this process. "
@@ -67,6 +69,7 @@ def _enter(contract: Contract) -> None:
             )
         _active.depth += 1
         try:
+            _refuse_replaced_kernels(_active.kernels)
             probe(contract)
         except BaseException:
             _leave()
@@ -83,12 +86,23 @@ def _leave() -> None:
             _active = None
 
 
-def _refuse_foreign_kernels() -> None:
+def _refuse_python_kernels() -> None:
     """Python kernels on the CPU key are someone else's: Megatron-core's or SGLang's batch-invariant mode."""
-    for name in cpu.OPERATORS:
-        kernel = _cpu_kernel(name)
+    for name, kernel in _cpu_kernels().items():
         if ".py:" in kernel:
             raise PinError(f"aten::{name} is overridden already ({kernel}); leave that mode before you pin")
+
+
+def _refuse_replaced_kernels(ours: dict[str, str]) -> None:
+    """A mode that was switched on inside a pin took our kernels' place."""
+    for name, kernel in _cpu_kernels().items():
+        if kernel != ours[name]:
+            raise PinError(f"aten::{name} was overridden inside a pin ({kernel}); leave that mode first")
+
+
+def _cpu_kernels() -> dict[str, str]:
+    """What the dispatcher runs on CPU for each operator, in its own words."""
+    return {name: _cpu_kernel(name) for name in cpu.OPERATORS}
 
 
 def _cpu_kernel(name: str) -> str:
