@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in every child process
@@ -16,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from mis_plugins import mis
 from mis_plugins.recorder import Recorder
@@ -75,3 +77,14 @@ def _reason(report: pytest.TestReport) -> str:
 def own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test records, the next does not read."""
     monkeypatch.setattr(mis, "RECORDER", Recorder())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_outlives_its_file() -> Iterator[None]:
+    """Ranks that a later file forks would inherit it."""
+    yield
+    if dist.is_initialized():
+        mpu = sys.modules.get("megatron.core.parallel_state")
+        if mpu is not None and mpu.model_parallel_is_initialized():
+            mpu.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -34,7 +34,7 @@ class Block:
     @property
     def script(self) -> str:
         """The block, each of its commands with the arguments of the note."""
-        if not self.note:
+        if not self.note or self.parsed_only:
             return self.body
         lines = self.body.replace("\\\n", " ").splitlines()
         return "\n".join(f"{line.split('  #')[0]} {self.note}" for line in lines if line and line[0] != "#")
