@@ -162,6 +162,16 @@ def micro_batch_loss(
     return loss, reported
 
 
+@torch.no_grad()
+def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> Float[Tensor, " T"]:
+    """The surrogate of each token before weight, rejection and OPSM."""
+    objective = config.objective or ObjectiveConfig()
+    old = x.behavior if objective.old == "behavior" else x.proximal
+    assert old is not None
+    every = x.ragged.loss_mask.float()
+    return policy_term(x.target.detach(), old, x.advantages, every, x.ragged, objective, flags.clip).loss
+
+
 def _kl(
     x: LossInputs, old: Tensor, share: Share, objective: ObjectiveConfig, kind: KlType
 ) -> Float[Tensor, " T"]:

@@ -30,8 +30,7 @@ needs
 which reports a step when the next one begins; the last step of a run is not reported. Warnings (everything rejected,
 too little kept, products that saturate; here also log-probs that are scaled) go to the log of one rank.
 
-Two families need what not every caller hands on: the `loss_` ones the loss before correction, which the TIS hook is
-given and `policy_loss` does not make, and the `lag_` ones the weight version of each token, which no host hands on yet.
+The `lag_` ones need the weight version of each token, which no host hands on yet.
 
 r_t = pi_old(y_t) / mu(y_t), trainer over rollout engine, of a token; w_t its bounded weight. Means over tokens are over
 those in the loss mask with finite log-probs, means over sequences over those with such a token. log r is clamped at

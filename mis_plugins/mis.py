@@ -33,7 +33,7 @@ from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
-from mis_plugins.loss import Reduce, micro_batch_loss, scored_by, share_of
+from mis_plugins.loss import Reduce, micro_batch_loss, scored_by, share_of, uncorrected
 from mis_plugins.notices import warn_once
 from mis_plugins.recorder import RECORDER
 
@@ -186,7 +186,8 @@ def policy_loss(
         watched = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
     if watched is not None:
         verdict = replace(watched.verdict, all_rejected=share.all_rejected)
-        RECORDER.record(replace(watched, verdict=verdict, on_policy=share.on_policy))
+        pg_loss = uncorrected(inputs, config, flags) if config.metrics == "all" else None
+        RECORDER.record(replace(watched, verdict=verdict, on_policy=share.on_policy), pg_loss)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     if not inputs.target.numel():

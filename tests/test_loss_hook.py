@@ -35,6 +35,7 @@ from mis_plugins import loss, mis, reading
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
+from mis_plugins.hosts import tracking
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
 
@@ -656,6 +657,25 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
         MisError, match=r"every sequence of 1 of 1 micro-batches.*; 0\.0% of the step's tokens"
     ):
         mis.report_step(flags(), 0, 2)
+
+
+def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch):
+    """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens."""
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}], "opsm": {"delta": 0.05},
+              "metrics": "all"}  # fmt: skip
+    step = random_step(5)
+    mis.report_step(flags(), 0, 0)
+    found = call(step, config, calculate_per_token_loss=True)
+    mis.report_step(flags(), 0, 1)
+    valid = sum(sum(x.mask) for x in step.responses)
+    share = share_of(step, config)
+    kept = int((share.keep & share.on_policy).sum()) if share.on_policy is not None else 0
+    total = found.metrics["pg_loss"].item()
+    assert 0 < kept < valid
+    for name, count in (("loss_original_denominator", valid), ("loss_kept_denominator", kept)):
+        assert_close(torch.tensor(logged[0][name] * count), torch.tensor(total).double())
 
 
 def test_keep_gives_back_what_rules_and_opsm_took_together():
