@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, Level, WeightConfig
 from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
-from mis_plugins.rejection import Totals, aggregate, passes
+from mis_plugins.rejection import Totals
 from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
 from mis_plugins.totals import (
     UNREJECTED,
@@ -25,7 +25,7 @@ from mis_plugins.totals import (
     token_stage,
     totals_of,
 )
-from mis_plugins.units import counted_units, known, passing_units, unit_weight
+from mis_plugins.units import counted_units, kept_units, unit_weight
 from mis_plugins.weights import normalization
 
 
@@ -151,8 +151,8 @@ def correct(
         w       = bound(exp(aggregate(log r))) / mean weight
         keep    = loss_mask and every rule
 
-    At most one collective over context-parallel ranks, and one over data-parallel ones where the normalization
-    says `data_parallel`; no wait for the device.
+    At most one collective over context-parallel ranks, one more each for segments and for `aggregate: kept`, and one
+    over data-parallel ones where the normalization says `data_parallel`; no wait for the device.
 
     Args:
         proximal: log-probs of the trainer before the update (pi_old), any float dtype.
@@ -207,34 +207,20 @@ def _verdict(proximal: Tensor, behavior: Tensor, ragged: Ragged, config: Correct
     totals = unit_totals = over_sequences(stage, ragged, config)
     if config.aggregate == "kept":
         unit_totals = totals_of(narrowed(stage), ragged, needed_for_units(sequence_rules(config)))
+    weight = config.weight if config.weight and config.weight.by_sequence else None
     verdict = Verdict(
         stage=stage,
         segments=segments,
         totals=totals,
         unit_totals=unit_totals,
-        sequence_weight=_sequence_weight(unit_totals, config.weight),
-        keep_sequences=_keep_sequences(unit_totals, config),
+        sequence_weight=unit_weight(unit_totals, weight) if weight else None,
+        keep_sequences=kept_units(unit_totals, sequence_rules(config), weight),
         all_rejected=None,
     )
     if not config.can_end_empty:
         return verdict
     verdict = replace(verdict, all_rejected=_all_rejected(verdict))
     return _nothing_rejected(verdict) if config.on_all_rejected == "keep" else verdict
-
-
-def _sequence_weight(totals: Totals, weight: WeightConfig | None) -> Float[Tensor, " N"] | None:
-    return unit_weight(totals, weight) if weight is not None and weight.by_sequence else None
-
-
-def _keep_sequences(totals: Totals, config: CorrectionConfig) -> Bool[Tensor, " N"] | None:
-    rules, weight = sequence_rules(config), config.weight
-    masks = weight is not None and weight.bound == "mask" and weight.by_sequence
-    if not rules and not masks:
-        return None
-    keep = passing_units(totals, weight) if masks and weight else known(totals)
-    for rule in rules:
-        keep = passes(aggregate(totals, rule), rule, keep)
-    return keep
 
 
 def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:

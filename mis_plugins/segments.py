@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, WeightConfig
 from mis_plugins.ragged import Ragged, Segments
-from mis_plugins.rejection import Totals, aggregate, passes
+from mis_plugins.rejection import Totals
 from mis_plugins.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
-from mis_plugins.units import known, passing_units, unit_log_ratio, unit_weight
+from mis_plugins.units import kept_units, passing_units, unit_log_ratio, unit_weight
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def segment_stage(
     looked_at = narrowed(stage) if config.aggregate == "kept" else stage
     of_segment = totals_of(looked_at, segments.ragged, names)
     weight = config.weight if config.weight and config.weight.by_segment else None
-    keep = _keep(of_segment, config, weight)
+    keep = kept_units(of_segment, segment_rules(config), weight)
     if stage.keep is not None:
         stage = stage if keep is None else replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
         left = of_segment["kept"] > 0
@@ -58,19 +58,6 @@ def segment_stage(
     bounded = unit_weight(of_segment, weight)
     stage = _weighted(stage, of_segment, bounded, segments.ragged, weight)
     return stage, SegmentStage(segments, of_segment, keep, bounded)
-
-
-def _keep(
-    of_segment: Totals, config: CorrectionConfig, weight: WeightConfig | None
-) -> Bool[Tensor, " S"] | None:
-    """What mask bound and rules over segments leave; None where there is none."""
-    rules, masks = segment_rules(config), weight is not None and weight.bound == "mask"
-    if not rules and not masks:
-        return None
-    keep = passing_units(of_segment, weight) if masks and weight else known(of_segment)
-    for rule in rules:
-        keep = passes(aggregate(of_segment, rule), rule, keep)
-    return keep
 
 
 def _weighted(

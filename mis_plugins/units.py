@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import LEVEL_OVER, WeightConfig
+from mis_plugins.config import LEVEL_OVER, RejectRule, WeightConfig
 from mis_plugins.ratios import exp_clamped
-from mis_plugins.rejection import Totals
+from mis_plugins.rejection import Totals, aggregate, passes
 from mis_plugins.weights import bounded_weight, in_bounds
 
 
@@ -31,6 +33,19 @@ def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
 def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
     """Units that are known, and within a mask or zero bound."""
     return in_bounds(unit_log_ratio(totals, weight), known(totals), weight)
+
+
+def kept_units(
+    totals: Totals, rules: Sequence[RejectRule], weight: WeightConfig | None
+) -> Bool[Tensor, " N"] | None:
+    """What mask bound and rules over units leave; None where there is neither. `weight` is None unless it is theirs."""
+    masks = weight is not None and weight.bound == "mask"
+    if not rules and not masks:
+        return None
+    keep = passing_units(totals, weight) if masks and weight else known(totals)
+    for rule in rules:
+        keep = passes(aggregate(totals, rule), rule, keep)
+    return keep
 
 
 def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
