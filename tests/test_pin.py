@@ -157,11 +157,26 @@ def test_a_failing_install_restores(monkeypatch, found):
         ({"dtype": "fp16"}, "contract.dtype: got 'fp16'; choose one of fp32, bf16"),
         ({"norm_order": "hf"}, "contract.norm_order: got 'hf'; choose one of engine, trainer"),
         ({"trainer_tensor_parallel": 2}, "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1"),
+        ({"leaves": 3}, "contract.leaves: got 3; choose a power of two"),
+        ({"leaves": 0}, "contract.leaves: got 0; choose a power of two"),
+        (
+            {"leaves": 2, "trainer_tensor_parallel": 4},
+            "contract.trainer_tensor_parallel: 4 cannot share out contract.leaves: 2",
+        ),
+        (
+            {"leaves": 4, "engine_tensor_parallel": 3},
+            "contract.engine_tensor_parallel: 3 cannot share out contract.leaves: 4",
+        ),
     ],
 )
 def test_contracts_that_cannot_hold(setting, message):
     with pytest.raises(ContractError, match=message):
         Contract(**setting)
+
+
+def test_leaves_let_tensor_parallelism_differ():
+    for trainer, engine in ((1, 4), (2, 1), (4, 2)):
+        Contract(leaves=4, trainer_tensor_parallel=trainer, engine_tensor_parallel=engine)
 
 
 def test_wide_heads_are_probed_where_they_are_wide():

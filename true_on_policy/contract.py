@@ -44,10 +44,11 @@ class Contract:
         norm_order: a Side: whose order of cast, weight and residual RMSNorm takes (it matters in bf16 alone).
         trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
         engine_tensor_parallel: the same of the engine.
+        leaves: parts of a row-parallel K that add up as one tree on both sides, a power of two; 1: ordinary products.
         shapes: where the kernels are probed.
 
     Raises:
-        ContractError: a choice that does not exist, or unequal tensor parallelism.
+        ContractError: a choice that does not exist, leaves that ranks cannot share, unequal tensor parallelism without.
     """
 
     backend: str = "native"
@@ -55,12 +56,13 @@ class Contract:
     norm_order: str = "engine"
     trainer_tensor_parallel: int = 1
     engine_tensor_parallel: int = 1
+    leaves: int = 1
     shapes: Shapes = field(default_factory=Shapes)
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel)
+        _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel, self.leaves)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -72,9 +74,18 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ContractError(f"contract.{name}: got {value!r}; choose one of {', '.join(choices)}")
 
 
-def _check_tensor_parallel(trainer: int, engine: int) -> None:
-    if trainer != engine:
+def _check_tensor_parallel(trainer: int, engine: int, leaves: int) -> None:
+    if leaves < 1 or leaves & (leaves - 1):
+        raise ContractError(f"contract.leaves: got {leaves}; choose a power of two")
+    if leaves == 1 and trainer != engine:
         raise ContractError(
             f"contract.trainer_tensor_parallel: {trainer} but engine_tensor_parallel: {engine}. A row-parallel "
-            "layer adds one partial sum per rank, so another number of ranks rounds differently; set both equal"
+            "layer adds one partial sum per rank, so another number of ranks rounds differently; set both equal, "
+            "or contract.leaves to a power of two that both divide"
         )
+    for name, ranks in (("trainer", trainer), ("engine", engine)):
+        if ranks < 1 or (leaves > 1 and leaves % ranks):
+            raise ContractError(
+                f"contract.{name}_tensor_parallel: {ranks} cannot share out contract.leaves: {leaves}; "
+                "choose ranks that divide the leaves"
+            )
