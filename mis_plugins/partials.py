@@ -116,39 +116,23 @@ def partials(
         counts_sequences: true on exactly one of the context-parallel ranks that hold the same sequences.
     """
     tokens, sequences = Tokens(correction, pg_loss), Sequences(correction)
-    edges = sketch.edges(correction.log_ratio.device)
-    by_token = torch.stack([tokens.log_ratio, tokens.weight.log()])
-    by_sequence = torch.stack([sequences.log_ratio, sequences.mean_log_ratio])
-    units = [(unit_rules(correction.config, unit), totals) for unit, totals in _units(correction)]
-    once = [
-        _summed(sequence_sums(sequences), sequences.seen),
-        _summed(sequence_counts(sequences), sequences.live),
-        _nonfinite(sequences),
-        _of_micro_batch(correction),
-        _products(correction),
-        *(_unit_rules(rules, totals) for rules, totals in units if rules),
-    ]
-    histograms, products = sketch.histograms(by_sequence, sequences.seen, edges), _powers(sequences)
-    if not counts_sequences:
-        once = [(names, torch.zeros_like(sums)) for names, sums in once]
-        histograms, products = torch.zeros_like(histograms), torch.zeros_like(products)
-    sums = [_summed(token_sums(tokens)), _summed(usable_token_sums(tokens), tokens.usable), *once]
+    ruled = _units_with_rules(correction)
+    once = (lambda x: x) if counts_sequences else torch.zeros_like
+    sums = [_summed(token_sums(tokens)), _summed(usable_token_sums(tokens), tokens.usable)]
+    sums += [(names, once(values)) for names, values in _sums_over_sequences(sequences, ruled)]
     maxima = [
         _largest(token_maxima(tokens), tokens.usable),
         _largest(sequence_maxima(sequences), sequences.seen),
-        *(
-            _largest(unit_rule_maxima(rules, totals), totals["usable"] > 0)
-            for rules, totals in units
-            if rules
-        ),
+        *(_largest(unit_rule_maxima(rules, totals), totals["usable"] > 0) for rules, totals in ruled),
     ]
+    of_tokens, of_sequences = _histograms(tokens, sequences)
     return Partials(
         _names(sums),
         _names(maxima),
         torch.cat([values for _, values in sums]),
         torch.cat([values for _, values in maxima]),
-        torch.cat([sketch.histograms(by_token, tokens.usable, edges), histograms]),
-        products,
+        torch.cat([of_tokens, once(of_sequences)]),
+        once(_powers(sequences)),
         _lag_rows(tokens, lags),
     )
 
@@ -176,6 +160,35 @@ def _units(correction: Correction) -> Iterator[tuple[Unit, Totals]]:
 
 
 Named = tuple[list[str], Float[Tensor, " _"]]
+Ruled = list[tuple[list[tuple[str, RejectRule]], Totals]]
+
+
+def _units_with_rules(correction: Correction) -> Ruled:
+    """The rules over each kind of unit that has some, and what its units add up to."""
+    found = [(unit_rules(correction.config, unit), totals) for unit, totals in _units(correction)]
+    return [(rules, totals) for rules, totals in found if rules]
+
+
+def _sums_over_sequences(s: Sequences, ruled: Ruled) -> list[Named]:
+    """What is the same on all context-parallel ranks, so that one of them counts it."""
+    return [
+        _summed(sequence_sums(s), s.seen),
+        _summed(sequence_counts(s), s.live),
+        _nonfinite(s),
+        _of_micro_batch(s.correction),
+        _products(s.correction),
+        *(_unit_rules(rules, totals) for rules, totals in ruled),
+    ]
+
+
+def _histograms(t: Tokens, s: Sequences) -> tuple[Int[Tensor, "2 B"], Int[Tensor, "2 B"]]:
+    """The sketches, in the order of `SKETCHES`: two of tokens, two of sequences."""
+    edges = sketch.edges(t.log_ratio.device)
+    by_token, by_sequence = (
+        torch.stack([t.log_ratio, t.weight.log()]),
+        torch.stack([s.log_ratio, s.mean_log_ratio]),
+    )
+    return sketch.histograms(by_token, t.usable, edges), sketch.histograms(by_sequence, s.seen, edges)
 
 
 def _names(parts: Iterable[Named]) -> tuple[str, ...]:

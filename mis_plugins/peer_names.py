@@ -145,7 +145,6 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "averages over sequences": "over all rows, those without a valid token as 0; ours over those with one",
     },
     "ms-swift": {
-        "ess with sequence_mask": "not had: its bounds stand in a rule of ours, and the weight has none; see ess",
         "clipped_frac with sequence_mask": "rule_{i}_unit_high_fraction",
         "averages": "the mean over ranks of each rank's mean; ours is over all tokens or sequences",
     },

@@ -795,6 +795,8 @@ def ess_bounded(s: Step) -> float:
 def ess_lifted(s: Step) -> float:
     """Effective sample size of the applied weights within [1 / upper, upper]: dropped ones count as 1 / upper.
 
+    upper is the bound of the weight; of an unbounded one, that of the first rule on a ratio which has one.
+
     Range: 0 to 1.
     Bad: nothing by itself; it cannot see rejection.
     Do: use ess. It is here for those who come from ms-swift.

@@ -104,12 +104,9 @@ class Tokens:
         """The weight as multiplied into the loss, 0 where the token is dropped."""
         return torch.where(self.correction.keep, self.normalized, 0)
 
-    @cached_property
-    def lifted(self) -> Float[Tensor, " T"]:
+    def lifted(self, upper: float) -> Float[Tensor, " T"]:
         """The applied weight within [1 / upper, upper], dropped tokens at the lower end."""
-        assert self.config.weight is not None
-        ceiling = self.config.weight.ceiling
-        return torch.where(self.correction.ragged.loss_mask, self.applied.clamp(1 / ceiling, ceiling), 0)
+        return torch.where(self.correction.ragged.loss_mask, self.applied.clamp(1 / upper, upper), 0)
 
     def known(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         return torch.where(self.usable, x, 0)
@@ -259,10 +256,11 @@ def token_sums(t: Tokens) -> Rows:
         yield f"below_{bound}", t.log_ratio < -bound
     for bound in PROB_DIFF_TAILS:
         yield f"prob_diff_above_{bound}", t.abs_prob_diff > bound
-    weight = t.config.weight
-    if weight is not None and math.isfinite(weight.ceiling):
-        yield "lifted", t.lifted
-        yield "lifted_squared", t.lifted.square()
+    upper = lifting_bound(t.config)
+    if upper is not None:
+        lifted = t.lifted(upper)
+        yield "lifted", lifted
+        yield "lifted_squared", lifted.square()
     for name, row in LOSS_SUMS.items():
         yield name, torch.zeros_like(t.log_ratio) if t.pg_loss is None else row(t, t.pg_loss.double())
 
@@ -410,6 +408,15 @@ def product_sums(log_ratio: Float[Tensor, " N"]) -> Rows:
     yield "product_count", torch.ones_like(size)
     yield "product_size", size
     yield "product_saturated", size > LOG_RATIO_CLAMP
+
+
+def lifting_bound(config: CorrectionConfig) -> float | None:
+    """The upper bound of the weight; of an unbounded one, that of the first rule on the ratio which has one."""
+    if config.weight is None:
+        return None
+    if math.isfinite(config.weight.ceiling):
+        return config.weight.ceiling
+    return next((rule.upper for rule in config.reject if rule.statistic == "ratio" and rule.upper), None)
 
 
 def weight_limits(weight: WeightConfig) -> tuple[float, float]:

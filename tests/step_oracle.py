@@ -198,8 +198,11 @@ def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
     lower = weight.get("lower") if weight["bound"] not in ("none", "truncate") else None
     lower = 1 / upper if not lower else lower
     found = {}
-    if upper < math.inf:
-        lifted = np.clip(s.applied, 1 / upper, upper)
+    ratio_rules = [rule for rule in s.config.get("reject", []) if rule.get("statistic", "ratio") == "ratio"]
+    uppers = [upper, *(rule["upper"] for rule in ratio_rules if rule.get("upper"))]
+    lifting = next((bound for bound in uppers if bound < math.inf), None)
+    if lifting:
+        lifted = np.minimum(np.maximum(s.applied, 1 / lifting), lifting)
         found["ess_lifted"] = kish(lifted, len(lifted))
     low, high = math.log(lower) if lower else -math.inf, math.log(upper)
     outside = lambda ratios: (mean(ratios < low), mean(ratios > high))  # noqa: E731

@@ -136,7 +136,7 @@ def test_verl_metrics(batch: Rows, chosen: dict):
     assume(correction.weights.sum() > batch.mask.sum() / 10)  # verl adds 1e-8 to what it divides by
     _, _, theirs = verl.correction(batch, chosen)
     table = verl.metric_table(chosen)
-    assert set(theirs) - set(table) <= {"rollout_corr/rollout_is_oob_ratio"}
+    assert set(theirs) <= set(table)
     assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table, verl.FLOOR)
 
 
@@ -312,7 +312,7 @@ def test_ms_swift_metrics(mode: str, batch: Rows):
     assert set(theirs) == set(ms_swift.MISMATCH)
     assert_same_metrics(batch, found, theirs, ms_swift.MISMATCH)
     theirs, table = ms_swift.weight_metrics(batch, mode, 2.0), ms_swift.weight_table(mode)
-    assert set(theirs) - set(table) <= {"ess"}
+    assert set(theirs) == set(table)
     assume(found["applied_valid_mean"] > 0.1)  # theirs adds 1e-8 to it
     assert_same_metrics(batch, found, theirs, table)
 

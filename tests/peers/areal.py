@@ -51,17 +51,12 @@ def loss(batch: Rows, target: Tensor, config: Any, **keys: Any) -> tuple[Tensor,
 
 
 def metric_table(config: Any) -> dict[str, Metric]:
-    """Without `filtered_fraction` of clamped sequences, which counts their tokens, as none of ours does."""
-    table: dict[str, Metric] = {
+    """Of tokens, whatever the level."""
+    return {
         "behave_imp_weight": "applied_mean",
         "behave_approx_kl": "kept_log_ratio_mean",
+        "filtered_fraction": "rejected_fraction" if config.action == "mask" else "outside_bound_fraction",
     }
-    if config.action == "mask":
-        table["filtered_fraction"] = "rejected_fraction"
-    elif config.level == "token":
-        low = (lambda m: m["weight_low_fraction"]) if config.lower else (lambda m: 0.0)
-        table["filtered_fraction"] = lambda m: m["weight_high_fraction"] + low(m)
-    return table
 
 
 def mapping_of(config: Any) -> dict:

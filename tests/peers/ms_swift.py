@@ -114,14 +114,9 @@ MISMATCH: dict[str, Metric] = {
 
 
 def weight_table(mode: str) -> dict[str, Metric]:
-    """Without the `ess` of `sequence_mask`, which bounds weights that we leave unbounded."""
-    if mode == "sequence_mask":
-        return {"is_weight_mean": "applied_valid_mean", "clipped_frac": "rule_1_unit_high_fraction"}
-    return {
-        "is_weight_mean": "applied_valid_mean",
-        "ess": "ess_lifted",
-        "clipped_frac": "weight_high_fraction",
-    }
+    """The sequences that `sequence_mask` counts are rejected by a rule of ours, and not by the weight's bound."""
+    clipped = "rule_1_unit_high_fraction" if mode == "sequence_mask" else "weight_high_fraction"
+    return {"is_weight_mean": "applied_valid_mean", "ess": "ess_lifted", "clipped_frac": clipped}
 
 
 def file_of(mode: str) -> str:

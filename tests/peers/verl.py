@@ -75,6 +75,7 @@ WEIGHT: dict[str, Metric] = {
     "seq_max": "sequence_weight_max", "seq_min": "sequence_weight_min",
     "seq_max_deviation": "sequence_weight_max_deviation", "seq_fraction_high": "sequence_ratio_high_fraction",
     "seq_fraction_low": "sequence_ratio_low_fraction", "batch_norm_factor": "normalization_factor",
+    "oob_ratio": "outside_bound_fraction",
 }  # fmt: skip
 SEQUENCE_WEIGHT = WEIGHT | {  # before truncation, unlike at token level
     "max": lambda m: math.exp(min(m["sequence_log_ratio_max"], 20)),
@@ -164,16 +165,11 @@ def debug_metrics(batch: Rows) -> dict[str, float]:
 
 
 def metric_table(settings: Any) -> dict[str, Metric]:
-    """Their name of every metric of these settings, and ours; a rule of ours has its place in the list for a name.
-
-    Without `rollout_is_oob_ratio` of sequences, which counts tokens, as none of ours does.
-    """
+    """Their name of every metric of these settings, and ours; a rule of ours has its place in the list for a name."""
     table: dict[str, Metric] = dict(MISMATCH)
     if settings.get("rollout_is"):
         weight = SEQUENCE_WEIGHT if settings.get("rollout_is") == "sequence" else WEIGHT
         table |= {f"rollout_is_{name}": value for name, value in weight.items()}
-        if settings.get("rollout_is") == "token":
-            table["rollout_is_oob_ratio"] = lambda m: m["weight_high_fraction"] + m["weight_low_fraction"]
     options = options_of(settings)
     if options:
         table |= {f"rollout_rs_{name}": value for name, value in REJECTION.items()}
