@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.local.engine import ModelConfig
+from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.trainer import Trainer
 
 FILE = "checkpoint.pt"

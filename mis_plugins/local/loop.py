@@ -18,7 +18,8 @@ from rich.console import Console
 from torch import Tensor
 
 from mis_plugins.local import checkpoint, report
-from mis_plugins.local.engine import DecodeEngine, ModelConfig, RolloutEngine
+from mis_plugins.local.decoder import ModelConfig
+from mis_plugins.local.engine import DecodeEngine, RolloutEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.loss import LOSSES

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mis_plugins.local.attention import PackedAttention, PackedLayout
 from mis_plugins.local.batch import Layout
-from mis_plugins.local.engine import ModelConfig
+from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.parallel import GroupInfo, ParallelState
 
 INIT_STD = 0.02

@@ -17,7 +17,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
 from mis_plugins.local.batch import Layout, pack
-from mis_plugins.local.engine import ModelConfig
+from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.log_probs import response_log_probs
 from mis_plugins.local.loss import LossFunction, Metrics, MicroBatch
 from mis_plugins.local.model import Naming, build_model, packed_logits

@@ -13,7 +13,7 @@ from rich.progress import track
 from torch import Tensor
 
 from mis_plugins.local.checkpoint import read_weights, write_atomically
-from mis_plugins.local.engine import ModelConfig
+from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.loss import of_log_probs, supervised_loss
 from mis_plugins.local.model import initial_weights
 from mis_plugins.local.parallel import ParallelState

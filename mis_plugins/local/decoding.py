@@ -1,0 +1,112 @@
+"""Responses that grow together, a token a step, so that the weights may move between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mis_plugins.local.decoder import Decoder, LeftPadded
+from mis_plugins.local.sampling import counter_uniform, sample
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A response to begin, or to go on with.
+
+    number: by which the caller knows it.
+    tokens: of the response so far.
+    seed: it and a token's place in the response decide the randomness of that token.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """max_new_tokens: of a whole response, what it began with included."""
+
+    max_new_tokens: int
+    temperature: float
+    eos: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One step: a token of each response that had not ended. Log-probs are those after temperature."""
+
+    numbers: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    ended: list[bool]
+
+
+class Decoding:
+    """A batch of responses over one KV cache.
+
+    Rows that have ended stay in the batch until all have: what a row computes may depend, in its last bits, on how many
+    rows are computed with it.
+
+    Attributes:
+        stale_cache: whether the cache holds keys and values of weights before the present ones.
+    """
+
+    def __init__(self, decoder: Decoder, responses: Sequence[Unfinished], sampling: Sampling) -> None:
+        self.sampling, self.stale_cache = sampling, False
+        self._decoder, self._responses = decoder, list(responses)
+        self._added: list[list[int]] = [[] for _ in responses]
+        batch = LeftPadded.of([one.prompt + one.tokens for one in responses], decoder.config.vocab_size)
+        drawn = [len(one.tokens) for one in responses]
+        self._cache = decoder.cache(batch, sampling.max_new_tokens - min(drawn))
+        self._position = torch.tensor(drawn)
+        self._uniform = counter_uniform([one.seed for one in responses], sampling.max_new_tokens)
+        self._alive = self._position < sampling.max_new_tokens
+        self._pending = batch.tokens
+
+    @property
+    def ended(self) -> bool:
+        return not self._alive.any()
+
+    @property
+    def unfinished(self) -> list[Unfinished]:
+        """What has not ended, as far as it got."""
+        rows = zip(self._responses, self._added, self._alive.tolist(), strict=True)
+        return [replace(one, tokens=(*one.tokens, *added)) for one, added, alive in rows if alive]
+
+    @torch.no_grad()
+    def step(self) -> Drawn:
+        """Draw the next token of every response."""
+        logits = self._decoder.forward(self._pending, self._cache)[:, -1]
+        # What has ended draws on, unheard: its place may lie beyond the last.
+        place = self._position.clamp(max=self.sampling.max_new_tokens - 1)
+        uniform = self._uniform.gather(1, place[:, None])[:, 0]
+        tokens, log_probs = sample(logits, self.sampling.temperature, uniform)
+        rows = self._alive.nonzero()[:, 0]
+        self._position += 1
+        self._alive &= (tokens != self.sampling.eos) & (self._position < self.sampling.max_new_tokens)
+        self._pending = tokens[:, None]
+        drawn = Drawn(
+            [self._responses[row].number for row in rows.tolist()],
+            tokens[rows].tolist(),
+            log_probs[rows].tolist(),
+            (~self._alive[rows]).tolist(),
+        )
+        for row, token in zip(rows.tolist(), drawn.tokens, strict=True):
+            self._added[row].append(token)
+        return drawn
+
+    def go_on(self, decoder: Decoder, *, keep_cache: bool) -> Decoding:
+        """The same responses with other weights, over the cache as it is or over one that they make anew."""
+        if not keep_cache:
+            return Decoding(decoder, self.unfinished, self.sampling)
+        self._decoder = decoder
+        self.stale_cache = self.stale_cache or self._cache.used > 0
+        return self
+
+    def drop(self, numbers: set[int]) -> None:
+        """End these responses here."""
+        self._alive &= torch.tensor([one.number not in numbers for one in self._responses])
