@@ -17,3 +17,7 @@ class PinError(TrueOnPolicyError):
 
 class ProbeError(TrueOnPolicyError):
     """A pinned kernel whose row alone is not the same row in a batch."""
+
+
+class NotSeenError(TrueOnPolicyError):
+    """A check that could not look: the machine lacks what it needs. Neither a pass nor a failure."""
