@@ -6,7 +6,8 @@ Each checks itself when it is made: a bound that cannot hold or a setting withou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from mis_plugins.errors import ConfigError
@@ -239,11 +240,63 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
+class SegmentWiseConfig:
+    """The behavior weight of segment-wise decoupled PPO: of a token that version v wrote, bound(pi_{v+1} / pi_v).
+
+    enabled: false is standard decoupled PPO, bound(pi_old / pi_v).
+    weight_cap: the largest ratio; null is no bound.
+    weight_floor: the smallest, for clip, mask and zero; null is 1 / weight_cap, 0 is none.
+    mode: what happens beyond: as `mis.weight.bound`.
+    method: where the log-probs of pi_{v+1} come from at age 2 and above: stored by a `recompute` before the weights
+        moved on, or `loglinear`, interpolated between pi_v and pi_old.
+    fresh_tokens: at ages 0 and 1: the `proximal` policy, which at age 1 is pi_{v+1}; or the `behavior` policy, so that
+        their weight is 1 (AReaL's branch).
+    too_old: of a token without the stored log-prob that it needs: `raise`, naming the sample, or `drop` it from the
+        loss mask.
+    """
+
+    enabled: bool = True
+    weight_cap: float | None = 5.0
+    weight_floor: float | None = None
+    mode: Literal["truncate", "clip", "mask", "zero"] = "truncate"
+    method: Literal["recompute", "loglinear"] = "recompute"
+    fresh_tokens: Literal["proximal", "behavior"] = "proximal"
+    too_old: Literal["raise", "drop"] = "raise"
+
+    def __post_init__(self) -> None:
+        if self.weight_cap is None and self.mode != "truncate":
+            raise ConfigError(f"{{mode}}: {self.mode} needs a {{weight_cap}}; give one, or drop {{mode}}")
+        if self.method == "loglinear" and self.too_old == "drop":
+            raise ConfigError("{too_old}: drop has no effect with {method}: loglinear, which lacks nothing")
+        for name in ("method", "fresh_tokens", "too_old"):
+            value = getattr(self, name)
+            if not self.enabled and value != getattr(SegmentWiseConfig, name):
+                raise ConfigError(f"{{{name}}}: {value} has no effect with {{enabled}}: false; drop it")
+        try:
+            _ = self.weight
+        except ConfigError as error:
+            names = {"lower": "{weight_floor}", "upper": "{weight_cap}", "bound": "{mode}"}
+            raise error.spelled(names) from None
+
+    @cached_property
+    def weight(self) -> WeightConfig:
+        """The same bounds as a weight of the correction pipeline."""
+        bound = "none" if self.weight_cap is None else self.mode
+        return WeightConfig("token", bound, self.weight_floor, self.weight_cap)
+
+
+WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # of SegmentWiseConfig, what `weight` can say too
+
+
+@dataclass(frozen=True)
 class CorrectionConfig:
     """All of it. `weight: null` multiplies by 1; rules in `reject` are AND-ed.
 
-    opsm, objective: only the loss hook can serve them: `--loss-type custom_loss --custom-loss-function-path
-        mis_plugins.mis.policy_loss`.
+    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. It is a
+        weight of tokens by itself, and `weight` reads so; a `weight` of tokens beside it bounds and normalizes instead.
+        null leaves it to the host: on where it hands versions on and there is a weight of tokens, else off.
+    opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
+        --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones.
     aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` ones, or those that
@@ -262,8 +315,13 @@ class CorrectionConfig:
     aggregate: Population = "valid"
     on_all_rejected: Literal["skip", "keep", "raise"] = "skip"
     keep_floor: float = 0.1
+    segment_wise: SegmentWiseConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.segment_wise is not None:
+            self._check_segment_wise(self.segment_wise)
+            if self.weight is None and not self.bypass:
+                object.__setattr__(self, "weight", self.segment_wise.weight)
         normalize = self.weight and self.weight.normalize
         if normalize and normalize.over == "kept" and not self.rejects:
             raise ConfigError(
@@ -280,9 +338,10 @@ class CorrectionConfig:
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
             )
         if self.on_all_rejected == "keep" and self.weight and self.weight.bound in ("mask", "zero"):
+            bound = "{segment_wise}.mode" if self.weighs_by_segment_wise else "{weight}.bound"
             raise ConfigError(
-                f"{{on_all_rejected}}: keep cannot give back what {{weight}}.bound: {self.weight.bound} takes: it has "
-                "no bounded weight; use skip, or {weight}.bound: clip"
+                f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no bounded "
+                f"weight; use skip, or {bound}: clip"
             )
         if self.on_all_rejected == "keep" and self.aggregate == "kept":
             raise ConfigError(
@@ -291,12 +350,53 @@ class CorrectionConfig:
             )
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
-        objective = self.objective
-        if self.weight and objective and objective.old == "behavior" and objective.surrogate != "reinforce":
+        if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective}.old: behavior the clipped ratio is pi_theta / mu already, and a weight "
                 "would count it twice; set {weight}: null"
             )
+
+    def _check_segment_wise(self, segment_wise: SegmentWiseConfig) -> None:
+        """Refuse what contradicts it, and bounds that something else decides."""
+        if segment_wise.enabled and self.bypass:
+            raise ConfigError(
+                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective}.old: proximal; with behavior pi_theta is "
+                "compared with mu itself: use proximal, or {segment_wise}.enabled: false"
+            )
+        weight = self.weight
+        if segment_wise.enabled and weight and weight.level != "token":
+            raise ConfigError(
+                f"{{weight}}.level: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use token, "
+                "or {segment_wise}.enabled: false"
+            )
+        if weight == segment_wise.weight or (weight is None and not self.bypass):
+            return
+        for name in WEIGHT_BOUNDS:
+            if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
+                why = "beside {weight}, which has bounds" if weight else "with {objective}.old: behavior"
+                raise ConfigError(f"{{segment_wise}}.{name}: has no effect {why}; drop it")
+
+    @property
+    def bypass(self) -> bool:
+        """Whether weights and rules compare pi_theta with mu, and not the trainer before the update."""
+        return self.objective is not None and self.objective.old == "behavior"
+
+    @property
+    def segment_wise_on(self) -> bool:
+        """Whether the weight is pi_{v+1} / pi_v, and not pi_old / pi_v."""
+        return self.segment_wise is not None and self.segment_wise.enabled
+
+    @property
+    def weighs_by_segment_wise(self) -> bool:
+        """Whether the bounds of the weight are those of `segment_wise`."""
+        return self.segment_wise is not None and self.weight == self.segment_wise.weight
+
+    def where_versions_are_known(self) -> CorrectionConfig:
+        """The config in force on a host that knows which version wrote each token: segment-wise unless it says not."""
+        said = self.segment_wise is not None or self.bypass
+        if said or self.weight is None or self.weight.level != "token":
+            return self
+        return replace(self, segment_wise=SegmentWiseConfig())
 
     @property
     def rejects(self) -> bool:
@@ -322,5 +422,5 @@ class CorrectionConfig:
 
     @property
     def needs_loss_hook(self) -> bool:
-        """Whether it sees advantages or the target policy, which the TIS hook does not."""
-        return self.opsm is not None or self.objective is not None
+        """Whether it sees advantages, the target policy or versions, which the TIS hook does not."""
+        return self.opsm is not None or self.objective is not None or self.segment_wise_on

@@ -10,6 +10,7 @@ from mis_plugins.config import (
     OpsmConfig,
     Over,
     RejectRule,
+    SegmentWiseConfig,
     Statistic,
     WeightConfig,
 )
@@ -60,6 +61,18 @@ SURROGATE: dict[str, str] = {
     "reinforce": "REINFORCE, -A log pi_theta, with the weight as a constant factor",
     "cispo": "CISPO, -A log pi_theta, with the clipped {ratio} as a constant factor",
 }
+FRESH = {
+    "proximal": "pi_old",
+    "behavior": "mu itself, so that their weight is 1",
+}
+OLDER = {
+    "recompute": "what was recomputed under pi_{v+1} before the weights moved on",
+    "loglinear": "a line in log-probs between pi_v and pi_old",
+}
+TOO_OLD = {
+    "raise": "a token of which nothing was stored is an error that names its sample",
+    "drop": "a token of which nothing was stored leaves the loss mask",
+}
 ALL_REJECTED = {
     "skip": "trains on nothing",
     "keep": "rejects nothing",
@@ -71,7 +84,9 @@ LONG, DRIFT = 2000, 1.001
 def describe(config: CorrectionConfig) -> str:
     """One line a decision, the flags, and the warnings."""
     scored = scored_policy(config)
-    lines = [_weight(config.weight, scored), *(_rule(rule, scored) for rule in config.reject)]
+    lines = [_weight(config.weight, "pi_{v+1}" if config.segment_wise_on else scored)]
+    lines += _segment_wise(config)
+    lines += [_rule(rule, scored) for rule in config.reject]
     if config.opsm:
         lines.append(_opsm(config.opsm))
     if config.objective:
@@ -128,6 +143,30 @@ def _weight(weight: WeightConfig | None, scored: str) -> str:
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
     scope = weight.normalize.scope.replace("_", " ")
     return f"{line}; divided by its mean over the {weight.normalize.over} {unit} of the {scope}"
+
+
+def _segment_wise(config: CorrectionConfig) -> list[str]:
+    if config.segment_wise_on:
+        assert config.segment_wise is not None
+        return [_told(config.segment_wise)]
+    if config.segment_wise is not None:
+        return ["segment_wise: off; where tokens of one sequence are of several versions, standard decoupled PPO"]
+    if config.needs_loss_hook and config.where_versions_are_known().segment_wise_on:
+        return [
+            "segment_wise: on where the host hands on which version wrote each token (Miles and slime do not): the "
+            "weight is pi_{v+1} / mu there; enabled: false keeps pi_old / mu"
+        ]
+    return []
+
+
+def _told(segment_wise: SegmentWiseConfig) -> str:
+    line = (
+        "segment_wise: v is the version that wrote the token; for pi_{v+1} stands, at ages 0 and 1, "
+        f"{FRESH[segment_wise.fresh_tokens]}, from age 2 on {OLDER[segment_wise.method]}"
+    )
+    if segment_wise.method == "recompute":
+        line += f"; {TOO_OLD[segment_wise.too_old]}"
+    return line + "; clip ratio, rules and OPSM look at pi_old as ever"
 
 
 def _rule(rule: RejectRule, scored: str) -> str:

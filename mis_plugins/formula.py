@@ -1,6 +1,7 @@
 """A config as formulas, one line a decision, in the letters of its documentation.
 
 r_t      importance ratio of a token: pi_old(y_t) / mu(y_t), or pi_theta(y_t) / mu(y_t) in bypass
+q_t      segment-wise: of a token that version v wrote, pi_{v+1}(y_t) / mu(y_t); what only the weight looks at
 prod r   over the valid tokens of a sequence (or of a segment), n of them
 w_t      importance weight
 s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t), or over mu(y_t) in bypass
@@ -17,6 +18,7 @@ from mis_plugins.config import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    SegmentWiseConfig,
     Statistic,
     WeightConfig,
 )
@@ -52,7 +54,9 @@ def formula(config: CorrectionConfig) -> list[str]:
     lines = [f"r_t    = {scored}(y_t) / mu(y_t)"]
     if config.aggregate == "kept":
         lines.append("prod r = product over the tokens that every rule over tokens keeps, n of them")
-    lines.append(f"w_t    = {_weight(config.weight)}")
+    if config.segment_wise and config.segment_wise.enabled:
+        lines += _segment_wise(config.segment_wise)
+    lines.append(f"w_t    = {_weight(config.weight, config.segment_wise_on)}")
     rules = [_rule(rule, scored) for rule in config.reject]
     lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
@@ -94,10 +98,23 @@ BOUNDS: dict[Bound, Callable[[str, WeightConfig], str]] = {
 }
 
 
-def _weight(weight: WeightConfig | None) -> str:
+FRESH = {"proximal": "pi_old(y_t) / mu(y_t)", "behavior": "1"}
+OLDER = {
+    "recompute": "pi_{v+1}(y_t) / mu(y_t), as stored before the weights moved on",
+    "loglinear": "(pi_old(y_t) / mu(y_t))^(1 / age)",
+}
+
+
+def _segment_wise(segment_wise: SegmentWiseConfig) -> list[str]:
+    """pi_{v+1} / mu by the age of the token, which is how many versions the trainer is ahead of the one that wrote it."""
+    fresh, older = FRESH[segment_wise.fresh_tokens], OLDER[segment_wise.method]
+    return [f"q_t    = {fresh} at age 0 and 1", f"       = {older}, from age 2"]
+
+
+def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:
     if weight is None:
         return "1"
-    bounded = BOUNDS[weight.bound](RATIO[weight.level], weight)
+    bounded = BOUNDS[weight.bound]("q_t" if segment_wise else RATIO[weight.level], weight)
     if weight.normalize is None:
         return bounded
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"

@@ -2,7 +2,7 @@
 
 The nested key `mis:` is strict: an unknown key, a wrong type, a bound that cannot hold or a setting without effect
 is a `ConfigError` that quotes the user's key. Miles's flat keys (`tis_level`, `rs_veto_threshold`, ...) mean what
-its `mis.yaml` says, and are refused only where they cannot work.
+its `mis.yaml` says, and are refused only where they cannot work; so do AReaL's (`behav_imp_weight_cap`, ...).
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from typing import Any, Literal
 
 from mis_plugins.config import (
     LEVEL_OVER,
+    WEIGHT_BOUNDS,
     CorrectionConfig,
     Metrics,
     NormalizeConfig,
+    ObjectiveConfig,
     RejectRule,
+    SegmentWiseConfig,
     WeightConfig,
     check_ratio_bounds,
 )
@@ -40,6 +43,12 @@ FLAT_KEYS = (
     "rs_upper_bound",
     "rs_veto_threshold",
 )
+AREAL_KEYS = (
+    "enable_segment_wise_ppo",
+    "behav_imp_weight_cap",
+    "behav_imp_weight_floor",
+    "use_decoupled_loss",
+)  # `max_head_offpolicyness` bounds the rollout, and is the host's own
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
@@ -51,14 +60,30 @@ def from_mapping(mapping: Any) -> CorrectionConfig:
     >>> from_mapping({"weight": {"upper": 3}, "reject": [{"over": "min", "lower": "1e-4"}]}).weight.upper
     3.0
     """
-    if isinstance(mapping, Mapping) and "reject" in mapping and "weight" not in mapping:
+    if isinstance(mapping, Mapping):
+        _check_said(mapping)
+    return _parse(CorrectionConfig, {} if mapping is None else mapping, "mis")
+
+
+def _check_said(mapping: Mapping[str, Any]) -> None:
+    """What a default in the place of a missing key could not tell."""
+    weight, segment_wise = mapping.get("weight"), mapping.get("segment_wise")
+    if "reject" in mapping and "weight" not in mapping and segment_wise is None:
         raise ConfigError(
             "mis.weight: missing beside mis.reject; say `weight: null` to reject without weighting"
         )
-    weight = mapping.get("weight") if isinstance(mapping, Mapping) else None
     if isinstance(weight, Mapping) and weight.get("upper", 0) is None:
         raise ConfigError("mis.weight.upper: got None; leave it out for 2, or say `bound: none` for no bound")
-    return _parse(CorrectionConfig, {} if mapping is None else mapping, "mis")
+    if segment_wise is None or "weight" not in mapping:
+        return
+    if weight is None:
+        raise ConfigError("mis.weight: null contradicts mis.segment_wise, which is a weight; drop one of them")
+    if isinstance(segment_wise, Mapping):
+        for name in WEIGHT_BOUNDS:
+            if name in segment_wise:
+                raise ConfigError(
+                    f"mis.segment_wise.{name}: has no effect beside mis.weight, which has bounds; drop it"
+                )
 
 
 def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
@@ -106,11 +131,39 @@ def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: floa
         )
 
 
+def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
+    """AReaL's flat keys: standard or segment-wise decoupled PPO, beyond whose bounds a token keeps the weight 0.
+
+    As there, no cap is no bound, and no floor is 0. Without `enable_segment_wise_ppo` the host decides, as without
+    `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu itself, and has no weight.
+    """
+    cap = _convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
+    floor = _convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
+    asked = _convert(bool | None, keys.get("enable_segment_wise_ppo"), "enable_segment_wise_ppo")
+    decoupled = _convert(bool | None, keys.get("use_decoupled_loss"), "use_decoupled_loss")
+    if decoupled is False:
+        for name, value in (("behav_imp_weight_cap", cap), ("behav_imp_weight_floor", floor)):
+            if value is not None:
+                raise ConfigError(f"{name}: {value:g} has no effect with use_decoupled_loss: false; drop it")
+        if asked:
+            raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
+        off = SegmentWiseConfig(enabled=False)
+        return CorrectionConfig(
+            metrics=metrics, objective=ObjectiveConfig(old="behavior"), segment_wise=off
+        )
+    if cap is None and floor is not None:
+        raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
+    with _spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
+        weight = WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+    chosen = None if asked is None else SegmentWiseConfig(enabled=asked)
+    return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen)
+
+
 def from_args(args: Any) -> CorrectionConfig:
-    """The config that a host's argument Namespace carries, in either spelling.
+    """The config that a host's argument Namespace carries, in one of its spellings.
 
     Raises:
-        ConfigError: a key that looks like ours and is not; both spellings at once; `--use-tis` with no config.
+        ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
     """
     attributes = vars(args)
     for name in attributes:
@@ -118,14 +171,12 @@ def from_args(args: Any) -> CorrectionConfig:
             raise ConfigError(f"{name}: unknown key{_suggest(name, FLAT_KEYS)}")
     nested = attributes.get("mis")
     flat = {key: attributes[key] for key in FLAT_KEYS if key in attributes}
-    if flat and isinstance(nested, Mapping) and set(nested) - {"metrics"}:
-        raise ConfigError(
-            f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the two spellings"
-        )
+    areal = {key: attributes[key] for key in AREAL_KEYS if attributes.get(key) is not None}
+    _check_one_spelling(nested, flat, areal)
     config = from_mapping(nested)
-    if flat and flat.get("tis_upper_bound") is None and not attributes.get("use_tis"):
-        return config
-    if flat:
+    if areal:
+        config = from_areal(areal, config.metrics)
+    elif flat and (flat.get("tis_upper_bound") is not None or attributes.get("use_tis")):
         config = from_flat(flat, config.metrics)
     if attributes.get("use_tis") and not (config.corrects or config.needs_loss_hook):
         raise ConfigError(
@@ -133,6 +184,13 @@ def from_args(args: Any) -> CorrectionConfig:
             "--custom-config-path $(python -m mis_plugins config path mis)"
         )
     return config
+
+
+def _check_one_spelling(nested: Any, *flat: Mapping[str, Any]) -> None:
+    said = ["`mis:`"] if isinstance(nested, Mapping) and set(nested) - {"metrics"} else []
+    said += [f"the flat key {next(iter(keys))}" for keys in flat if keys]
+    if len(said) > 1:
+        raise ConfigError(f"both {said[0]} and {said[1]} are set; keep one of the spellings")
 
 
 def preset_path(name: str) -> Path:

@@ -16,64 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config import WeightConfig
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.config import SegmentWiseConfig
+from mis_plugins.errors import InputError
 from mis_plugins.loglinear import loglinear
 from mis_plugins.ratios import exp_clamped, log_ratio
 from mis_plugins.weights import bounded_weight, in_bounds
 
-Mode = Literal["truncate", "clip", "mask", "zero"]
 NO_VERSION = -1  # of a token that no version wrote: of a prompt, a tool
 STORED_FROM = 2  # the age from which pi_{v+1} is gone, and its log-probs must have been stored
-
-
-@dataclass(frozen=True)
-class SegmentWiseConfig:
-    """The behavior weight of segment-wise decoupled PPO.
-
-    enabled: false is standard decoupled PPO.
-    weight_cap: the largest pi_{v+1} / pi_v; null is no bound.
-    weight_floor: the smallest, for clip, mask and zero; null is 1 / weight_cap, 0 is none.
-    mode: what happens beyond: as `mis.weight.bound`.
-    method: where the log-probs of pi_{v+1} come from at age 2 and above: stored by a `recompute` before the weights
-        moved on, or `loglinear`, interpolated between pi_v and pi_V.
-    fresh_tokens: at ages 0 and 1: the `proximal` policy, which at age 1 is pi_{v+1}; or the `behavior` policy, so that
-        their weight is 1 (AReaL's branch).
-    too_old: of a token without the stored log-prob that it needs: `raise`, naming the sample, or `drop` it from the
-        loss mask.
-    """
-
-    enabled: bool = True
-    weight_cap: float | None = 5.0
-    weight_floor: float | None = None
-    mode: Mode = "truncate"
-    method: Literal["recompute", "loglinear"] = "recompute"
-    fresh_tokens: Literal["proximal", "behavior"] = "proximal"
-    too_old: Literal["raise", "drop"] = "raise"
-
-    def __post_init__(self) -> None:
-        if self.weight_cap is None and self.mode != "truncate":
-            raise ConfigError(f"{{mode}}: {self.mode} needs a {{weight_cap}}; give one, or drop {{mode}}")
-        if self.method == "loglinear" and self.too_old == "drop":
-            raise ConfigError("{too_old}: drop has no effect with {method}: loglinear, which lacks nothing")
-        try:
-            _ = self.weight
-        except ConfigError as error:
-            names = {"lower": "{weight_floor}", "upper": "{weight_cap}", "bound": "{mode}"}
-            raise error.spelled(names) from None
-
-    @cached_property
-    def weight(self) -> WeightConfig:
-        """The same bounds as a weight of the correction pipeline: `correct(log_prob_t, behavior, ...)`."""
-        bound = "none" if self.weight_cap is None else self.mode
-        return WeightConfig("token", bound, self.weight_floor, self.weight_cap)
 
 
 @dataclass(frozen=True)

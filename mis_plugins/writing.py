@@ -14,6 +14,7 @@ from mis_plugins.config import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    SegmentWiseConfig,
     WeightConfig,
 )
 
@@ -25,8 +26,9 @@ SPELLED_OUT: dict[type, tuple[str, ...]] = {
     RejectRule: ("over",),
     OpsmConfig: ("delta", "advantage", "reference"),
     ObjectiveConfig: ("old", "surrogate"),
+    SegmentWiseConfig: ("enabled",),
 }
-BLOCKS = ("weight", "opsm", "objective")  # one setting a line; everything else stands on the line of its key
+BLOCKS = ("weight", "opsm", "objective", "segment_wise")  # one setting a line; everything else stands on the line of its key
 
 Line = tuple[str, str]  # text, comment
 
@@ -34,7 +36,12 @@ Line = tuple[str, str]  # text, comment
 def as_mapping(config: CorrectionConfig) -> dict[str, Any]:
     """What stands under `mis:`, most defaults left out. `reading.from_mapping` gives the same config back."""
     mapping = _mapping(config)
-    return {"weight": None} | mapping if config.reject and config.weight is None else mapping
+    if config.segment_wise is None:
+        return {"weight": None} | mapping if config.reject and config.weight is None else mapping
+    if config.weighs_by_segment_wise:
+        del mapping["weight"]  # it says the same
+        mapping["segment_wise"] |= {name: getattr(config.segment_wise, name) for name in ("weight_cap", "mode")}
+    return mapping
 
 
 def to_yaml(mis: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
@@ -48,7 +55,7 @@ def _mapping(part: Any) -> dict[str, Any]:
     said = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
-        if value is not None and (value != field.default or field.name in SPELLED_OUT[type(part)]):
+        if value != field.default or (value is not None and field.name in SPELLED_OUT[type(part)]):
             said[field.name] = _plain(value)
     return said
 
