@@ -340,8 +340,8 @@ class CorrectionConfig:
         if self.on_all_rejected == "keep" and self.weight and self.weight.bound in ("mask", "zero"):
             bound = "{segment_wise}.mode" if self.weighs_by_segment_wise else "{weight}.bound"
             raise ConfigError(
-                f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no bounded "
-                f"weight; use skip, or {bound}: clip"
+                f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no "
+                f"bounded weight; use skip, or {bound}: clip"
             )
         if self.on_all_rejected == "keep" and self.aggregate == "kept":
             raise ConfigError(
@@ -360,14 +360,14 @@ class CorrectionConfig:
         """Refuse what contradicts it, and bounds that something else decides."""
         if segment_wise.enabled and self.bypass:
             raise ConfigError(
-                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective}.old: proximal; with behavior pi_theta is "
-                "compared with mu itself: use proximal, or {segment_wise}.enabled: false"
+                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective}.old: proximal; with behavior pi_theta "
+                "is compared with mu itself: use proximal, or {segment_wise}.enabled: false"
             )
         weight = self.weight
         if segment_wise.enabled and weight and weight.level != "token":
             raise ConfigError(
-                f"{{weight}}.level: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use token, "
-                "or {segment_wise}.enabled: false"
+                f"{{weight}}.level: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
+                "token, or {segment_wise}.enabled: false"
             )
         if weight == segment_wise.weight or (weight is None and not self.bypass):
             return

@@ -150,7 +150,7 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
         assert config.segment_wise is not None
         return [_told(config.segment_wise)]
     if config.segment_wise is not None:
-        return ["segment_wise: off; where tokens of one sequence are of several versions, standard decoupled PPO"]
+        return ["segment_wise: off, whichever version wrote a token"]
     if config.needs_loss_hook and config.where_versions_are_known().segment_wise_on:
         return [
             "segment_wise: on where the host hands on which version wrote each token (Miles and slime do not): the "

@@ -106,7 +106,7 @@ OLDER = {
 
 
 def _segment_wise(segment_wise: SegmentWiseConfig) -> list[str]:
-    """pi_{v+1} / mu by the age of the token, which is how many versions the trainer is ahead of the one that wrote it."""
+    """pi_{v+1} / mu by the age of the token: how many versions the trainer is ahead of the one that wrote it."""
     fresh, older = FRESH[segment_wise.fresh_tokens], OLDER[segment_wise.method]
     return [f"q_t    = {fresh} at age 0 and 1", f"       = {older}, from age 2"]
 

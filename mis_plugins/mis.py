@@ -216,7 +216,9 @@ def config_in_force(args: Any) -> CorrectionConfig:
     config = reading.from_args(args)
     if config.needs_loss_hook:
         key = "opsm" if config.opsm else "objective" if config.objective else "segment_wise"
-        unseen = "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
+        unseen = (
+            "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
+        )
         raise ConfigError(
             f"mis.{key}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
             "mis_plugins.mis.policy_loss in place of --use-tis"

@@ -77,7 +77,9 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
     if segment_wise is None or "weight" not in mapping:
         return
     if weight is None:
-        raise ConfigError("mis.weight: null contradicts mis.segment_wise, which is a weight; drop one of them")
+        raise ConfigError(
+            "mis.weight: null contradicts mis.segment_wise, which is a weight; drop one of them"
+        )
     if isinstance(segment_wise, Mapping):
         for name in WEIGHT_BOUNDS:
             if name in segment_wise:
@@ -148,13 +150,15 @@ def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> Correction
         if asked:
             raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
         off = SegmentWiseConfig(enabled=False)
-        return CorrectionConfig(
-            metrics=metrics, objective=ObjectiveConfig(old="behavior"), segment_wise=off
-        )
+        return CorrectionConfig(metrics=metrics, objective=ObjectiveConfig(old="behavior"), segment_wise=off)
     if cap is None and floor is not None:
-        raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
+        raise ConfigError(
+            f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too"
+        )
     with _spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
-        weight = WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+        weight = (
+            WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+        )
     chosen = None if asked is None else SegmentWiseConfig(enabled=asked)
     return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen)
 

@@ -28,7 +28,8 @@ SPELLED_OUT: dict[type, tuple[str, ...]] = {
     ObjectiveConfig: ("old", "surrogate"),
     SegmentWiseConfig: ("enabled",),
 }
-BLOCKS = ("weight", "opsm", "objective", "segment_wise")  # one setting a line; everything else stands on the line of its key
+# One setting a line; everything else stands on the line of its key.
+BLOCKS = ("weight", "opsm", "objective", "segment_wise")
 
 Line = tuple[str, str]  # text, comment
 
@@ -40,7 +41,8 @@ def as_mapping(config: CorrectionConfig) -> dict[str, Any]:
         return {"weight": None} | mapping if config.reject and config.weight is None else mapping
     if config.weighs_by_segment_wise:
         del mapping["weight"]  # it says the same
-        mapping["segment_wise"] |= {name: getattr(config.segment_wise, name) for name in ("weight_cap", "mode")}
+        bounds = {name: getattr(config.segment_wise, name) for name in ("weight_cap", "mode")}
+        mapping["segment_wise"] = {"enabled": config.segment_wise.enabled} | bounds | mapping["segment_wise"]
     return mapping
 
 

@@ -28,8 +28,8 @@ LOGGED_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a data-parallel rank. Lists have one entry a sample; log-probs are CP-local, masks
-    whole.
+    """One micro-batch of a data-parallel rank. Lists have one entry a sample; log-probs and versions are CP-local,
+    masks whole.
     """
 
     layout: Layout
@@ -39,6 +39,9 @@ class MicroBatch:
     proximal: list[Tensor] | None
     behavior: list[Tensor]
     reference: list[Tensor] | None = None
+    versions: list[Tensor] | None = None
+    recomputed: list[Tensor] | None = None
+    proximal_version: int | None = None
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """``[R]`` full-response masks, cut to this rank's tokens."""
@@ -200,6 +203,9 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "rollout_log_probs": batch.behavior,
         "ref_log_probs": batch.reference,
         "max_seq_lens": None,
+        "output_versions": batch.versions,
+        "recomputed_log_probs": batch.recomputed,
+        "proximal_version": batch.proximal_version,
     }
 
 

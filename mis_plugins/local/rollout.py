@@ -16,14 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mis_plugins import reading
+from mis_plugins.config import SegmentWiseConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.advantages import ESTIMATORS
-from mis_plugins.local.batch import pack
+from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.engine import Generation, RolloutEngine
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.sample import Sample, filtered, make_samples
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData
+from mis_plugins.segmentwise import Written, admitted
 
 MAX_DRAWS = 1000
 
@@ -73,10 +76,14 @@ def sample_responses(
 
 @dataclass(frozen=True)
 class Rollout:
-    """A whole rollout, the same on every rank; one entry a sample, those of a prompt next to each other."""
+    """A whole rollout, the same on every rank; one entry a sample, those of a prompt next to each other.
+
+    ``version`` is that of the trainer when it trains on it; None where tokens shall have no versions.
+    """
 
     samples: list[Sample]
     advantages: Tensor  # [samples]
+    version: int | None = None
 
     @property
     def reward(self) -> float:
@@ -101,7 +108,8 @@ def collect(
     generations = sample_responses(engine, task, problems, seeds, args.rollout_temperature)
     samples = filtered(args, make_samples(task, problems, generations, args.n_samples_per_prompt))
     groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.n_samples_per_prompt)
-    return Rollout(samples, ESTIMATORS[args.advantage_estimator](args, groups).flatten())
+    advantages = ESTIMATORS[args.advantage_estimator](args, groups).flatten()
+    return Rollout(samples, advantages, engine.version)
 
 
 def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> list[int]:
@@ -111,8 +119,11 @@ def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: 
 
 
 def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutData:
-    """What the hosts call ``rollout_data`` for this rank: log-probs and advantages CP-local, masks and tokens
-    whole.
+    """What the hosts call ``rollout_data`` for this rank: log-probs, advantages and versions CP-local, masks and
+    tokens whole.
+
+    Raises:
+        InputError: a token that its segment-wise weight cannot be known of, by the sample's name.
     """
     order = training_order(
         len(rollout.samples), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
@@ -123,13 +134,51 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     layout = pack(tokens, lengths, state.cp.rank, state.cp.size)
     behavior = torch.tensor([value for sample in samples for value in sample.rollout_log_probs or ()])
     advantages = rollout.advantages[torch.tensor(order)]
-    return {
+    masks = [torch.tensor(sample.mask, dtype=torch.int) for sample in samples]
+    versions, masks = _versions(args, rollout.version, samples, masks, layout)
+    return versions | {
         "tokens": tokens,
         "total_lengths": [len(sequence) for sequence in tokens],
         "response_lengths": lengths,
-        "loss_masks": [torch.tensor(sample.mask, dtype=torch.int) for sample in samples],
+        "loss_masks": masks,
         "rewards": [sample.reward for sample in samples],
         "rollout_log_probs": list(behavior[layout.response_index].split(layout.local_lengths)),
         "advantages": list(advantages[layout.response_sequence].split(layout.local_lengths)),
         "weight_versions": [sample.weight_versions for sample in samples],
     }
+
+
+def _versions(
+    args: Namespace, current: int | None, samples: Sequence[Sample], masks: list[Tensor], layout: Layout
+) -> tuple[RolloutData, list[Tensor]]:
+    """What says who wrote each token, and the loss masks without those whose weight cannot be known."""
+    if current is None or any(sample.output_versions is None for sample in samples):
+        return {}, masks
+    written = [_written(sample, current) for sample in samples]
+    config = _segment_wise(args)
+    if config is not None:
+        names = [str(sample.index) for sample in samples]
+        left = admitted(names, written, [mask.bool() for mask in masks], config)
+        masks = [mask * stays for mask, stays in zip(masks, left, strict=True)]
+    versions = torch.cat([one.versions for one in written])[layout.response_index]
+    recomputed = torch.cat([one.recomputed for one in written])[layout.response_index]
+    data = {
+        "output_versions": list(versions.split(layout.local_lengths)),
+        "recomputed_log_probs": list(recomputed.split(layout.local_lengths)),
+        "proximal_version": current,
+    }
+    return data, masks
+
+
+def _segment_wise(args: Namespace) -> SegmentWiseConfig | None:
+    """What a custom loss is to make of versions; no other loss sees them."""
+    if args.loss_type != "custom_loss":
+        return None
+    return reading.from_args(args).where_versions_are_known().segment_wise
+
+
+def _written(sample: Sample, current: int) -> Written:
+    assert sample.output_versions is not None
+    stored = sample.recomputed_log_probs or [None] * sample.response_length
+    recomputed = [torch.nan if value is None else value for value in stored]
+    return Written(torch.tensor(sample.output_versions, dtype=torch.int64), torch.tensor(recomputed), current)

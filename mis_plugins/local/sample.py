@@ -28,6 +28,9 @@ class Sample:
 
     tokens: prompt, then response.
     rollout_log_probs: of the response, by the rollout engine.
+    weight_versions: of each generation call, the version of its last token.
+    output_versions: of each token of the response; -1 where no version wrote it. None where nobody knows.
+    recomputed_log_probs: of each token, under the version after the one that wrote it, None where it was not stored.
     loss_mask: of the response; None: all of it.
     remove_sample: whether to leave it out of the loss, though not out of its group's advantages.
     """
@@ -40,6 +43,8 @@ class Sample:
     rollout_log_probs: list[float] | None
     weight_versions: list[str]
     status: Status
+    output_versions: list[int] | None = None
+    recomputed_log_probs: list[float | None] | None = None
     loss_mask: list[int] | None = None
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +71,7 @@ def make_samples(
             reward=task.reward(problem, generation.tokens),
             rollout_log_probs=list(generation.log_probs),
             weight_versions=[str(generation.version)],
+            output_versions=[generation.version] * len(generation.tokens),
             status=Status.COMPLETED if generation.tokens[-1:] == (task.eos,) else Status.TRUNCATED,
         )
         for index, (problem, generation) in enumerate(pairs)
