@@ -45,6 +45,8 @@ PEERS: dict[str, dict[str, str]] = {
         "rollout_corr/rollout_rs_{option}_min": "rule_{i}_min",
         "rollout_corr/rollout_rs_token_{k}_fraction_high": "rule_{i}_high_fraction",
         "rollout_corr/rollout_rs_token_{k}_fraction_low": "rule_{i}_low_fraction",
+        "rollout_corr/rollout_rs_seq_{k}_fraction_high": "rule_{i}_unit_high_fraction",
+        "rollout_corr/rollout_rs_seq_{k}_fraction_low": "rule_{i}_unit_low_fraction",
         "rollout_corr/rollout_rs_{option}_masked_fraction": "rule_{i}_rejected_fraction",
         "rollout_corr/rollout_rs_{option}_seq_masked_fraction": "rule_{i}_unit_rejected_fraction",
         "rollout_corr/rollout_rs_{option}_seq_mean": "rule_{i}_unit_mean",
@@ -104,13 +106,17 @@ PEERS: dict[str, dict[str, str]] = {
     "TRL": {
         "sampling/sampling_logp_difference/mean": "log_prob_diff_abs_mean",
         "sampling/sampling_logp_difference/max": "log_prob_diff_abs_max",
-        "sampling/importance_sampling_ratio/min": "applied_min",
-        "sampling/importance_sampling_ratio/mean": "applied_valid_mean",
-        "sampling/importance_sampling_ratio/max": "applied_max",
+        "sampling/importance_sampling_ratio/min": "weight_min",
+        "sampling/importance_sampling_ratio/mean": "weight_mean",
+        "sampling/importance_sampling_ratio/max": "weight_max",
     },
     "AReaL": {
-        "behave_imp_weight": "applied_mean",
-        "behave_approx_kl": "kept_log_ratio_mean",
+        "behave_imp_weight/avg": "applied_mean",
+        "behave_imp_weight/min": "kept_weight_min",
+        "behave_imp_weight/max": "applied_max",
+        "behave_approx_kl/avg": "kept_log_ratio_mean",
+        "behave_approx_kl/min": "kept_log_ratio_min",
+        "behave_approx_kl/max": "kept_log_ratio_max",
         "rs_filtered_fraction": "rejected_fraction",
     },
     "OpenRLHF": {
@@ -139,7 +145,6 @@ OTHERWISE: dict[str, dict[str, str]] = {
     "verl": {
         "rollout_is_max, rollout_is_min of sequences": "before truncation: exp(sequence_log_ratio_max), at most e^20, "
         "and exp(sequence_log_ratio_min)",
-        "rollout_rs_seq_*_fraction_high, _low": "shares of sequences: rule_{i}_unit_high_fraction, _low_fraction",
         "rollout_rs_*_k1": "-log r: of a rule on the ratio the mean changes its sign, low and high their places; and "
         "log r is clamped at +-20 before it is added up, ours only inside exp",
         "averages over sequences": "over all rows, those without a valid token as 0; ours over those with one",
@@ -157,7 +162,8 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "averages": "the host's, over samples or tokens and micro-batches",
     },
     "TRL": {
-        "importance_sampling_ratio/* of sequences": "one a sequence: sequence_applied_{min,mean,max}",
+        "importance_sampling_ratio/* of sequences": "one a sequence: sequence_weight_min, sequence_weight_mean, "
+        "sequence_weight_max",
         "importance_sampling_ratio/mean": "the mean over ranks of each rank's mean; ours is over all tokens",
     },
     "AReaL": {
@@ -167,8 +173,8 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "is_filter_ratio with seq-mask-tis": "rule_{i}_unit_rejected_fraction",
     },
     "SkyRL": {
-        "is_ratio_std, is_ratio_min": "not had: over ratios with padding as 0, so that the minimum is 0 and the "
-        "deviation depends on the padding; see ratio_std, ratio_min",
+        "is_ratio_std, is_ratio_min": "over the ratios and a 0 for each token of the padding: from ratio_std, "
+        "ratio_mean, ratio_min, tokens and the size of the padded batch",
         "outlier_seq_masked_ratio": "1 - kept_sequences, where it is one rule for either side",
     },
 }

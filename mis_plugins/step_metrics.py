@@ -770,6 +770,17 @@ def applied_max(s: Step) -> float:
 
 
 @metric
+def kept_weight_min(s: Step) -> float:
+    """Smallest weight of a kept token, as multiplied into the loss.
+
+    Range: 0 and above.
+    Bad: near 0: the token is kept, and nothing is learned from it.
+    Do: a lower bound, by clip, mask or a rule.
+    """
+    return s.smallest("kept_weight")
+
+
+@metric
 def ess(s: Step) -> float:
     """Effective sample size of the weights as multiplied into the loss, 0 where dropped: (sum w)^2 / (n sum w^2).
 
@@ -993,6 +1004,28 @@ def kept_log_ratio_mean(s: Step) -> float:
     Do: compare with -kl_k1: what rejection leaves of the mismatch.
     """
     return ratio_of(s.sums["kept_log_ratio"], s.sums["kept"])
+
+
+@metric
+def kept_log_ratio_min(s: Step) -> float:
+    """Smallest log r_t of a kept token.
+
+    Range: any.
+    Bad: below -5: a token that the trainer finds unlikely is still learned from.
+    Do: a veto or a token rule with a lower bound.
+    """
+    return s.smallest("kept_log_ratio")
+
+
+@metric
+def kept_log_ratio_max(s: Step) -> float:
+    """Largest log r_t of a kept token.
+
+    Range: any.
+    Bad: above 5, in a config that does not bound weights from above.
+    Do: bound the weights, or a token rule with an upper bound.
+    """
+    return s.largest("kept_log_ratio")
 
 
 section("The loss")

@@ -102,14 +102,27 @@ class Tokens:
     @cached_property
     def applied(self) -> Float[Tensor, " T"]:
         """The weight as multiplied into the loss, 0 where the token is dropped."""
-        return torch.where(self.correction.keep, self.normalized, 0)
+        return self.kept(self.normalized, 0)
 
     def lifted(self, upper: float) -> Float[Tensor, " T"]:
         """The applied weight within [1 / upper, upper], dropped tokens at the lower end."""
         return torch.where(self.correction.ragged.loss_mask, self.applied.clamp(1 / upper, upper), 0)
 
     def known(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-        return torch.where(self.usable, x, 0)
+        return x.masked_fill(self._unusable, 0)
+
+    def kept(self, x: Float[Tensor, " T"], otherwise: float) -> Float[Tensor, " T"]:
+        return x.masked_fill(self._dropped, otherwise)
+
+    # Of a number in its second place torch.where makes a tensor each time, which is an operator more.
+
+    @cached_property
+    def _unusable(self) -> Bool[Tensor, " T"]:
+        return ~self.usable
+
+    @cached_property
+    def _dropped(self) -> Bool[Tensor, " T"]:
+        return ~self.correction.keep
 
 
 @dataclass(frozen=True)
@@ -238,7 +251,7 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "normalized": lambda t: t.normalized,
     "applied": lambda t: t.applied,
     "applied_squared": lambda t: t.applied.square(),
-    "kept_log_ratio": lambda t: torch.where(t.correction.keep, t.log_ratio, 0),
+    "kept_log_ratio": lambda t: t.kept(t.log_ratio, 0),
 }
 
 LOSS_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
@@ -288,6 +301,9 @@ def token_maxima(t: Tokens) -> Rows:
     yield from _both_ends("log_ratio", t.log_ratio)
     yield from _both_ends("weight", t.weight)
     yield from _both_ends("applied", t.applied)
+    yield "kept_weight_min", t.kept(-t.normalized, -math.inf)
+    yield "kept_log_ratio_max", t.kept(t.log_ratio, -math.inf)
+    yield "kept_log_ratio_min", t.kept(-t.log_ratio, -math.inf)
     for name, rule in numbered(t.config):
         if rule.over == "token":
             yield from _both_ends(name, t.correction.stage.statistic(rule.statistic))

@@ -190,6 +190,8 @@ def kept(s: Everything) -> dict[str, float]:
         "kept_fraction": mean(s.keep), "rejected_fraction": 1 - mean(s.keep),
         "kept_sequences": mean([bool(k.any()) for k in keeps]), "touched_sequences": mean([not k.all() for k in keeps]),
         "kept_log_ratio_mean": divide(float(x[s.keep].sum()), float(s.keep.sum())),
+        "kept_weight_min": ends(s.weights[s.keep & s.usable])[0],
+        "kept_log_ratio_min": ends(x[s.keep & s.usable])[0], "kept_log_ratio_max": ends(x[s.keep & s.usable])[1],
     }  # fmt: skip
 
 

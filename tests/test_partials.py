@@ -199,7 +199,9 @@ def assert_metric(name: str, found: float, value: float, s: step_oracle.Everythi
     return assert_close(found, value, atol, name)
 
 
-OF_WEIGHTS = re.compile("weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule")
+OF_WEIGHTS = re.compile(
+    "weight|kept_weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule"
+)
 
 
 def assert_correlation(name: str, found: float, value: float, s: step_oracle.Everything) -> None:

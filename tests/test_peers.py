@@ -5,7 +5,8 @@ Runs under `bash scripts/peers.sh`, which installs them. What differs is in test
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
 from peers.rows import (
+    Metric,
     Rows,
     assert_all_close,
     assert_same_metrics,
@@ -35,6 +37,7 @@ from mis_plugins.config import OpsmConfig
 from mis_plugins.correction import Correction
 from mis_plugins.objective import Clip, kl_term, target_log_ratio
 from mis_plugins.opsm import on_policy
+from mis_plugins.peer_names import OTHERWISE, PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
 few = settings(max_examples=40)  # for a test that is one of many alike
@@ -326,8 +329,8 @@ def areal_settings(draw: Callable) -> dict:
     level = draw(st.sampled_from(["token", "sequence"]))
     action = draw(st.sampled_from(["mask", "clamp"])) if metric == "ratio" else "mask"
     keys = {"metric": metric, "level": level, "action": action}
-    if level == "sequence" and action == "mask":
-        keys["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
+    if level == "sequence":
+        keys["agg"] = draw(st.sampled_from(["sum", "mean", "max"] if action == "mask" else ["sum", "mean"]))
     lower = {"ratio": st.floats(0.3, 0.99), "kl_k1": st.floats(-1.0, -0.01), "kl_k2": st.nothing()}[metric]
     upper = st.floats(1.01, 3.0) if metric == "ratio" else st.floats(0.01, 1.0)
     return keys | {"lower": draw(st.none() | lower), "upper": draw(upper)}
@@ -363,16 +366,13 @@ def test_areal_loss(batch: Rows, chosen: dict):
 @few
 @given(batch=rows(), chosen=areal_settings())
 def test_areal_metrics(batch: Rows, chosen: dict):
-    """Statistics a token, which its tracker averages over `behave_mask`."""
     config = areal.settings(**chosen)
     mapping = areal.mapping_of(config)
     keep_away(batch, mapping)
     assume(bool(ours(batch, mapping).keep.any()))
-    _, found = areal.loss(batch, batch.pad(batch.target), config)
-    mean = lambda name: found[name].double().sum().item() / found["behave_mask"].sum().item()  # noqa: E731
-    theirs = {name: mean(name) for name in ("behave_imp_weight", "behave_approx_kl")}
-    theirs["filtered_fraction"] = found["filtered_fraction"]
-    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, areal.metric_table(config))
+    theirs, table = areal.metrics(batch, config), areal.metric_table(config)
+    assert set(theirs) == set(table)
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
 
 
 # -------------------------------------------------------------------------------------------------- OpenRLHF
@@ -468,9 +468,48 @@ def test_skyrl_metrics(batch: Rows, chosen: dict):
     mapping = skyrl.mapping_of(config)
     keep_away(batch, mapping)
     _, _, theirs = skyrl.correction(batch, config)
-    table = skyrl.metric_table(config)
-    assert set(theirs) - set(table) == {"is_ratio_std", "is_ratio_min"}
+    assume(batch.mask.numel() > 1)  # of one number it has no deviation
+    table = skyrl.metric_table(config, batch.mask.numel())
+    assert set(theirs) == set(table)
     assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
+
+
+# ------------------------------------------------------------------------------------------- names of metrics
+
+VERL_OPTIONS = {"rollout_rs": ",".join(OPTIONS), "rollout_rs_threshold": ",".join("1.5" for _ in OPTIONS)}
+
+
+def metric_tables() -> Iterator[tuple[str, Mapping[str, Metric]]]:
+    """Everything that was compared above, under the names that the peers' logs have."""
+    for level in ("token", "sequence"):
+        yield (
+            "verl",
+            verl.metric_table({"rollout_is": level, "rollout_is_threshold": "0.5_2.0"} | VERL_OPTIONS),
+        )
+    yield "verl", verl.PROBABILITIES
+    for mode in ms_swift.MODES:
+        table = ms_swift.MISMATCH | ms_swift.weight_table(mode)
+        yield "ms-swift", {f"rollout_correction/{name}": metric for name, metric in table.items()}
+    yield from (("TRL", trl.metric_table(mode)) for mode in trl.MODES)
+    yield from (("AReaL", areal.metric_table(areal.settings(action=action))) for action in ("mask", "clamp"))
+    yield from (("OpenRLHF", openrlhf.metric_table(name)) for name in openrlhf.PRESETS)
+    yield from (("SkyRL", skyrl.metric_table(skyrl.settings(**chosen), cells=2)) for chosen in SKYRL_MASKS)
+
+
+def test_every_metric_is_listed_under_its_own_name():
+    """In docs/metrics.md: the names of ours beside theirs, or in its last table."""
+    for peer, table in metric_tables():
+        elsewhere = OTHERWISE.get(peer, {})
+        for name, metric in table.items():
+            listed = {ours for theirs, ours in PEERS[peer].items() if is_named(name, theirs)}
+            words = " ".join(f"{theirs}: {ours}" for theirs, ours in elsewhere.items())
+            assert listed or name in words, (peer, name)
+            ours = re.sub(r"rule_\d+", "rule_{i}", metric) if isinstance(metric, str) else None
+            assert ours is None or ours in listed or ours in words, (peer, name, metric)
+
+
+def is_named(name: str, template: str) -> bool:
+    return re.fullmatch(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(template)), name) is not None
 
 
 # ----------------------------------------------------------------------- other objectives, on the same weights

@@ -18,6 +18,7 @@ ABSENT = ("hydra", "omegaconf", "uvloop", "einops", "torchdata", "areal.infra", 
           "areal.utils.name_resolve", "areal.utils.seqpack")  # fmt: skip
 FUNCTIONAL = Peer("areal.utils.functional.functional", BARE, ABSENT)
 CONFIG = Peer("areal.api.cli_args", BARE, ABSENT)
+TRACKER = Peer("areal.utils.stats_tracker", BARE, ABSENT)
 
 
 def help_of(key: str) -> str:
@@ -50,12 +51,26 @@ def loss(batch: Rows, target: Tensor, config: Any, **keys: Any) -> tuple[Tensor,
     )  # fmt: skip
 
 
+def metrics(batch: Rows, config: Any) -> dict[str, float]:
+    """What its tracker makes of the statistics of the loss, as its actor hands them over."""
+    _, found = loss(batch, batch.pad(batch.target), config)
+    tracker, names = load(TRACKER).DistributedStatsTracker(), ("behave_imp_weight", "behave_approx_kl")
+    tracker.denominator(unclipped_behave_tokens=found["behave_mask"])
+    tracker.stat("unclipped_behave_tokens", **{name: found[name].float() for name in names})
+    exported = {key: value for name in names for key, value in tracker.export(name, reset=False).items()}
+    return exported | {"rs_filtered_fraction": found["filtered_fraction"]}
+
+
 def metric_table(config: Any) -> dict[str, Metric]:
     """Of tokens, whatever the level."""
     return {
-        "behave_imp_weight": "applied_mean",
-        "behave_approx_kl": "kept_log_ratio_mean",
-        "filtered_fraction": "rejected_fraction" if config.action == "mask" else "outside_bound_fraction",
+        "behave_imp_weight/avg": "applied_mean",
+        "behave_imp_weight/min": "kept_weight_min",
+        "behave_imp_weight/max": "applied_max",
+        "behave_approx_kl/avg": "kept_log_ratio_mean",
+        "behave_approx_kl/min": "kept_log_ratio_min",
+        "behave_approx_kl/max": "kept_log_ratio_max",
+        "rs_filtered_fraction": "rejected_fraction" if config.action == "mask" else "outside_bound_fraction",
     }
 
 

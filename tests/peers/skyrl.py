@@ -5,6 +5,8 @@ It exponentiates in float32 whatever it is given, so that its weights carry a fl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,9 +86,25 @@ def narrows(config: SimpleNamespace) -> bool:
     return tokens and (config.sequence_mask_metric is not None or config.tis_ratio_type == "sequence")
 
 
-def metric_table(config: SimpleNamespace) -> dict[str, Metric]:
-    """Without `is_ratio_std` and `is_ratio_min`, of which the padding is a part."""
-    table: dict[str, Metric] = {"is_ratio_mean": "ratio_mean", "is_ratio_max": "ratio_max"}
+def padded_ratios(cells: int) -> dict[str, Metric]:
+    """Its spread and minimum, of the ratios and a 0 for every one of the `[N, L]` cells without a valid token."""
+
+    def deviation(m: Mapping[str, float]) -> float:
+        mean = m["ratio_mean"] * m["tokens"] / cells
+        squares = (m["ratio_std"] ** 2 + m["ratio_mean"] ** 2) * m["tokens"]
+        return math.sqrt(max(squares - cells * mean**2, 0) / (cells - 1)) if cells > 1 else math.nan
+
+    smallest: Metric = lambda m: m["ratio_min"] if m["tokens"] == cells else 0.0  # noqa: E731
+    return {"is_ratio_std": deviation, "is_ratio_min": smallest}
+
+
+def metric_table(config: SimpleNamespace, cells: int) -> dict[str, Metric]:
+    """Their name of every metric of these settings, and ours; cells: N times L, the padding included."""
+    table: dict[str, Metric] = {
+        "is_ratio_mean": "ratio_mean",
+        "is_ratio_max": "ratio_max",
+        **padded_ratios(cells),
+    }
     names = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}
     if config.tis_ratio_type:
         table[names[config.tis_ratio_type]] = "weight_high_fraction"
