@@ -6,6 +6,7 @@ The weights of the norms are random too: all ones hide the order in which RMSNor
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
 
     def config(self, dtype: torch.dtype) -> Qwen3Config:
         return Qwen3Config(
@@ -49,8 +52,9 @@ class Shape:
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
             max_position_embeddings=MAX_POSITIONS,
+            rms_norm_eps=self.norm_eps,
             tie_word_embeddings=self.tied,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             architectures=["Qwen3ForCausalLM"],
             bos_token_id=0,
             eos_token_id=1,
@@ -104,6 +108,12 @@ def updated(source: Path, folder: Path, seed: int) -> Path:
     shutil.copy(source / "config.json", folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_checkpoint(folder: Path, shape: Shape, weights: Mapping[str, Tensor]) -> None:
+    """A new folder with weights by Hugging Face name and their configuration, as engines load it."""
+    shape.config(next(iter(weights.values())).dtype).save_pretrained(folder)
+    save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from mis_plugins.local.loading import load_function
 from mis_plugins.reading import from_args
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
+ENGINE_NAMES = ("local", "hf", "sglang")
 TASK_NAMES = ("reverse", "sort", "add")
 
 DESCRIPTION = """\
@@ -62,6 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _check_positive(args)
     _fill_defaults(args)
     _check_sizes(args)
+    _check_engine(args)
     _check_hooks(args)
     return args
 
@@ -75,6 +77,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
         args.data_parallel_size = max(1, int(os.environ.get("WORLD_SIZE", str(ranks))) // ranks)
     args.world_size = ranks * args.data_parallel_size
     args.micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // args.data_parallel_size)
+    args.rollout_weights = args.rollout_weights or ("fp32" if args.true_on_policy else "bf16")
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.qkv_format = "thd"
     args.entropy_coef = 0.0
@@ -117,6 +120,25 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"torchrun's WORLD_SIZE = {started} is not the product of --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size}, --context-parallel-size {args.context_parallel_size} "
             f"and --data-parallel-size {args.data_parallel_size}"
+        )
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    """Refuse an engine that does not know the precision, and truth on policy where the two sides must differ."""
+    if args.rollout_engine != "local" and args.rollout_weights not in ("fp32", "bf16"):
+        raise ConfigError(
+            f"--rollout-engine {args.rollout_engine} with --rollout-weights {args.rollout_weights}: only the local "
+            "engine emulates integers; choose fp32 or bf16"
+        )
+    if args.true_on_policy and args.rollout_weights != "fp32":
+        raise ConfigError(
+            f"--true-on-policy with --rollout-weights {args.rollout_weights}: the trainer computes in float32, so its "
+            "rollout engine must; drop one of them"
+        )
+    if args.true_on_policy and args.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            f"--true-on-policy with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the ranks' partial "
+            "sums round differently than the engine's whole ones; use context or data parallelism"
         )
 
 
@@ -344,8 +366,19 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-weights",
         choices=PRECISIONS,
-        default="bf16",
-        help="precision of the rollout engine's weights; the trainer is float32 (default: %(default)s)",
+        help="precision of the rollout engine's weights; the trainer is float32 (default: bf16)",
+    )
+    group.add_argument(
+        "--rollout-engine",
+        choices=ENGINE_NAMES,
+        default="local",
+        help="local: our own decoder; hf: Hugging Face transformers; sglang: its server, in the environment that "
+        "true_on_policy/engines/install.sh makes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--true-on-policy",
+        action="store_true",
+        help="the same batch-invariant kernels on both sides: rollout and recomputed log-probs are equal to the bit",
     )
     group.add_argument(
         "--rollout-data-postprocess-path",

@@ -198,7 +198,8 @@ def _rotation(
 ) -> tuple[Float[Tensor, "B S 1 D"], Float[Tensor, "B S 1 D"]]:
     """RoPE's cosine and signed sine for every slot; position 0 is a sequence's first real token."""
     half = config.head_dim // 2
-    frequency = config.rope_theta ** (-torch.arange(half) / half)
+    # Megatron's and Hugging Face's order of rounding: a reciprocal, not a negative power.
+    frequency = 1.0 / config.rope_theta ** (torch.arange(half) / half)
     position = (torch.arange(slots) - padding[:, None]).clamp(min=0)
     angle = position[:, :, None, None] * frequency
     return torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()

@@ -117,7 +117,7 @@ def _cosines_by_precision(settings: Mapping[str, Namespace]) -> dict[str, dict[s
     """``{"on-policy": {"agreement": c, "reward": r}, "int3": {method: c, "k3_kl": k}, ...}``"""
     plain = settings["uncorrected"]
     loop = Loop.start(plain, initialize(1, 1))
-    config, weights = loop.engine.config, loop.trainer.weights()
+    config, weights = loop.reference.config, loop.trainer.weights()
 
     def rollouts(engine: DecodeEngine, name: str) -> list[Rollout]:
         engine.update_weights(weights, 0)

@@ -14,15 +14,20 @@ from torch import Tensor
 from mis_plugins.local.batch import Layout, pack
 
 
-def response_log_probs(logits: Tensor, layout: Layout, temperature: float) -> Tensor:
+def response_log_probs(logits: Tensor, layout: Layout, args: Namespace) -> Tensor:
     """``[R]`` log-probs of the response tokens scored on this rank, float32, with gradient.
+
+    By Megatron's cross entropy, or with ``--true-on-policy`` by the formula of the engines: the two round differently.
 
     Args:
         logits: ``[1, S, V / tp]``, of this rank's slots and of its part of the vocabulary.
     """
     # The cross entropy overwrites its input; the division makes it a copy.
-    scored = logits[0, layout.scored].float() / temperature
-    log_probs = -tensor_parallel.vocab_parallel_cross_entropy(scored, layout.targets)
+    scored = logits[0, layout.scored].float() / args.rollout_temperature
+    if args.true_on_policy:
+        log_probs = torch.log_softmax(scored, -1).gather(1, layout.targets[:, None])[:, 0]
+    else:
+        log_probs = -tensor_parallel.vocab_parallel_cross_entropy(scored, layout.targets)
     # A rank that scores nothing must still take part in the backward pass of the others.
     return log_probs + 0 * logits.sum() if log_probs.numel() == 0 else log_probs
 
@@ -47,7 +52,7 @@ def get_log_probs_and_entropy(
     """What Miles's function of this name gives: ``log_probs`` and, if asked, ``entropy``, CP-local, one a sample."""
     cp = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     layout = pack(unconcat_tokens, response_lengths, *cp)
-    found = {"log_probs": response_log_probs(logits, layout, args.rollout_temperature)}
+    found = {"log_probs": response_log_probs(logits, layout, args)}
     if with_entropy:
         found["entropy"] = response_entropy(logits, layout, args.rollout_temperature)
     return {name: list(values.split(layout.local_lengths)) for name, values in found.items()}

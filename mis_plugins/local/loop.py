@@ -6,7 +6,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from mis_plugins.local.loading import load_function
 from mis_plugins.local.loss import LOSSES
 from mis_plugins.local.parallel import ParallelState, StopSignal, initialize
 from mis_plugins.local.rollout import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
+from mis_plugins.local.rollout_engines import kernels, rollout_engine
 from mis_plugins.local.tasks import TASKS, Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
 from mis_plugins.local.warm_start import warm_start
@@ -57,7 +58,8 @@ def run_rank(args: Namespace) -> None:
     """
     loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
-    with recording(args, loop.next_rollout) as record:
+    pin = kernels(args, loop.reference.config)
+    with closing(loop.engine), pin, recording(args, loop.next_rollout) as record:
         while loop.next_rollout < args.num_rollout:
             record(loop.one_rollout())
             if stop.agreed():
@@ -118,7 +120,7 @@ class Loop:
     task: Task
     held_out: list[Problem]
     trainer: Trainer
-    engine: DecodeEngine
+    engine: RolloutEngine
     reference: DecodeEngine
     postprocess: Callable[..., Any] | None
     frozen: dict[str, Tensor] | None
@@ -143,7 +145,7 @@ class Loop:
             task=task,
             held_out=held_out,
             trainer=trainer,
-            engine=DecodeEngine(config, args.rollout_weights),
+            engine=rollout_engine(args, config),
             reference=DecodeEngine(config, "fp32"),
             postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
             frozen=warm() if args.use_kl_loss else None,
@@ -256,7 +258,7 @@ class Loop:
 
     def save(self) -> None:
         if self.args.save:
-            checkpoint.save(self.args.save, self.trainer, self.engine.config, self.next_rollout)
+            checkpoint.save(self.args.save, self.trainer, self.reference.config, self.next_rollout)
 
 
 def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:

@@ -78,7 +78,7 @@ def of_log_probs(loss: LogProbLoss) -> LossFunction:
     """A loss of log-probs as one of logits."""
 
     def of_logits(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
-        return loss(args, state, batch, response_log_probs(logits, batch.layout, args.rollout_temperature))
+        return loss(args, state, batch, response_log_probs(logits, batch.layout, args))
 
     return of_logits
 

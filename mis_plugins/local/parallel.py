@@ -23,6 +23,7 @@ from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import MisError
+from true_on_policy.errors import TrueOnPolicyError
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -154,7 +155,7 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
     try:
         main()
         return 0
-    except MisError as error:
+    except (MisError, TrueOnPolicyError) as error:
         (scratch / f"error-{rank}").write_text(f"error: {error}\n")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:

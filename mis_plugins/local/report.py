@@ -244,7 +244,7 @@ def _dress(axis: Axes, panel: Panel, empty: bool) -> None:
     axis.spines[["left", "bottom"]].set_color(FRAME)
     if empty:
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=FRAME)
-    elif panel.scale == "log":
+    elif panel.scale == "log" and axis.dataLim.ymax > 0:
         _log_axis(axis)
     if panel.limits:
         low, high = panel.limits

@@ -71,7 +71,7 @@ class Trainer:
         for indices in self.micro_batches(range(len(data["tokens"]))):
             layout = self._layout(data, indices)
             logits = packed_logits(self.ddp, layout)
-            scores = response_log_probs(logits, layout, self.args.rollout_temperature)
+            scores = response_log_probs(logits, layout, self.args)
             parts.extend(scores.split(layout.local_lengths))
         return parts
 

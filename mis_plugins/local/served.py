@@ -1,0 +1,102 @@
+"""A rollout engine of ``true_on_policy`` behind the loop's protocol: one for all ranks, fed by checkpoints on disk.
+
+Such an engine samples as many tokens as it is asked for; a response ends where its first end of sequence stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mis_plugins.local.decoder import ModelConfig
+from mis_plugins.local.engine import Generation
+from true_on_policy.engines.protocol import Engine, Request, Sample
+from true_on_policy.models import Shape, write_checkpoint
+
+
+class ServedEngine:
+    """A ``RolloutEngine`` whose methods are collective: rank 0 holds the engine and samples for all in one batch.
+
+    Args:
+        start: makes the engine from the first checkpoint; called on rank 0 alone.
+    """
+
+    def __init__(self, config: ModelConfig, start: Callable[[Path], Engine]) -> None:
+        self.version = -1
+        self._shape = model_shape(config)
+        self._start = start
+        self._folder = TemporaryDirectory(prefix="mis-weights-")
+        self._engine: Engine | None = None
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if dist.get_rank() == 0:
+            checkpoint = Path(self._folder.name) / str(version)
+            write_checkpoint(checkpoint, self._shape, weights)
+            if self._engine is None:
+                self._engine = self._start(checkpoint)
+            self._engine.update_weights(checkpoint, version)
+            rmtree(checkpoint)
+        self.version = version
+        dist.barrier()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        eos: int,
+        seeds: Sequence[int],
+    ) -> list[Generation]:
+        requests = [
+            Request(tuple(prompt), max_new_tokens, seed, temperature)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return [_until(eos, sample) for sample in self._on_rank_0(requests)]
+
+    def _on_rank_0(self, requests: list[Request]) -> list[Sample]:
+        """This rank's samples, of a batch that holds the requests of all ranks."""
+        size = dist.get_world_size()
+        asked: list[Any] = [None] * size
+        dist.all_gather_object(asked, requests)
+        answers: list[Any] = [None] * size
+        if dist.get_rank() == 0:
+            assert self._engine is not None
+            samples = iter(self._engine.generate([request for share in asked for request in share]))
+            answers = [[next(samples) for _ in share] for share in asked]
+        dist.broadcast_object_list(answers)
+        return answers[dist.get_rank()]
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._folder.cleanup()
+
+
+def model_shape(config: ModelConfig) -> Shape:
+    """The same model in the terms of ``true_on_policy``."""
+    return Shape(
+        hidden=config.hidden_size,
+        ffn=config.ffn_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        tied=False,
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _until(eos: int, sample: Sample) -> Generation:
+    """The response up to its first end of sequence; whole where there is none."""
+    ends = [place for place, token in enumerate(sample.tokens, 1) if token == eos]
+    length = ends[0] if ends else len(sample.tokens)
+    return Generation(sample.tokens[:length], tuple(sample.log_probs[:length].tolist()), sample.version)
