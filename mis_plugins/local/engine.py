@@ -33,7 +33,7 @@ class Generation:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What the loop asks of a rollout engine; `DecodeEngine` stands behind it, SGLang or vLLM could."""
+    """What the loop asks of a rollout engine; `DecodeEngine` stands behind it, and `ServedEngine` for SGLang."""
 
     version: int
 
@@ -59,12 +59,6 @@ class RolloutEngine(Protocol):
         `seeds[i]` alone decides the randomness of response `i`: batched with others or alone, it is the
         same response, up to float rounding.
         """
-        ...
-
-    def score(
-        self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, temperature: float = 1.0
-    ) -> list[Float[Tensor, " _"]]:
-        """Log-probabilities of each sequence's last `response_lengths[i]` tokens, by teacher forcing."""
         ...
 
     def close(self) -> None:
@@ -127,6 +121,7 @@ class DecodeEngine:
     def score(
         self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, temperature: float = 1.0
     ) -> list[Float[Tensor, " _"]]:
+        """Log-probabilities of each sequence's last `response_lengths[i]` tokens, by teacher forcing."""
         decoder = self.decoder
         _check_temperature(temperature)
         _check_response_lengths(sequences, response_lengths)
