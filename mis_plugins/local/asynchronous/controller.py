@@ -1,0 +1,195 @@
+"""The trainer's side of asynchronous generation: rollouts begin as soon as they may, the weights move under them, and a
+worker that dies is replaced.
+
+Nothing here knows a trainer, a task or a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mis_plugins.errors import InputError
+from mis_plugins.hooks import Hooks
+from mis_plugins.local.asynchronous.ledger import Ledger, Wanted
+from mis_plugins.local.asynchronous.messages import (
+    Begin,
+    Event,
+    Failed,
+    Pause,
+    Paused,
+    Publish,
+    Resume,
+    Tokens,
+)
+from mis_plugins.local.asynchronous.process import WorkerProcess
+from mis_plugins.local.asynchronous.worker import WorkerSettings
+from mis_plugins.offpolicyness import HeadOffpolicyness
+from mis_plugins.versions import Response
+
+FRUITLESS_STARTS = 3
+"""Workers in a row that may die without a word; another would die as well."""
+
+
+class WorkerError(RuntimeError):
+    """The rollout worker failed, or dies whenever it is started."""
+
+
+@dataclass
+class Tally:
+    """What happened since the last one. Seconds that the trainer stood still: `waited` for a rollout, `paused` over an
+    update.
+    """
+
+    waited: float = 0.0
+    paused: float = 0.0
+    restarts: int = 0
+
+
+class Controller:
+    """One worker, and the rollouts that it writes for a trainer that trains on them in order.
+
+    Args:
+        wanted: the responses of a rollout. rollouts: those to be trained on, of which the first is trained on at the
+            version of `weights`.
+        shares: batches that a rollout is decoded in.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        bound: HeadOffpolicyness,
+        wanted: Callable[[int], Sequence[Wanted]],
+        rollouts: range,
+        weights: Mapping[str, Tensor],
+        shares: int = 1,
+    ) -> None:
+        self.settings, self.bound, self.wanted, self.rollouts = settings, bound, wanted, rollouts
+        self.hooks, self.ledger, self.tally = Hooks(), Ledger(shares), Tally()
+        self._published = _publish(weights, rollouts.start)
+        self._begun = rollouts.start
+        self._failed: Failed | None = None
+        self._paused = False
+        self._fruitless = 0
+        self.worker = self._start()
+        self._admit()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the worker has."""
+        return self._published.version
+
+    def rollout(self, number: int) -> list[Response]:
+        """Wait for a rollout, and take it.
+
+        Raises:
+            InputError, WorkerError: the worker failed, or cannot be kept alive.
+        """
+        began = time.perf_counter()
+        self._wait(lambda: self.ledger.complete(number))
+        self.tally.waited += time.perf_counter() - began
+        return self.ledger.take(number)
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Move the worker's weights on by one version, under whatever it generates; then begin what now may.
+
+        Raises:
+            HookError: of a hook with `on_error: stop`. Up to the post-pause hooks the weights are where they were.
+        """
+        with self.hooks.paused(self._pause, self._resume):
+            self._published = _publish(weights, self.version + 1)
+            self.worker.send(self._published)
+        self._admit()
+
+    def close(self) -> None:
+        """End the worker; what it has not finished is lost."""
+        self.worker.stop()
+
+    def take_tally(self) -> Tally:
+        """What happened since the last call."""
+        taken, self.tally = self.tally, Tally()
+        return taken
+
+    def _pause(self) -> None:
+        began = time.perf_counter()
+        self._paused = False
+        self.worker.send(Pause())
+        with self.ledger.changed:
+            self.ledger.changed.wait_for(lambda: self._paused or self.worker.gone)
+        self._pause_began = began
+
+    def _resume(self) -> None:
+        self.worker.send(Resume())
+        self._give(self.ledger.rollouts)  # what an abort sent back
+        self.tally.paused += time.perf_counter() - self._pause_began
+
+    def _admit(self) -> None:
+        """Begin every rollout that may."""
+        for rollout in self.bound.admitted(self._begun, self.version):
+            if rollout in self.rollouts:
+                self.ledger.open(rollout, self.wanted(rollout))
+                self._begun = rollout + 1
+        self._give(self.ledger.rollouts)
+
+    def _give(self, rollouts: Sequence[int]) -> None:
+        for rollout in rollouts:
+            for batch in self.ledger.give(rollout):
+                self.worker.send(Begin(batch))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            if self.worker.gone:
+                self._replace()
+            with self.ledger.changed:
+                self.ledger.changed.wait_for(lambda: ready() or self.worker.gone)
+
+    def _start(self) -> WorkerProcess:
+        worker = WorkerProcess(self.settings, self._heard, self._ended)
+        worker.send(self._published)
+        return worker
+
+    def _replace(self) -> None:
+        """Another worker for one that is gone: it goes on from the last token that was heard."""
+        self._raise_fault()
+        self._fruitless += 1
+        if self._fruitless > FRUITLESS_STARTS:
+            raise WorkerError(
+                f"the rollout worker died {self._fruitless} times without a token in between, last with exit code "
+                f"{self.worker.exit_code}"
+            )
+        self.worker.stop()
+        self.ledger.take_back_all()
+        self.worker = self._start()
+        self.tally.restarts += 1
+        self._give(self.ledger.rollouts)
+
+    def _raise_fault(self) -> None:
+        if self.worker.fault is not None:
+            raise self.worker.fault
+        if self._failed is not None:
+            error = InputError if self._failed.by_user else WorkerError
+            raise error(self._failed.reason)
+
+    def _heard(self, event: Event) -> None:
+        """On the thread of the worker."""
+        if isinstance(event, Tokens):
+            self._fruitless = 0
+            self.ledger.write(event)
+            return
+        if isinstance(event, Paused):
+            self.ledger.take_back(event.aborted)
+            self._paused = True
+        else:
+            self._failed = event
+        self._ended()
+
+    def _ended(self) -> None:
+        with self.ledger.changed:
+            self.ledger.changed.notify_all()
+
+
+def _publish(weights: Mapping[str, Tensor], version: int) -> Publish:
+    return Publish(version, {name: tensor.numpy() for name, tensor in weights.items()})

@@ -1,0 +1,70 @@
+"""What trainer and worker say to each other, through one pipe each way: in order, and whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mis_plugins.local.decoding import Drawn, Unfinished
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Begin these responses, or go on with them, as one batch."""
+
+    responses: list[Unfinished]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Finish the step, and generate no more until `Resume`; answered by `Paused`."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """New weights, float32, by Hugging Face name."""
+
+    version: int
+    weights: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Generate."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the process."""
+
+
+Command = Begin | Pause | Publish | Resume | Stop
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one step drew, and with which weights."""
+
+    drawn: Drawn
+    version: int
+    stale_cache: bool
+
+
+@dataclass(frozen=True)
+class Paused:
+    """Nothing is generated any more, and all that was has been said. aborted: what the worker forgot over it."""
+
+    aborted: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker ends. by_user: whether `reason` is an error that the user can mend, or else a traceback."""
+
+    reason: str
+    by_user: bool
+
+
+Event = Tokens | Paused | Failed

@@ -1,0 +1,101 @@
+"""The worker as the trainer sees it: a process that is spoken to, heard by a thread, and may be gone at any moment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+
+from mis_plugins.local.asynchronous.messages import Command, Event, Stop
+from mis_plugins.local.asynchronous.worker import WorkerSettings, run
+
+STOP_SECONDS = 10.0
+"""How long a worker may take to end when asked to, before it is killed."""
+
+
+class WorkerProcess:
+    """One worker process.
+
+    A thread of the trainer receives all the time: the worker is never kept waiting by a trainer that steps, and neither
+    can wait for the other with both pipes full.
+
+    Args:
+        heard: called with every event, on that thread.
+        ended: called once the worker is gone and everything that it said was heard, on that thread.
+
+    Attributes:
+        fault: what `heard` raised, after which nothing is heard any more.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, heard: Callable[[Event], None], ended: Callable[[], None]
+    ) -> None:
+        # Spawned: a fork would take along the trainer's threads, its process groups and its ends of the pipes.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run, args=(theirs, settings), name="rollout-worker", daemon=True)
+        _start_deaf_to_interrupts(self._process)
+        theirs.close()  # or its end would never be noticed
+        self._gone = threading.Event()
+        self.fault: Exception | None = None
+        self._thread = threading.Thread(target=self._listen, args=(heard, ended), daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, with all of its events heard."""
+        return self._gone.is_set()
+
+    @property
+    def exit_code(self) -> int | None:
+        self._process.join(STOP_SECONDS)
+        return self._process.exitcode
+
+    def send(self, command: Command) -> None:
+        """Say something, to nobody if the worker is gone."""
+        try:
+            self._connection.send(command)
+        except ConnectionError:
+            self._gone.wait()
+
+    def stop(self) -> None:
+        """End it, and leave nothing of it behind."""
+        self.send(Stop())
+        self._process.join(STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+        self._thread.join()
+        self._process.join()
+        self._connection.close()
+
+    def _listen(self, heard: Callable[[Event], None], ended: Callable[[], None]) -> None:
+        try:
+            while (event := self._next()) is not None:
+                heard(event)
+        except Exception as error:  # of `heard`: the trainer's thread shall raise it, not this one
+            self.fault = error
+        finally:
+            self._gone.set()
+            ended()
+
+    def _next(self) -> Event | None:
+        """None once the worker is gone, even if that was in the midst of a word."""
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            return None
+
+
+def _start_deaf_to_interrupts(process: multiprocessing.process.BaseProcess) -> None:
+    """Ctrl-C in a terminal reaches every process: the trainer decides when the worker ends, so it inherits a mask."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -1,0 +1,122 @@
+"""The rollout worker: a process that generates, a token of every response at a time, and obeys between two steps."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import torch
+
+from mis_plugins.errors import MisError
+from mis_plugins.local.asynchronous.messages import (
+    Begin,
+    Command,
+    Failed,
+    Pause,
+    Paused,
+    Publish,
+    Resume,
+    Stop,
+    Tokens,
+)
+from mis_plugins.local.decoder import ModelConfig
+from mis_plugins.local.decoding import Decoding, Sampling
+from mis_plugins.local.engine import DecodeEngine
+
+PauseMode = Literal["in_place", "retract", "abort"]
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker is started with.
+
+    pause_mode: what an update does to the responses under way. `in_place` goes on over their keys and values; `retract`
+        makes these anew with the new weights; `abort` forgets the responses, for the trainer to send again.
+    step_seconds: a step takes at least as long; 0 is as fast as the machine.
+    """
+
+    config: ModelConfig
+    precision: str
+    sampling: Sampling
+    pause_mode: PauseMode
+    step_seconds: float = 0.0
+
+
+def run(connection: Connection, settings: WorkerSettings) -> None:
+    """The whole life of a worker process: until it is told to stop, or the trainer is gone."""
+    torch.set_num_threads(1)  # as a rank of the trainer: threads may change the last bits of a sum
+    try:
+        Worker(connection, settings).serve()
+    except (EOFError, OSError):
+        pass
+    except Exception as error:
+        by_user = isinstance(error, MisError)
+        connection.send(Failed(str(error) if by_user else traceback.format_exc(), by_user))
+
+
+class Worker:
+    def __init__(self, connection: Connection, settings: WorkerSettings) -> None:
+        self.connection, self.settings = connection, settings
+        self.engine = DecodeEngine(settings.config, settings.precision)
+        self.batches: list[Decoding] = []
+        self.paused = False
+
+    def serve(self) -> None:
+        """Obey and generate by turns.
+
+        Raises:
+            EOFError, OSError: the trainer is gone.
+        """
+        due = 0.0
+        while True:
+            busy = self.batches and not self.paused
+            if self.connection.poll(max(0.0, due - time.monotonic()) if busy else None):
+                command = self.connection.recv()
+                if isinstance(command, Stop):
+                    return
+                self.obey(command)
+            else:
+                due = time.monotonic() + self.settings.step_seconds
+                self.step()
+
+    def step(self) -> None:
+        """One token of every response."""
+        for batch in self.batches:
+            drawn = batch.step()
+            self.connection.send(Tokens(drawn, self.engine.version, batch.stale_cache))
+        self.batches = [batch for batch in self.batches if not batch.ended]
+
+    def obey(self, command: Command) -> None:
+        COMMANDS[type(command)](self, command)
+
+    def begin(self, command: Begin) -> None:
+        self.batches.append(self.engine.begin(command.responses, self.settings.sampling))
+
+    def pause(self, command: Pause) -> None:
+        self.paused = True
+        aborted: frozenset[int] = frozenset()
+        if self.settings.pause_mode == "abort":
+            aborted = frozenset(one.number for batch in self.batches for one in batch.unfinished)
+            self.batches = []
+        self.connection.send(Paused(aborted))
+
+    def publish(self, command: Publish) -> None:
+        weights = {name: torch.from_numpy(array) for name, array in command.weights.items()}
+        self.engine.update_weights(weights, command.version)
+        keep_cache = self.settings.pause_mode == "in_place"
+        self.batches = [batch.go_on(self.engine.decoder, keep_cache=keep_cache) for batch in self.batches]
+
+    def resume(self, command: Resume) -> None:
+        self.paused = False
+
+
+COMMANDS: dict[type, Callable] = {
+    Begin: Worker.begin,
+    Pause: Worker.pause,
+    Publish: Worker.publish,
+    Resume: Worker.resume,
+}
