@@ -2,8 +2,8 @@
 
 Rollouts are trained on in order, rollout k at version k. What begins at version v has no token older than v, however
 long it takes and however often the weights move meanwhile: so rollout k may begin as soon as k - v is within the bound,
-and never has a token of an age above it. AReaL counts the same in samples: `max_head_offpolicyness`, of which
-(bound + v + 1) batches may have been begun at version v. Fu et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.1.
+and never has a token of an age above it. AReaL counts the same in samples, of which bound + v + 1 batches may have been
+begun at version v: `max_head_offpolicyness`. Fu et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class HeadOffpolicyness:
 
     def __post_init__(self) -> None:
         if self.bound < 0:
-            raise ConfigError(f"{{max_head_offpolicyness}}: got {self.bound}; give 0, which is synchronous, or more")
+            raise ConfigError(
+                f"{{max_head_offpolicyness}}: got {self.bound}; give 0, which is synchronous, or more"
+            )
 
     def admitted(self, begun: int, version: int) -> range:
         """The rollouts that may begin at `version`, of which the first `begun` have."""

@@ -11,10 +11,12 @@ import yaml
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.loading import load_function
+from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.reading import from_args
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 ENGINE_NAMES = ("local", "hf", "sglang")
+PAUSE_MODES = ("in_place", "retract", "abort")
 TASK_NAMES = ("reverse", "sort", "add")
 
 DESCRIPTION = """\
@@ -64,6 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _fill_defaults(args)
     _check_sizes(args)
     _check_engine(args)
+    _check_asynchronous(args)
     _check_hooks(args)
     return args
 
@@ -142,6 +145,36 @@ def _check_engine(args: argparse.Namespace) -> None:
         )
 
 
+def _check_asynchronous(args: argparse.Namespace) -> None:
+    """Fill in what ``--async`` leaves open; refuse what it cannot do, and its flags without it."""
+    for name, value in ASYNCHRONOUS.items():
+        given = getattr(args, name)
+        if given is not None and not args.asynchronous:
+            raise ConfigError(f"{_flag(name)} has no effect without --async; give both, or drop it")
+        setattr(args, name, value if given is None else given)
+    if not args.asynchronous:
+        return
+    HeadOffpolicyness(args.max_head_offpolicyness)
+    if args.recompute_token_budget < 1:
+        raise ConfigError(f"--recompute-token-budget: got {args.recompute_token_budget}; give at least 1")
+    if args.rollout_step_seconds < 0:
+        raise ConfigError(f"--rollout-step-seconds: got {args.rollout_step_seconds:g}; give 0 or more")
+    if args.rollout_engine != "local":
+        raise ConfigError(
+            f"--async with --rollout-engine {args.rollout_engine}: only the local engine steps token by token in a "
+            "worker of its own; use local"
+        )
+    if args.true_on_policy:
+        raise ConfigError(
+            "--async with --true-on-policy: what older weights sampled is off policy whatever the kernels; drop one"
+        )
+    if args.grad_cosine_every:
+        raise ConfigError(
+            "--grad-cosine-every with --async: it would sample afresh, and say nothing of stale samples; drop one, or "
+            "see scripts/experiment-async.sh"
+        )
+
+
 def _check_hooks(args: argparse.Namespace) -> None:
     """Refuse hooks that cannot be loaded, and flags that need or exclude each other."""
     if args.use_tis and args.use_rollout_logprobs:
@@ -202,6 +235,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+ASYNCHRONOUS = {
+    "max_head_offpolicyness": 2,
+    "pause_generation_mode": "retract",
+    "rollout_step_seconds": 0.0,
+    "recompute_token_budget": 8192,
+}
+"""What flags that need ``--async`` are where they are not given."""
+
 _HOOKS = (
     "custom_tis_function_path",
     "custom_loss_function_path",
@@ -243,6 +284,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_evaluation,
         _add_task,
         _add_rollout,
+        _add_asynchronous,
         _add_correction,
         _add_loss,
         _add_kl,
@@ -389,6 +431,44 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         "--rollout-sample-filter-path",
         metavar="FN",
         help="fn(args, data) with data a list of groups of samples; it may set remove_sample",
+    )
+
+
+def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "asynchronous rollouts",
+        "A worker process samples while the trainer steps, and the weights move under its sequences.",
+    )
+    group.add_argument(
+        "--async", dest="asynchronous", action="store_true", help="sample in a process of its own"
+    )
+    group.add_argument(
+        "--max-head-offpolicyness",
+        type=int,
+        metavar="N",
+        help="the most versions a token may be older than the weights that train on it; 0 is synchronous "
+        f"(default: {ASYNCHRONOUS['max_head_offpolicyness']})",
+    )
+    group.add_argument(
+        "--pause-generation-mode",
+        choices=PAUSE_MODES,
+        help="what new weights do to a sequence: in_place goes on over the old keys and values, retract makes them "
+        "anew, abort ends it, to be resumed from its tokens "
+        f"(default: {ASYNCHRONOUS['pause_generation_mode']})",
+    )
+    group.add_argument(
+        "--rollout-step-seconds",
+        type=float,
+        metavar="S",
+        help="a decode step takes at least as long, so that sequences of a small model outlive updates too "
+        f"(default: {ASYNCHRONOUS['rollout_step_seconds']:g})",
+    )
+    group.add_argument(
+        "--recompute-token-budget",
+        type=int,
+        metavar="N",
+        help="tokens a forward pass when the waiting samples are scored before an update "
+        f"(default: {ASYNCHRONOUS['recompute_token_budget']})",
     )
 
 

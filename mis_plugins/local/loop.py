@@ -18,6 +18,8 @@ from rich.console import Console
 from torch import Tensor
 
 from mis_plugins.local import checkpoint, report
+from mis_plugins.local.asynchronous.source import AsynchronousRollouts
+from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.engine import DecodeEngine, RolloutEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
@@ -59,7 +61,7 @@ def run_rank(args: Namespace) -> None:
     loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
     pin = kernels(args, loop.reference.config)
-    with closing(loop.engine), pin, recording(args, loop.next_rollout) as record:
+    with closing(loop), pin, recording(args, loop.next_rollout) as record:
         while loop.next_rollout < args.num_rollout:
             record(loop.one_rollout())
             if stop.agreed():
@@ -98,7 +100,9 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         status = "interrupted"
         raise
     finally:
-        summary = {**report.summarize(log.read()), "status": status, "arguments": arguments}
+        records = log.read()
+        summary = {**report.summarize(records), **asynchronous_summary(records)}
+        summary |= {"status": status, "arguments": arguments}
         report.write_json(folder / report.SUMMARY, summary)
         report.plot_curves({folder.name: folder}, folder / report.CURVES)
 
@@ -113,6 +117,7 @@ class Loop:
     """What lives as long as the run.
 
     ``next_rollout`` is also the version of the weights. ``frozen`` is the reference policy of ``--use-kl-loss``.
+    ``asynchronous`` is where the training samples come from with ``--async``, in place of ``engine``.
     """
 
     args: Namespace
@@ -125,6 +130,7 @@ class Loop:
     postprocess: Callable[..., Any] | None
     frozen: dict[str, Tensor] | None
     next_rollout: int
+    asynchronous: AsynchronousRollouts | None
 
     @classmethod
     def start(cls, args: Namespace, state: ParallelState) -> Loop:
@@ -139,6 +145,7 @@ class Loop:
         if saved:
             trainer.load_optimizer_state(saved["optimizer"])
         path = args.rollout_data_postprocess_path
+        first = saved["next_rollout"] if saved else 0
         loop = cls(
             args=args,
             state=state,
@@ -149,7 +156,12 @@ class Loop:
             reference=DecodeEngine(config, "fp32"),
             postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
             frozen=warm() if args.use_kl_loss else None,
-            next_rollout=saved["next_rollout"] if saved else 0,
+            next_rollout=first,
+            asynchronous=AsynchronousRollouts(
+                args, task, config, state, trainer, _prompts(held_out), weights, first
+            )
+            if args.asynchronous
+            else None,
         )
         loop.engine.update_weights(weights, loop.next_rollout)
         return loop
@@ -164,12 +176,12 @@ class Loop:
         if every and rollout_id % every == 0:
             row |= self.gradient_cosines()
         started = time.perf_counter()
-        rollout = self.collect(self.engine, "rollout", rollout_id)
+        rollout = self.sampled(rollout_id)
         sampled = time.perf_counter()
         row |= self.train(rollout_id, rollout)
         trained = time.perf_counter()
         self.next_rollout = rollout_id + 1
-        self.engine.update_weights(self.trainer.weights(), self.next_rollout)
+        row |= self.publish()
         if self.next_rollout % self.args.save_interval == 0:
             self.save()
         return (
@@ -182,10 +194,27 @@ class Loop:
             }
         )
 
+    def sampled(self, rollout_id: int) -> Rollout:
+        """The samples to train on next. Collective."""
+        if self.asynchronous is not None:
+            return self.asynchronous.rollout(rollout_id)
+        return self.collect(self.engine, "rollout", rollout_id)
+
+    def publish(self) -> Row:
+        """Hand the weights on to what samples. Collective."""
+        weights = self.trainer.weights()
+        self.engine.update_weights(weights, self.next_rollout)
+        if self.asynchronous is None:
+            return {}
+        self.asynchronous.update(weights)
+        return self.asynchronous.take_row()
+
     def train(self, rollout_id: int, rollout: Rollout) -> Row:
         """All optimizer steps of one rollout; their metrics averaged."""
         data = shard(self.args, self.state, rollout)
         self.prepare(rollout_id, data)
+        if self.asynchronous is not None:
+            self.asynchronous.measure(data)
         share = self.args.global_batch_size // self.state.effective_dp.size
         steps = [range(start, start + share) for start in range(0, len(data["tokens"]), share)]
         loss = LOSSES[self.args.loss_type]
@@ -255,6 +284,12 @@ class Loop:
         if self.reference.version != self.next_rollout:
             self.reference.update_weights(self.trainer.weights(), self.next_rollout)
         return self.reference
+
+    def close(self) -> None:
+        """End what samples."""
+        if self.asynchronous is not None:
+            self.asynchronous.close()
+        self.engine.close()
 
     def save(self) -> None:
         if self.args.save:

@@ -102,14 +102,25 @@ def collect(
 
     ``stream`` names the random choices.
     """
+    problems, seeds = draw(args, task, stream, excluded)
+    generations = sample_responses(engine, task, problems, seeds, args.rollout_temperature)
+    return judged(args, make_samples(task, problems, generations, args.n_samples_per_prompt), engine.version)
+
+
+def draw(
+    args: Namespace, task: Task, stream: tuple[int | str, ...], excluded: Collection[tuple[int, ...]]
+) -> tuple[list[Problem], list[int]]:
+    """What a rollout is to answer: each prompt as often as it is sampled, and the seed of each sample."""
     prompts = draw_problems(task, args.rollout_batch_size, derive_seed(*stream, "prompts"), excluded)
     problems = [problem for problem in prompts for _ in range(args.n_samples_per_prompt)]
-    seeds = [derive_seed(*stream, "sample", index) for index in range(len(problems))]
-    generations = sample_responses(engine, task, problems, seeds, args.rollout_temperature)
-    samples = filtered(args, make_samples(task, problems, generations, args.n_samples_per_prompt))
+    return problems, [derive_seed(*stream, "sample", index) for index in range(len(problems))]
+
+
+def judged(args: Namespace, samples: list[Sample], version: int | None) -> Rollout:
+    """What the filter leaves, and its advantages, to be trained on at ``version``. Collective."""
+    samples = filtered(args, samples)
     groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.n_samples_per_prompt)
-    advantages = ESTIMATORS[args.advantage_estimator](args, groups).flatten()
-    return Rollout(samples, advantages, engine.version)
+    return Rollout(samples, ESTIMATORS[args.advantage_estimator](args, groups).flatten(), version)
 
 
 def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: int) -> list[int]:

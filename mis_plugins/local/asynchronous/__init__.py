@@ -7,4 +7,6 @@ ledger     every response from its first token to the trainer, whatever becomes 
 controller when rollouts begin, how the weights move, what happens when the worker dies
 scoring    log-probs of the trainer for the recompute
 source     the rollouts of a run, on all ranks, and what it cost to get them
+measure    segment-wise and standard weights of a rollout, by age
+summary    what of that goes into summary.json
 """

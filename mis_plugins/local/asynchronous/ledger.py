@@ -1,4 +1,4 @@
-"""Every response from its first token to the trainer: what a worker said of it stays, whatever becomes of the worker."""
+"""Every response from its first token to the trainer: what was heard of it stays, whatever becomes of the worker."""
 
 from __future__ import annotations
 
@@ -112,7 +112,5 @@ def _unfinished(entry: Entry, response: Response) -> Unfinished:
     return Unfinished(entry.number, response.prompt, response.tokens, entry.seed)
 
 
-def _appended(
-    token: int, log_prob: float, version: int, stale_cache: bool
-) -> Callable[[Response], Response]:
+def _appended(token: int, log_prob: float, version: int, stale_cache: bool) -> Callable[[Response], Response]:
     return lambda now: now.append([token], [log_prob], version, stale_cache)

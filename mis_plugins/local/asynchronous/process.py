@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 
 from mis_plugins.local.asynchronous.messages import Command, Event, Stop
 from mis_plugins.local.asynchronous.worker import WorkerSettings, run
@@ -34,7 +35,9 @@ class WorkerProcess:
         # Spawned: a fork would take along the trainer's threads, its process groups and its ends of the pipes.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(theirs, settings), name="rollout-worker", daemon=True)
+        self._process = context.Process(
+            target=run, args=(theirs, settings), name="rollout-worker", daemon=True
+        )
         _start_deaf_to_interrupts(self._process)
         theirs.close()  # or its end would never be noticed
         self._gone = threading.Event()
@@ -92,7 +95,7 @@ class WorkerProcess:
             return None
 
 
-def _start_deaf_to_interrupts(process: multiprocessing.process.BaseProcess) -> None:
+def _start_deaf_to_interrupts(process: BaseProcess) -> None:
     """Ctrl-C in a terminal reaches every process: the trainer decides when the worker ends, so it inherits a mask."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,0 +1,56 @@
+"""What the staleness of a rollout does to its weights, segment-wise beside standard, on the very same tokens."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import torch
+
+from mis_plugins.config import CorrectionConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.local.batch import pack
+from mis_plugins.local.parallel import ParallelState
+from mis_plugins.local.trainer import RolloutData
+from mis_plugins.reading import from_args
+from mis_plugins.segmentwise import Written, behavior_weight, proximal_t
+from mis_plugins.staleness import error_metrics, loglinear_error_by_age, weight_metrics, weights_by_age
+
+OURS = "mis_plugins."
+
+
+def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
+    """The weights to measure, and to recompute for; None where they are switched off, or no proximal policy is scored.
+
+    Where nothing is said of them they are measured by their defaults, whether the loss uses them or not.
+    """
+    if args.use_rollout_logprobs and not args.get_mismatch_metrics:
+        return None
+    hooks = (args.custom_tis_function_path, args.custom_loss_function_path)
+    ours = "mis" in vars(args) or any(path is not None and path.startswith(OURS) for path in hooks)
+    config = from_args(args).where_versions_are_known() if ours else CorrectionConfig()
+    found = config.segment_wise or SegmentWiseConfig()
+    if not found.enabled:
+        return None
+    return found if config.weight is None or config.weighs_by_segment_wise else _bounded(found, config.weight)
+
+
+def _bounded(config: SegmentWiseConfig, weight: WeightConfig) -> SegmentWiseConfig:
+    """With the bounds of a `weight` that stands beside it."""
+    if weight.level != "token" or weight.bound == "none":
+        return replace(config, weight_cap=None, weight_floor=None, mode="truncate")
+    return replace(config, weight_cap=weight.upper, weight_floor=weight.lower, mode=weight.bound)
+
+
+def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig) -> dict[str, float]:
+    """`weight_metrics` of a whole rollout before it is trained on, and `error_metrics` where they exist. Collective."""
+    layout = pack(data["tokens"], data["response_lengths"], state.cp.rank, state.cp.size)
+    mask = torch.cat(data["loss_masks"]).bool()[layout.response_index]
+    proximal, behavior = torch.cat(data["log_probs"]), torch.cat(data["rollout_log_probs"])
+    versions, recomputed = torch.cat(data["output_versions"]), torch.cat(data["recomputed_log_probs"])
+    written = Written(versions, recomputed, data["proximal_version"])
+    numerator = proximal_t(proximal, behavior, written, config)
+    applied = behavior_weight(numerator, behavior, mask, config)
+    weights = weights_by_age(numerator, proximal, behavior, written, mask, applied)
+    error = loglinear_error_by_age(proximal, behavior, written, mask)
+    ranks = [state.effective_dp_cp.group] if state.effective_dp_cp.group is not None else []
+    return weight_metrics(weights.over_ranks(ranks)) | error_metrics(error.over_ranks(ranks))

@@ -1,0 +1,184 @@
+"""The rollouts of an asynchronous run, the same on every rank, and what it cost to get them."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mis_plugins.local.asynchronous.controller import Controller
+from mis_plugins.local.asynchronous.ledger import Wanted
+from mis_plugins.local.asynchronous.measure import measured, segment_wise
+from mis_plugins.local.asynchronous.scoring import Scoring
+from mis_plugins.local.asynchronous.worker import WorkerSettings
+from mis_plugins.local.decoder import ModelConfig
+from mis_plugins.local.decoding import Sampling
+from mis_plugins.local.engine import Generation
+from mis_plugins.local.parallel import ParallelState
+from mis_plugins.local.rollout import Rollout, draw, judged
+from mis_plugins.local.sample import Sample, make_samples
+from mis_plugins.local.tasks import Problem, Task
+from mis_plugins.local.trainer import RolloutData, Trainer
+from mis_plugins.offpolicyness import HeadOffpolicyness
+from mis_plugins.recompute import Recomputed, recompute
+from mis_plugins.segmentwise import STORED_FROM
+from mis_plugins.versions import Response
+
+Row = dict[str, int | float]
+
+
+class AsynchronousRollouts:
+    """Where the loop takes its rollouts from, in place of an engine of its own. Rank 0 has the worker.
+
+    Args:
+        excluded: prompts that are held out.
+        weights: of the first rollout, `first`.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        task: Task,
+        config: ModelConfig,
+        state: ParallelState,
+        trainer: Trainer,
+        excluded: Collection[tuple[int, ...]],
+        weights: Mapping[str, Tensor],
+        first: int,
+    ) -> None:
+        self.args, self.task, self.state, self.trainer = args, task, state, trainer
+        self.excluded, self.published, self.version = excluded, weights, first
+        self.measures = segment_wise(args)
+        self.scoring = Scoring(trainer, state)
+        self.row: Row = {}
+        self._seconds_a_token: dict[int, float] = defaultdict(float)
+        self.controller = self._controller(config) if dist.get_rank() == 0 else None
+        if self.controller is not None and self.recomputes:
+            self.controller.hooks.register_pre_pause_hook(self._recompute, "recompute")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any token may grow old enough to need what its next version gives it."""
+        stored = self.measures is not None and self.measures.method == "recompute"
+        return stored and self.args.max_head_offpolicyness >= STORED_FROM
+
+    def rollout(self, rollout_id: int) -> Rollout:
+        """Wait for a rollout. Collective."""
+        problems, _ = self._drawn(rollout_id)
+        shared = [self.controller.rollout(rollout_id) if self.controller else None]
+        dist.broadcast_object_list(shared)
+        responses = shared[0]
+        assert responses is not None
+        self.row |= self._ages(rollout_id, responses)
+        samples = _samples(self.task, problems, responses, self.args.n_samples_per_prompt)
+        return judged(self.args, samples, rollout_id)
+
+    def measure(self, data: RolloutData) -> None:
+        """Note what its staleness does to a rollout's weights. Collective."""
+        if self.measures is not None:
+            self.row |= measured(self.state, data, self.measures)
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Publish the weights of the next version; before that, score what the present ones must. Collective."""
+        if self.recomputes:
+            with self.trainer.holding(self.published), self.scoring.serving():
+                self._update(weights)
+        else:
+            self._update(weights)
+        self.published, self.version = weights, self.version + 1
+
+    def take_row(self) -> Row:
+        """What was noted since the last call."""
+        taken, self.row = self.row, {}
+        if self.controller is not None:
+            tally = self.controller.take_tally()
+            taken |= {
+                "wait_seconds": tally.waited,
+                "pause_seconds": tally.paused,
+                "worker_restarts": tally.restarts,
+            }
+        return taken
+
+    def close(self) -> None:
+        """End the worker."""
+        if self.controller is not None:
+            self.controller.close()
+
+    def _update(self, weights: Mapping[str, Tensor]) -> None:
+        if self.controller is not None:
+            self.controller.update(weights)
+
+    def _controller(self, config: ModelConfig) -> Controller:
+        args = self.args
+        sampling = Sampling(self.task.max_response, args.rollout_temperature, self.task.eos)
+        settings = WorkerSettings(
+            config, args.rollout_weights, sampling, args.pause_generation_mode, args.rollout_step_seconds
+        )
+        return Controller(
+            settings,
+            HeadOffpolicyness(args.max_head_offpolicyness),
+            self._wanted,
+            range(self.version, args.num_rollout),
+            self.published,
+            shares=dist.get_world_size(),
+        )
+
+    def _drawn(self, rollout_id: int) -> tuple[list[Problem], list[int]]:
+        return draw(self.args, self.task, (self.args.seed, "rollout", rollout_id), self.excluded)
+
+    def _wanted(self, rollout_id: int) -> list[Wanted]:
+        return [Wanted(problem.prompt, seed) for problem, seed in zip(*self._drawn(rollout_id), strict=True)]
+
+    def _recompute(self) -> None:
+        """The hook before a pause: the trainer holds the weights that the worker still has."""
+        assert self.controller is not None
+        began = time.perf_counter()
+        done = recompute(
+            self.controller.ledger.pool, self.version, self.args.recompute_token_budget, self.scoring
+        )
+        seconds = time.perf_counter() - began
+        self._seconds_a_token[self.version - 1] = seconds / max(1, done.tokens)
+        self.row |= _recompute_row(done, seconds)
+
+    def _ages(self, version: int, responses: Sequence[Response]) -> Row:
+        """How long ago its tokens were written, in versions, and what recomputing those of each age took."""
+        count: Row = defaultdict(int)
+        seconds: Row = defaultdict(float)
+        for response in responses:
+            for wrote, stored in zip(response.versions, response.recomputed, strict=True):
+                count[f"staleness/tokens/age_{version - wrote}"] += 1
+                if stored is not None:
+                    seconds[f"recompute/seconds/age_{version - wrote}"] += self._seconds_a_token[wrote]
+        stale = sum(sum(response.stale_cache) for response in responses)
+        return {**dict(sorted(count.items())), **dict(sorted(seconds.items())), "stale_cache_tokens": stale}
+
+
+def _recompute_row(done: Recomputed, seconds: float) -> Row:
+    return {
+        "recompute/seconds": seconds,
+        "recompute/tokens": done.tokens,
+        "recompute/scored": done.scored,
+        "recompute/batches": done.batches,
+    }
+
+
+def _samples(
+    task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int
+) -> list[Sample]:
+    """As `make_samples`, with the version of each token and what was recomputed."""
+    generations = [Generation(one.tokens, one.log_probs, one.newest) for one in responses]
+    samples = make_samples(task, problems, generations, group_size)
+    return [
+        replace(
+            sample,
+            weight_versions=[str(version) for version, _, _ in response.runs()],
+            output_versions=list(response.versions),
+            recomputed_log_probs=list(response.recomputed),
+        )
+        for sample, response in zip(samples, responses, strict=True)
+    ]
