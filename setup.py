@@ -35,6 +35,7 @@ setup(
         "true_on_policy",
         "true_on_policy.engines",
         "true_on_policy.engines.stand_in.sgl_kernel",
+        "true_on_policy.hosts",
         "true_on_policy.trainers",
         "true_on_policy.kernels",
     ],

@@ -33,6 +33,7 @@ from mis_plugins.ratios import LOG_RATIO_CLAMP
 from mis_plugins.slope import relation
 from mis_plugins.slope import warnings as slope_warnings
 from mis_plugins.step_metrics import finalize
+from mis_plugins.transfer import Arrival, to_host
 
 HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
@@ -53,31 +54,18 @@ class Copy:
     """Partials on their way to the host."""
 
     recorded: Recorded
-    arrived: torch.cuda.Event | None
+    arrival: Arrival
 
     @classmethod
     def begin(cls, recorded: Recorded) -> Copy:
-        tensors = recorded.partials.map(_to_host)
-        arrived = None
-        if recorded.partials.sums.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return cls(Recorded(recorded.config, recorded.ranks, tensors), arrived)
-
-    @property
-    def ready(self) -> bool:
-        return self.arrived is None or self.arrived.query()
+        copies = recorded.partials.map(to_host)
+        return cls(
+            Recorded(recorded.config, recorded.ranks, copies), Arrival.of_copies_from(recorded.partials.sums)
+        )
 
     def wait(self) -> Recorded:
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        self.arrival.wait()
         return self.recorded
-
-
-def _to_host(x: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return x
-    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 @dataclass
@@ -174,7 +162,7 @@ class Recorder:
 
     def _poll(self) -> None:
         """Without the hook: read what has arrived, send what has been recorded since; never more than one of each."""
-        if self.copy is not None and self.copy.ready:
+        if self.copy is not None and self.copy.arrival.ready:
             arrived, self.copy = self.copy.recorded, None
             self._warn(arrived.config, arrived.partials.named_sums, "this rank")
         if self.copy is None and self.pending:

@@ -241,7 +241,7 @@ def test_without_the_hook_a_copy_that_is_late_is_not_waited_for(monkeypatch: pyt
     """What is recorded meanwhile adds up, in as much memory as one."""
     recorder, one = Recorder(), micro_batch([[0.01]], VETO)
     recorder.record(one)
-    monkeypatch.setattr("mis_plugins.recorder.Copy.ready", False)
+    monkeypatch.setattr("mis_plugins.recorder.Arrival.ready", False)
     for _ in range(3):
         recorder.record(one)
     (pending,) = recorder.pending.values()

@@ -21,3 +21,11 @@ class ProbeError(TrueOnPolicyError):
 
 class NotSeenError(TrueOnPolicyError):
     """A check that could not look: the machine lacks what it needs. Neither a pass nor a failure."""
+
+
+class HostConfigError(TrueOnPolicyError):
+    """A setting under `bitwise:` that cannot work."""
+
+
+class DifferenceError(TrueOnPolicyError):
+    """Log-probs that were to be equal bit by bit and are not."""

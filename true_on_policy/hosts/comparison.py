@@ -1,0 +1,230 @@
+"""Whether the log-probs a host trains on are, bit by bit, those that its engine sampled with.
+
+Every micro-batch is compared on the device. Its flags are copied without blocking, and the micro-batch is kept, until
+the before-train-step hook of the next step reads them: by then they have long arrived. Only where something differs is
+more done: distances in ulps are counted, and the first sample is written to disk.
+
+Without that hook (Miles calls none on FSDP) flags are read at a later micro-batch, as soon as they have arrived, and
+with `on_difference: raise` the rank that saw a difference stops alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mis_plugins.ragged import to_device
+from mis_plugins.transfer import Arrival, to_host
+from true_on_policy.bitwise import Mismatch, first_mismatch
+from true_on_policy.errors import DifferenceError
+from true_on_policy.hosts.config import BitwiseConfig
+from true_on_policy.hosts.micro_batch import Flags, MicroBatch
+from true_on_policy.hosts.sample import check_writable, write_sample
+
+logger = logging.getLogger("true_on_policy")
+
+Step = tuple[int, int]  # rollout, step
+
+
+@dataclass
+class Totals:
+    """Tokens compared, those that differ, and how far.
+
+    ulps: differing tokens by distance, as `bitwise.ulp_histogram` labels them.
+    without: sequences of which one side gave no log-probs.
+    """
+
+    compared: int = 0
+    different: int = 0
+    ulps: Counter[str] = field(default_factory=Counter)
+    without: int = 0
+
+    def add(self, flags: Flags | Totals) -> None:
+        self.compared += flags.compared
+        self.different += flags.different
+
+    def __str__(self) -> str:
+        ulps = f"; ulps: {', '.join(f'{k}: {n}' for k, n in self.ulps.items())}" if self.ulps else ""
+        return f"{self.different} of {self.compared} log-probs differ{ulps}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a micro-batch that differs, and what it adds to the counts.
+
+    number: of the micro-batch among those that are read together.
+    mismatch: of the tokens in the loss; its coordinate counts those alone.
+    position: in the response.
+    """
+
+    number: int
+    batch: MicroBatch
+    mismatch: Mismatch
+    sequence: int
+    position: int
+
+    @classmethod
+    def of(cls, number: int, batch: MicroBatch) -> Difference:
+        engine, trainer, valid = batch.on_host()
+        mismatch = first_mismatch(engine[valid], trainer[valid])
+        assert mismatch is not None, "the device saw a difference that the host does not"
+        index = valid.nonzero().flatten()[mismatch.coordinate[0]]
+        return cls(number, batch, mismatch, *batch.locate(int(index)))
+
+    def __str__(self) -> str:
+        engine, trainer = (
+            f"{value:.9g} ({bits})"
+            for value, bits in zip(self.mismatch.values, self.mismatch.bits, strict=True)
+        )
+        apart = "no distance" if self.mismatch.ulps is None else f"{self.mismatch.ulps} ulp apart"
+        return f"engine {engine}, trainer {trainer}, {apart}"
+
+    @property
+    def place(self) -> str:
+        return f"micro-batch {self.number}, sequence {self.sequence}, response token {self.position}"
+
+
+@dataclass
+class Comparison:
+    """Of one process.
+
+    step: that micro-batches compared now belong to; None until the hook has been called.
+    pending: the micro-batches whose flags nobody has read.
+    totals: of all that was read.
+    written: the folder of the one sample that this rank has written.
+    told: whether it was said that all is equal.
+    """
+
+    step: Step | None = None
+    pending: list[MicroBatch] = field(default_factory=list)
+    totals: Totals = field(default_factory=Totals)
+    written: Path | None = None
+    told: bool = False
+
+    def record(self, batch: MicroBatch, args: Any, config: BitwiseConfig) -> None:
+        """Keep a micro-batch until its flags are read.
+
+        Raises:
+            DifferenceError: without the hook, with `on_difference: raise`, an earlier micro-batch differed.
+        """
+        check_writable()
+        if self.step is None:
+            arrived = list(takewhile(lambda earlier: earlier.arrival.ready, self.pending))
+            del self.pending[: len(arrived)]
+            self._stop(config, self._read(arrived, args, config, None), None)
+        self.pending.append(batch)
+
+    def leave_out(self, sequences: int) -> None:
+        """Count sequences of which one side gave no log-probs; the first time, say so."""
+        if sequences and not self.totals.without:
+            logger.warning(
+                "%s: %d sequences without rollout_log_probs or log_probs; such are not compared, only counted. The "
+                "engine must return log-probs, and the trainer recompute them (not with --use-rollout-logprobs alone)",
+                _where(self.step),
+                sequences,
+            )
+        self.totals.without += sequences
+
+    def report(self, args: Any, config: BitwiseConfig, step: Step) -> None:
+        """Before each optimizer step, on every rank: read what the step before it compared.
+
+        Raises:
+            DifferenceError: `on_difference: raise`, and a rank found a difference; on every rank alike.
+        """
+        ended, self.step = self.step, step
+        pending, self.pending = self.pending, []
+        found = self._read(pending, args, config, ended)
+        if config.on_difference == "raise":
+            self._stop(config, _anywhere(found), ended)
+
+    def _read(
+        self, batches: Sequence[MicroBatch], args: Any, config: BitwiseConfig, step: Step | None
+    ) -> bool:
+        """Whether any of these differs."""
+        totals, differing = Totals(), []
+        for number, batch in enumerate(batches):
+            flags = batch.read()
+            totals.add(flags)
+            if flags.different:
+                difference = Difference.of(number, batch)
+                totals.ulps.update(difference.mismatch.histogram)
+                differing.append(difference)
+        self._tell(totals, args, step)
+        if differing:
+            self._show(differing[0], args, config, step)
+        self.totals.add(totals)
+        self.totals.ulps.update(totals.ulps)
+        return bool(differing)
+
+    def _tell(self, totals: Totals, args: Any, step: Step | None) -> None:
+        """Differences each time; that all is equal once."""
+        if totals.different:
+            logger.warning("%s: %s (%s)", _where(step), totals, described(args))
+        elif totals.compared and not self.told:
+            self.told = True
+            logger.info(
+                "%s: %d log-probs, all bitwise equal (%s)", _where(step), totals.compared, described(args)
+            )
+
+    def _show(self, first: Difference, args: Any, config: BitwiseConfig, step: Step | None) -> None:
+        logger.warning("%s: first in %s: %s", _where(step), first.place, first)
+        if self.written is None:
+            self.written = config.place(args) / _folder(step)
+            metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
+            files = write_sample(first.batch, first.sequence, self.written, metadata)
+            logger.warning("written; compare with: python -m true_on_policy diff %s %s", *files)
+
+    def _stop(self, config: BitwiseConfig, found: bool, step: Step | None) -> None:
+        if found and config.on_difference == "raise":
+            where = f"in {self.written}" if self.written else "where the rank that saw it wrote it"
+            raise DifferenceError(
+                f"{_where(step)}: rollout and trainer log-probs were to be bitwise equal and are not "
+                f"(bitwise.on_difference: raise); the first sample is {where}"
+            )
+
+
+def described(args: Any) -> str:
+    """Which log-probs are compared, and after which cast. An aborted sample is never scored anew."""
+    rescored = getattr(args, "recompute_logprobs_via_prefill", False)
+    source = "prefill re-score (aborted samples: decode)" if rescored else "decode"
+    mode = getattr(args, "true_on_policy_mode", False)
+    half = [name for name in ("bf16", "fp16") if getattr(args, name, False)] if mode else []
+    cast = f"cast from float32 to {half[0]} by --true-on-policy-mode" if half else "as float32"
+    return f"the engine's log-probs of {source}, {cast}, with those the trainer recomputed before training"
+
+
+def _where(step: Step | None) -> str:
+    rank = f"rank {_rank()}"
+    return rank if step is None else f"rollout {step[0]}, step {step[1]}, {rank}"
+
+
+def _folder(step: Step | None) -> str:
+    return f"rank-{_rank()}" if step is None else f"rollout-{step[0]}-step-{step[1]}-rank-{_rank()}"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _anywhere(found: bool) -> bool:
+    """Whether any rank of the job found one; pipeline stages that hold no log-probs ask as well."""
+    if not dist.is_initialized():
+        return found
+    on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    flag = to_device([int(found)], device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    copy = to_host(flag)
+    Arrival.of_copies_from(flag).wait()
+    return bool(copy.tolist()[0])
+
+
+COMPARISON = Comparison()

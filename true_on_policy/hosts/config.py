@@ -1,0 +1,79 @@
+"""The key `bitwise:` of `--custom-config-path`, which both hosts set on their arguments as it stands in the file."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from true_on_policy.errors import HostConfigError
+
+OnDifference = Literal["warn", "raise"]
+
+
+@dataclass(frozen=True)
+class BitwiseConfig:
+    """What the comparison does, and which hooks it stands before: a host's flag carries one.
+
+    on_difference: an OnDifference; `raise` stops the run at the next step.
+    folder: where the first differing sample of each rank goes; None is `bitwise` in the folder of `--save`.
+    loss: dotted path of the policy loss behind ours; None is the host's own.
+    step_hook: dotted path of the before-train-step hook behind ours; None is none.
+
+    Raises:
+        HostConfigError: it quotes the key.
+    """
+
+    on_difference: str = "warn"
+    folder: str | None = None
+    loss: str | None = None
+    step_hook: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_difference not in get_args(OnDifference):
+            choices = ", ".join(get_args(OnDifference))
+            raise HostConfigError(
+                f"bitwise.on_difference: got {self.on_difference!r}; choose one of {choices}"
+            )
+        for name in ("folder", "loss", "step_hook"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise HostConfigError(f"bitwise.{name}: got {value!r}; expected text")
+
+    @classmethod
+    def from_args(cls, args: Any) -> BitwiseConfig:
+        """Of a host's arguments; all defaults where the file has no such key."""
+        given = getattr(args, "bitwise", None)
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise HostConfigError(f"bitwise: got {given!r}; expected a mapping of {', '.join(_KEYS)}")
+        for key in given:
+            if key not in _KEYS:
+                raise HostConfigError(f"bitwise.{key}: unknown key; known are {', '.join(_KEYS)}")
+        return cls(**given)
+
+    def place(self, args: Any) -> Path:
+        """Where samples go."""
+        return Path(self.folder) if self.folder else Path(getattr(args, "save", None) or ".") / "bitwise"
+
+    def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
+        """The function behind ours, loaded; None where the key is not set.
+
+        Raises:
+            HostConfigError: there is no such function.
+        """
+        path = getattr(self, name)
+        if path is None:
+            return None
+        try:
+            return pkgutil.resolve_name(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise HostConfigError(
+                f"bitwise.{name}: cannot load {path!r} ({error}); give package.module.function"
+            ) from error
+
+
+_KEYS = [field.name for field in fields(BitwiseConfig)]

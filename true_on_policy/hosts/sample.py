@@ -1,0 +1,63 @@
+"""The first sample that was to be equal and is not, written so that `python -m true_on_policy diff` reads it.
+
+    engine.safetensors   the engine's log-probs of one sequence, a record of log-probs (log_probs.py)
+    trainer.safetensors  the trainer's
+    sample.safetensors   tokens [L] of prompt and response; loss_mask [R] of the response; positions [T] of the recorded
+                         tokens in the response
+
+The records hold the tokens inside the loss mask that lie on this rank. A host hands its loss no weight versions:
+`versions` is -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mis_plugins.transfer import Arrival, to_host
+from true_on_policy.hosts.micro_batch import MicroBatch
+from true_on_policy.log_probs import LogProbRecord, provenance
+from true_on_policy.storage import optional, replaced
+
+NO_VERSION = -1
+
+
+def check_writable() -> None:
+    """Now rather than on the day that there is something to write.
+
+    Raises:
+        RecordError: safetensors is not installed.
+    """
+    optional("safetensors.torch")
+
+
+def write_sample(
+    batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]
+) -> tuple[Path, Path]:
+    """Write a sequence of a micro-batch; gives the two files to compare."""
+    ends = batch.ends()
+    mine = slice(ends[sequence], ends[sequence + 1])
+    engine, trainer, valid = (x[mine] for x in batch.on_host())
+    tokens, loss_mask = (to_host(x[sequence]) for x in (batch.tokens, batch.loss_masks))
+    Arrival.of_copies_from(batch.loss_masks[sequence]).wait()
+    positions = torch.tensor(batch.positions(sequence), dtype=torch.int64)[valid]
+    response = tokens[len(tokens) - len(loss_mask) :].to(torch.int64)
+    whole = {"tokens": tokens.to(torch.int64), "loss_mask": loss_mask, "positions": positions}
+    _save(folder / "sample.safetensors", whole)
+    header = {**metadata, **provenance()}
+    for name, log_probs in (("engine", engine), ("trainer", trainer)):
+        LogProbRecord(
+            tokens=response[positions],
+            log_probs=log_probs[valid],
+            versions=torch.full((len(positions),), NO_VERSION),
+            cu_seqlens=torch.tensor([0, len(positions)]),
+            metadata={**header, "side": name},
+        ).save(folder / f"{name}.safetensors")
+    return folder / "engine.safetensors", folder / "trainer.safetensors"
+
+
+def _save(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    with replaced(file) as partial:
+        optional("safetensors.torch").save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
