@@ -106,7 +106,7 @@ def kl(c: Correction) -> Float[Tensor, " T"]:
 
 
 def k3_kl(c: Correction) -> Float[Tensor, " T"]:
-    """k3 estimate of KL(mu || pi_old): r - 1 - log r, at least 0; log r clamped at +-20. (Schulman 2020)"""
+    """k3 estimate of KL(mu || pi_old): r - 1 - log r, at least 0; log r at most 20. (Schulman 2020)"""
     return k3(c.log_ratio)
 
 

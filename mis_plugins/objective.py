@@ -17,9 +17,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
+from mis_plugins.divergence import k1, k2, k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, finite
+from mis_plugins.ratios import exp_clamped, finite
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
@@ -92,7 +93,7 @@ def policy_term(
 def target_log_ratio(
     target: Float[Tensor, " T"], old: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """log pi_theta - log old, with gradient, and where it is known; elsewhere it reads 0."""
+    """log pi_theta - log old, with gradient to either, and where it is known; elsewhere it reads 0."""
     difference = widened(target) - widened(old)
     usable = loss_mask & finite(difference.detach())
     return torch.where(usable, difference, 0), usable
@@ -213,20 +214,7 @@ def _sequence_means(x: Operands, ragged: Ragged, *rows: Float[Tensor, " T"]) -> 
 # The penalty for leaving a reference policy.
 
 
-def k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
-def k2(log_ratio: Tensor) -> Tensor:
-    return log_ratio.square() / 2
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    bounded = -log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    return bounded.expm1() - bounded
-
-
-# Of x = log pi_theta - log pi_ref: x; x^2 / 2; exp(-x) - 1 + x. Schulman 2020, "Approximating KL Divergence".
+# Of log pi_ref - log pi_theta.
 ESTIMATORS: dict[KlType, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}
 LOW_VAR_KL_BOUND = 10.0  # of the hosts' low_var_kl, after whatever multiplies it
 
@@ -244,8 +232,8 @@ def kl_term(
         log_ratio: log pi_theta - log old, with gradient: the estimate is multiplied by its exponential, which makes
             it, and its gradient, unbiased although `old` sampled. DeepSeek-AI 2025, arxiv.org/abs/2512.02556, 3.1.
     """
-    divergence, _ = target_log_ratio(target, reference, loss_mask)
-    kl = ESTIMATORS[kind](divergence)
+    to_reference, _ = target_log_ratio(reference, target, loss_mask)
+    kl = ESTIMATORS[kind](to_reference)
     if log_ratio is not None:
         kl = exp_clamped(log_ratio) * kl
     return kl.clamp(-LOW_VAR_KL_BOUND, LOW_VAR_KL_BOUND) if kind == "low_var_kl" else kl

@@ -264,6 +264,5 @@ def _lag_rows(tokens: Tokens, lags: Int[Tensor, " T"] | None) -> Float[Tensor, "
     if lags is None:
         return sums
     kept = tokens.usable & tokens.correction.keep
-    k3 = tokens.excess - tokens.clamped
-    rows = torch.stack([tokens.usable, tokens.log_ratio, k3, tokens.ratio, kept])
+    rows = torch.stack([tokens.usable, tokens.log_ratio, tokens.k3, tokens.ratio, kept])
     return sums.index_add_(1, lags.clamp(0, LAGS - 1), torch.where(lags >= 0, rows, 0))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule, Unit, WeightConfig
 from mis_plugins.correction import Correction
+from mis_plugins.divergence import k2, k3
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import weighs_tokens
@@ -64,6 +65,10 @@ class Tokens:
     @cached_property
     def ratio(self) -> Float[Tensor, " T"]:
         return self.known(self.excess + 1)
+
+    @cached_property
+    def k3(self) -> Float[Tensor, " T"]:
+        return k3(self.log_ratio)
 
     @cached_property
     def weighted_log_ratio(self) -> Float[Tensor, " T"]:
@@ -226,8 +231,8 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "kept": lambda t: t.correction.keep,
     "log_ratio": lambda t: t.log_ratio,
     "abs_log_ratio": lambda t: t.abs_log_ratio,
-    "k2": lambda t: t.clamped.square() / 2,
-    "k3": lambda t: t.excess - t.clamped,
+    "k2": lambda t: k2(t.log_ratio),
+    "k3": lambda t: t.k3,
     "ratio": lambda t: t.ratio,
     "ratio_squared": lambda t: t.ratio.square(),
     "reverse_k1": lambda t: t.weighted_log_ratio,

@@ -185,12 +185,16 @@ def bounded_weights(sample: Sample, weight: dict | None) -> Tokens:
 # ------------------------------------------------------------------------------------------------------- rejection
 
 
+def k3(log_ratio: float) -> float:
+    x = min(log_ratio, CLAMP)
+    return math.expm1(x) - x
+
+
 def token_statistic(sample: Sample, t: int, name: str) -> float:
     """Of one token; of a ratio the logarithm."""
     p, b = math.exp(sample.proximal[t]), math.exp(sample.behavior[t])
-    x = clamp(sample.log_ratios[t])
-    return {"ratio": sample.log_ratios[t], "k1": -sample.log_ratios[t], "k2": x * x / 2,
-            "k3": math.expm1(x) - x, "prob_diff": p - b, "abs_prob_diff": abs(p - b),
+    x = sample.log_ratios[t]
+    return {"ratio": x, "k1": -x, "k2": x * x / 2, "k3": k3(x), "prob_diff": p - b, "abs_prob_diff": abs(p - b),
             "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
 
 
@@ -323,12 +327,11 @@ def token_metrics(sample, t, config, bounded_tokens, weights, keep, factor) -> d
 def mismatch_metrics(sample: Sample, t: int) -> dict[str, float]:
     p = mean([sample.proximal[i] for i in sample.valid])
     b = mean([sample.behavior[i] for i in sample.valid])
-    x = clamp(sample.log_ratios[t])
     squares = [math.exp(clamp(sample.log_ratios[i])) ** 2 for i in sample.valid]
     total = clamp(math.fsum(sample.log_ratios[i] for i in sample.valid))
     return {
         "training_log_ppl": -p, "training_ppl": math.exp(-p), "rollout_log_ppl": -b, "rollout_ppl": math.exp(-b),
-        "kl": -sample.log_ratios[t], "k3_kl": math.expm1(x) - x,
+        "kl": -sample.log_ratios[t], "k3_kl": k3(sample.log_ratios[t]),
         "log_ppl_diff": b - p, "log_ppl_abs_diff": abs(b - p), "ppl_ratio": math.exp(b - p),
         "chi2_token": mean(squares) - 1.0, "chi2_seq": math.exp(total) ** 2 - 1.0,
     }  # fmt: skip

@@ -124,10 +124,15 @@ def counts(s: Everything) -> dict[str, float]:
     }  # fmt: skip
 
 
+def k3(x: np.ndarray) -> np.ndarray:
+    bounded = np.minimum(x, CLAMP)
+    return np.expm1(bounded) - bounded
+
+
 def by_token(s: Everything) -> dict[str, float]:
     x, c, r, diff = s.x, s.c, np.exp(s.c), np.abs(np.exp(s.p) - np.exp(s.q))
     found = {
-        "kl_k1": -mean(x), "kl_k2": mean(c**2 / 2), "kl_k3": mean(np.expm1(c) - c),
+        "kl_k1": -mean(x), "kl_k2": mean(x**2 / 2), "kl_k3": mean(k3(x)),
         "reverse_kl_k1": mean(r * c), "reverse_kl_k2": mean(r * c**2 / 2), "reverse_kl_k3": mean(r * c - np.expm1(c)),
         "log_prob_diff_abs_mean": mean(np.abs(x)), "log_prob_diff_abs_max": ends(np.abs(x))[1],
         "ratio_mean": mean(r), **s.std("ratio_std", r), "ratio_min": ends(r)[0], "ratio_max": ends(r)[1],
@@ -247,9 +252,9 @@ def segment_log_ratios(s: Everything, level: str) -> np.ndarray:
 
 
 def statistic_of(rule: dict, p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    x, c = p - q, np.clip(p - q, -CLAMP, CLAMP)
+    x = p - q
     return {
-        "ratio": x, "k1": -x, "k2": c**2 / 2, "k3": np.expm1(c) - c, "prob_diff": np.exp(p) - np.exp(q),
+        "ratio": x, "k1": -x, "k2": x**2 / 2, "k3": k3(x), "prob_diff": np.exp(p) - np.exp(q),
         "abs_prob_diff": np.abs(np.exp(p) - np.exp(q)), "proximal_prob": np.exp(p), "behavior_prob": np.exp(q),
     }[rule.get("statistic", "ratio")]  # fmt: skip
 

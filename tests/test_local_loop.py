@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from mis_plugins.divergence import k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import arguments, loss
 from mis_plugins.local.advantages import ESTIMATORS
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.batch import pack
-from mis_plugins.local.kl import k3
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.loss import MicroBatch, clipped_surrogate, policy_loss
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupInfo, ParallelState, launch

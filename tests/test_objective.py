@@ -17,7 +17,7 @@ import torch.distributed as dist
 from drive import same_bytes
 from launch import run_ranks
 from loss_oracle import Response, Spec
-from tolerances import EPS, FINITE_STEP, finite_difference_atol, float64_atol
+from tolerances import EPS, FINITE_STEP, WRITTEN, finite_difference_atol, float64_atol
 from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
@@ -159,6 +159,15 @@ def test_low_var_kl_is_bounded():
     far = torch.tensor([-40.0, -0.5, 30.0])
     kl = kl_term(torch.full((3,), -1.0), far, torch.ones(3, dtype=torch.bool), "low_var_kl")
     assert kl.tolist()[0] <= 10 and kl.tolist()[2] == 10.0
+
+
+def test_a_far_reference_still_pulls():
+    """log pi_theta - log pi_ref of 30: k3 is 29, its slope 1, as the hosts'. Of -30 theirs overflows, ours rests."""
+    target = torch.tensor([-1.0, -31.0], requires_grad=True)
+    kl = kl_term(target, torch.tensor([-31.0, -1.0]), torch.ones(2, dtype=torch.bool), "k3")
+    kl.sum().backward()
+    assert kl.tolist() == pytest.approx([29.0, math.exp(20.0) - 21], rel=WRITTEN)
+    assert target.grad is not None and target.grad.tolist() == [1.0, 0.0]
 
 
 def test_unbiased_kl_is_the_kl():

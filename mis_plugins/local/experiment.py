@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from rich.progress import track
 
+from mis_plugins.divergence import k3
 from mis_plugins.local.arguments import PRECISIONS, parse_args
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
-from mis_plugins.local.kl import k3
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line

@@ -1,8 +1,4 @@
-"""The KL term of the policy loss, under the hosts' flags.
-
-Estimators of KL(target || reference) from a token that the target policy sampled, x = log reference - log target.
-Schulman 2020, "Approximating KL Divergence".
-"""
+"""The KL term of the policy loss, under the hosts' flags."""
 
 from __future__ import annotations
 
@@ -10,31 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
-"""Where ``low_var_kl`` clamps x, as in Miles."""
+from mis_plugins.divergence import k1, k2, k3
 
 KL_LIMIT = 10.0
 """Where ``low_var_kl`` clamps its result, as in Miles."""
 
 
-def k1(x: Tensor) -> Tensor:
-    return -x
-
-
-def k2(x: Tensor) -> Tensor:
-    return x.square() / 2
-
-
-def k3(x: Tensor) -> Tensor:
-    return x.expm1() - x
-
-
-def low_var(x: Tensor) -> Tensor:
-    return k3(x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": low_var}
-"""By ``--kl-loss-type``."""
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}
+"""By ``--kl-loss-type``, of log reference - log target."""
 
 
 def kl_term(kind: str, target: Tensor, reference: Tensor, ratio: Tensor | None) -> Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.divergence import k3
 from mis_plugins.local.batch import Layout
-from mis_plugins.local.kl import k3, kl_term
+from mis_plugins.local.kl import kl_term
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.log_probs import response_log_probs
 from mis_plugins.local.parallel import ParallelState
