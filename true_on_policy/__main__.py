@@ -13,7 +13,8 @@ from importlib import import_module
 
 from true_on_policy.errors import TrueOnPolicyError
 
-COMMANDS = ("verify", "diff")  # modules with add_parser(subparsers), which sets run(arguments) -> exit code
+# Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.
+COMMANDS = {"verify": "verify", "diff": "diff", "contract": "show", "flags": "flags"}
 FAILED = 2
 
 
@@ -39,7 +40,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
     asked = [command for command in argv[:1] if command in COMMANDS]
     for command in asked or COMMANDS:
-        import_module(f"true_on_policy.{command}").add_parser(subparsers)
+        import_module(f"true_on_policy.{COMMANDS[command]}").add_parser(subparsers)
     return parser
 
 

@@ -1,0 +1,262 @@
+"""Flags of a launch: one table prints them and checks them in the trainer; releases that lack one are named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from true_on_policy import releases
+from true_on_policy.__main__ import main
+from true_on_policy.errors import ContractError
+from true_on_policy.flags import PREFIX, REFUSALS, check_host, checkpoint_family, launch_flags
+from true_on_policy.gpu_contract import MODELS, gpu_contract, model_contract
+from true_on_policy.releases import FILES, RELEASES, check_installed, declares, releases_with
+
+ROOT = Path(__file__).parent.parent
+CONTRACTS = {
+    "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4),
+    "fsdp": model_contract("qwen3-4B", "fsdp"),
+}
+# What the hosts of the field accept: see the file's first lines.
+ACCEPTED = {
+    tuple(line.split())
+    for line in (ROOT / "tests" / "host_flags.txt").read_text().splitlines()
+    if line[0] != "#"
+}
+
+
+def printed(capsys: pytest.CaptureFixture, *words: str) -> list[str]:
+    assert main(["flags", "--miles", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_every_flag_is_one_of_its_owner(backend: str) -> None:
+    files = {"fsdp": "miles-fsdp"}
+    for flag in launch_flags(CONTRACTS[backend]):
+        assert (files.get(flag.owner, flag.owner), flag.words[0]) in ACCEPTED, flag
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_every_flag_is_in_a_release_of_its_owner(backend: str) -> None:
+    for flag in launch_flags(CONTRACTS[backend]):
+        assert releases_with(flag.owner, flag.name)
+
+
+def test_what_a_release_lacks_is_a_flag_that_is_launched() -> None:
+    names = {flag.name for contract in CONTRACTS.values() for flag in launch_flags(contract)}
+    assert {flag for release in RELEASES for flag in release.lacks} <= names
+    assert {release.owner for release in RELEASES} == set(FILES)
+
+
+def test_arguments_are_printed_one_a_line(capsys: pytest.CaptureFixture) -> None:
+    lines = printed(capsys, "--model", "qwen3-4B", "--backend", "megatron")
+    assert lines[lines.index("--tensor-model-parallel-size") + 1] == "2"
+    assert lines[lines.index("--rollout-num-gpus-per-engine") + 1] == "2"
+    assert lines[lines.index(f"{PREFIX}true-on-policy-contract") + 1] == "qwen3_dense_true_on_policy_v1"
+    assert "--cp-comm-type" not in lines and "--batch-invariant-mode" in lines
+    ulysses = printed(
+        capsys, "--model", "qwen3-4B", "--backend", "megatron", "--tp", "2", "--cp", "4", "--engine-tp", "8"
+    )
+    assert ulysses[ulysses.index("--cp-comm-type") + 1] == "a2a"
+
+
+def test_the_environment_is_printed_instead(capsys: pytest.CaptureFixture) -> None:
+    lines = printed(capsys, "--model", "qwen3-4B", "--backend", "fsdp", "--env")
+    assert dict(line.split("=", 1) for line in lines) == CONTRACTS["fsdp"].environment
+    deep = printed(capsys, "--model", "qwen3-4B", "--backend", "megatron", "--env", "--gemm", "deep_gemm")
+    assert "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM=1" in deep
+
+
+def test_bash_reads_them_as_an_array() -> None:
+    command = f'mapfile -t A < <("{sys.executable}" -m true_on_policy flags --model qwen3-4B --backend fsdp --miles); '
+    done = subprocess.run(
+        ["bash", "-c", command + 'printf "%s|" "${A[@]}"'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = [word for flag in launch_flags(CONTRACTS["fsdp"]) for word in flag.words]
+    assert done.stdout.split("|")[:-1] == words
+    assert "not installed here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "qwen3-9B", "--backend", "fsdp"), "--model: got 'qwen3-9B'"),
+        (("--model", "llama3.1-8B", "--backend", "fsdp"), "llama cannot be launched: Miles v0.1.0 knows one"),
+        (("--model", "qwen3-4B", "--backend", "megatron", "--tp", "1"), "two orders"),
+        (("--model", "qwen3-4B", "--backend", "fsdp", "--tp", "2"), "data parallel alone"),
+    ],
+)
+def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["flags", "--miles", *words]) == 2
+    read = capsys.readouterr()
+    assert message in read.err and read.out == ""
+
+
+def test_sources_declare_a_flag_by_name_or_as_a_field() -> None:
+    assert declares('parser.add_argument(\n    "--train-backend",', "--train-backend")
+    assert declares("group.add_argument('--no-rope-fusion', action=", "--no-rope-fusion")
+    assert declares("class C:\n    batch_invariant_mode: bool = False", "--batch-invariant-mode")
+    assert not declares(
+        "# --batch-invariant-mode is gone\n    batch_invariant_mode_of: int", "--batch-invariant-mode"
+    )
+    assert not declares('"--train-backends"', "--train-backend")
+    assert not declares("batch_invariant_mode: bool", "--batch-invariant-mode")  # not in a class
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The declarations of an SGLang without the contract, importable as its package."""
+    fields = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
+    fields.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "sglang" / "srt" / "server_args.py").write_text("class ServerArgs:\n    tp_size: int = 1\n")
+    (fields / "exec_.py").write_text(
+        "class Exec:\n    enable_deterministic_inference: A[bool, 'x'] = False\n    attention_backend: A[str, 'x']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "sglang"
+
+
+def test_an_installed_engine_without_a_flag_is_named(sglang: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["flags", "--miles", "--model", "qwen3-4B", "--backend", "fsdp"]) == 2
+    read = capsys.readouterr()
+    assert read.out == "" and "sglang (a checkout) has no --true-on-policy-contract" in read.err
+    assert "branch sglang-miles (98f6dd71)" in read.err and "PyPI" not in read.err
+
+
+def test_an_installed_engine_with_the_flags_passes(sglang: Path) -> None:
+    exec_ = sglang / "srt" / "arg_groups" / "fields" / "exec_.py"
+    exec_.write_text(exec_.read_text() + "    true_on_policy_contract: A[str, 'x'] = None\n")
+    names = [flag.name for flag in launch_flags(CONTRACTS["fsdp"]) if flag.owner == "sglang"]
+    assert check_installed("sglang", names)
+    with pytest.raises(ContractError, match="has no --no-such-flag; seen in "):
+        check_installed("sglang", ["--no-such-flag"])
+
+
+def test_a_core_without_a_trainer_is_not_installed() -> None:
+    """The wheel megatron-core, which this project's tests use, holds no megatron/training."""
+    assert releases.installed("megatron") is None
+    assert not check_installed("megatron", ["--true-on-policy-contract"])
+
+
+def config(folder: Path, architecture: str = "Qwen3ForCausalLM", **changes) -> Path:
+    size = MODELS["qwen3-4B"][1]
+    stated = {
+        "architectures": [architecture],
+        **{name: getattr(size, name) for name in size.__dataclass_fields__},
+    }
+    (folder / "config.json").write_text(json.dumps(stated | changes))
+    return folder
+
+
+def host_args(backend: str, checkpoint: Path, **changes) -> Namespace:
+    """What Miles's parser gives for our flags, beside its own defaults."""
+    defaults = {
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "train_backend": backend,
+    }
+    asked = {flag.attribute: flag.value for flag in launch_flags(CONTRACTS[backend])}
+    return Namespace(**defaults | asked | {"hf_checkpoint": str(checkpoint)} | changes)
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_a_host_that_parsed_the_flags_keeps_the_contract(backend: str, tmp_path: Path) -> None:
+    assert check_host(host_args(backend, config(tmp_path))) == CONTRACTS[backend]
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_a_flag_that_was_not_parsed_is_named(backend: str, tmp_path: Path) -> None:
+    """Each in turn, but for those that make another contract or none."""
+    layout = {
+        "sglang_attention_backend",
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "train_backend",
+    }
+    layout |= {"rollout_num_gpus_per_engine", "cp_comm_type"}
+    for flag in launch_flags(CONTRACTS[backend]):
+        if flag.attribute in layout:
+            continue
+        other = "other" if isinstance(flag.value, str) else not flag.value
+        with pytest.raises(
+            ContractError, match=f"{flag.attribute} is {other!r}; launch with {flag.words[0]}"
+        ):
+            check_host(host_args(backend, config(tmp_path), **{flag.attribute: other}))
+
+
+@pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.attribute)
+def test_a_setting_that_breaks_it_is_refused(rule, tmp_path: Path) -> None:
+    args = host_args("fsdp", config(tmp_path), **{rule.attribute: "something else"})
+    with pytest.raises(ContractError, match=f"{rule.attribute} is 'something else': "):
+        check_host(args)
+
+
+def test_every_fault_is_a_line(tmp_path: Path) -> None:
+    args = host_args("fsdp", config(tmp_path), rollout_temperature=0.7, deterministic_mode=False)
+    with pytest.raises(ContractError) as raised:
+        check_host(args)
+    assert [line.split(" is ")[0].strip() for line in str(raised.value).splitlines()[1:]] == [
+        "rollout_temperature",
+        "deterministic_mode",
+    ]
+
+
+def test_a_host_without_a_flag_is_told_which_release_has_it(tmp_path: Path) -> None:
+    args = host_args("fsdp", config(tmp_path))
+    delattr(args, "sglang_true_on_policy_contract")
+    with pytest.raises(
+        ContractError, match="it has no --sglang-true-on-policy-contract; seen in sgl-project"
+    ):
+        check_host(args)
+
+
+def test_megatron_spells_some_values_in_its_own_way(tmp_path: Path) -> None:
+    args = host_args(
+        "megatron", config(tmp_path), cp_comm_type=["a2a"], attention_backend=Namespace(name="flash")
+    )
+    assert check_host(args) == CONTRACTS["megatron"]
+
+
+@pytest.mark.parametrize("kind", [["p2p"], "all_gather", ["a2a", "p2p"], None])
+def test_ring_context_parallel_is_refused(kind, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="cp_comm_type: got .*--cp-comm-type a2a"):
+        check_host(host_args("megatron", config(tmp_path), cp_comm_type=kind))
+
+
+def test_a_layout_that_rounds_differently_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="two orders"):
+        check_host(host_args("megatron", config(tmp_path), rollout_num_gpus_per_engine=1))
+
+
+def test_families_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+    family, size = checkpoint_family(config(tmp_path) / "config.json")
+    assert (family.name, size) == ("qwen3-dense", MODELS["qwen3-4B"][1])
+    _, bare = checkpoint_family(config(tmp_path, "LlamaForCausalLM", head_dim=None) / "config.json")
+    assert bare.head_dim == 2560 // 32
+    nested = {"text_config": dict(size.__dict__), "hidden_size": 1}
+    vision, text = checkpoint_family(
+        config(tmp_path, "Qwen3VLForConditionalGeneration", **nested) / "config.json"
+    )
+    assert (vision.name, text) == ("qwen3-vl-dense", size)
+
+
+def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="Qwen3MoeForCausalLM is not covered. no row for the router"):
+        check_host(host_args("fsdp", config(tmp_path, "Qwen3MoeForCausalLM")))
+    with pytest.raises(ContractError, match="GPT2LMHeadModel is not covered"):
+        check_host(host_args("fsdp", config(tmp_path, "GPT2LMHeadModel")))
+    with pytest.raises(ContractError, match="llama cannot be launched"):
+        check_host(host_args("fsdp", config(tmp_path, "LlamaForCausalLM")))
+    assert gpu_contract("llama", "fsdp").family.missing

@@ -1,0 +1,143 @@
+"""The GPU contract as data: choices, layouts, environment, and how it is printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from true_on_policy.__main__ import main
+from true_on_policy.errors import ContractError
+from true_on_policy.gpu_contract import (
+    FAMILIES,
+    MODELS,
+    WHY,
+    check_environment,
+    family,
+    gpu_contract,
+    model_contract,
+)
+
+QWEN3 = [name for name, (kind, _) in MODELS.items() if kind == "qwen3-dense"]
+
+
+@pytest.mark.parametrize("model", QWEN3)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_equal_tensor_parallel_holds_for_every_qwen3(model: str, ranks: int) -> None:
+    contract = model_contract(model, "megatron", trainer_tp=ranks, engine_tp=ranks)
+    assert (contract.mode, contract.trainer_gemm, contract.engine_gemm) == (
+        "megatron",
+        "triton_persistent",
+        "triton_persistent",
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "message"),
+    [
+        ("megatron", {}, "trainer tensor parallel 1 .* engine tensor parallel 1: the o product"),
+        ("megatron", {"trainer_tp": 2, "engine_tp": 1}, "two orders"),
+        ("megatron", {"trainer_tp": 1, "context_parallel": 2, "engine_tp": 2}, "the down product"),
+        ("fsdp", {"engine_tp": 2}, "set --rollout-num-gpus-per-engine 1"),
+        ("fsdp", {"trainer_tp": 2, "engine_tp": 2}, "data parallel alone"),
+        ("fsdp", {"context_parallel": 2}, "data parallel alone"),
+        ("fsdp", {"dtype": "fp32"}, "dtype: got 'fp32'"),
+        ("fsdp", {"attention": "triton"}, "'triton' has no twin"),
+        ("fsdp", {"attention": "sdpa"}, "attention: got 'sdpa'; choose one of fa3, flashinfer, triton"),
+        (
+            "fsdp",
+            {"engine_gemm": "cublas"},
+            "engine_gemm: got 'cublas'; choose one of deep_gemm, triton_persistent",
+        ),
+        ("deepspeed", {}, "backend: got 'deepspeed'; choose one of megatron, fsdp"),
+    ],
+)
+def test_what_cannot_hold_is_refused(backend: str, layout: dict, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        model_contract("qwen3-4B", backend, **layout)
+
+
+def test_unknown_names_list_the_choices() -> None:
+    with pytest.raises(ContractError, match="--model: got 'qwen3-5B'; choose one of qwen3-0.6B, "):
+        model_contract("qwen3-5B", "fsdp")
+    with pytest.raises(ContractError, match="family: got 'gpt2'; choose one of qwen3-dense, "):
+        gpu_contract("gpt2", "fsdp")
+    with pytest.raises(ContractError, match="'qwen3-moe' is not covered: no row for the router"):
+        family("qwen3-moe")
+
+
+def test_names_of_models_ignore_case() -> None:
+    assert model_contract("Qwen3-4b", "fsdp") == model_contract("qwen3-4B", "fsdp")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_family_that_no_host_knows_says_what_is_missing(name: str, backend: str) -> None:
+    contract = gpu_contract(name, backend)
+    assert bool(contract.family.missing) == (contract.family.host_contract is None)
+    names = [operation.name for operation in contract.operations]
+    assert ("q and k norm" in names) == contract.family.qk_norm
+    assert any("+ bias" in name for name in names) == contract.family.qkv_bias
+    assert len(names) == len(set(names))
+
+
+def test_the_engines_product_follows_the_trainers_unless_it_is_asked_otherwise() -> None:
+    key = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"
+    assert gpu_contract("qwen3-dense", "megatron").environment[key] == "0"
+    assert gpu_contract("qwen3-dense", "fsdp").environment[key] == "1"
+    other = gpu_contract("qwen3-dense", "megatron", engine_gemm="deep_gemm")
+    assert other.environment[key] == "1"
+    product = next(row for row in other.operations if row.name == "LM head")
+    assert product.trainer.startswith("Triton persistent") and product.engine.startswith("DeepGEMM")
+
+
+def test_every_variable_has_a_reason() -> None:
+    for backend in ("megatron", "fsdp"):
+        assert set(gpu_contract("qwen3-dense", backend).environment) == set(WHY)
+
+
+def test_the_environment_is_checked_name_by_name() -> None:
+    contract = gpu_contract("qwen3-dense", "megatron")
+    check_environment(contract, contract.environment | {"HOME": "/"})
+    for name in contract.environment:
+        missing = {key: value for key, value in contract.environment.items() if key != name}
+        with pytest.raises(
+            ContractError, match=f"{name} is None; start .* with {name}={contract.environment[name]}$"
+        ):
+            check_environment(contract, missing)
+    with pytest.raises(ContractError, match="NCCL_ALGO is 'Tree'; .* NCCL_ALGO=Ring$"):
+        check_environment(contract, contract.environment | {"NCCL_ALGO": "Tree"})
+
+
+def test_shapes_of_a_size_are_those_of_the_model() -> None:
+    shapes = model_contract("qwen3-4B", "fsdp").shapes()
+    assert shapes.linear == ((2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560), (2560, 151936))
+    assert (shapes.attention, shapes.hidden, shapes.activated) == (((32, 8, 128),), (2560, 128), (9728,))
+    with pytest.raises(ContractError, match="size: probes need a model's sizes"):
+        gpu_contract("qwen3-dense", "fsdp").shapes()
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["contract", "show", name, "--backend", backend]) == 0
+    printed = capsys.readouterr().out
+    contract = gpu_contract(name, backend)
+    for row in contract.operations:
+        assert row.name in printed and row.engine in printed
+    for variable, value in contract.environment.items():
+        assert f"{variable}={value}" in printed
+    for gap in (*contract.family.missing, "no row for the router", "has not run it on a GPU"):
+        assert gap in printed
+
+
+def test_show_refuses_a_family_with_exit_2(capsys: pytest.CaptureFixture) -> None:
+    assert main(["contract", "show", "qwen3-moe"]) == 2
+    assert "not covered" in capsys.readouterr().err
+
+
+def test_the_contract_imports_no_torch() -> None:
+    """It is printed on machines that only launch."""
+    code = "import sys, true_on_policy.gpu_contract, true_on_policy.flags; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

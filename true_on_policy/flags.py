@@ -1,0 +1,307 @@
+"""`python -m true_on_policy flags`: the arguments and the environment of a launch under a contract, one a line.
+
+One table makes the arguments and checks, in the trainer, that the host really parsed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from true_on_policy.errors import ContractError
+from true_on_policy.gpu_contract import (
+    FAMILIES,
+    MODELS,
+    NOT_COVERED,
+    RING,
+    SEQUENCE,
+    TRAINER_GEMMS,
+    Family,
+    GemmName,
+    GpuContract,
+    Size,
+    TrainBackend,
+    gpu_contract,
+    model_contract,
+)
+from true_on_policy.releases import check_installed, releases_with
+
+PREFIX = "--sglang-"  # before SGLang's own flags, in Miles
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One argument of a launch.
+
+    Attributes:
+        words: as they stand on the command line of Miles.
+        owner: who declares it, a key of releases.FILES.
+        attribute: where the host's parsed arguments hold it.
+        value: what must stand there.
+    """
+
+    words: tuple[str, ...]
+    owner: str
+    attribute: str
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """As its owner spells it."""
+        return self.words[0].replace(PREFIX, "--") if self.owner == "sglang" else self.words[0]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting of the host with which no contract holds.
+
+    Attributes:
+        attribute: of the host's parsed arguments.
+        allowed: values with which it holds; an attribute that is not there is allowed.
+        why: in words, with what to set.
+    """
+
+    attribute: str
+    allowed: tuple[Any, ...]
+    why: str
+
+
+REFUSALS = (
+    Refusal(
+        "rollout_temperature",
+        (1,),
+        "the engine's prefill scores ignore the temperature; --rollout-temperature 1",
+    ),
+    Refusal("rollout_top_p", (1,), "log-probs are those of the whole vocabulary; leave --rollout-top-p at 1"),
+    Refusal(
+        "rollout_top_k", (-1,), "log-probs are those of the whole vocabulary; leave --rollout-top-k at -1"
+    ),
+    Refusal("sequence_parallel", (False,), f"{SEQUENCE}; launch without --sequence-parallel"),
+    Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
+    Refusal("fp8", (None, False), f"{NOT_COVERED['quantized weights'][0]}; launch without --fp8-format"),
+    Refusal("fp16", (False,), "kernels for both sides exist in bf16 alone; launch without --fp16"),
+    Refusal(
+        "sglang_quantization", (None,), f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-quantization"
+    ),
+    Refusal(
+        "sglang_kv_cache_dtype",
+        ("auto", "bf16", "bfloat16"),
+        "a quantized cache is another number; drop --sglang-kv-cache-dtype",
+    ),
+    Refusal(
+        "sglang_speculative_algorithm",
+        (None,),
+        "verification of drafts has no row in the contract; drop --sglang-speculative-algorithm",
+    ),
+    Refusal("lora_rank", (None, 0), f"{NOT_COVERED['LoRA'][0]}; launch without --lora-rank"),
+    Refusal(
+        "keep_fp32_master", (True,), "the contract's norms take fp32 weights; drop --no-keep-fp32-master"
+    ),
+)
+
+
+def launch_flags(contract: GpuContract) -> tuple[Flag, ...]:
+    """The arguments of a launch with Miles.
+
+    Raises:
+        ContractError: no release of the host carries the family; says what is missing.
+    """
+    name = contract.family.host_contract
+    if name is None:
+        raise ContractError(
+            f"{contract.family.name} cannot be launched: {'; '.join(contract.family.missing)}"
+        )
+    return (*_engine_flags(contract, name), *_TRAINERS[contract.backend](contract, name), *_MILES)
+
+
+_MILES = (
+    Flag(("--true-on-policy-mode",), "miles", "true_on_policy_mode", True),
+    Flag(("--recompute-logprobs-via-prefill",), "miles", "recompute_logprobs_via_prefill", True),
+)
+
+
+def _engine_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
+    gpus = contract.engine_tp
+    return (
+        Flag(
+            (f"{PREFIX}enable-deterministic-inference",),
+            "sglang",
+            "sglang_enable_deterministic_inference",
+            True,
+        ),
+        Flag((f"{PREFIX}true-on-policy-contract", name), "sglang", "sglang_true_on_policy_contract", name),
+        Flag(
+            (f"{PREFIX}attention-backend", contract.attention),
+            *("sglang", "sglang_attention_backend", contract.attention),
+        ),
+        Flag(("--rollout-num-gpus-per-engine", str(gpus)), "miles", "rollout_num_gpus_per_engine", gpus),
+    )
+
+
+def _megatron_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
+    ranks, context = contract.trainer_tp, contract.context_parallel
+    ulysses = (Flag(("--cp-comm-type", "a2a"), "megatron", "cp_comm_type", "a2a"),) if context > 1 else ()
+    return (
+        Flag(("--deterministic-mode",), "megatron", "deterministic_mode", True),
+        Flag(("--true-on-policy-contract", name), "megatron", "true_on_policy_contract", name),
+        Flag(("--transformer-impl", "local"), "megatron", "transformer_impl", "local"),
+        Flag(("--use-cpu-initialization",), "megatron", "use_cpu_initialization", True),
+        Flag(("--batch-invariant-mode",), "megatron", "batch_invariant_mode", True),
+        Flag(("--attention-backend", "flash"), "megatron", "attention_backend", "flash"),
+        Flag(("--no-bias-swiglu-fusion",), "megatron", "bias_swiglu_fusion", False),
+        Flag(("--no-rope-fusion",), "megatron", "apply_rope_fusion", False),
+        Flag(("--attention-dropout", "0"), "megatron", "attention_dropout", 0),
+        Flag(("--hidden-dropout", "0"), "megatron", "hidden_dropout", 0),
+        Flag(("--tensor-model-parallel-size", str(ranks)), "megatron", "tensor_model_parallel_size", ranks),
+        Flag(("--context-parallel-size", str(context)), "megatron", "context_parallel_size", context),
+        *ulysses,
+    )
+
+
+def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
+    return (
+        Flag(("--train-backend", "fsdp"), "miles", "train_backend", "fsdp"),
+        Flag(("--deterministic-mode",), "fsdp", "deterministic_mode", True),
+        Flag(
+            ("--attn-implementation", "flash_attention_3"),
+            *("fsdp", "attn_implementation", "flash_attention_3"),
+        ),
+    )
+
+
+_TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
+
+
+def check_host(args: argparse.Namespace) -> GpuContract:
+    """The contract that a host's parsed arguments ask for, once each of them was found to keep it.
+
+    Raises:
+        ContractError: a setting breaks it, or the model is not covered. Each fault is a line of the message.
+    """
+    faults = [_refused(args, rule) for rule in REFUSALS]
+    contract = _asked_contract(args)
+    faults += [_unset(args, flag) for flag in launch_flags(contract)]
+    found = [fault for fault in faults if fault]
+    if found:
+        raise ContractError("true-on-policy cannot hold:\n" + "\n".join(f"  {fault}" for fault in found))
+    return contract
+
+
+def _asked_contract(args: argparse.Namespace) -> GpuContract:
+    family, size = checkpoint_family(Path(args.hf_checkpoint) / "config.json")
+    backend = args.train_backend
+    megatron = backend == "megatron"
+    context = args.context_parallel_size if megatron else 1
+    if context > 1 and _plain(getattr(args, "cp_comm_type", None)) != "a2a":
+        raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {RING}; --cp-comm-type a2a")
+    return gpu_contract(
+        *(family.name, backend),
+        attention=getattr(args, "sglang_attention_backend", None) or "fa3",
+        trainer_tp=args.tensor_model_parallel_size if megatron else 1,
+        engine_tp=args.rollout_num_gpus_per_engine,
+        context_parallel=context,
+        size=size,
+    )
+
+
+def checkpoint_family(config: Path) -> tuple[Family, Size]:
+    """Family and sizes of a Hugging Face checkpoint, from its config.json.
+
+    Raises:
+        ContractError: the architecture is not covered.
+        OSError: no such file.
+    """
+    stated = json.loads(config.read_text(encoding="utf-8"))
+    architectures = stated.get("architectures") or ()
+    known = [family for family in FAMILIES.values() if set(family.architectures) & set(architectures)]
+    if not known:
+        why = NOT_COVERED["MoE"] if any("Moe" in name for name in architectures) else ()
+        raise ContractError(
+            f"{config}: {', '.join(architectures) or 'no architecture'} is not covered. {'; '.join(why)}"
+        )
+    return known[0], _size(stated.get("text_config", stated))
+
+
+def _size(stated: dict[str, Any]) -> Size:
+    heads = stated["num_attention_heads"]
+    fallback = {"head_dim": stated["hidden_size"] // heads, "num_key_value_heads": heads}
+    return Size(**{name: stated.get(name) or fallback[name] for name in Size.__dataclass_fields__})
+
+
+def _refused(args: argparse.Namespace, rule: Refusal) -> str:
+    found = getattr(args, rule.attribute, rule.allowed[0])
+    return "" if found in rule.allowed else f"{rule.attribute} is {found!r}: {rule.why}"
+
+
+def _unset(args: argparse.Namespace, flag: Flag) -> str:
+    words = " ".join(flag.words)
+    if not hasattr(args, flag.attribute):
+        seen = ", ".join(releases_with(flag.owner, flag.name))
+        return (
+            f"{flag.attribute} is not among the host's arguments: it has no {flag.words[0]}; seen in {seen}"
+        )
+    found = _plain(getattr(args, flag.attribute))
+    return "" if found == flag.value else f"{flag.attribute} is {found!r}; launch with {words}"
+
+
+def _plain(value: Any) -> Any:
+    """Megatron turns some words into enums, and one communication type into a list."""
+    if isinstance(value, (list, tuple)) and len(set(value)) == 1:
+        value = value[0]
+    return getattr(value, "name", value)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "flags", help="arguments and environment of a launch under a contract", description=__doc__
+    )
+    parser.add_argument("--model", required=True, help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--backend", required=True, choices=get_args(TrainBackend), help="the trainer")
+    parser.add_argument(
+        "--miles", action="store_true", required=True, help="the host: slime has no such mode"
+    )
+    parser.add_argument("--env", action="store_true", help="print KEY=VALUE of the environment instead")
+    parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (megatron: 2)")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel of the trainer")
+    parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (the trainer's)")
+    parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    contract = _contract(arguments)
+    flags = launch_flags(contract)
+    _check_installed(flags)
+    lines = (
+        [f"{name}={value}" for name, value in contract.environment.items()]
+        if arguments.env
+        else [word for flag in flags for word in flag.words]
+    )
+    print("\n".join(lines))
+    return 0
+
+
+def _contract(arguments: argparse.Namespace) -> GpuContract:
+    ranks = arguments.tp or (2 if arguments.backend == "megatron" else 1)
+    return model_contract(
+        *(arguments.model, arguments.backend),
+        trainer_tp=ranks,
+        engine_tp=arguments.engine_tp or ranks,
+        context_parallel=arguments.cp,
+        engine_gemm=arguments.gemm or TRAINER_GEMMS[arguments.backend],
+    )
+
+
+def _check_installed(flags: Sequence[Flag]) -> None:
+    """Says on stderr whose flags could not be checked here."""
+    owners = dict.fromkeys(flag.owner for flag in flags)
+    absent = [
+        owner for owner in owners if not check_installed(owner, [f.name for f in flags if f.owner == owner])
+    ]
+    if absent:
+        print(f"not installed here, so their flags were not checked: {', '.join(absent)}", file=sys.stderr)

@@ -1,0 +1,323 @@
+"""What a trainer and a rollout engine must share on GPUs for bitwise equal log-probs, as data that can be checked.
+
+`contract.py` is the same idea for the CPU kernels of this package, which are pinned and proven here. This one names
+kernels of other libraries; nothing of it was run on a GPU by this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from true_on_policy.errors import ContractError
+from true_on_policy.operations import Operation, operations
+from true_on_policy.row_sums import engine_order, fsdp_order, megatron_order
+
+if TYPE_CHECKING:
+    from true_on_policy.contract import Shapes
+
+FamilyName = Literal["qwen3-dense", "qwen2.5-dense", "qwen3-vl-dense", "llama"]
+TrainBackend = Literal["megatron", "fsdp"]
+AttentionName = Literal["fa3", "flashinfer", "triton"]
+GemmName = Literal["deep_gemm", "triton_persistent"]
+ModeName = Literal["megatron", "sglang"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of one model, by Hugging Face's names."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models with one order of operations.
+
+    Attributes:
+        name: a FamilyName.
+        architectures: Hugging Face's names.
+        qk_norm: query and key are normalized.
+        qkv_bias: their product has a bias.
+        host_contract: the name under which Miles, its SGLang and its Megatron know the family, None: they do not.
+        missing: what keeps it from being launched, empty where nothing does.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    qk_norm: bool
+    qkv_bias: bool
+    host_contract: str | None
+    missing: tuple[str, ...] = ()
+
+
+_NO_CONTRACT = (
+    "Miles v0.1.0 knows one contract, qwen3_dense_true_on_policy_v1 (miles/true_on_policy/schema.py)"
+)
+
+FAMILIES = {
+    "qwen3-dense": Family("qwen3-dense", ("Qwen3ForCausalLM",), True, False, "qwen3_dense_true_on_policy_v1"),
+    "qwen2.5-dense": Family(
+        *("qwen2.5-dense", ("Qwen2ForCausalLM",), False, True, None),
+        missing=(
+            _NO_CONTRACT,
+            "SGLang 0.5.23 aligns embedding, MLP and final norm of Qwen2 (models/qwen2.py), not its layers' norms",
+        ),
+    ),
+    "qwen3-vl-dense": Family(
+        *("qwen3-vl-dense", ("Qwen3VLForConditionalGeneration",), True, False, None),
+        missing=(
+            _NO_CONTRACT,
+            "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it: the vision "
+            "tower and its patches have no row in this contract",
+        ),
+    ),
+    "llama": Family(
+        *("llama", ("LlamaForCausalLM",), False, False, None),
+        missing=(
+            _NO_CONTRACT,
+            "SGLang 0.5.23's models/llama.py does not read rl_on_policy_target: its norms, residual and q, k stay as "
+            "they are in serving",
+        ),
+    ),
+}
+
+NOT_COVERED = {
+    "MoE": (
+        "no row for the router, top-k ties, the grouped product and the order in which experts' outputs are added",
+        "Miles v0.1.0 and radixark/Megatron-LM miles-main have no contract for it; branches "
+        "feat/true_on_policy_qwen_moe of the latter hold one",
+        "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
+    ),
+    "quantized weights": ("fp8 on one side is another number: no row",),
+    "LoRA": ("the adapter's products have no row, and SGLang batches adapters",),
+}
+
+# From Miles v0.1.0's scripts/models/*.py.
+MODELS = {
+    "qwen3-0.6B": ("qwen3-dense", Size(1024, 3072, 16, 8, 128, 151936)),
+    "qwen3-1.7B": ("qwen3-dense", Size(2048, 6144, 16, 8, 128, 151936)),
+    "qwen3-4B": ("qwen3-dense", Size(2560, 9728, 32, 8, 128, 151936)),
+    "qwen3-8B": ("qwen3-dense", Size(4096, 12288, 32, 8, 128, 151936)),
+    "qwen3-14B": ("qwen3-dense", Size(5120, 17408, 40, 8, 128, 151936)),
+    "qwen3-32B": ("qwen3-dense", Size(5120, 25600, 64, 8, 128, 151936)),
+    "qwen2.5-3B": ("qwen2.5-dense", Size(2048, 11008, 16, 2, 128, 151936)),
+    "llama3.1-8B": ("llama", Size(4096, 14336, 32, 8, 128, 128256)),
+}
+
+# Whose mode replaces the aten products of the trainer, and with which kernel.
+_MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
+TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
+
+CHOICES = {
+    "backend": get_args(TrainBackend),
+    "attention": get_args(AttentionName),
+    "engine_gemm": get_args(GemmName),
+}
+
+RING = "ring context parallelism adds attention over ranks in another order than one rank does"
+SEQUENCE = "sequence parallelism reduce-scatters partial sums in NCCL's order"
+LAYOUTS = {
+    "megatron": {
+        "data parallel": "any",
+        "tensor parallel": "the same power of two above 1 on both sides; others as row_sums finds",
+        "pipeline parallel": "any: it cuts between layers",
+        "context parallel": f"Ulysses alone (--cp-comm-type a2a); refused otherwise: {RING}",
+        "sequence parallel": f"refused: {SEQUENCE}",
+    },
+    "fsdp": {
+        "data parallel": "any: a weight is gathered before it is used",
+        "tensor parallel": "1 on both sides: the trainer has no other",
+        "context parallel": "1: the trainer has no other",
+    },
+}
+
+
+@dataclass(frozen=True)
+class GpuContract:
+    """The agreement between a rollout engine and a trainer on GPUs.
+
+    Attributes:
+        family: see FAMILIES.
+        backend: a TrainBackend.
+        dtype: of products and attention; bf16 alone has kernels on both sides.
+        attention: an AttentionName; trainers of the hosts have fa3 alone.
+        engine_gemm: a GemmName; where it is not the trainer's, a probe must find them equal byte by byte.
+        trainer_tp, engine_tp: tensor-parallel ranks.
+        context_parallel: ranks of the trainer that share a sequence, Ulysses (a2a) alone.
+        size: of the model, None where only the family is known; then orders of partial sums are not checked.
+
+    Raises:
+        ContractError: a choice that does not exist, or a layout that cannot hold.
+    """
+
+    family: Family
+    backend: TrainBackend = "megatron"
+    dtype: str = "bf16"
+    attention: AttentionName = "fa3"
+    engine_gemm: GemmName = "triton_persistent"
+    trainer_tp: int = 1
+    engine_tp: int = 1
+    context_parallel: int = 1
+    size: Size | None = None
+
+    def __post_init__(self):
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ContractError(
+                    f"{name}: got {getattr(self, name)!r}; choose one of {', '.join(choices)}"
+                )
+        _check_layout(self)
+
+    @property
+    def mode(self) -> ModeName:
+        """Whose batch-invariant mode holds the aten operators of the trainer; never two."""
+        return _MODES[self.backend]
+
+    @property
+    def trainer_gemm(self) -> GemmName:
+        return TRAINER_GEMMS[self.backend]
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        family = self.family
+        return operations(
+            self.backend, self.attention, self.trainer_gemm, self.engine_gemm, family.qk_norm, family.qkv_bias
+        )
+
+    def shapes(self) -> Shapes:
+        """Where the model calls its kernels: what probes try.
+
+        Raises:
+            ContractError: only the family is known.
+        """
+        from true_on_policy.models import kernel_shapes
+
+        if self.size is None:
+            raise ContractError(
+                "size: probes need a model's sizes; take model_contract or a checkpoint's config"
+            )
+        return kernel_shapes(self.size)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What has to stand before the processes of both sides start."""
+        deep_gemm = "1" if self.engine_gemm == "deep_gemm" else "0"
+        return ENVIRONMENT | {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": deep_gemm}
+
+
+# The first three: Miles v0.1.0, miles/true_on_policy/config.py. Ring: the Megatron fork's --deterministic-mode takes no
+# "allreduce:tree" (megatron/training/arguments.py); SGLang sets that in its own processes, where it has several ranks.
+ENVIRONMENT = {
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Miles starts engines with "true" where it is unset: shapes that DeepGEMM does not take then run torch.einsum.
+    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
+    # SGLang compiles rope for a trainer's sake (rotary_embedding/base.py); the trainers run it eagerly.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+WHY = {
+    "NCCL_ALGO": "one order of NCCL's sums; --deterministic-mode of Megatron refuses to start without",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "Transformer Engine, where a module uses it",
+    "CUBLAS_WORKSPACE_CONFIG": "cuBLAS with one workspace size: read at its first call",
+    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "no batch-dependent product where DeepGEMM cannot run",
+    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "the engine's products run the trainer's kernel; read at import",
+    "TORCH_COMPILE_DISABLE": "compiled on both sides or on neither: neither",
+}
+
+
+def family(name: str) -> Family:
+    """Raises: ContractError: no such family; says why where it is one that is not covered."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if "moe" in name.lower():
+        raise ContractError(f"family: {name!r} is not covered: {'; '.join(NOT_COVERED['MoE'])}")
+    raise ContractError(f"family: got {name!r}; choose one of {', '.join(FAMILIES)}")
+
+
+def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
+    """The contract of a model of MODELS; `layout` takes the other attributes of GpuContract.
+
+    Raises:
+        ContractError: no such model, or a contract that cannot hold.
+    """
+    found = {name.lower(): entry for name, entry in MODELS.items()}.get(model.lower())
+    if found is None:
+        raise ContractError(f"--model: got {model!r}; choose one of {', '.join(MODELS)}")
+    name, size = found
+    return gpu_contract(name, backend, size=size, **layout)
+
+
+def gpu_contract(family_name: str, backend: str, **layout: Any) -> GpuContract:
+    """The contract of a family, with the engine on the trainer's kernel unless `layout` says otherwise.
+
+    Raises:
+        ContractError: no such family or backend, or a contract that cannot hold.
+    """
+    gemm = {"engine_gemm": TRAINER_GEMMS.get(backend, "")}
+    return GpuContract(family(family_name), backend, **gemm | layout)  # pyright: ignore[reportArgumentType]
+
+
+def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> None:
+    """Raises: ContractError: a variable is missing or other; the message has the lines that set them all."""
+    wrong = {
+        name: environment.get(name)
+        for name, value in contract.environment.items()
+        if environment.get(name) != value
+    }
+    if wrong:
+        found = ", ".join(f"{name} is {value!r}" for name, value in wrong.items())
+        lines = " ".join(f"{name}={contract.environment[name]}" for name in wrong)
+        raise ContractError(f"environment: {found}; start the processes with {lines}")
+
+
+def _check_layout(contract: GpuContract) -> None:
+    if contract.dtype != "bf16":
+        raise ContractError(f"dtype: got {contract.dtype!r}; kernels for both sides exist in bf16 alone")
+    if contract.backend == "fsdp" and (contract.trainer_tp, contract.context_parallel) != (1, 1):
+        raise ContractError(
+            "fsdp: Miles's FSDP trainer is data parallel alone; set tensor and context parallel 1"
+        )
+    if contract.attention != "fa3":
+        raise ContractError(
+            f"attention: {contract.attention!r} has no twin in Miles's trainers; --sglang-attention-backend fa3"
+        )
+    if contract.size is not None:
+        _check_row_sums(contract, contract.size)
+
+
+def _check_row_sums(contract: GpuContract, size: Size) -> None:
+    """The o and down products, whose K tensor parallelism cuts."""
+    heads = size.num_attention_heads * size.head_dim
+    for name, columns in (("o", heads), ("down", size.intermediate_size)):
+        ours = (
+            fsdp_order(columns)
+            if contract.backend == "fsdp"
+            else megatron_order(columns, contract.trainer_tp, contract.context_parallel)
+        )
+        if ours != engine_order(columns, contract.engine_tp):
+            raise ContractError(_unequal_orders(contract, name, columns))
+
+
+def _unequal_orders(contract: GpuContract, name: str, columns: int) -> str:
+    layout = (
+        f"trainer tensor parallel {contract.trainer_tp} x context parallel {contract.context_parallel}, "
+        f"engine tensor parallel {contract.engine_tp}"
+    )
+    advice = (
+        "set --rollout-num-gpus-per-engine 1"
+        if contract.backend == "fsdp"
+        else "set --tensor-model-parallel-size and --rollout-num-gpus-per-engine to one power of two above 1"
+    )
+    return (
+        f"{layout}: the {name} product adds the parts of its {columns} columns in two orders, so it rounds "
+        f"differently (read in the sources, see true_on_policy/row_sums.py); {advice}"
+    )

@@ -1,0 +1,75 @@
+"""In which order a row-parallel product adds the parts of its K: the reason why tensor parallelism may not differ.
+
+An order is a leaf (begin, end), one product over these columns rounded to bf16, or a pair of orders whose sum is
+rounded. Two sides agree where their orders are the same tree. The rules were read, not run:
+
+* engine: sgl-project/sglang branch sglang-miles, python/sglang/srt/true_on_policy/{contracts,config}.py at 29d5285c and
+  d14bacd6, tp_invariant_ops.py: with more than one rank, leaves of 128 columns where these divide a rank's share.
+* Megatron: radixark/Megatron-LM miles-main 2e64d788, miles_megatron_plugins/true_on_policy/matmul.py: leaves of 128
+  columns on any number of ranks; it takes TP x CP for the engine's number of ranks.
+* FSDP: one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from true_on_policy.errors import ContractError
+
+LEAF = 128  # columns: ROW_LINEAR_INV_BLOCK_K of SGLang, _ROW_LINEAR_INV_BLOCK_K of the Megatron fork
+
+Order = tuple
+
+
+def engine_order(columns: int, ranks: int) -> Order:
+    """SGLang's order over `ranks` tensor-parallel ranks.
+
+    Raises:
+        ContractError: the ranks cannot share the columns, or are no power of two, which its tree needs.
+    """
+    share = _share(columns, ranks, "engine")
+    if ranks == 1:
+        return (0, columns)
+    return _tree([_part(rank * share, share, LEAF) for rank in range(ranks)])
+
+
+def megatron_order(columns: int, ranks: int, context: int) -> Order:
+    """The Megatron fork's order over `ranks` tensor-parallel and `context` context-parallel ranks.
+
+    Raises:
+        ContractError: as `engine_order`.
+    """
+    share = _share(columns, ranks, "trainer")
+    engine_share = columns // (ranks * context) if columns % (ranks * context) == 0 else share
+    leaf = LEAF if engine_share % LEAF == 0 else engine_share
+    return _tree([_part(rank * share, share, leaf) for rank in range(ranks)])
+
+
+def fsdp_order(columns: int) -> Order:
+    """One product: FSDP gathers a weight before it is used."""
+    return (0, columns)
+
+
+def _share(columns: int, ranks: int, side: str) -> int:
+    if ranks < 1 or ranks & (ranks - 1):
+        raise ContractError(f"{side} tensor parallel {ranks}: the tree of partial sums needs a power of two")
+    if columns % ranks:
+        raise ContractError(
+            f"{side} tensor parallel {ranks} does not divide the {columns} columns of a weight"
+        )
+    return columns // ranks
+
+
+def _part(begin: int, columns: int, leaf: int) -> Order:
+    """One rank's share, as a tree of leaves; a share that leaves do not divide is one product."""
+    if columns % leaf:
+        return (begin, begin + columns)
+    return _tree([(start, start + leaf) for start in range(begin, begin + columns, leaf)])
+
+
+def _tree(parts: Sequence[Order]) -> Order:
+    """Neighbours first; an odd one waits for the next level, as both sources do."""
+    while len(parts) > 1:
+        pairs = [(parts[i], parts[i + 1]) for i in range(0, len(parts) - 1, 2)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
+    return parts[0]
