@@ -193,13 +193,6 @@ def test_an_unknown_layout():
         call(args=host_args(mis=GOOD, qkv_format="sbhd"))
 
 
-def test_ulysses_is_refused():
-    two = SimpleNamespace(rank=0, size=2, group=None)
-    state = SimpleNamespace(cp=two, effective_dp=two, effective_dp_cp=two, is_ulysses_cp=True)
-    with pytest.raises(MisError, match="[Uu]lysses"):
-        call(parallel_state=state)
-
-
 def test_fsdp_refuses_context_parallel_input():
     """Local pieces of a response, with the whole response's mask: what a CP rank would pass."""
     batch = ratio_batch([[0.5, 2.0, 1.0], [1.5, 1.0]])

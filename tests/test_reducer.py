@@ -129,12 +129,13 @@ def load_miles(monkeypatch: pytest.MonkeyPatch, state: SimpleNamespace) -> None:
     monkeypatch.setitem(sys.modules, MILES, SimpleNamespace(get_parallel_state=lambda: state))
 
 
+@pytest.mark.parametrize("ulysses", [False, True])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_miles_own_state_comes_before_megatrons(cp: int, monkeypatch: pytest.MonkeyPatch):
+def test_miles_own_state_comes_before_megatrons(cp: int, ulysses: bool, monkeypatch: pytest.MonkeyPatch):
     """Sums are local, so that a rank needs to know only its place: no process group is touched."""
     batch, total = sharded_batch(), 0.0
     for rank in range(cp):
-        load_miles(monkeypatch, miles_state(cp, rank))
+        load_miles(monkeypatch, miles_state(cp, rank, is_ulysses_cp=ulysses))
         total += part(batch, cp, rank)["loss"]
     x = batch.pg_loss()
     assert_near(total, *expected(batch, x), x.numel())
@@ -149,12 +150,6 @@ def test_per_token_loss_is_refused():
         ConfigError, match="kept_token_mean with --calculate-per-token-loss: the host divides by its"
     ):
         kept_token_mean(batch.total_lengths, batch.response_lengths, batch.loss_masks, True)
-
-
-def test_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch):
-    load_miles(monkeypatch, miles_state(2, 0, is_ulysses_cp=True))
-    with pytest.raises(InputError, match="zigzag"):
-        reducer(sharded_batch())
 
 
 @pytest.mark.parametrize(("size", "refused"), [(1, False), (2, True)])
