@@ -168,20 +168,20 @@ def measure(contest: Contest, shapes: Sequence[tuple[int, str]], cp: int) -> lis
     return [Row(*shape, cp, *pair) for shape, pair in zip(shapes, costs, strict=True)]
 
 
-def _load(path: str) -> Hook:
+def load(path: str) -> Hook:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def _both(contest: Contest, kwargs: dict[str, Any]) -> tuple[Cost, Cost]:
-    ours = called(_load(OURS), hook_args(contest.metrics), kwargs)
-    baseline = called(_load(contest.baseline), hook_args(None), kwargs)
-    spent = _alternating_seconds((ours, baseline), contest.seconds)
+    ours = called(load(OURS), hook_args(contest.metrics), kwargs)
+    baseline = called(load(contest.baseline), hook_args(None), kwargs)
+    spent = alternating_seconds((ours, baseline), contest.seconds)
     ours_spent, baseline_spent = zip(*spent, strict=True)
-    return _cost(ours, ours_spent), _cost(baseline, baseline_spent)
+    return cost_of(ours, ours_spent), cost_of(baseline, baseline_spent)
 
 
-def _alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) -> list[list[Spent]]:
+def alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) -> list[list[Spent]]:
     """Two calls of each to warm up, then A B A B until both had their time; every rank stops at the same round."""
     once = [_seconds(call) for call in calls]
     once = [_seconds(call) for call in calls]
@@ -202,7 +202,7 @@ def _seconds(call: Callable[[], Any]) -> Spent:
     return wall.item(), cpu
 
 
-def _cost(call: Callable[[], Any], spent: Sequence[Spent]) -> Cost:
+def cost_of(call: Callable[[], Any], spent: Sequence[Spent]) -> Cost:
     counted = tally(call)
     peak = peak_bytes(call)
     wall, cpu = (median(column) for column in zip(*spent, strict=True))
@@ -300,7 +300,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", module="megatron")
     importlib.import_module("megatron.core")  # before the fork: seconds a rank
     for path in (OURS, arguments.baseline):
-        _load(path)
+        load(path)
     rows = measure_all(arguments)
     console = Console(width=None if sys.stdout.isatty() else 180)
     pages = "huge pages" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "ordinary pages"

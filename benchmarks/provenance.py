@@ -43,7 +43,7 @@ def _cores(lines: list[str]) -> int:
 def _commit(path: Path) -> str:
     asked = _git(path, "rev-parse", "HEAD")
     measured = (
-        ("mis_plugins", "benchmarks", ":!mis_plugins/local", ":!benchmarks/results")
+        ("mis_plugins", "true_on_policy", "benchmarks", ":!mis_plugins/local", ":!benchmarks/results")
         if path == REPOSITORY
         else (".",)
     )

@@ -1,0 +1,194 @@
+"""What does the bitwise comparison add to a training step, beside the TIS hook of the same micro-batch?
+
+Both are asked in turn, A B A B, in one process group on one thread: the TIS hook with Miles's own mis.yaml and all its
+metrics read, as in correction_cost.py; the comparison as `true_on_policy.hosts.policy_loss` around a loss that does
+nothing, and the reading of its flags by `report_step`, one each. Log-probs are equal, as they should be; `one bit off`
+repeats it with a micro-batch that differs every time, whose ulps are counted on the host (the sample is written once).
+
+share       of the TIS hook's
+operators   dispatched below autograd, views included; the rest as in correction_cost.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from correction_cost import (
+    OURS,
+    Cost,
+    alternating_seconds,
+    called,
+    cost_of,
+    hook_args,
+    hook_kwargs,
+    load,
+    response_lengths,
+)
+from host_checkout import run_ranks, start_groups
+from provenance import as_markdown, provenance
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from true_on_policy import hosts
+from true_on_policy.hosts.comparison import Comparison
+
+NAMES = ("TIS hook", "comparison", "one bit off")
+
+
+@dataclass(frozen=True)
+class Row:
+    """costs: by name of NAMES."""
+
+    sequences: int
+    length: str
+    cp: int
+    costs: dict[str, Cost]
+
+    def share(self, name: str) -> float:
+        return self.costs[name].seconds / self.costs["TIS hook"].seconds
+
+    def share_of_cpu(self, name: str) -> float:
+        return self.costs[name].cpu_seconds / self.costs["TIS hook"].cpu_seconds
+
+
+def nothing(args: Any, batch: Any, logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss behind the comparison."""
+    return logits, {}
+
+
+def reduce(x: Tensor) -> Tensor:
+    raise AssertionError("the comparison averages nothing")
+
+
+reduce.__module__ = "slime.backends.megatron_utils.cp_utils"  # whose groups are Megatron's own
+
+
+def compared(kwargs: dict[str, Any], folder: str, off: bool) -> Callable[[], Any]:
+    """The comparison of the TIS hook's micro-batch, and one reading."""
+    behavior = [x.clone() for x in kwargs["train_log_probs"]]
+    if off:
+        next(x for x in behavior if x.numel()).view(torch.int32)[0] ^= 1
+    batch = {
+        "unconcat_tokens": [torch.zeros(n, dtype=torch.int64) for n in kwargs["total_lengths"]],
+        "rollout_log_probs": behavior, "log_probs": kwargs["train_log_probs"], "loss_masks": kwargs["loss_masks"],
+        "total_lengths": kwargs["total_lengths"], "response_lengths": kwargs["response_lengths"],
+    }  # fmt: skip
+    args = Namespace(bitwise={"folder": folder, "loss": "comparison_cost.nothing"}, qkv_format="thd")
+    logits, step, comparison = torch.zeros(()), itertools.count(), Comparison()
+
+    def call() -> Any:
+        hosts.COMPARISON = comparison
+        hosts.report_step(args, 0, next(step))
+        return hosts.policy_loss(args, batch, logits, reduce)
+
+    return call
+
+
+def measure(shapes: Sequence[tuple[int, str]], cp: int, seconds: float) -> list[Row]:
+    """One process group for all shapes."""
+
+    def work(rank: int) -> list[dict[str, Cost]]:
+        start_groups(None, cp)
+        with tempfile.TemporaryDirectory() as folder:
+            return [
+                _costs(hook_kwargs(response_lengths(*shape), cp, rank), folder, seconds) for shape in shapes
+            ]
+
+    return [Row(*shape, cp, costs) for shape, costs in zip(shapes, run_ranks(cp, work)[0], strict=True)]
+
+
+def _costs(kwargs: dict[str, Any], folder: str, seconds: float) -> dict[str, Cost]:
+    calls = (
+        called(load(OURS), hook_args("full"), kwargs),
+        compared(kwargs, folder, off=False),
+        compared(kwargs, folder, off=True),
+    )
+    spent = zip(*alternating_seconds(calls, seconds), strict=True)
+    return {name: cost_of(call, each) for name, call, each in zip(NAMES, calls, spent, strict=True)}
+
+
+HEADINGS = ("N x length", "CP", "", "time", "share", "cpu share", "operators", "waits", "collectives", "peak")
+
+
+def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Three lines a row."""
+    out = []
+    for row, name in itertools.product(rows, NAMES):
+        cost, first = row.costs[name], name == NAMES[0]
+        shape = (f"{row.sequences} x {row.length}", str(row.cp)) if first else ("", "")
+        shares = f"{row.share(name):.3f}", f"{row.share_of_cpu(name):.3f}"
+        counts = (f"{count:,}" for count in (cost.operators, cost.waits, cost.collectives))
+        out.append(
+            (
+                *shape,
+                name,
+                f"{1e3 * cost.seconds:.2f} ms",
+                *shares,
+                *counts,
+                f"{cost.peak_bytes / 1e6:.2f} MB",
+            )
+        )
+    return out
+
+
+def write_results(path: Path, rows: Sequence[Row], measured: dict[str, str]) -> None:
+    """FILE.json, and beside it FILE.md for people."""
+    listed = [asdict(row) | {"share": {name: row.share(name) for name in NAMES}} for row in rows]
+    path.write_text(json.dumps({"measured with": measured, "rows": listed}, indent=1) + "\n")
+    table = "\n".join(
+        "| " + " | ".join(line) + " |" for line in [HEADINGS, ("---",) * len(HEADINGS), *lines(rows)]
+    )
+    path.with_suffix(".md").write_text(f"{as_markdown(measured)}\n{table}\n")
+
+
+def parse_arguments() -> Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    comma: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences in the micro-batch")
+    parser.add_argument("--length", type=comma, default=["128", "1024", "8192"])
+    parser.add_argument("--cp", type=comma, default=["1", "2"])
+    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.smoke:
+        arguments.n, arguments.length = ["8", "64"], ["128"]
+    warnings.filterwarnings("ignore", module="megatron")
+    importlib.import_module("megatron.core")  # before the fork: seconds a rank
+    logging.getLogger("true_on_policy").setLevel(
+        logging.CRITICAL
+    )  # each reading of `one bit off` would say so
+    shapes = [(int(n), length) for n, length in itertools.product(arguments.n, arguments.length)]
+    timed = functools.partial(measure, shapes, seconds=0.1 if arguments.smoke else 3.0)
+    rows = [row for cp in arguments.cp for row in timed(int(cp))]
+    table = Table(*HEADINGS, title="the bitwise comparison beside the TIS hook")
+    for line in lines(rows):
+        table.add_row(*line, end_section=line[2] == NAMES[-1])
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if arguments.json:
+        write_results(arguments.json, rows, provenance())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

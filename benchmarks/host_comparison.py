@@ -1,0 +1,250 @@
+"""Does the bitwise comparison see, inside the host's own loss, each bit that differs, and change nothing?
+
+Drives the real `policy_loss_function` of a Miles or slime checkout on CPU through `true_on_policy.hosts.policy_loss`,
+over ragged batches, loss-mask patterns and the host's layouts: context parallelism 1, 2 and 4, padded rows, Ulysses,
+and Miles's true-on-policy mode, in which both sides are bfloat16. Asked is
+
+unchanged   loss, gradient and every metric have the bits they have without us, alone and with our TIS hook behind
+equal       with equal log-probs every token of the loss is compared, on one rank each, and none differs
+one bit     of one token on one side: found once, on the rank that holds it, at its sequence and place, one step later
+
+Exit status: 0 so it is, 1 not so, 2 could not ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_checkout import HOSTS, CannotCompare, Host, load_host, run_ranks, start_groups
+from parity.cases import Batch, batches, make_batch
+from parity.drive import OURS, Outcome, drive, host_args
+from provenance import as_markdown, provenance
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from true_on_policy import hosts
+from true_on_policy.hosts.comparison import Comparison
+from true_on_policy.storage import load_safetensors
+
+WATCHED = {"loss_type": "custom_loss", "custom_loss_function_path": "true_on_policy.hosts.policy_loss"}
+COUNTS = ("true_on_policy_compared", "true_on_policy_different")
+TIS = {
+    "use_tis": True,
+    "mis": {"weight": {"upper": 1.5}, "reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}]},
+}
+QUESTIONS = ("unchanged", "unchanged, TIS", "equal", "one bit")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which a host lays a micro-batch out."""
+
+    name: str
+    cp: int = 1
+    qkv_format: str = "thd"
+    cp_comm_type: str | None = None
+    dtype: torch.dtype = torch.float32
+
+    def args(self, folder: str, **more: Any) -> Namespace:
+        mode = {"true_on_policy_mode": True, "bf16": True} if self.dtype == torch.bfloat16 else {}
+        bitwise = {"bitwise": {"folder": folder}}
+        return host_args({}, OURS, False, self.qkv_format, **mode, **bitwise, vocab_size=13, **more)
+
+    def start(self, host: Host) -> None:
+        start_groups(host.name, self.cp)
+        if self.cp_comm_type:
+            from miles.backends.training_utils import parallel  # type: ignore[import-not-found]
+
+            parallel.get_parallel_state().cp_comm_type = self.cp_comm_type
+            assert parallel.get_parallel_state().is_ulysses_cp
+
+
+LAYOUTS = {
+    "slime": [Layout(f"CP {cp}", cp) for cp in (1, 2, 4)],
+    "miles": [
+        *(Layout(f"CP {cp}", cp) for cp in (1, 2, 4)),
+        *(Layout(f"CP {cp}, padded rows", cp, "bshd") for cp in (1, 2)),
+        *(Layout(f"CP {cp}, Ulysses", cp, cp_comm_type="a2a") for cp in (2, 4)),
+        *(Layout(f"CP {cp}, bfloat16", cp, dtype=torch.bfloat16) for cp in (1, 2)),
+    ],
+}
+
+
+def answer(host: Host, layout: Layout) -> dict[str, Counter[str]]:
+    """By question, how often the answer was right, and what was wrong otherwise."""
+
+    def work(rank: int) -> list[list[Any]]:
+        layout.start(host)
+        return [_asked(host, layout, batch) for batch in _batches(layout)]
+
+    ranks, found = run_ranks(layout.cp, work), {name: Counter[str]() for name in QUESTIONS}
+    for batch, *answers in zip(_batches(layout), *ranks, strict=True):
+        valid = sum(int(mask.bool().sum()) for mask in batch.loss_masks)
+        for name, *values in zip(QUESTIONS, *answers, strict=True):
+            found[name].update(_judge(name, values, batch, valid))
+    return found
+
+
+def _asked(host: Host, layout: Layout, batch: Batch) -> list[Any]:
+    """What this rank can say of each question; judged when the ranks' answers are together."""
+    same = replace(batch, behavior=batch.proximal)
+    flips = [_watch(host, layout, _flipped(same, *token))[1] for token in _tokens(batch)]
+    return [
+        _unchanged(host, layout, batch, {}),
+        _unchanged(host, layout, batch, TIS),
+        _watch(host, layout, same)[0],
+        flips,
+    ]
+
+
+def _unchanged(host: Host, layout: Layout, batch: Batch, more: dict[str, Any]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        hosts.COMPARISON = Comparison()
+        own, watched = (drive(host, layout.args(folder, **more, **ours), batch) for ours in ({}, WATCHED))
+    if own.error or watched.error:
+        return own.error or watched.error
+    return "" if _bits(own) == _bits(watched) else "other bits"
+
+
+def _bits(outcome: Outcome) -> tuple[Any, ...]:
+    reported = {name: repr(value) for name, value in outcome.reported.items() if name not in COUNTS}
+    return repr(outcome.loss), outcome.gradient.numpy().tobytes(), reported, outcome.masks.numpy().tobytes()
+
+
+Watched = tuple[tuple[str, float, float], tuple[int, tuple[int, int] | None]]
+
+
+def _watch(host: Host, layout: Layout, batch: Batch) -> Watched:
+    """One step and the beginning of the next: what the host logged, and what the hook then read and wrote."""
+    hosts.COMPARISON = comparison = Comparison()
+    with tempfile.TemporaryDirectory() as folder:
+        args = layout.args(folder, **WATCHED)
+        hosts.report_step(args, 0, 0)
+        outcome = drive(host, args, batch)
+        early = comparison.totals.different
+        hosts.report_step(args, 0, 1)
+        place = _place(comparison.written) if comparison.written else None
+    logged = outcome.error, *(outcome.reported.get(name, -1.0) for name in COUNTS)
+    return logged, (comparison.totals.different if not early else -1, place)
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    """(first token of the whole sequence, place in the response), read from the files."""
+    engine, trainer = (
+        load_safetensors(folder / f"{side}.safetensors", "log_probs") for side in ("engine", "trainer")
+    )
+    (differs,) = (engine != trainer).nonzero().flatten().tolist()
+    sample = {name: load_safetensors(folder / "sample.safetensors", name) for name in ("tokens", "positions")}
+    return int(sample["tokens"][0]), int(sample["positions"][differs])
+
+
+def _judge(name: str, values: list[Any], batch: Batch, valid: int) -> Counter[str]:
+    if name.startswith("unchanged"):
+        return Counter([max(values)])
+    if name == "equal":
+        errors = [error for error, _, _ in values if error]
+        compared, different = (sum(value[i] for value in values) for i in (1, 2))
+        wrong = (
+            "" if (compared, different) == (valid, 0) else f"{different:g} of {compared:g}, not 0 of {valid}"
+        )
+        return Counter([errors[0] if errors else wrong])
+    found = Counter[str]()
+    for (sequence, position), *ranks in zip(_tokens(batch), *values, strict=True):
+        places = [place for count, place in ranks if (count, place is not None) == (1, True)]
+        quiet = sum(count == 0 for count, _ in ranks)
+        right = [(int(batch.tokens[sequence][0]), position)] == places and quiet == len(ranks) - 1
+        found["" if right else f"not found at sequence {sequence}, token {position}"] += 1
+    return found
+
+
+def _tokens(batch: Batch) -> list[tuple[int, int]]:
+    """First, middle and last token of the loss, of each sequence."""
+    valid = [mask.bool().nonzero().flatten().tolist() for mask in batch.loss_masks]
+    picked = [sorted({row[0], row[len(row) // 2], row[-1]}) if row else [] for row in valid]
+    return [(i, token) for i, row in enumerate(picked) for token in row]
+
+
+def _batches(layout: Layout) -> list[Batch]:
+    """Their log-probs in the layout's dtype; the first token of each sequence names it.
+
+    In its true-on-policy mode Miles 31f1ca9 itself fails where a rank has exactly one token of a response
+    (`get_log_probs_and_entropy` squeezes it away): there the responses are longer.
+    """
+    long_enough = [make_batch("long", [17, 24, 31], lambda i, u: (u > 0.3).int(), torch.zeros, seed=6)]
+    made = []
+    for batch in batches() if layout.dtype == torch.float32 else long_enough:
+        tokens = [torch.cat([torch.tensor([i]), x[1:]]) for i, x in enumerate(batch.tokens)]
+        cast = lambda rows: [x.to(layout.dtype) for x in rows]  # noqa: E731
+        made.append(
+            replace(batch, tokens=tokens, proximal=cast(batch.proximal), behavior=cast(batch.behavior))
+        )
+    return made
+
+
+def _flipped(batch: Batch, sequence: int, token: int) -> Batch:
+    turned = batch.behavior[sequence].clone()
+    turned.view({2: torch.int16, 4: torch.int32}[turned.element_size()])[token] ^= 1
+    return replace(batch, behavior=[turned if i == sequence else x for i, x in enumerate(batch.behavior)])
+
+
+def cells(found: dict[str, Counter[str]]) -> list[str]:
+    """Right of asked, and the first thing that was wrong."""
+    out = []
+    for counter in found.values():
+        wrong = next((text for text in counter if text), "")
+        out.append(f"{counter['']} of {counter.total()}{f': {wrong}' if wrong else ''}")
+    return out
+
+
+def write_results(path: Path, rows: dict[str, dict[str, Counter[str]]], measured: dict[str, str]) -> None:
+    """FILE.json, and beside it FILE.md for people."""
+    path.write_text(json.dumps({"measured with": measured, "rows": rows}, indent=1) + "\n")
+    lines = [["layout", *QUESTIONS], ["---"] * (1 + len(QUESTIONS))]
+    lines += [[name, *cells(found)] for name, found in rows.items()]
+    legend = (__doc__ or "").partition("Asked is\n\n")[2].rpartition("\n\n")[0]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    path.with_suffix(".md").write_text(f"{as_markdown(measured)}\n```\n{legend}\n```\n\n{table}\n")
+
+
+def parse_arguments() -> Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", choices=sorted(HOSTS), required=True)
+    parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
+    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        host = load_host(arguments.host, arguments.checkout)
+        logging.getLogger("true_on_policy").setLevel(logging.CRITICAL)
+    except CannotCompare as error:
+        print(f"could not compare: {error}")
+        return 2
+    layouts = track(LAYOUTS[host.name], description=f"{host.name}: layouts")
+    rows = {layout.name: answer(host, layout) for layout in layouts}
+    table = Table("layout", *QUESTIONS, title=f"{host.name}, right of asked")
+    for name, found in rows.items():
+        table.add_row(name, *cells(found))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if arguments.json:
+        write_results(arguments.json, rows, provenance({host.name: arguments.checkout}))
+    return int(any(set(counter) != {""} for found in rows.values() for counter in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
