@@ -62,6 +62,7 @@ setup(
             "safetensors",
             "ruff",
             "pyright[nodejs]",
+            "triton; platform_system == 'Linux'",  # interprets Megatron-core's kernels on CPU
         ],
     },
     # SGLang loads it in each of its processes; it does nothing unless our launcher asks (TRUE_ON_POLICY_CONTRACT).

@@ -89,8 +89,8 @@ def _rows(
     """Each row alone, and the batch in another order."""
     together = function(x)
     alone = torch.cat([function(row) for row in x.split(1)])
-    yield from _compare(kernel, shape, "a row alone and in a batch", alone, together)
-    yield from _compare(kernel, shape, "a batch in two orders", function(x.flip(0)).flip(0), together)
+    yield from compare(kernel, shape, "a row alone and in a batch", alone, together)
+    yield from compare(kernel, shape, "a batch in two orders", function(x.flip(0)).flip(0), together)
 
 
 def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
@@ -99,7 +99,7 @@ def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
     weight, x = draw(outer, inner), draw(ROWS, inner)
     yield from _rows("linear", (inner, outer), lambda rows: F.linear(rows, weight), x)
     fused = F.linear(x, torch.cat((draw(5, inner), weight)))[:, 5:]
-    yield from _compare("linear", (inner, outer), "a weight alone and fused", F.linear(x, weight), fused)
+    yield from compare("linear", (inner, outer), "a weight alone and fused", F.linear(x, weight), fused)
 
 
 def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
@@ -110,7 +110,7 @@ def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
     shape = (heads, groups, width)
     for t in range(TOKENS):
         decode = attend(query[:1, :, t, None], key[:1, :, : t + 1], value[:1, :, : t + 1])
-        yield from _compare(
+        yield from compare(
             "attention", shape, f"token {t} decoded and prefilled", decode, prefill[:1, :, t, None]
         )
     padding = 5
@@ -118,10 +118,11 @@ def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
     mask = torch.ones(TOKENS + padding, TOKENS + padding, dtype=torch.bool).tril()
     mask[:, :padding] = False
     padded = attend(behind(query), behind(key), behind(value), attn_mask=mask[None, None])[:, :, padding:]
-    yield from _compare("attention", shape, "with and without padding on the left", padded, prefill)
+    yield from compare("attention", shape, "with and without padding on the left", padded, prefill)
 
 
-def _compare(kernel: str, shape: tuple[int, ...], company: str, a: Tensor, b: Tensor) -> Iterator[Failure]:
+def compare(kernel: str, shape: tuple[int, ...], company: str, a: Tensor, b: Tensor) -> Iterator[Failure]:
+    """One finding where two results differ in a bit, none where they are equal."""
     mismatch = first_mismatch(a, b)
     if mismatch is not None:
         yield Failure(kernel, shape, company, mismatch)

@@ -8,38 +8,24 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import NotSeenError
+from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.probes import Failure
 
 Undo = Callable[[], None]
 
 
-class Agreed(Protocol):
-    """What a provider reads of a GPU contract."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def attention(self) -> str: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def trainer_gemm(self) -> str: ...
-    @property
-    def engine_gemm(self) -> str: ...
-
-
 class Provider(Protocol):
     """See the module; `true_on_policy.kernels.gpu` pins several at once."""
 
-    NAME: str
+    @property
+    def NAME(self) -> str: ...
 
     def version(self) -> str | None:
         """Distribution and version that would be used, None where it is not installed. Imports nothing."""
@@ -49,7 +35,7 @@ class Provider(Protocol):
         """What is in force now, read from getters, symbols and the dispatcher. Empty where it is not installed."""
         ...
 
-    def pin(self, contract: Agreed) -> Undo:
+    def pin(self, contract: GpuContract) -> Undo:
         """Switch the library's batch-invariant kernels on; call what it returns to restore what was found.
 
         Raises:
@@ -58,7 +44,7 @@ class Provider(Protocol):
         """
         ...
 
-    def probe(self, contract: Agreed, shapes: Shapes) -> Iterator[Failure]:
+    def probe(self, contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
         """Rows whose bits depend on their company at the shapes of a model; none where all is well.
 
         Raises:
@@ -82,10 +68,10 @@ def installed(module: str, *distributions: str) -> str | None:
     """Name and version of the distribution that `module` comes from, None where it cannot be imported.
 
     Args:
-        module: a top-level name, which is looked for but not imported.
+        module: its dotted name; it is looked for but not imported.
         distributions: names under which it is published, the likeliest first.
     """
-    if importlib.util.find_spec(module) is None:
+    if not findable(module):
         return None
     for name in distributions:
         try:
@@ -93,3 +79,14 @@ def installed(module: str, *distributions: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return f"{module} of unknown version"
+
+
+def findable(module: str) -> bool:
+    """Whether a module could be imported; unlike `find_spec` it does not import the packages around it."""
+    root, *parts = module.split(".")
+    spec = importlib.util.find_spec(root)
+    if spec is None or not parts:
+        return spec is not None
+    *folders, name = parts
+    bases = [Path(base, *folders) for base in spec.submodule_search_locations or ()]
+    return any((base / f"{name}.py").is_file() or (base / name).is_dir() for base in bases)

@@ -1,0 +1,130 @@
+"""FlashAttention-3 with one split, on a stand-in of its interface that rounds in two parts unless told not to."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
+
+from true_on_policy import gpu_probes
+from true_on_policy.contract import Shapes
+from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.gpu_contract import GpuContract, family
+from true_on_policy.gpu_probes import attention_failures, mixed_failures
+from true_on_policy.kernels import flash_attention
+
+CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
+SHAPES = Shapes(attention=((4, 2, 16),))
+CPU = torch.device("cpu")
+
+# A caller that holds the functions under its own names, as Transformer Engine and Megatron-core do.
+CALLER = """
+from flash_attn_interface import flash_attn_with_kvcache as cached
+import flash_attn_interface as fa
+packed = fa.flash_attn_varlen_func
+combine = fa.flash_attn_combine
+"""
+
+
+@pytest.fixture(autouse=True)
+def shorter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_probes, "LENGTHS", (1, 5, 9))
+    monkeypatch.setattr(gpu_probes, "POSITIONS", (0, 4, 8))
+
+
+@pytest.fixture
+def library(write: Write):  # noqa: F811
+    write({"flash_attn_interface.py": FLASH_ATTENTION, "caller.py": CALLER, "late.py": CALLER})
+    return import_module("flash_attn_interface")
+
+
+def failures(library) -> list:
+    return list(attention_failures("bf16", SHAPES, CPU, library))
+
+
+def test_a_pin_makes_decode_equal_prefill(library):
+    assert {failure.company for failure in failures(library)} == {
+        f"token {t} decoded and prefilled" for t in (4, 8)
+    }
+    undo = flash_attention.pin(CONTRACT)
+    assert failures(library) == []
+    assert list(mixed_failures("bf16", SHAPES, CPU, library)) == []
+    assert set(library.calls[-4:]) == {1}
+    undo()
+    assert len(failures(library)) == 2
+
+
+def test_every_caller_is_pinned_under_its_own_name_and_restored(library):
+    caller = import_module("caller")
+    before = dict(vars(caller)), dict(vars(library))
+    undo = flash_attention.pin(CONTRACT)
+    late = import_module("late")
+    assert caller.cached is late.cached is library.flash_attn_with_kvcache is not before[0]["cached"]
+    assert caller.packed is library.flash_attn_varlen_func is not before[0]["packed"]
+    assert caller.combine is before[0]["combine"]
+    undo()
+    assert (dict(vars(caller)), dict(vars(library))) == before
+    assert late.cached is library.flash_attn_with_kvcache and late.packed is library.flash_attn_varlen_func
+
+
+@pytest.mark.parametrize("splits", [(), (0,), (3,)])
+def test_one_split_is_passed_whatever_a_caller_asks(library, splits):
+    q, starts = torch.randn(2, 4, 16), torch.tensor([0, 2])
+    undo = flash_attention.pin(CONTRACT)
+    library.flash_attn_varlen_func(q, q, q, starts, starts, 2, 2, True, *splits)
+    library.flash_attn_varlen_func(q, q, q, starts, starts, 2, 2, num_splits=7)
+    assert library.calls[-2:] == [1, 1]
+    undo()
+    library.flash_attn_varlen_func(q, q, q, starts, starts, 2, 2, True, *splits)
+    assert library.calls[-1] == (splits or (1,))[0]
+
+
+def test_settings_show_what_a_caller_would_get(library):
+    name = {"FA3 module": "flash_attn_interface", "FA3 num_splits argument": "accepted"}
+    assert flash_attention.settings() == name | {"FA3 default num_splits": "0, 1"}
+    undo = flash_attention.pin(CONTRACT)
+    assert flash_attention.settings() == name | {"FA3 default num_splits": "1"}
+    undo()
+    assert flash_attention.settings() == name | {"FA3 default num_splits": "0, 1"}
+
+
+def test_the_first_build_that_miles_would_take(write: Write):  # noqa: F811
+    write({"sgl_kernel/flash_attn.py": "raise OSError\n", "sgl_kernel/__init__.py": "raise OSError\n"})
+    assert flash_attention.interface() == "sgl_kernel.flash_attn"
+    assert flash_attention.version() == "sgl_kernel.flash_attn of unknown version"
+    write({"flash_attn_3/flash_attn_interface.py": FLASH_ATTENTION})
+    assert flash_attention.interface() == "flash_attn_3.flash_attn_interface"
+    write({"flash_attn_3-3.0.1.dist-info/METADATA": "Name: flash-attn-3\nVersion: 3.0.1\n"})
+    assert flash_attention.version() == "flash-attn-3 3.0.1"
+    assert flash_attention.settings() == {
+        "FA3 module": "flash_attn_3.flash_attn_interface",
+        "FA3 num_splits argument": "not imported",
+    }
+    assert "sgl_kernel" not in sys.modules and "flash_attn_3" not in sys.modules
+
+
+def test_a_build_without_the_argument_is_refused(write: Write):  # noqa: F811
+    write({"flash_attn_interface.py": "def flash_attn_varlen_func(q, k, v): ...\n"})
+    with pytest.raises(PinError, match="flash_attn_interface has no function that takes num_splits"):
+        flash_attention.pin(CONTRACT)
+    assert flash_attention.settings()["FA3 num_splits argument"] == "absent"
+
+
+def test_a_build_that_does_not_load_is_refused(write: Write):  # noqa: F811
+    write({"flash_attn_interface.py": "raise OSError('libcudart.so.12')\n"})
+    with pytest.raises(PinError, match="flash_attn_interface cannot be imported .libcudart.so.12"):
+        flash_attention.pin(CONTRACT)
+
+
+def test_where_it_is_not_installed():
+    assert flash_attention.version() is None and flash_attention.settings() == {}
+    with pytest.raises(PinError, match="not installed; looked for flash_attn_interface, flash_attn_3"):
+        flash_attention.pin(CONTRACT)
+
+
+def test_without_a_device_nothing_is_seen(library):
+    with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
+        next(flash_attention.probe(CONTRACT, SHAPES))

@@ -1,0 +1,53 @@
+"""Other libraries' Triton kernels on CPU tensors: Triton's own interpreter, with two of its defects mended.
+
+`tl.dot` of the interpreter multiplies the raw bits of bfloat16 as integers, and adds up float32 by a BLAS whose sum
+depends on the place of a row in a tile: a batch-invariant kernel would not be one. Kernels are interpreted if this file
+is imported before theirs, which pytest does when it collects tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+COMPILED = torch.cuda.is_available()
+
+if not COMPILED:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+interpreted = pytest.mark.skipif(
+    COMPILED or not INSTALLED,
+    reason="a CUDA device is here: Triton's kernels are compiled, not interpreted"
+    if COMPILED
+    else "triton is not installed; pip install -e '.[dev]'",
+)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Dots in one order of addition, and tensors that say they lie on a GPU, which some kernels ask for."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        left, right, total = _float32(a), _float32(b), d.data.copy()
+        for k in range(left.shape[-1]):
+            total += left[..., k, None] * right[..., None, k, :]
+        return TensorHandle(total, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        yield
+
+
+def _float32(x) -> np.ndarray:
+    if x.dtype.scalar.name == "bf16":
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
+    return x.data

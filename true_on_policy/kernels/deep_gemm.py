@@ -1,0 +1,95 @@
+"""DeepGEMM's bf16 products: since 0.2 they are batch-invariant only after a switch, whose name depends on the fork."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from true_on_policy.contract import Shapes
+from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.gpu_contract import GpuContract
+from true_on_policy.gpu_probes import product_failures
+from true_on_policy.kernels.provider import Undo, device, installed
+from true_on_policy.probes import Failure
+
+NAME = "deep_gemm"
+
+# (setter, getter) of sgl-deep-gemm since 0.2, and of the fork that slime builds. Off, a product may be cuBLASLt's.
+SWITCHES = (
+    ("use_deterministic_algorithms", "get_deterministic_algorithms"),
+    ("set_batch_invariant", "get_batch_invariant"),
+)
+
+
+def version() -> str | None:
+    return installed("deep_gemm", "sgl-deep-gemm", "deep-gemm")
+
+
+def settings() -> dict[str, str]:
+    if version() is None:
+        return {}
+    library = sys.modules.get("deep_gemm")
+    if library is None:
+        return {"DeepGEMM switch": "not imported", "DeepGEMM mode": "not imported"}
+    getters = [getter for _, getter in SWITCHES if hasattr(library, getter)]
+    if not getters:
+        return {"DeepGEMM switch": "none", "DeepGEMM mode": "always invariant"}
+    on = all(getattr(library, getter)() for getter in getters)
+    return {"DeepGEMM switch": ", ".join(getters), "DeepGEMM mode": "deterministic" if on else "cuBLASLt"}
+
+
+def pin(contract: GpuContract) -> Undo:
+    switches = _switches(_load())
+    found = [get() for _, get in switches]
+
+    def undo() -> None:
+        for (turn, _), before in zip(switches, found, strict=True):
+            turn(before)
+
+    try:
+        for turn, get in switches:
+            turn(True)
+            if not get():
+                raise RuntimeError(f"{turn.__name__}(True) has no effect")
+    except Exception as error:
+        undo()
+        raise PinError(f"DeepGEMM: its deterministic mode cannot be switched on ({error})") from error
+    return undo
+
+
+def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
+    where = device()
+    if version() is None:
+        raise NotSeenError("not seen: deep_gemm is not installed")
+    yield from product_failures("deep_gemm.bf16_gemm_nt", contract.dtype, shapes, where, product)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [M, K] @ weight [N, K].T by DeepGEMM itself, whatever aten::mm runs."""
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    import_module("deep_gemm").bf16_gemm_nt(x, weight, out)
+    return out
+
+
+def _load() -> ModuleType:
+    try:
+        return import_module("deep_gemm")
+    except Exception as error:
+        raise PinError(f"DeepGEMM: deep_gemm cannot be imported ({error})") from error
+
+
+def _switches(library: ModuleType) -> list[tuple[Callable, Callable]]:
+    """The setters and getters that there are; none in versions whose products are always invariant."""
+    switches = []
+    for setter, getter in SWITCHES:
+        if hasattr(library, setter) != hasattr(library, getter):
+            raise PinError(
+                f"DeepGEMM: of {setter} and {getter} it has one alone; the switch cannot be read back"
+            )
+        if hasattr(library, setter):
+            switches.append((getattr(library, setter), getattr(library, getter)))
+    return switches

@@ -1,0 +1,39 @@
+"""What the dispatcher runs for an operator, in its own words: a flag is no evidence that an override stands."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+
+def accelerator_key() -> str:
+    """The dispatch key that batch-invariant modes override: the accelerator's, CPU where torch knows none."""
+    return getattr(torch.accelerator.current_accelerator(), "type", "cpu").upper()
+
+
+def registration(operator: str, key: str) -> str:
+    """The dispatcher's line about what runs for aten::`operator` on `key`; empty where nothing is registered."""
+    lines = torch._C._dispatch_dump(f"aten::{operator}").splitlines()
+    return next((line for line in lines if line.startswith(f"{key}:")), "")
+
+
+def holder(operator: str, key: str) -> str | None:
+    """The Python file whose kernel runs; None where a stock one does."""
+    found = re.search(r"registered at (.+\.py):\d+", registration(operator, key))
+    return found[1] if found else None
+
+
+def described(operator: str, key: str) -> str:
+    """`stock`, or the file that holds the operator and the package it belongs to."""
+    file = holder(operator, key)
+    if file is None:
+        return "stock"
+    module = next((name for name, module in list(sys.modules.items()) if _file(module) == file), None)
+    return f"{Path(file).name} of {module.partition('.')[0] if module else Path(file).parent.name}"
+
+
+def _file(module) -> str | None:
+    return getattr(module, "__dict__", {}).get("__file__")

@@ -1,0 +1,113 @@
+"""FlashAttention-3 with one split: with more, a row's keys are added up in parts whose number depends on the batch.
+
+There is no switch. `num_splits` is an argument of each call, 0 ("choose") by default where a cache is read, and every
+caller holds the functions under a name of its own. So a pin puts a function that passes 1 in the place of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+
+from true_on_policy.contract import Shapes
+from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.gpu_contract import GpuContract
+from true_on_policy.gpu_probes import attention_failures
+from true_on_policy.kernels.provider import Undo, device, findable, installed
+from true_on_policy.kernels.symbols import replace_everywhere
+from true_on_policy.probes import Failure
+
+NAME = "flash_attention"
+
+# Where builds of FlashAttention-3 put its interface, in the order in which Miles looks, and their distributions.
+INTERFACES = {
+    "flash_attn_interface": ("flash-attn-3", "flash_attn_3"),
+    "flash_attn_3.flash_attn_interface": ("flash-attn-3", "flash_attn_3"),
+    "flashattn_hopper.flash_attn_interface": ("flashattn-hopper",),
+    "fa3_fwd_interface": ("fa3-fwd",),
+    "sgl_kernel.flash_attn": ("sglang-kernel", "sgl-kernel"),
+}
+
+SPLITS = "num_splits"
+
+
+def version() -> str | None:
+    name = interface()
+    return None if name is None else installed(name, *INTERFACES[name])
+
+
+def interface() -> str | None:
+    """The first build that is installed."""
+    return next((name for name in INTERFACES if findable(name)), None)
+
+
+def settings() -> dict[str, str]:
+    name = interface()
+    if name is None:
+        return {}
+    if name not in sys.modules:
+        return {"FA3 module": name, "FA3 num_splits argument": "not imported"}
+    functions = _splitting(sys.modules[name])
+    defaults = {_default(function) for function in functions}
+    return {
+        "FA3 module": name,
+        "FA3 num_splits argument": "accepted" if functions else "absent",
+        "FA3 default num_splits": ", ".join(sorted(map(str, defaults))),
+    }
+
+
+def pin(contract: GpuContract) -> Undo:
+    library = _load()
+    functions = _splitting(library)
+    if not functions:
+        raise PinError(f"FlashAttention-3: {library.__name__} has no function that takes {SPLITS}")
+    unsplit = {function: _one_split(function) for function in functions}
+    replace_everywhere(unsplit)
+    return lambda: replace_everywhere({ours: theirs for theirs, ours in unsplit.items()})
+
+
+def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
+    where, name = device(), interface()
+    if name is None:
+        raise NotSeenError("not seen: no FlashAttention-3 is installed")
+    yield from attention_failures(contract.dtype, shapes, where, import_module(name))
+
+
+def _load() -> ModuleType:
+    name = interface()
+    if name is None:
+        raise PinError(f"FlashAttention-3: not installed; looked for {', '.join(INTERFACES)}")
+    try:
+        return import_module(name)
+    except Exception as error:
+        raise PinError(f"FlashAttention-3: {name} cannot be imported ({error})") from error
+
+
+def _splitting(library: ModuleType) -> list[Callable]:
+    """Its public functions that take a number of splits."""
+    functions = [
+        value for name, value in vars(library).items() if inspect.isfunction(value) and name[0] != "_"
+    ]
+    return [function for function in functions if SPLITS in inspect.signature(function).parameters]
+
+
+def _default(function: Callable) -> object:
+    return 1 if hasattr(function, "one_split") else inspect.signature(function).parameters[SPLITS].default
+
+
+def _one_split(function: Callable) -> Callable:
+    """The same function, which passes num_splits=1 whatever it is asked for."""
+    place = list(inspect.signature(function).parameters).index(SPLITS)
+
+    @functools.wraps(function)
+    def unsplit(*args, **kwargs):
+        if len(args) > place:
+            return function(*args[:place], 1, *args[place + 1 :], **kwargs)
+        return function(*args, **kwargs | {SPLITS: 1})
+
+    unsplit.one_split = True  # type: ignore[attr-defined]
+    return unsplit

@@ -1,0 +1,102 @@
+"""What a GPU contract pins in the trainer: one batch-invariant mode, the library of its products, and its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from true_on_policy.contract import Shapes
+from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.gpu_contract import MODELS, GpuContract, Size
+from true_on_policy.gpu_probes import agreement
+from true_on_policy.kernels import deep_gemm, flash_attention, megatron, sglang
+from true_on_policy.kernels.provider import Provider, Undo, device
+from true_on_policy.probes import Failure
+
+PROVIDERS: dict[str, Provider] = {
+    megatron.NAME: megatron,
+    sglang.NAME: sglang,
+    deep_gemm.NAME: deep_gemm,
+    flash_attention.NAME: flash_attention,
+}
+
+# Probed where a contract knows no sizes.
+PROBED: Size = MODELS["qwen3-4B"][1]
+
+
+def name(contract: GpuContract) -> str:
+    """The providers of a contract as one word: two contracts with one name pin the same kernels."""
+    return "+".join(provider.NAME for provider in providers(contract))
+
+
+def providers(contract: GpuContract) -> tuple[Provider, ...]:
+    """Those that the trainer pins, in the order in which they are pinned."""
+    names = [contract.mode]
+    if contract.trainer_gemm == "deep_gemm":
+        names.append("deep_gemm")
+    if contract.attention == "fa3":
+        names.append("flash_attention")
+    return tuple(PROVIDERS[name] for name in names)
+
+
+def install(contract: GpuContract) -> Undo:
+    """Pin every provider of a contract, or none; call what it returns to restore what was found.
+
+    Raises:
+        PinError: a provider is not installed or does not pin.
+    """
+    missing = [provider.NAME for provider in providers(contract) if provider.version() is None]
+    if missing:
+        raise PinError(
+            f"contract.backend: {contract.backend!r} pins {name(contract)}, but {', '.join(missing)} is not installed"
+        )
+    with ExitStack() as stack:
+        for provider in providers(contract):
+            stack.callback(provider.pin(contract))
+        return stack.pop_all().close
+
+
+def observe(contract: GpuContract) -> dict[str, str]:
+    """What is in force now of each provider that a contract pins."""
+    return {
+        f"{provider.NAME}: {key}": value
+        for provider in providers(contract)
+        for key, value in provider.settings().items()
+    }
+
+
+def failures(contract: GpuContract) -> Iterator[Failure]:
+    """What of the pinned kernels is not invariant at the contract's model, one finding after the other."""
+    for provider in providers(contract):
+        yield from provider.probe(contract, shapes(contract))
+
+
+def shapes(contract: GpuContract) -> Shapes:
+    """The shapes of one tensor-parallel rank: fused qkv, o, fused gate and up, down, and the LM head."""
+    size, ranks = contract.size or PROBED, contract.trainer_tp
+    heads, groups = size.num_attention_heads // ranks, max(size.num_key_value_heads // ranks, 1)
+    inner = size.intermediate_size // ranks
+    return Shapes(
+        linear=(
+            (size.hidden_size, (heads + 2 * groups) * size.head_dim),
+            (heads * size.head_dim, size.hidden_size),
+            (size.hidden_size, 2 * inner),
+            (inner, size.hidden_size),
+            (size.hidden_size, size.vocab_size // ranks),
+        ),
+        attention=((heads, groups, size.head_dim),),
+        hidden=(size.hidden_size, size.head_dim),
+        activated=(inner,),
+    )
+
+
+def disagreements(contract: GpuContract) -> Iterator[Failure]:
+    """Where the pinned products of the trainer and DeepGEMM's, which an engine may run, differ in a bit.
+
+    Raises:
+        NotSeenError: no accelerator here, or DeepGEMM is not installed.
+    """
+    where = device()
+    if deep_gemm.version() is None:
+        raise NotSeenError("not seen: deep_gemm is not installed")
+    yield from agreement("aten::mm and DeepGEMM", contract.dtype, shapes(contract), where, deep_gemm.product)

@@ -1,0 +1,117 @@
+"""Megatron-core's batch-invariant mode: Triton kernels under aten, and under Transformer Engine where it is present."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+
+from true_on_policy.contract import Shapes
+from true_on_policy.errors import PinError
+from true_on_policy.gpu_contract import GpuContract
+from true_on_policy.gpu_probes import aten_failures
+from true_on_policy.kernels import mode, symbols
+from true_on_policy.kernels.provider import Undo, device, findable, installed
+from true_on_policy.probes import Failure
+
+NAME = "megatron"
+MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
+
+# Its name for the kernels of a contract, in the versions that know several.
+BACKENDS = {"triton_persistent": "triton", "deep_gemm": "deepgemm"}
+
+TE = "transformer_engine"
+TE_GEMM = f"{TE}.pytorch.cpp_extensions"
+# Importing these two imports all that the mode replaces functions in.
+TE_ROOT, TE_WRAPPER = f"{TE}.pytorch", "megatron.core.extensions.transformer_engine"
+
+
+def version() -> str | None:
+    return installed("megatron.core", "megatron-core")
+
+
+def settings() -> dict[str, str]:
+    if version() is None:
+        return {}
+    return mode.settings(MODE) | {"te general_gemm": _te_gemm()}
+
+
+def pin(contract: GpuContract) -> Undo:
+    library, te = mode.load(MODE), _te_functions()
+    arguments = _backend(library, BACKENDS[contract.trainer_gemm])
+
+    def enable() -> None:
+        with _without_te():
+            library.enable_batch_invariant_mode(**arguments)
+
+    def disable() -> None:
+        try:
+            with _without_te():
+                library.disable_batch_invariant_mode()
+        finally:
+            symbols.put_back(te)
+
+    undo = mode.switch_on(MODE, enable, disable)
+    if has_te() and _te_gemm() != MODE.module:
+        undo()
+        raise PinError(f"Megatron-core: its mode is on, but Transformer Engine multiplies by {_te_gemm()}")
+    return undo
+
+
+def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
+    yield from aten_failures(contract.dtype, shapes, device())
+
+
+def has_te() -> bool:
+    return findable(TE)
+
+
+def _te_gemm() -> str:
+    """The module whose function Transformer Engine multiplies by; `absent` without it."""
+    if not has_te():
+        return "absent"
+    module = sys.modules.get(TE_GEMM)
+    return "not imported" if module is None else module.general_gemm.__module__
+
+
+def _backend(library: ModuleType, wanted: str) -> dict[str, str]:
+    """The argument that chooses the GEMM, where this version has a choice.
+
+    Raises:
+        PinError: the mode is on with another one, which enabling again would not change.
+    """
+    if "backend" not in inspect.signature(library.enable_batch_invariant_mode).parameters:
+        if wanted != "triton":
+            raise PinError(f"Megatron-core: {version()} has Triton's GEMM alone; the contract wants {wanted}")
+        return {}
+    if library.is_batch_invariant_mode_enabled() and library.get_batch_invariant_backend() != wanted:
+        raise PinError(
+            f"Megatron-core: its mode is on with {library.get_batch_invariant_backend()!r}; enabling it again would "
+            f"keep that. Set --batch-invariant-backend {wanted}"
+        )
+    return {"backend": wanted}
+
+
+@contextmanager
+def _without_te() -> Iterator[None]:
+    """Without Transformer Engine the mode raises after its overrides are in place (0.16): they are all there is."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if has_te() or (error.name or "").partition(".")[0] != TE:
+            raise
+
+
+def _te_functions() -> list[symbols.Held]:
+    """What Transformer Engine's modules and its RMSNorm hold, before the mode replaces any of it."""
+    if not has_te():
+        return []
+    try:
+        root, _ = import_module(TE_ROOT), import_module(TE_WRAPPER)
+    except Exception as error:
+        raise PinError(f"Megatron-core: Transformer Engine cannot be imported ({error})") from error
+    norms = [symbols.held(root.RMSNorm, "forward")] if hasattr(root, "RMSNorm") else []
+    return symbols.held_by((TE, TE_WRAPPER)) + norms

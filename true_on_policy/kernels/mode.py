@@ -1,0 +1,126 @@
+"""Switch on a copy of thinking-machines' batch_invariant_ops, believe the dispatcher alone, and undo it exactly.
+
+Every copy overrides aten operators on the accelerator's dispatch key for the whole process and keeps a flag. The flag
+lies: of the original and of SGLang's copy it says "on" after a nested `set_batch_invariant_mode` whose end has removed
+the overrides. Two copies in one process override each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+from true_on_policy.errors import PinError
+from true_on_policy.kernels.dispatcher import accelerator_key, described, holder
+from true_on_policy.kernels.provider import Undo
+
+# What one copy or another overrides.
+OVERRIDABLE = ("mm", "mm.out", "mm.dtype", "addmm", "bmm", "_log_softmax", "mean.dim", "rms_norm")
+
+# What every copy overrides.
+SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One library's copy.
+
+    Attributes:
+        library: what errors call it.
+        module: that registers the overrides, holds the flag and the functions that turn it.
+        operators: which the contract needs it to override.
+    """
+
+    library: str
+    module: str
+    operators: tuple[str, ...] = SHARED
+
+
+def settings(mode: Mode) -> dict[str, str]:
+    """The flag, and what the dispatcher runs for each shared operator; imports nothing."""
+    module, key = sys.modules.get(mode.module), accelerator_key()
+    flag = module is not None and module.is_batch_invariant_mode_enabled()
+    return {
+        "batch-invariant flag": "on" if flag else "off",
+        **{f"aten::{name}": described(name, key) for name in SHARED},
+    }
+
+
+def load(mode: Mode) -> ModuleType:
+    """Import the copy.
+
+    Raises:
+        PinError: it cannot be imported.
+    """
+    try:
+        return import_module(mode.module)
+    except Exception as error:
+        raise PinError(f"{mode.library}: {mode.module} cannot be imported ({error})") from error
+
+
+def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None]) -> Undo:
+    """Enable the mode and see that it stands; call what it returns to disable it.
+
+    A mode that was on already, and really is, stays on after the undo as well.
+
+    Raises:
+        PinError: another copy holds an operator, the flag and the dispatcher contradict each other, or the library
+            failed or did only a part; what it did is undone.
+    """
+    module, key = load(mode), accelerator_key()
+    found = _holders(key)
+    _refuse_others(mode, found, str(module.__file__))
+    held = [name for name in mode.operators if found[name]]
+    if module.is_batch_invariant_mode_enabled() and len(held) == len(mode.operators):
+        return lambda: None
+    if module.is_batch_invariant_mode_enabled() or held:
+        raise PinError(_contradiction(mode, module.is_batch_invariant_mode_enabled(), key))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
+            enable()
+        _check(mode, module, key)
+    except Exception as error:
+        _switch_off(mode, disable, found, key)
+        raise PinError(f"{mode.library}: its batch-invariant mode cannot be enabled ({error})") from error
+    return lambda: _switch_off(mode, disable, found, key)
+
+
+def _holders(key: str) -> dict[str, str | None]:
+    return {name: holder(name, key) for name in OVERRIDABLE}
+
+
+def _refuse_others(mode: Mode, found: dict[str, str | None], own: str) -> None:
+    for name, file in found.items():
+        if file not in (None, own):
+            raise PinError(
+                f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
+                "process override each other: leave that one before you pin"
+            )
+
+
+def _contradiction(mode: Mode, flag: bool, key: str) -> str:
+    runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in mode.operators)
+    return (
+        f"{mode.library}: its flag says {'on' if flag else 'off'}, but {runs}. A nested "
+        f"set_batch_invariant_mode leaves it so: call {mode.module}.disable_batch_invariant_mode() before you pin"
+    )
+
+
+def _check(mode: Mode, module: ModuleType, key: str) -> None:
+    if not module.is_batch_invariant_mode_enabled():
+        raise RuntimeError("its flag stays off")
+    for name in mode.operators:
+        if holder(name, key) != module.__file__:
+            raise RuntimeError(f"aten::{name} runs {described(name, key)} on {key}")
+
+
+def _switch_off(mode: Mode, disable: Callable[[], None], found: dict[str, str | None], key: str) -> None:
+    disable()
+    for name, file in _holders(key).items():
+        if file != found[name]:
+            raise PinError(f"{mode.library}: its undo leaves aten::{name} to {file or 'the stock kernel'}")
