@@ -33,7 +33,10 @@ interpreted = pytest.mark.skipif(
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Dots in one order of addition, and tensors that say they lie on a GPU, which some kernels ask for."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import (  # pyright: ignore[reportMissingImports]
+        InterpreterBuilder,
+        TensorHandle,
+    )
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         left, right, total = _float32(a), _float32(b), d.data.copy()
