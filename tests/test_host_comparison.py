@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_plugins.local.parallel import EXIT_FAILURE
+from mis_plugins.local.parallel import EXIT_USER_ERROR
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
 from true_on_policy.errors import ContractError, DifferenceError, HostConfigError
@@ -494,12 +494,19 @@ def test_a_run_that_is_equal_ends_well(ranks: str, config: Path, tmp_path: Path)
     assert not (tmp_path / "samples").exists()
 
 
+def test_a_run_on_pinned_kernels_is_equal_as_it_was_sampled(config: Path, tmp_path: Path):
+    """Nothing is put in place of what the engine gave."""
+    assert run(local("", config, "--true-on-policy"), tmp_path / "run") == 0
+    rows = records(tmp_path / "run")
+    assert all(row["true_on_policy_different"] == 0 < row["true_on_policy_compared"] for row in rows)
+
+
 @pytest.mark.parametrize("ranks", ["", "--context-parallel-size 2"])
 def test_a_run_with_one_bit_flipped_stops_one_step_later(
     ranks: str, config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     """Two steps a rollout: rollout 1 is the last that was recorded, or its second step was never taken."""
-    assert run(local("one_bit", config, ranks), tmp_path / "run") == EXIT_FAILURE
+    assert run(local("one_bit", config, ranks), tmp_path / "run") == EXIT_USER_ERROR
     assert len(records(tmp_path / "run")) == 1
     assert "were to be bitwise equal and are not" in capfd.readouterr().err
     (folder,) = (tmp_path / "samples").iterdir()
@@ -507,9 +514,8 @@ def test_a_run_with_one_bit_flipped_stops_one_step_later(
     assert main(["diff", str(folder / "engine.safetensors"), str(folder / "trainer.safetensors")]) == 1
 
 
-def test_a_mismatched_engine_is_told_and_with_warn_the_run_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_a_mismatched_engine_is_found_and_with_warn_the_run_goes_on(tmp_path: Path):
+    """Before our corrected loss and its step hook."""
     config = tmp_path / "bitwise.yaml"
     config.write_text(
         f"bitwise: {{folder: {tmp_path / 'samples'}, loss: mis_plugins.mis.policy_loss, "
@@ -520,5 +526,8 @@ def test_a_mismatched_engine_is_told_and_with_warn_the_run_goes_on(
     rows = records(tmp_path / "run")
     assert all(0 < row["true_on_policy_different"] <= row["true_on_policy_compared"] for row in rows)
     assert all("mis_kl" in row for row in rows)
-    assert (tmp_path / "samples" / "rollout-0-step-0-rank-0").is_dir()
-    assert "log-probs differ; ulps: " in capfd.readouterr().err
+    engine, trainer = (
+        tmp_path / "samples" / "rollout-0-step-0-rank-0" / f"{side}.safetensors"
+        for side in ("engine", "trainer")
+    )
+    assert main(["diff", str(engine), str(trainer)]) == 1
