@@ -679,11 +679,14 @@ def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_keep_gives_back_what_rules_and_opsm_took_together():
+    """In surrogate, entropy and KL alike, which the rule had taken from all sequences but one."""
     step = all_bad(random_step(5))
     rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
-    for denominator in ("original", "kept"):
-        both = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep"}
-        assert_same(call(step, both | {"denominator": denominator}), call(step, {}))
+    both = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep"}
+    rest = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
+    for denominator, flags_beside in itertools.product(("original", "kept"), ({}, rest)):
+        found = call(step, both | {"denominator": denominator}, **flags_beside)
+        assert_same(found, call(step, {}, **flags_beside))
 
 
 def test_the_mean_of_the_rollout_serves_the_loss_hook():
