@@ -16,7 +16,9 @@ Level = Literal["token", "segment", "segment_geometric", "sequence", "geometric"
 Bound = Literal["none", "truncate", "clip", "mask", "zero"]
 Scope = Literal["micro_batch", "data_parallel", "rollout"]
 Population = Literal["valid", "kept"]
-Statistic = Literal["ratio", "k1", "k2", "k3", "prob_diff", "abs_prob_diff", "proximal_prob", "behavior_prob"]
+Statistic = Literal[
+    "ratio", "k1", "k2", "k3", "binary_kl", "prob_diff", "abs_prob_diff", "proximal_prob", "behavior_prob"
+]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["full", "core", "none", "all"]
@@ -36,6 +38,7 @@ RANGE: dict[Statistic, tuple[float, float]] = {
     "k1": (-math.inf, math.inf),
     "k2": (0, math.inf),
     "k3": (0, math.inf),
+    "binary_kl": (0, math.inf),
     "prob_diff": (-1, 1),
     "abs_prob_diff": (0, 1),
     "proximal_prob": (0, 1),
@@ -141,8 +144,9 @@ class RejectRule:
     """Drop what lies outside [lower, upper]: a statistic of one token, or what it adds up to over a unit.
 
     statistic: with log r = log pi_old - log mu, at most 20 in k3:
-        `ratio` r; `k1` -log r; `k2` (log r)^2 / 2; `k3` r - 1 - log r; `prob_diff` pi_old - mu; `abs_prob_diff`
-        |pi_old - mu|; `proximal_prob` pi_old; `behavior_prob` mu. (Schulman 2020, "Approximating KL Divergence")
+        `ratio` r; `k1` -log r; `k2` (log r)^2 / 2; `k3` r - 1 - log r (Schulman 2020, "Approximating KL Divergence");
+        `binary_kl` the KL of mu to pi_old, each of the sampled token against all others; `prob_diff` pi_old - mu;
+        `abs_prob_diff` |pi_old - mu|; `proximal_prob` pi_old; `behavior_prob` mu.
     over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.
         Ratios multiply: their `sum` is the ratio of the whole unit and their `mean` the geometric mean (geometric
         masking). `min` with `lower` is a veto.

@@ -40,6 +40,7 @@ STATISTIC: dict[Statistic, str] = {
     "k1": "k1 (-log ratio)",
     "k2": "k2 ((log ratio)^2 / 2)",
     "k3": "k3 (ratio - 1 - log ratio)",
+    "binary_kl": "binary KL divergence (mu to {scored}, the sampled token against all others)",
     "prob_diff": "probability difference ({scored} - mu)",
     "abs_prob_diff": "absolute probability difference |{scored} - mu|",
     "proximal_prob": "probability under the trainer ({scored})",

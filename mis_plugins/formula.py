@@ -35,6 +35,7 @@ STATISTIC: dict[Statistic, str] = {
     "k1": "-log r_t",
     "k2": "(log r_t)^2 / 2",
     "k3": "(r_t - 1 - log r_t)",
+    "binary_kl": "(mu * log(mu / {scored}) + (1 - mu) * log((1 - mu) / (1 - {scored})))",
     "prob_diff": "({scored} - mu)",
     "abs_prob_diff": "|{scored} - mu|",
     "proximal_prob": "{scored}",

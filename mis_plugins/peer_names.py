@@ -170,7 +170,8 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "rs_filtered_fraction with action: clamp": "outside_bound_fraction",
     },
     "OpenRLHF": {
-        "is_filter_ratio with seq-mask-tis": "rule_{i}_unit_rejected_fraction",
+        "is_filter_ratio of sequences": "rule_{i}_unit_rejected_fraction",
+        "is_filter_ratio of tokens by a divergence": "rule_{i}_rejected_fraction",
     },
     "SkyRL": {
         "is_ratio_std, is_ratio_min": "over the ratios and a 0 for each token of the padding: from ratio_std, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from jaxtyping import Float
@@ -11,10 +12,22 @@ from mis_plugins.config import Statistic
 from mis_plugins.divergence import k1, k2, k3
 from mis_plugins.ratios import LogProbs
 
+PROBABLE = math.log(1e-6), math.log1p(-1e-6)
+
 
 def prob_diff(log_probs: LogProbs) -> Float[Tensor, " T"]:
     """pi_old - mu."""
     return log_probs.proximal.float().exp() - log_probs.behavior.float().exp()
+
+
+def binary_kl(log_probs: LogProbs) -> Float[Tensor, " T"]:
+    """mu log(mu / pi_old) + (1 - mu) log((1 - mu) / (1 - pi_old)): what the sampled token alone shows of the KL.
+
+    Probabilities are taken to lie in [1e-6, 1 - 1e-6], as in OpenRLHF; it is at most 13.8.
+    """
+    mu, pi = (x.float().clamp(*PROBABLE) for x in (log_probs.behavior, log_probs.proximal))
+    others_mu, others_pi = -mu.expm1(), -pi.expm1()
+    return mu.exp() * (mu - pi) + others_mu * (others_mu.log() - others_pi.log())
 
 
 STATISTICS: dict[Statistic, Callable[[Float[Tensor, " T"], LogProbs], Float[Tensor, " T"]]] = {
@@ -22,6 +35,7 @@ STATISTICS: dict[Statistic, Callable[[Float[Tensor, " T"], LogProbs], Float[Tens
     "k1": lambda log_ratio, _: k1(log_ratio),
     "k2": lambda log_ratio, _: k2(log_ratio),
     "k3": lambda log_ratio, _: k3(log_ratio),
+    "binary_kl": lambda _, log_probs: binary_kl(log_probs),
     "prob_diff": lambda _, log_probs: prob_diff(log_probs),
     "abs_prob_diff": lambda _, log_probs: prob_diff(log_probs).abs(),
     "proximal_prob": lambda _, log_probs: log_probs.proximal.float().exp(),

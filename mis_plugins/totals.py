@@ -56,7 +56,7 @@ class TokenStage:
     def statistic(self, name: Statistic) -> Float[Tensor, " T"]:
         """What a rule looks at, 0 where it is not known."""
         value = STATISTICS[name](self.log_ratio, self.log_probs)
-        return torch.where(self.usable, value, 0) if name.endswith(("prob", "diff")) else value
+        return torch.where(self.usable, value, 0) if name.endswith(("prob", "diff", "_kl")) else value
 
 
 def token_stage(

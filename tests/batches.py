@@ -179,7 +179,7 @@ FLAT_BOUNDS = ("truncate", "clip", "mask")
 # Bounds on the side of a statistic where there is something to drop; of `sum`, wide enough for a few tokens.
 STATISTICS = {
     "k1": [-0.7, -0.1, 0.1, 0.7], "k2": [0.01, 0.3], "k3": [0.01, 0.3], "prob_diff": [-0.2, -0.02, 0.02, 0.2],
-    "abs_prob_diff": [0.02, 0.2], "proximal_prob": [1e-4, 0.3], "behavior_prob": [1e-4, 0.3],
+    "binary_kl": [0.005, 0.1], "abs_prob_diff": [0.02, 0.2], "proximal_prob": [1e-4, 0.3], "behavior_prob": [1e-4, 0.3],
 }  # fmt: skip
 
 

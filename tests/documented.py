@@ -118,6 +118,10 @@ DOCUMENTED = {
     "openrlhf-tis": corrected(weigh("token", "clip", 0.5, 5.0)),
     "openrlhf-icepop": corrected(zeroed(0.5, 5.0)),
     "openrlhf-seq-mask-tis": corrected(RAW, mean_ratio(0.5, 5.0)),
+    "openrlhf-token-binary-kl": corrected(RAW, RejectRule("binary_kl", upper=5e-3)),
+    "openrlhf-seq-binary-kl": corrected(RAW, RejectRule("binary_kl", "mean", upper=5e-3)),
+    "openrlhf-token-tv": corrected(RAW, RejectRule("abs_prob_diff", upper=0.05)),
+    "openrlhf-seq-tv": corrected(RAW, RejectRule("abs_prob_diff", "mean", upper=0.05)),
 }
 
 # The fields of verl 0.9.1's RolloutCorrectionConfig, by the name of the class method that makes them.

@@ -190,12 +190,17 @@ def k3(log_ratio: float) -> float:
     return math.expm1(x) - x
 
 
+def binary_kl(proximal: float, behavior: float) -> float:
+    q, p = (min(max(x, 1e-6), 1 - 1e-6) for x in (proximal, behavior))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
 def token_statistic(sample: Sample, t: int, name: str) -> float:
     """Of one token; of a ratio the logarithm."""
     p, b = math.exp(sample.proximal[t]), math.exp(sample.behavior[t])
     x = sample.log_ratios[t]
-    return {"ratio": x, "k1": -x, "k2": x * x / 2, "k3": k3(x), "prob_diff": p - b, "abs_prob_diff": abs(p - b),
-            "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
+    return {"ratio": x, "k1": -x, "k2": x * x / 2, "k3": k3(x), "binary_kl": binary_kl(p, b), "prob_diff": p - b,
+            "abs_prob_diff": abs(p - b), "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
 
 
 def unit_of(rule: dict) -> str:

@@ -251,11 +251,17 @@ def segment_log_ratios(s: Everything, level: str) -> np.ndarray:
     return np.array(values)
 
 
+def binary_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    pi, mu = (np.clip(np.exp(x), 1e-6, 1 - 1e-6) for x in (p, q))
+    return mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
+
+
 def statistic_of(rule: dict, p: np.ndarray, q: np.ndarray) -> np.ndarray:
     x = p - q
     return {
-        "ratio": x, "k1": -x, "k2": x**2 / 2, "k3": k3(x), "prob_diff": np.exp(p) - np.exp(q),
-        "abs_prob_diff": np.abs(np.exp(p) - np.exp(q)), "proximal_prob": np.exp(p), "behavior_prob": np.exp(q),
+        "ratio": x, "k1": -x, "k2": x**2 / 2, "k3": k3(x), "binary_kl": binary_kl(p, q),
+        "prob_diff": np.exp(p) - np.exp(q), "abs_prob_diff": np.abs(np.exp(p) - np.exp(q)),
+        "proximal_prob": np.exp(p), "behavior_prob": np.exp(q),
     }[rule.get("statistic", "ratio")]  # fmt: skip
 
 

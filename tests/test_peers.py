@@ -378,17 +378,28 @@ def test_areal_metrics(batch: Rows, chosen: dict):
 # -------------------------------------------------------------------------------------------------- OpenRLHF
 
 
+def test_openrlhf_every_correction_has_a_preset():
+    """Level, mode and gate, as far as its constructor takes them together."""
+    ours = [{"is_correction_gating": "ratio"} | chosen for chosen in openrlhf.PRESETS.values()]
+    assert sorted(map(sorted, map(dict.items, openrlhf.settings_taken()))) == sorted(
+        map(sorted, map(dict.items, ours))
+    )
+
+
 @pytest.mark.parametrize("name", sorted(openrlhf.PRESETS))
 @pytest.mark.parametrize("by_token", [True, False])
 @few
 @given(batch=rows(), bounds=st.none() | st.tuples(st.floats(0.3, 0.99), st.floats(1.01, 3.0)))
 def test_openrlhf_presets(name: str, by_token: bool, batch: Rows, bounds: tuple[float, float] | None):
-    """With the defaults, and others. Its loss alone says what it weighs a token by."""
+    """With the presets' bounds, and others. Its loss alone says what it weighs a token by."""
     chosen = openrlhf.PRESETS[name]
+    if "is_correction_gating" in chosen:
+        bounds = bounds and (0.0, bounds[0] / 10)
+        openrlhf.within_clamp(batch)
     mapping = openrlhf.mapping_of(bounds, chosen) if bounds else preset(f"openrlhf-{name}")
     keep_away(batch, mapping)
     target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
-    theirs = lambda x: openrlhf.loss(batch, x, bounds or openrlhf.BOUNDS, by_token, **chosen)[0]  # noqa: E731
+    theirs = lambda x: openrlhf.loss(batch, x, bounds or openrlhf.bounds_of(chosen), by_token, **chosen)[0]  # noqa: E731
     parts = tokens / batch.mask.sum() if by_token else mean_of_means(batch, tokens)
     assert_same_loss(batch, theirs, target, parts)
 
@@ -399,8 +410,9 @@ def test_openrlhf_presets(name: str, by_token: bool, batch: Rows, bounds: tuple[
 def test_openrlhf_metrics(name: str, batch: Rows):
     mapping = preset(f"openrlhf-{name}")
     keep_away(batch, mapping)
+    openrlhf.within_clamp(batch)
     *_, vllm_kl, filtered = openrlhf.loss(
-        batch, batch.pad(batch.target), openrlhf.BOUNDS, **openrlhf.PRESETS[name]
+        batch, batch.pad(batch.target), openrlhf.bounds_of(openrlhf.PRESETS[name]), **openrlhf.PRESETS[name]
     )
     theirs = {"vllm_kl": vllm_kl.item(), "is_filter_ratio": filtered.item()}
     assert_same_metrics(batch, our_metrics(batch, mapping), theirs, openrlhf.metric_table(name))
