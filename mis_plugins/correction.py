@@ -144,6 +144,7 @@ def correct(
     ragged: Ragged,
     config: CorrectionConfig,
     rollout_mean: Float[Tensor, ""] | None = None,
+    numerator: Float[Tensor, " T"] | None = None,
 ) -> Correction:
     """Importance weights and rejection masks of one micro-batch.
 
@@ -158,6 +159,8 @@ def correct(
         proximal: log-probs of the trainer before the update (pi_old), any float dtype.
         behavior: log-probs that the rollout engine sampled with (mu).
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
+        numerator: log-probs of pi_{v+1}, with segment-wise weights: they alone compare it with mu. Rules and metrics
+            of the mismatch look at `proximal`.
 
     Raises:
         InputError: `scope: rollout` without its mean.
@@ -168,7 +171,8 @@ def correct(
             "mis.weight.normalize.scope: rollout needs the mean of the whole rollout batch, and it was never "
             "computed: pass --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
         )
-    verdict = _verdict(proximal, behavior, ragged, config)
+    assert (numerator is not None) == config.segment_wise_on
+    verdict = _verdict(proximal, behavior, ragged, config, numerator)
     weights = _token_weights(verdict.stage, ragged, verdict.sequence_weight)
     mean = rollout_mean if normalize else None
     if config.weight and normalize and normalize.scope != "rollout":
@@ -183,11 +187,15 @@ def correct(
 
 @torch.no_grad()
 def mean_weight_of(
-    proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], ragged: Ragged, config: CorrectionConfig
+    proximal: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"],
+    ragged: Ragged,
+    config: CorrectionConfig,
+    numerator: Float[Tensor, " T"] | None = None,
 ) -> Float[Tensor, ""]:
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
-    return _mean_weight(_verdict(proximal, behavior, ragged, config), ragged, config.weight)
+    return _mean_weight(_verdict(proximal, behavior, ragged, config, numerator), ragged, config.weight)
 
 
 def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
@@ -200,8 +208,10 @@ def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> 
     return torch.where(kept > 0, valid / kept.clamp(min=1), 0)
 
 
-def _verdict(proximal: Tensor, behavior: Tensor, ragged: Ragged, config: CorrectionConfig) -> Verdict:
-    stage, segments = token_stage(proximal, behavior, ragged.loss_mask, config), None
+def _verdict(
+    proximal: Tensor, behavior: Tensor, ragged: Ragged, config: CorrectionConfig, numerator: Tensor | None
+) -> Verdict:
+    stage, segments = token_stage(proximal, behavior, ragged.loss_mask, config, numerator), None
     if needs_segments(config):
         stage, segments = segment_stage(stage, ragged, config)
     totals = unit_totals = over_sequences(stage, ragged, config)

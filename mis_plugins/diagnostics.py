@@ -334,7 +334,7 @@ def _normalized(c: Correction, weight: Tensor) -> Tensor:
 
 def _token_ratio(weight: WeightConfig) -> Metric:
     if weight.level == "token":
-        return lambda c: c.stage.ratio
+        return lambda c: c.stage.weighed
     return lambda c: _at_tokens(c, lambda totals: unit_ratio(totals, weight))
 
 
@@ -357,7 +357,7 @@ def _extreme_weight(c: Correction, side: Literal["min", "max"], passing: bool) -
         return _normalized(c, c.sequence_weight)
     if weight is None:
         return torch.ones_like(c.totals[f"log_ratio_{side}"])
-    if not monotone(weight):
+    if not monotone(c.config):
         extreme = c.totals[f"{'passing_weight' if passing else 'weight'}_{side}"]
         return _normalized(c, torch.where(c.totals["usable"] > 0, extreme, 0))
     name = f"passing_{side}" if passing and weight.bound == "mask" else f"log_ratio_{side}"
@@ -371,9 +371,9 @@ def _has_passing(c: Correction) -> Tensor:
         return c.totals["usable"] > 0
     if c.sequence_weight is not None:
         return passing_units(c.verdict.unit_totals, weight)
-    if monotone(weight) and weight.bound != "mask":
+    if monotone(c.config) and weight.bound != "mask":
         return c.totals["usable"] > 0
-    return c.totals["passing_max" if monotone(weight) else "passing_weight_max"] > -torch.inf
+    return c.totals["passing_max" if monotone(c.config) else "passing_weight_max"] > -torch.inf
 
 
 def _largest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:

@@ -1,7 +1,8 @@
 """A config at work on six tokens, by the code that the hooks run.
 
 Sequence A: two turns of the model around one token of a tool, which the loss mask leaves out; the trainer finds its
-tokens 0.4, 1.25 and 8 times as likely as the rollout engine did. Sequence B: the engines agree to a thousandth.
+tokens 0.4, 1.25 and 8 times as likely as the rollout engine did. Sequence B: the engines agree to a thousandth. With
+segment-wise weights the turns of A were written four and two versions ago, and sequence B by the last and this one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
-from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, scored_by, share_of
+from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, numerator_of, scored_by, share_of
 from mis_plugins.objective import Clip
 from mis_plugins.ragged import Ragged
+from mis_plugins.segmentwise import NO_VERSION, Written
 
 NAMES = ("A", "B")
 LENGTHS = (4, 2)
@@ -26,6 +28,9 @@ LOSS_MASK = (True, True, False, True, True, True)
 BEHAVIOR = (0.5, 0.4, 0.3, 0.1, 0.4, 0.5)  # probabilities under mu
 PROXIMAL = (0.2, 0.5, 0.3, 0.8, 0.4002, 0.4999)  # pi_old
 TARGET = (0.21, 0.52, 0.3, 0.78, 0.3999, 0.4998)  # pi_theta, after a first step on this rollout
+VERSIONS = (3, 3, NO_VERSION, 5, 6, 7)
+CURRENT = 7  # the version of pi_old
+NEXT = (0.45, 0.44, math.nan, 0.25, math.nan, math.nan)  # pi_{v+1}, as a recompute stored it
 ADVANTAGES = (1.0, 1.0, 1.0, 1.0, -1.0, -1.0)
 CLIP = 0.2  # --eps-clip
 
@@ -50,12 +55,14 @@ def work(config: CorrectionConfig) -> Example:
     """Correct the six tokens."""
     x = _inputs()
     assert x.behavior is not None
-    log_probs = scored_by(x, config), x.behavior
-    normalize = config.weight and config.weight.normalize
-    mean = (
-        mean_weight_of(*log_probs, x.ragged, config) if normalize and normalize.scope == "rollout" else None
+    log_probs, numerator = (
+        (scored_by(x, config), x.behavior),
+        numerator_of(x.proximal, x.behavior, x.written, config),
     )
-    correction = correct(*log_probs, x.ragged, config, mean)
+    normalize, mean = config.weight and config.weight.normalize, None
+    if normalize and normalize.scope == "rollout":
+        mean = mean_weight_of(*log_probs, x.ragged, config, numerator)
+    correction = correct(*log_probs, x.ragged, config, mean, numerator)
     share = share_of(x, correction, config)
     keep = correction.keep if share.on_policy is None else correction.keep & share.on_policy
     if not config.needs_loss_hook:
@@ -73,8 +80,7 @@ def work(config: CorrectionConfig) -> Example:
 def table(config: CorrectionConfig) -> str:
     """Token by token, then sequence by sequence."""
     example = work(config)
-    bypass = config.objective is not None and config.objective.old == "behavior"
-    text = _aligned(list(_token_rows(example, bypass))) + "\n\n" + _aligned(list(_sequence_rows(example)))
+    text = _aligned(list(_token_rows(example))) + "\n\n" + _aligned(list(_sequence_rows(example)))
     if example.correction.mean_weight is not None:
         text += f"\n\nweights are divided by {_number(example.correction.mean_weight)}"
     return text
@@ -91,24 +97,26 @@ def _inputs() -> LossInputs:
         reference=None,
         advantages=torch.tensor(ADVANTAGES),
         entropy=None,
+        written=Written(torch.tensor(VERSIONS), log(NEXT), CURRENT),
     )
 
 
-def _token_rows(example: Example, bypass: bool) -> Iterator[Row]:
-    x, correction = example.inputs, example.correction
-    assert x.behavior is not None
-    scored = "pi_theta" if bypass else "pi_old"
-    hooked = example.loss is not None
-    yield ("token", "turn", scored, "mu", "r", "w", "kept") + (("A", "L") if hooked else ())
+def _token_rows(example: Example) -> Iterator[Row]:
+    correction, config = example.correction, example.correction.config
+    scored, probabilities = ("pi_theta", TARGET) if config.bypass else ("pi_old", PROXIMAL)
+    aged, hooked = config.segment_wise_on, example.loss is not None
+    heads = ("token", "turn", scored, "mu", "r") + ("age", "q") * aged + ("w", "kept")
+    yield heads + ("A", "L") * hooked
     labels, turns = _labels()
-    probabilities = TARGET if bypass else PROXIMAL
     for t, live in enumerate(LOSS_MASK):
         if not live:
-            yield (labels[t], "tool", *("" for _ in range(4)), "masked") + (("", "") if hooked else ())
+            blank = ("",) * (len(heads) - 3)
+            yield (labels[t], "tool", *blank, "masked") + ("", "") * hooked
             continue
-        kept = "yes" if example.keep[t] else "no"
         row = (labels[t], turns[t], f"{probabilities[t]:g}", f"{BEHAVIOR[t]:g}")
-        row += (_number(correction.log_ratio[t].exp()), _number(correction.loss_factor[t]), kept)
+        row += (_number(correction.log_ratio[t].exp()),)
+        row += (f"{CURRENT - VERSIONS[t]}", _number(correction.stage.weighed[t])) * aged
+        row += (_number(correction.loss_factor[t]), "yes" if example.keep[t] else "no")
         yield row + ((f"{ADVANTAGES[t]:g}", _number(example.loss[t])) if example.loss is not None else ())
 
 

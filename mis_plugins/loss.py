@@ -25,6 +25,7 @@ from mis_plugins.objective import (
 from mis_plugins.opsm import on_policy, reference_policy
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import exp_clamped
+from mis_plugins.segmentwise import Written, proximal_t
 
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 
@@ -37,6 +38,7 @@ class LossInputs:
         (pi_theta itself where it was not recomputed); `behavior`, the rollout engine, and `reference`, the policy of
         the KL term, None where there are none.
     entropy: of pi_theta's distribution at each token; None where it is not wanted.
+    written: which version wrote each token; None where the host does not know.
     """
 
     ragged: Ragged
@@ -46,6 +48,7 @@ class LossInputs:
     reference: Float[Tensor, " T"] | None
     advantages: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None
+    written: Written | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,20 @@ class Share:
 
 def scored_by(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
     """The log-probs of which weights and rules ask how far they are from mu: pi_old's, or pi_theta's in bypass."""
-    bypass = config.objective is not None and config.objective.old == "behavior"
-    return x.target.detach() if bypass else x.proximal
+    return x.target.detach() if config.bypass else x.proximal
+
+
+def numerator_of(
+    proximal: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"] | None,
+    written: Written | None,
+    config: CorrectionConfig,
+) -> Float[Tensor, " T"] | None:
+    """The log-probs of pi_{v+1}, which segment-wise weights compare with mu in their place; None without such."""
+    if config.segment_wise is None or not config.segment_wise.enabled:
+        return None
+    assert behavior is not None and written is not None
+    return proximal_t(proximal, behavior, written, config.segment_wise)
 
 
 @torch.no_grad()

@@ -33,7 +33,14 @@ from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
-from mis_plugins.loss import Reduce, micro_batch_loss, scored_by, share_of, uncorrected
+from mis_plugins.loss import (
+    Reduce,
+    micro_batch_loss,
+    numerator_of,
+    scored_by,
+    share_of,
+    uncorrected,
+)
 from mis_plugins.notices import warn_once
 from mis_plugins.recorder import RECORDER
 
@@ -145,7 +152,11 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     ranks, cp = slime.parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
-    args._mis_rollout_mean = mean_weight_of(batch.proximal, batch.behavior, batch.place().ragged, config)
+    log_probs, numerator = (batch.proximal, batch.behavior), None
+    if by_loss_hook and hosts_loss.knows_versions(data):
+        config = config.where_versions_are_known()
+        numerator = numerator_of(*log_probs, hosts_loss.written(data, layout.local_lengths), config)
+    args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
 
 
 def policy_loss(
@@ -168,15 +179,16 @@ def policy_loss(
         ConfigError, InputError: before any work, naming the key, the flag or the list.
     """
     host = hosts_loss.of_reducer(sum_of_sample_mean)
-    config = hosts_loss.config_in_force(args, reading.from_args(args))
+    asked = reading.from_args(args)
+    config = hosts_loss.config_in_force(args, asked, hosts_loss.knows_versions(batch))
     flags, reduce_policy = hosts_loss.loss_config(args), hosts_loss.policy_reducer(args, batch)
     inputs = hosts_loss.read(host, args, batch, logits, config)
-    correction = None
+    correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
         check_agreement(config, inputs.ragged.ranks.cp, logits.device)
         rollout_mean = getattr(args, "_mis_rollout_mean", None)
         scored = scored_by(inputs, config)
-        correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean)
+        correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean, numerator)
     share = share_of(inputs, correction, config)
     watched = correction
     if (
@@ -187,7 +199,8 @@ def policy_loss(
     if watched is not None:
         verdict = replace(watched.verdict, all_rejected=share.all_rejected)
         pg_loss = uncorrected(inputs, config, flags) if config.metrics == "all" else None
-        RECORDER.record(replace(watched, verdict=verdict, on_policy=share.on_policy), pg_loss)
+        watched = replace(watched, verdict=verdict, on_policy=share.on_policy)
+        RECORDER.record(watched, pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     if not inputs.target.numel():

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from mis_plugins.by_age import ByAge
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction
 from mis_plugins.errors import ConfigError, MisError
@@ -30,8 +31,10 @@ from mis_plugins.notices import warn_once
 from mis_plugins.partials import Partials, partials, watch
 from mis_plugins.ragged import Ranks
 from mis_plugins.ratios import LOG_RATIO_CLAMP
+from mis_plugins.segmentwise import BehaviorWeight, Written
 from mis_plugins.slope import relation
 from mis_plugins.slope import warnings as slope_warnings
+from mis_plugins.staleness import weight_metrics, weights_by_age
 from mis_plugins.step_metrics import finalize
 from mis_plugins.transfer import Arrival, to_host
 
@@ -42,11 +45,43 @@ logger = logging.getLogger("mis_plugins")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was added up, under which config and among which ranks."""
+    """What was added up, under which config and among which ranks.
+
+    ages: the weights by age; None where they are not segment-wise.
+    """
 
     config: CorrectionConfig
     ranks: Ranks
     partials: Partials
+    ages: ByAge | None = None
+
+    def merge(self, other: Recorded) -> Recorded:
+        """Both as one."""
+        ages = self.ages
+        if ages is not None and other.ages is not None:
+            ages = ages.merge(other.ages)
+        return replace(self, partials=self.partials.merge(other.partials), ages=ages)
+
+    def over_ranks(self) -> Recorded:
+        """Of all ranks."""
+        groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
+        ages = None if self.ages is None else self.ages.over_ranks(groups)
+        return replace(self, partials=self.partials.over_ranks(groups), ages=ages)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
+        """The same of other tensors."""
+        ages = None if self.ages is None else self.ages.map(function)
+        return replace(self, partials=self.partials.map(function), ages=ages)
+
+    @property
+    def unknown_weights(self) -> float:
+        """How many tokens of the loss mask have a segment-wise weight that is not known. Reads them."""
+        return 0.0 if self.ages is None else self.ages.groups[""]["unknown"]
+
+    def metrics(self) -> dict[str, float]:
+        """What goes to the host's log. Reads them: on the host, by now."""
+        found = finalize(self.partials, self.config) if self.config.metrics == "all" else {}
+        return found if self.ages is None else found | weight_metrics(self.ages)
 
 
 @dataclass(frozen=True)
@@ -58,10 +93,8 @@ class Copy:
 
     @classmethod
     def begin(cls, recorded: Recorded) -> Copy:
-        copies = recorded.partials.map(to_host)
-        return cls(
-            Recorded(recorded.config, recorded.ranks, copies), Arrival.of_copies_from(recorded.partials.sums)
-        )
+        copies = recorded.map(to_host)
+        return cls(copies, Arrival.of_copies_from(recorded.partials.sums))
 
     def wait(self) -> Recorded:
         self.arrival.wait()
@@ -89,13 +122,15 @@ class Recorder:
         self,
         correction: Correction,
         pg_loss: Float[Tensor, " T"] | None = None,
-        lags: Int[Tensor, " T"] | None = None,
+        written: Written | None = None,
+        numerator: Float[Tensor, " T"] | None = None,
     ) -> None:
         """Add a micro-batch; nothing when called inside a backward, which is a recompute of one that was recorded.
 
         Args:
             pg_loss: the loss before correction.
-            lags: how many weight versions each token's is behind the trainer's; negative where that is not known.
+            written: which version wrote each token, where that is known.
+            numerator: log pi_{v+1} of each token; with segment-wise weights, beside `written`.
 
         Raises:
             ConfigError: a config that cannot do without the hook, and there is none.
@@ -107,11 +142,15 @@ class Recorder:
         if self.step is None:
             _check_without_hook(config)
         first = ranks.cp is None or ranks.cp.rank() == 0
+        ages = None
+        if self.step is not None and config.metrics != "none":
+            ages = _ages(correction, written, numerator)
         if everything:
             loss = None if pg_loss is None else pg_loss.detach()
-            self._add(Recorded(config, ranks, partials(correction, loss, lags, counts_sequences=first)))
+            lags = None if written is None else written.lags
+            self._add(Recorded(config, ranks, partials(correction, loss, lags, counts_sequences=first), ages))
         elif config.corrects or config.opsm:
-            self._add(Recorded(config, ranks, watch(correction, counts_sequences=first)))
+            self._add(Recorded(config, ranks, watch(correction, counts_sequences=first), ages))
         if self.step is None:
             self._poll()
 
@@ -138,14 +177,12 @@ class Recorder:
                 self._report(args, recorded, *ended)
 
     def _report(self, args: Any, pending: Recorded, *ended: int) -> None:
-        groups = [group for group in (pending.ranks.cp, pending.ranks.dp) if group is not None]
-        reduced = Recorded(pending.config, pending.ranks, pending.partials.over_ranks(groups))
-        recorded = Copy.begin(reduced).wait()
-        sums = recorded.partials.named_sums
+        recorded = Copy.begin(pending.over_ranks()).wait()
+        sums = recorded.partials.named_sums | {"unknown_weights": recorded.unknown_weights}
         if tracking.reports(recorded.ranks):
             self._warn(recorded.config, sums, f"rollout {ended[0]}, step {ended[1]}")
-            if recorded.config.metrics == "all":
-                tracking.log(args, finalize(recorded.partials, recorded.config), *ended)
+            if metrics := recorded.metrics():
+                tracking.log(args, metrics, *ended)
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
             raise MisError(f"{_all_rejected(recorded.config, sums)}, in rollout {ended[0]}, step {ended[1]}")
 
@@ -156,9 +193,7 @@ class Recorder:
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)
-        if earlier is not None:
-            recorded = Recorded(recorded.config, recorded.ranks, earlier.partials.merge(recorded.partials))
-        self.pending[recorded.config] = recorded
+        self.pending[recorded.config] = recorded if earlier is None else earlier.merge(recorded)
 
     def _poll(self) -> None:
         """Without the hook: read what has arrived, send what has been recorded since; never more than one of each."""
@@ -178,6 +213,17 @@ class Recorder:
 
 
 RECORDER = Recorder()
+
+
+def _ages(
+    correction: Correction, written: Written | None, numerator: Float[Tensor, " T"] | None
+) -> ByAge | None:
+    if written is None or numerator is None:
+        return None
+    scored = correction.stage.log_probs
+    applied = BehaviorWeight(correction.weights, correction.keep)
+    mask = correction.ragged.loss_mask
+    return weights_by_age(numerator, scored.proximal, scored.behavior, written, mask, applied)
 
 
 def _check_without_hook(config: CorrectionConfig) -> None:
@@ -223,12 +269,21 @@ def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     return slope_warnings(found) if found else []
 
 
+def unknown_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("unknown_weights", 0.0)
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs: "
+        "see mis.segment_wise.too_old, and drop or refuse them before training (mis_plugins.segmentwise.admitted)"
+    ] * bool(count)
+
+
 Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
 ALARMS: dict[str, Alarm] = {
     "all_rejected": all_rejected,
     "few_kept": few_kept,
     "product_too_long": product_too_long,
     "processed_log_probs": processed_log_probs,
+    "unknown_weights": unknown_weights,
 }
 ONCE = {"product_too_long", "processed_log_probs"}  # of a run
 EACH_TIME = {"all_rejected"}  # the others when they begin to hold

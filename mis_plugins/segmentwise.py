@@ -53,6 +53,11 @@ class Written:
         """Tokens of a version, and of none that the trainer has yet to reach."""
         return (self.versions > NO_VERSION) & (self.versions <= self.current)
 
+    @property
+    def lags(self) -> Int[Tensor, " T"]:
+        """Their age; -1 where it is not known."""
+        return torch.where(self.known, self.age, -1)
+
 
 @torch.no_grad()
 def proximal_t(

@@ -196,7 +196,7 @@ class Sequences:
         """What the weight was before its bound: the ratio of the sequence, or the mean over its tokens."""
         if self.config.weight and self.config.weight.by_sequence:
             return unit_ratio(self.units, self.config.weight)
-        return self._mean(self.totals["ratio"])
+        return self._mean(self.totals["weighed"])
 
     @cached_property
     def applied(self) -> Float[Tensor, " N"]:

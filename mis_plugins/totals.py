@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, RejectRule, Statistic, WeightConfig
+from mis_plugins.config import CorrectionConfig, RejectRule, Statistic
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import LogProbs, exp_clamped, log_ratio
 from mis_plugins.rejection import passes, row_of, total_of
@@ -24,7 +24,8 @@ class TokenStage:
     log_ratio: log pi_old - log mu; 0 where it is not usable.
     usable: in loss_mask, and both log-probs finite.
     ratio: exp(log_ratio), clamped; 0 where it is not usable.
-    unit_log_ratio: log ratio of what weighs the token, itself or its segment; None at the other levels.
+    unit_log_ratio: log ratio of what weighs the token, itself or its segment; None at the other levels. With
+        segment-wise weights log pi_{v+1} - log mu, and a token of which that is not known is not usable either.
     weight: bounded, of the token or of its segment; None at the other levels.
     passing: the weight is known, and within a mask or zero bound.
     keep: what mask bound and rules over tokens and segments leave; None where they can drop nothing.
@@ -48,6 +49,14 @@ class TokenStage:
         return self.usable if zero else self.passing
 
     @property
+    def weighed(self) -> Float[Tensor, " T"]:
+        """Of the token itself what its weight bounds: its ratio, or the segment-wise one."""
+        if not self.config.segment_wise_on:
+            return self.ratio
+        assert self.unit_log_ratio is not None
+        return torch.where(self.usable, exp_clamped(self.unit_log_ratio), 0)
+
+    @property
     def applied(self) -> Float[Tensor, " T"]:
         """Weight of the token where it is kept, else 0."""
         assert self.weight is not None
@@ -64,12 +73,22 @@ def token_stage(
     behavior: Float[Tensor, " T"],
     loss_mask: Bool[Tensor, " T"],
     config: CorrectionConfig,
+    numerator: Float[Tensor, " T"] | None = None,
 ) -> TokenStage:
-    """Everything that needs no other token than itself."""
+    """Everything that needs no other token than itself.
+
+    Args:
+        numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
+    """
     log_r, usable = log_ratio(proximal, behavior, loss_mask)
+    weighed = log_r
+    if numerator is not None:
+        weighed, usable = log_ratio(numerator, behavior, usable)
+        log_r = torch.where(usable, log_r, 0)
     ratio = torch.where(usable, exp_clamped(log_r), 0)
     weight = config.weight if config.weight and config.weight.level == "token" else None
-    passing = in_bounds(log_r, usable, weight) if weight else usable
+    passing = in_bounds(weighed, usable, weight) if weight else usable
+    bounds = ratio if numerator is None else torch.where(usable, exp_clamped(weighed), 0)
     stage = TokenStage(
         config=config,
         log_probs=LogProbs(proximal, behavior),
@@ -77,8 +96,8 @@ def token_stage(
         log_ratio=log_r,
         usable=usable,
         ratio=ratio,
-        unit_log_ratio=log_r if weight else None,
-        weight=bounded_weight(ratio, usable, passing, weight) if weight else None,
+        unit_log_ratio=weighed if weight else None,
+        weight=bounded_weight(bounds, usable, passing, weight) if weight else None,
         passing=passing,
         keep=None,
     )
@@ -104,7 +123,7 @@ SUMS: dict[str, Row] = {
     "valid": lambda stage: stage.loss_mask,
     "usable": lambda stage: stage.usable,
     "proximal": lambda stage: torch.where(stage.usable, stage.log_probs.proximal.float(), 0),
-    "ratio": lambda stage: stage.ratio,
+    "weighed": lambda stage: stage.weighed,
     "weight": lambda stage: stage.weight,
     "counted": lambda stage: stage.counted,
     "counted_weight": lambda stage: (
@@ -225,8 +244,11 @@ def drops_tokens(config: CorrectionConfig) -> bool:
     return masks or len(sequence_rules(config)) < len(config.reject)
 
 
-def monotone(weight: WeightConfig) -> bool:
+def monotone(config: CorrectionConfig) -> bool:
     """Whether the extreme weights of a sequence are those of its extreme token ratios."""
+    weight = config.weight
+    if weight is None or config.segment_wise_on:
+        return False
     return weight.level == "token" and weight.bound != "zero"
 
 
@@ -260,13 +282,13 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
     if config.metrics == "core":
         return names
     names |= {"proximal", "ratio_squared", "log_ratio_min"}
-    names |= _needed_for_weights(config.weight) if config.weight else set()
+    names |= _needed_for_weights(config) if config.weight else set()
     return names | (_needed_for_step(config) if config.metrics == "all" else set())
 
 
 def _needed_for_step(config: CorrectionConfig) -> set[str]:
     """For the rows of `step_rows.py`."""
-    names = {"ratio"}
+    names = {"weighed"}
     if drops_tokens(config):
         names |= {"kept"}
     for rule in config.reject:
@@ -275,10 +297,11 @@ def _needed_for_step(config: CorrectionConfig) -> set[str]:
     return names
 
 
-def _needed_for_weights(weight: WeightConfig) -> set[str]:
+def _needed_for_weights(config: CorrectionConfig) -> set[str]:
     """For the mean and the extremes of the weights of each sequence."""
-    if weight.by_sequence:
+    if not weighs_tokens(config):
         return set()
-    if not monotone(weight):
+    if not monotone(config):
         return {"weight", "weight_min", "weight_max", "passing_weight_min", "passing_weight_max"}
-    return {"weight"} | ({"passing_min", "passing_max"} if weight.bound == "mask" else set())
+    masks = config.weight is not None and config.weight.bound == "mask"
+    return {"weight"} | ({"passing_min", "passing_max"} if masks else set())

@@ -10,6 +10,7 @@ from mis_plugins.config import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    SegmentWiseConfig,
     WeightConfig,
 )
 
@@ -53,6 +54,7 @@ DOCUMENTED = {
     "geometric-rs": corrected(None, MILES_GEOMETRIC),
     "seq-mask-tis": corrected(RAW, mean_ratio(0.999, 1.002)),
     "opsm": CorrectionConfig(opsm=OpsmConfig(1e-4, "token", "behavior")),
+    "segment-wise": CorrectionConfig(segment_wise=SegmentWiseConfig(weight_cap=5.0)),
     "metrics-only": NOTHING,
     "mis": corrected(
         truncated(2.0, over="valid"),

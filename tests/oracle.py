@@ -21,7 +21,10 @@ Metrics = dict[str, list[Tokens]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: log-probs of the trainer and of the rollout engine, and the host's mask, a response token each."""
+    """One sequence: log-probs of the trainer and of the rollout engine, and the host's mask, a response token each.
+
+    numerator: log pi_{v+1}, which segment-wise weights, and they alone, compare with mu; NaN where it is not known.
+    """
 
     proximal: Sequence[float]
     behavior: Sequence[float]
@@ -29,6 +32,7 @@ class Sample:
     pools: dict[str, list[bool]] = field(
         default_factory=dict
     )  # by unit, the tokens that add up in it; else all
+    numerator: Sequence[float] | None = None
 
     @property
     def valid(self) -> list[int]:
@@ -39,8 +43,15 @@ class Sample:
         return [p - b for p, b in zip(self.proximal, self.behavior, strict=True)]
 
     @property
+    def weighed(self) -> Tokens:
+        """What weighs a token by itself."""
+        if self.numerator is None:
+            return self.log_ratios
+        return [p - b for p, b in zip(self.numerator, self.behavior, strict=True)]
+
+    @property
     def usable(self) -> list[int]:
-        return [t for t in self.valid if math.isfinite(self.log_ratios[t])]
+        return [t for t in self.valid if math.isfinite(self.log_ratios[t] + self.weighed[t])]
 
     @property
     def faulty(self) -> bool:
@@ -134,7 +145,8 @@ def pooled(sample: Sample, config: dict) -> Sample:
 
 def unit_log_ratio(sample: Sample, t: int, level: str) -> float:
     """The log ratio that weighs token t: its own, or the sum or the mean over its segment or sequence."""
-    terms = [sample.log_ratios[i] for i in members(sample, t, UNITS[level])]
+    each = sample.weighed if level == "token" else sample.log_ratios
+    terms = [each[i] for i in members(sample, t, UNITS[level])]
     return mean(terms) if "geometric" in level else math.fsum(terms)
 
 

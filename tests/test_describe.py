@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import loss_oracle
 import oracle
 import pytest
+import segmentwise_oracle
 import torch
 import yaml
 from batches import configs
@@ -122,6 +125,45 @@ def test_comments_stand_beside_their_settings():
             "KL_t   = (pi_theta(y_t) / pi_old(y_t)) * w_t * the host's KL estimate, 0 where not keep_t",
         ),
         (
+            {"segment_wise": {"weight_cap": 3, "mode": "clip", "weight_floor": 0.5}},
+            "weight: the ratio of each token, pi_{v+1} / mu, clipped to [0.5, 3]",
+            "w_t    = min(max(q_t, 0.5), 3)",
+        ),
+        (
+            {"segment_wise": {}},
+            "at ages 0 and 1, pi_old, from age 2 on what was recomputed under pi_{v+1} before the weights moved on; a "
+            "token of which nothing was stored is an error that names its sample; clip ratio, rules and OPSM look at "
+            "pi_old as ever",
+            "       = pi_{v+1}(y_t) / mu(y_t), as stored before the weights moved on, from age 2",
+        ),
+        (
+            {"segment_wise": {"too_old": "drop", "weight_cap": None}},
+            "a token of which nothing was stored leaves the loss mask",
+            "w_t    = q_t",
+        ),
+        (
+            {"weight": {"normalize": {}}, "segment_wise": {"method": "loglinear", "fresh_tokens": "behavior"}},
+            "at ages 0 and 1, mu itself, so that their weight is 1, from age 2 on a line in log-probs between pi_v and "
+            "pi_old; clip ratio",
+            "       = (pi_old(y_t) / mu(y_t))^(1 / age), from age 2",
+        ),
+        (
+            {"weight": {"normalize": {}}, "segment_wise": {"fresh_tokens": "behavior"}},
+            "pi_{v+1} / mu, capped at 2; divided by its mean",
+            "q_t    = 1 at age 0 and 1",
+        ),
+        (
+            {"segment_wise": {"enabled": False, "weight_cap": 3}},
+            "weight: the ratio of each token, pi_old / mu, capped at 3",
+            "w_t    = min(r_t, 3)",
+        ),
+        (
+            {"weight": {}, "opsm": {"delta": 0.5}},
+            "segment_wise: on where the host hands on which version wrote each token (Miles and slime do not): the "
+            "weight is pi_{v+1} / mu there; enabled: false keeps pi_old / mu",
+            "w_t    = min(r_t, 2)",
+        ),
+        (
             {"opsm": {"delta": 0.5, "advantage": "sequence", "reference": "proximal"}, "on_all_rejected": "raise"},
             "opsm: drops all tokens in sequences with mean(log pi_old - log pi_theta) above 0.5 and a negative mean "
             "advantage",
@@ -231,9 +273,25 @@ def samples(config: CorrectionConfig) -> list[oracle.Sample]:
     bypass = config.objective is not None and config.objective.old == "behavior"
     scored = example.TARGET if bypass else example.PROXIMAL
     return [
-        oracle.Sample(_log(scored[part]), _log(example.BEHAVIOR[part]), example.LOSS_MASK[part])
+        oracle.Sample(
+            _log(scored[part]),
+            _log(example.BEHAVIOR[part]),
+            example.LOSS_MASK[part],
+            numerator=numerators(part) if config.segment_wise_on else None,
+        )
         for part in parts()
     ]
+
+
+def numerators(part: slice) -> list[float]:
+    """Log pi_{v+1} by the defaults."""
+    rows = zip(example.PROXIMAL, example.BEHAVIOR, example.NEXT, example.VERSIONS, strict=True)
+    tokens = [
+        segmentwise_oracle.Token(*_log((old, mu, stored)), version, example.CURRENT)
+        for old, mu, stored, version in rows
+    ][part]
+    found = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in tokens]
+    return [math.nan if value is None else value for value in found]
 
 
 def parts() -> list[slice]:
@@ -241,7 +299,7 @@ def parts() -> list[slice]:
     return [slice(0, first), slice(first, sum(example.LENGTHS))]
 
 
-def _log(row: tuple[float, ...]) -> list[float]:
+def _log(row: Sequence[float]) -> list[float]:
     return [math.log(p) for p in row]
 
 
@@ -249,7 +307,7 @@ def _log(row: tuple[float, ...]) -> list[float]:
 def test_weights_and_masks_are_the_oracles(name: str):
     config = DOCUMENTED[name]
     batch = samples(config)
-    expected = oracle.correct(batch, writing.as_mapping(config))
+    expected = oracle.correct(batch, writing.as_mapping(dataclasses.replace(config, segment_wise=None)))
     worked = example.work(config)
     rtol = normalized_rtol(max(sum(map(abs, sample.log_ratios)) for sample in batch))
     keep, stays = sum(expected.keep, []), sum(map(stays_of, parts(), [config] * 2), [])
@@ -293,7 +351,7 @@ def test_losses_are_the_oracles(name: str):
             assert_close(worked.loss[t].item(), expected, normalized_rtol(4.0), 0.0, f"loss of token {t}")
 
 
-@pytest.mark.parametrize("name", ["mis", "opsm", "verl-bypass-pg-geo-rs-token-tis"])
+@pytest.mark.parametrize("name", ["mis", "opsm", "verl-bypass-pg-geo-rs-token-tis", "segment-wise"])
 def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture):
     assert main(["config", "show", name]) == 0
     told = capsys.readouterr().out
@@ -303,8 +361,11 @@ def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture)
         if not example.LOSS_MASK[t]:
             assert row[1:] == ["tool", "masked"]
             continue
-        assert row[4:7] == [
+        aged = [str(example.CURRENT - example.VERSIONS[t]), f"{worked.correction.stage.weighed[t]:.4f}"]
+        aged = aged if DOCUMENTED[name].segment_wise_on else []
+        assert row[4 : 7 + len(aged)] == [
             f"{worked.correction.log_ratio[t].exp():.4f}",
+            *aged,
             f"{worked.correction.weights[t]:.4f}",
             "yes" if worked.keep[t] else "no",
         ]

@@ -26,6 +26,7 @@ from mis_plugins.config import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    SegmentWiseConfig,
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
@@ -95,7 +96,7 @@ def test_every_preset_of_verl_is_here(name: str):
 
 
 SERVED_BY_TIS_HOOK = [
-    file for file in FILES if DOCUMENTED[file.stem].corrects and not DOCUMENTED[file.stem].objective
+    file for file in FILES if DOCUMENTED[file.stem].corrects and not DOCUMENTED[file.stem].needs_loss_hook
 ]
 
 
@@ -249,7 +250,8 @@ def test_readme_shows_every_setting():
     """The block under "In full" is read as it stands, holds the defaults, and names every key and every choice."""
     block = README.partition("In full, with the defaults:\n\n```yaml\n")[2].partition("```")[0]
     assert from_mapping(yaml.safe_load(block)["mis"]) == CorrectionConfig(WeightConfig())
-    for part in (CorrectionConfig, WeightConfig, NormalizeConfig, RejectRule, OpsmConfig, ObjectiveConfig):
+    blocks = (WeightConfig, NormalizeConfig, RejectRule, OpsmConfig, ObjectiveConfig, SegmentWiseConfig)
+    for part in (CorrectionConfig, *blocks):
         for name, kind in typing.get_type_hints(part).items():
             assert re.search(rf"\b{name}\b", block), name
             for choice in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ():

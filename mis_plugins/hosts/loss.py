@@ -21,6 +21,7 @@ from mis_plugins.hosts.batch import host_layout
 from mis_plugins.loss import LossConfig, LossInputs, Reduce
 from mis_plugins.objective import ESTIMATORS, Clip
 from mis_plugins.ragged import Ranks
+from mis_plugins.segmentwise import Written
 
 Batch = Mapping[str, Any]
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
@@ -112,8 +113,11 @@ HOSTS = {
 # The flags.
 
 
-def config_in_force(args: Any, config: CorrectionConfig) -> CorrectionConfig:
+def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = False) -> CorrectionConfig:
     """`config` with an objective and OPSM: the user's own, which must not contradict the host's flags, or the flags'.
+
+    Args:
+        versions_known: whether the host says which version wrote each token.
 
     Raises:
         ConfigError: it quotes both.
@@ -132,9 +136,10 @@ def config_in_force(args: Any, config: CorrectionConfig) -> CorrectionConfig:
             "the weights are those of pi_theta, which every step changes; use scope: data_parallel"
         )
     try:
-        return dataclasses.replace(config, objective=objective, opsm=opsm)
+        config = dataclasses.replace(config, objective=objective, opsm=opsm)
     except ConfigError as error:
         raise error.spelled({}, "mis.") from None
+    return config.where_versions_are_known() if versions_known else config
 
 
 # A host's flag, and what it says of the objective.
@@ -232,20 +237,52 @@ def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: Correc
         reference=constant("ref_log_probs"),
         advantages=_flat("advantages", batch["advantages"], layout.local_lengths).detach(),
         entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
+        written=written(batch, layout.local_lengths) if _reads_versions(batch, config) else None,
     )
 
 
+VERSIONS = "output_versions"  # the key under which a host that knows who wrote a token says so
+
+
+def knows_versions(batch: Batch) -> bool:
+    return bool(batch.get(VERSIONS))
+
+
+def written(batch: Batch, lengths: Sequence[int]) -> Written:
+    """Who wrote each token of a micro-batch, or of a rollout: three keys, which `docs/async.md` describes.
+
+    Raises:
+        InputError: a list that does not fit, or no version of the proximal policy.
+    """
+    if batch.get("proximal_version") is None:
+        raise InputError(
+            f"proximal_version: none beside {VERSIONS}; hand on the version of the weights that log_probs are of"
+        )
+    versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
+    if batch.get("recomputed_log_probs"):
+        recomputed = _flat("recomputed_log_probs", batch["recomputed_log_probs"], lengths).detach()
+    else:
+        recomputed = torch.full(versions.shape, torch.nan, device=versions.device)
+    return Written(versions, recomputed, batch["proximal_version"])
+
+
+def _reads_versions(batch: Batch, config: CorrectionConfig) -> bool:
+    return knows_versions(batch) and (config.segment_wise_on or config.metrics == "all")
+
+
 def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionConfig) -> None:
-    bypass = config.objective is not None and config.objective.old == "behavior"
     wanted = {
-        "rollout_log_probs": config.corrects or bypass,
+        "rollout_log_probs": config.corrects or config.bypass,
         "ref_log_probs": getattr(args, "use_kl_loss", False),
-        "log_probs": host.recomputes(args) and not bypass,
+        "log_probs": host.recomputes(args) and not config.bypass,
+        VERSIONS: config.segment_wise_on,
     }
     why = {
         "rollout_log_probs": "the rollout engine must return one for each sampled token",
         "ref_log_probs": "--use-kl-loss needs those of a reference policy",
         "log_probs": "the trainer's log-probs were neither recomputed nor handed on",
+        VERSIONS: "mis.segment_wise needs to know which version wrote each token, which this host does not say (see "
+        "docs/async.md); leave mis.segment_wise out, and give its bounds as mis.weight",
     }
     for name, is_wanted in wanted.items():
         if is_wanted and not batch.get(name):
