@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import loss_oracle
 import oracle
@@ -287,7 +286,7 @@ def numerators(part: slice) -> list[float]:
     """Log pi_{v+1} by the defaults."""
     rows = zip(example.PROXIMAL, example.BEHAVIOR, example.NEXT, example.VERSIONS, strict=True)
     tokens = [
-        segmentwise_oracle.Token(*_log((old, mu, stored)), version, example.CURRENT)
+        segmentwise_oracle.Token(math.log(old), math.log(mu), math.log(stored), version, example.CURRENT)
         for old, mu, stored, version in rows
     ][part]
     found = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in tokens]
@@ -299,7 +298,7 @@ def parts() -> list[slice]:
     return [slice(0, first), slice(first, sum(example.LENGTHS))]
 
 
-def _log(row: Sequence[float]) -> list[float]:
+def _log(row: tuple[float, ...]) -> list[float]:
     return [math.log(p) for p in row]
 
 

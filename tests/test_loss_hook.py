@@ -194,21 +194,27 @@ class Expected:
 
     def __init__(self, step: Step, question: Question):
         self.question, self.step = question, step
-        rows = zip(step.responses, step.behavior, strict=True)
-        samples = [
-            oracle.Sample(x.target if question.bypass else x.old, b, [bool(m) for m in x.mask])
-            for x, b in rows
-        ]
-        self.corrected = oracle.correct(samples, question.mis)
+        samples = self.samples()
+        self.corrected = oracle.correct(samples, self.correction)
         self.rtol = normalized_rtol(max(map(spread, samples)))
         self.frozen = [self._response(i, x) for i, x in enumerate(step.responses)]
+
+    @property
+    def correction(self) -> dict:
+        """The config as the oracle reads it."""
+        return self.question.mis
+
+    def samples(self) -> list[oracle.Sample]:
+        rows = zip(self.step.responses, self.step.behavior, strict=True)
+        bypass = self.question.bypass
+        return [oracle.Sample(x.target if bypass else x.old, b, [bool(m) for m in x.mask]) for x, b in rows]
 
     def _response(self, i: int, x: Response) -> Response:
         old = self.step.behavior[i] if self.question.bypass else x.old
         return dataclasses.replace(x, old=old, factor=self._factor(i, x))
 
     def _factor(self, i: int, x: Response) -> list[float]:
-        keep, mis_config = self.corrected.keep[i], self.question.mis
+        keep, mis_config = self.corrected.keep[i], self.correction
         opsm, stays = mis_config.get("opsm"), keep
         if opsm:
             by_sequence = opsm.get("advantage") == "sequence"
@@ -817,8 +823,12 @@ def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
         return list(whole[layout.response_index].split(layout.local_lengths))
 
     fields = {"advantages": "advantages", "proximal": "old", "behavior": "behavior", "reference": "reference"}
-    masks = step.rows("mask")
-    return layout, MicroBatch(layout, tokens, masks, **{field: local(name) for field, name in fields.items()})
+    constants = {field: local(name) for field, name in fields.items()}
+    version = step.batch().get("proximal_version")
+    if version is not None:
+        versions = torch.cat(step.rows("versions"))[layout.response_index]
+        constants |= {"versions": list(versions.split(layout.local_lengths)), "recomputed": local("stored")}
+    return layout, MicroBatch(layout, tokens, step.rows("mask"), **constants, proximal_version=version)
 
 
 EMBEDDED = [
@@ -835,8 +845,8 @@ EMBEDDED = [
 def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
     """Loss, gradient and metrics with the embedded host's own batch, log-probs and reducer, at CP 1, 2 and 4."""
     step = random_step(11, (9, 1, 20, 13, 6))
-    args = flags(mis=config, custom_loss_function_path="mis_plugins.mis.policy_loss", rollout_temperature=1.0,
-                 use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3, entropy_coef=0.01)  # fmt: skip
+    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False, use_kl_loss=True, kl_loss_type="k3",
+                 kl_loss_coef=0.3, entropy_coef=0.01)  # fmt: skip
     answers = []
     for cp in (1, 2, 4):
         folder = tmp_path / str(cp)

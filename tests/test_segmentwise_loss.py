@@ -1,0 +1,534 @@
+"""Segment-wise weights in the loss hook: against the formulas, beside rules, OPSM and normalization, over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import loss_oracle
+import oracle
+import pytest
+import segmentwise_oracle
+import tallies
+import torch
+from launch import run_ranks
+from segmentwise_oracle import Token
+from test_loss_hook import (
+    OBJECTIVES,
+    OPSM,
+    Expected,
+    Outcome,
+    Question,
+    Step,
+    assert_same,
+    embedded_outcome,
+    flags,
+    hosts,  # noqa: F401
+    random_step,
+    reducer,
+)
+from test_loss_hook import drive as drive_batch
+from tolerances import (
+    DECISION,
+    FINITE_STEP,
+    finite_difference_atol,
+    normalized_rtol,
+    step_atol,
+    step_weight_atol,
+    sum_rtol,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mis_plugins import mis
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import tracking
+from mis_plugins.staleness import weight_metrics
+
+CURRENT = 7
+STANDARD = {
+    "weight": {"level": "token", "bound": "truncate", "upper": 1.3},
+    "segment_wise": {"enabled": False},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Aged(Step):
+    """A micro-batch whose tokens several versions wrote; `stored` is log pi_{v+1}, None where nobody kept it."""
+
+    versions: list[list[int]]
+    stored: list[list[float | None]]
+
+    def rows(self, name: str) -> list[Tensor]:
+        if name == "versions":
+            return [torch.tensor(row) for row in self.versions]
+        if name == "stored":
+            nan = [[math.nan if x is None else x for x in row] for row in self.stored]
+            return [torch.tensor(row, dtype=torch.float64) for row in nan]
+        return super().rows(name)
+
+    def batch(self) -> dict[str, Any]:
+        return super().batch() | {
+            "output_versions": self.rows("versions"), "recomputed_log_probs": self.rows("stored"),
+            "proximal_version": CURRENT,
+        }  # fmt: skip
+
+    @property
+    def tokens(self) -> list[list[Token]]:
+        rows = zip(self.responses, self.behavior, self.stored, self.versions, strict=True)
+        return [
+            [
+                Token(old, mu, kept, version, CURRENT, bool(live))
+                for old, mu, kept, version, live in zip(x.old, b, s, v, x.mask, strict=True)
+            ]
+            for x, b, s, v in rows
+        ]
+
+
+def aged(step: Step, seed: int, oldest: int = 5) -> Aged:
+    """Versions that only grow along a response; masked tokens are a tool's."""
+    rng = random.Random(seed)
+    versions, stored = [], []
+    for x, mu in zip(step.responses, step.behavior, strict=True):
+        wrote = sorted(rng.randint(CURRENT - oldest, CURRENT) for _ in x.mask)
+        versions.append([v if live else -1 for v, live in zip(wrote, x.mask, strict=True)])
+        kept = [b + rng.gauss(0, 0.3) if CURRENT - v >= 2 else None for b, v in zip(mu, wrote, strict=True)]
+        stored.append(kept)
+    return Aged(step.responses, step.behavior, versions, stored)
+
+
+def call(step: Step, mis_config: dict, **settings: Any) -> Outcome:
+    return drive(flags(mis=mis_config, **settings), step.batch(), step)
+
+
+def drive(args: Namespace, batch: dict[str, Any], step: Step) -> Outcome:
+    return drive_batch(args, batch, torch.cat(step.rows("target")))
+
+
+# ------------------------------------------------------------------------------------------------- against formulas
+
+
+class ExpectedAged(Expected):
+    """The same loss with pi_{v+1} / mu as what the weight bounds, and pi_old in everything else."""
+
+    step: Aged
+
+    @property
+    def correction(self) -> dict:
+        said = dict(self.question.mis)
+        block = said.pop("segment_wise", {})
+        if said.get("weight") is None:
+            mode, cap, floor = block.get("mode", "truncate"), block["weight_cap"], block.get("weight_floor")
+            said["weight"] = {"level": "token", "bound": mode, "upper": cap, "lower": floor}
+        return said
+
+    def samples(self) -> list[oracle.Sample]:
+        block = self.question.mis.get("segment_wise", {})
+        spec = segmentwise_oracle.Spec(
+            method=block.get("method", "recompute"), fresh=block.get("fresh_tokens", "proximal")
+        )
+        found = super().samples()
+        if not block.get("enabled", True):
+            return found
+        rows = [[segmentwise_oracle.numerator(token, spec) for token in row] for row in self.step.tokens]
+        return [
+            dataclasses.replace(sample, numerator=[math.nan if x is None else x for x in row])
+            for sample, row in zip(found, rows, strict=True)
+        ]
+
+
+TOKEN_RULE = {"over": "token", "lower": 0.7, "upper": 1.5}
+SEQUENCE_RULE = {"over": "mean", "lower": 0.85, "upper": 1.2}
+CORRECTIONS = [
+    {"segment_wise": {"weight_cap": 1.2}},
+    {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.8, "mode": "mask", "fresh_tokens": "behavior"},
+     "denominator": "kept"},
+    {"segment_wise": {"weight_cap": 1.3, "weight_floor": 0, "mode": "zero", "method": "loglinear"},
+     "reject": [SEQUENCE_RULE]},
+    {"weight": {"level": "token", "bound": "clip", "upper": 1.3, "lower": 0.7,
+                "normalize": {"scope": "micro_batch", "over": "kept"}},
+     "segment_wise": {"enabled": True}, "reject": [TOKEN_RULE, SEQUENCE_RULE]},
+    {"weight": {"level": "token", "bound": "truncate", "upper": 1.2}},  # nothing said: on where versions are known
+    STANDARD,
+]  # fmt: skip
+
+
+def questions() -> Iterator[Question]:
+    """Every correction with every OPSM and every objective that compares pi_theta with pi_old."""
+    kl = itertools.cycle((None, "k3", "low_var_kl"))
+    proximal = [(objective, spec) for objective, spec in OBJECTIVES if objective.get("old") != "behavior"]
+    for correction, opsm, (objective, spec) in itertools.product(CORRECTIONS, OPSM, proximal):
+        yield Question({**correction, **opsm, "objective": objective, "metrics": "none"}, spec, next(kl))
+
+
+@pytest.mark.parametrize("question", list(questions()), ids=str)
+def test_composition(question: Question):
+    """Only the weight looks at pi_{v+1}: clip ratio, rules, OPSM and KL are those of pi_old and pi_theta."""
+    candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
+    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
+    found = call(expected.step, question.mis, **question.settings)
+    atol = expected.rtol * expected.magnitude
+    assert abs(found.loss.item() - expected(expected.step.responses)) <= atol
+    slopes = loss_oracle.gradient(expected, expected.step.responses, FINITE_STEP)
+    atol += finite_difference_atol(expected.magnitude)
+    flat = [slope for row in slopes for slope in row]
+    for found_slope, slope in zip(found.gradient.tolist(), flat, strict=True):
+        assert abs(found_slope - slope) <= atol
+    assert any(abs(slope) > 10 * atol for slope in flat)
+
+
+# ------------------------------------------------------------------------------------------------------ identities
+
+
+ON = [
+    {"segment_wise": {"weight_cap": 1.2}, "opsm": {"delta": 0.05}},
+    {"weight": {"bound": "clip", "upper": 1.2, "normalize": {"scope": "micro_batch"}}, "reject": [SEQUENCE_RULE]},
+]  # fmt: skip
+
+
+def switched(config: dict, enabled: bool) -> dict:
+    """The same bounds, on or off."""
+    return config | {"segment_wise": config.get("segment_wise", {}) | {"enabled": enabled}}
+
+
+@pytest.mark.parametrize("config", ON)
+def test_one_version_behind_is_standard_decoupled(config: dict):
+    """Loss and gradient to the last bit, metrics to rounding; older tokens differ."""
+    for seed in range(3):
+        young = aged(random_step(seed), seed, oldest=1)
+        on, off = (call(young, switched(config, enabled)) for enabled in (True, False))
+        assert_same(on, off)
+        assert on.metrics.keys() == off.metrics.keys()
+        for name, value in off.metrics.items():
+            torch.testing.assert_close(on.metrics[name], value, rtol=normalized_rtol(3.0), atol=0.0)
+    old = aged(random_step(0), 0)
+    on, off = (call(old, switched(config, enabled)) for enabled in (True, False))
+    assert not torch.equal(on.gradient, off.gradient)
+
+
+@pytest.mark.parametrize("config", ON)
+@pytest.mark.parametrize("metrics", ["full", "core"])
+def test_off_does_what_a_host_without_versions_does(config: dict, metrics: str):
+    """No operator more, no key more, the same bits: `enabled: false` reads no versions."""
+    step, off = random_step(4), switched(config, False) | {"metrics": metrics}
+    plain = {name: value for name, value in off.items() if name != "segment_wise"}
+    if "weight" not in plain:
+        plain["weight"] = {"upper": config["segment_wise"]["weight_cap"]}
+
+    def counted(x: Step, mis_config: dict) -> tuple[Outcome, Any]:
+        found: list[Outcome] = []
+        args, batch = flags(mis=mis_config), x.batch()
+        tally = tallies.tally(lambda: found.append(drive(args, batch, x)))
+        return found[0], tally.operators
+
+    (with_versions, ours), (without, standard) = counted(aged(step, 4), off), counted(step, plain)
+    assert ours == standard
+    assert with_versions.metrics.keys() == without.metrics.keys()
+    assert_same(with_versions, without)
+
+
+def test_nothing_said_is_on_where_versions_are_known():
+    step, weight = aged(random_step(5), 5), {"weight": {"upper": 1.2}}
+    assert_same(call(step, weight), call(step, weight | {"segment_wise": {}}))
+    assert_same(call(step, weight), call(step, {"segment_wise": {"weight_cap": 1.2}}))
+    assert not torch.equal(call(step, weight).gradient, call(random_step(5), weight).gradient)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"weight": None, "reject": [SEQUENCE_RULE]}, {"weight": {"level": "sequence"}}]
+)
+def test_without_a_weight_of_tokens_versions_change_nothing(config: dict):
+    assert_same(call(aged(random_step(5), 5), config), call(random_step(5), config))
+
+
+def test_masked_versions_change_nothing():
+    step = aged(random_step(6), 6)
+    wild = [
+        [v if live else 10**6 for v, live in zip(row, x.mask, strict=True)]
+        for row, x in zip(step.versions, step.responses, strict=True)
+    ]
+    assert_same(call(step, ON[0]), call(dataclasses.replace(step, versions=wild), ON[0]))
+
+
+def test_the_mean_of_the_rollout_is_of_the_same_weights():
+    step = aged(random_step(3), 3)
+    weight = {"upper": 1.2, "normalize": {"scope": "rollout"}}
+    args, batch = flags(mis={"weight": weight}, loss_type="custom_loss"), step.batch()
+    mis.normalize_rollout(args, 0, batch)
+    alone = {"weight": weight | {"normalize": {"scope": "micro_batch"}}}
+    assert_same(drive(args, batch, step), call(step, alone))
+
+
+# ---------------------------------------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize(
+    ("areal", "ours"),
+    [
+        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2},
+         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero"}}),
+        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": "1.2", "behav_imp_weight_floor": 0.9},
+         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.9, "mode": "zero"}}),
+        ({"enable_segment_wise_ppo": True, "use_decoupled_loss": True},
+         {"segment_wise": {"weight_cap": None}}),
+        ({"enable_segment_wise_ppo": False, "behav_imp_weight_cap": 1.2},
+         {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}, "segment_wise": {"enabled": False}}),
+        ({"behav_imp_weight_cap": 1.2, "max_head_offpolicyness": 4},
+         {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}}),
+        ({"use_decoupled_loss": False}, {"objective": {"old": "behavior"}, "segment_wise": {"enabled": False}}),
+    ],
+)  # fmt: skip
+def test_areals_names(areal: dict, ours: dict):
+    step = aged(random_step(8), 8)
+    theirs = drive(flags(**areal), step.batch(), step)
+    assert_same(theirs, call(step, ours))
+    assert not torch.equal(theirs.gradient, call(step, {"weight": {"bound": "clip", "upper": 1.2}}).gradient)
+
+
+@pytest.mark.parametrize(
+    ("flat", "message"),
+    [
+        ({"use_decoupled_loss": False, "behav_imp_weight_cap": 5.0},
+         r"^behav_imp_weight_cap: 5 has no effect with use_decoupled_loss: false; drop it"),
+        ({"use_decoupled_loss": False, "enable_segment_wise_ppo": True},
+         r"^enable_segment_wise_ppo: true contradicts use_decoupled_loss: false"),
+        ({"behav_imp_weight_floor": 0.2}, r"^behav_imp_weight_floor: 0\.2 alone .* behav_imp_weight_cap too"),
+        ({"behav_imp_weight_cap": 5, "behav_imp_weight_floor": 6},
+         r"^behav_imp_weight_floor: 6 is not below behav_imp_weight_cap: 5"),
+        ({"behav_imp_weight_cap": -1}, r"^behav_imp_weight_cap: got -1; every ratio is above 0"),
+        ({"enable_segment_wise_ppo": "yes"}, r"^enable_segment_wise_ppo: got 'yes'; expected true or false"),
+        ({"behav_imp_weight_cap": 5, "mis": {"segment_wise": {}}},
+         r"both `mis:` and the flat key behav_imp_weight_cap are set; keep one"),
+        ({"behav_imp_weight_cap": 5, "tis_upper_bound": 2.0},
+         r"both the flat key tis_upper_bound and the flat key behav_imp_weight_cap are set"),
+    ],
+)  # fmt: skip
+def test_areals_names_that_cannot_work(flat: dict, message: str):
+    step = random_step(0)
+    with pytest.raises(ConfigError, match=message):
+        drive(flags(**flat), step.batch(), step)
+
+
+def test_versions_that_are_asked_for_and_not_there():
+    message = (
+        r"output_versions: none in this micro-batch; mis\.segment_wise needs .*docs/async\.md.*as mis\.weight"
+    )
+    with pytest.raises(InputError, match=message):
+        call(random_step(0), {"segment_wise": {}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"proximal_version": None}, r"proximal_version: none beside output_versions; hand on the version"),
+        ({"output_versions": [torch.zeros(3)]}, r"output_versions: \[3\] tokens a sequence, but this rank expects"),
+        ({"recomputed_log_probs": [torch.zeros(3)]}, r"recomputed_log_probs: \[3\] tokens a sequence"),
+    ],
+)  # fmt: skip
+def test_versions_that_do_not_fit(change: dict, message: str):
+    step = aged(random_step(0), 0)
+    with pytest.raises(InputError, match=message):
+        drive(flags(mis={"segment_wise": {}}), step.batch() | change, step)
+
+
+def test_the_interpolation_needs_nothing_stored():
+    step = aged(random_step(0), 0)
+    batch, config = step.batch(), {"segment_wise": {"method": "loglinear"}}
+    assert_same(drive(flags(mis=config), batch | {"recomputed_log_probs": None}, step), call(step, config))
+
+
+def test_a_flag_that_excludes_it():
+    message = r"mis\.segment_wise: a weight .* belongs to mis\.objective\.old: proximal"
+    with pytest.raises(ConfigError, match=message):
+        call(aged(random_step(0), 0), {"segment_wise": {}}, use_rollout_logprobs=True)
+
+
+def test_the_tis_hook_cannot_serve_it():
+    message = r"mis\.segment_wise: the TIS hook does not see which version wrote a token; pass --loss-type custom_loss"
+    with pytest.raises(ConfigError, match=message):
+        mis.config_in_force(Namespace(use_tis=True, mis={"segment_wise": {}}))
+    off = mis.config_in_force(Namespace(use_tis=True, mis={"segment_wise": {"enabled": False}}))
+    assert off.weight is not None and off.weight.ceiling == 5.0
+
+
+# ------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: found.append(dict(metrics)))
+    return found
+
+
+def cut(step: Aged, part: slice) -> Aged:
+    return Aged(step.responses[part], step.behavior[part], step.versions[part], step.stored[part])
+
+
+CAP = {"segment_wise": {"weight_cap": 1.2}}
+
+
+@pytest.mark.parametrize("metrics", ["full", "core", "all"])
+def test_a_step_reports_its_weights_by_age(metrics: str, logged: list[dict[str, float]]):
+    """Of the whole step, however it is split: both variances over the same tokens, and the weights applied."""
+    step, config = aged(random_step(9), 9), CAP | {"metrics": metrics}
+    mis.report_step(flags(), 0, 0)
+    call(cut(step, slice(0, 2)), config)
+    call(cut(step, slice(2, None)), config)
+    mis.report_step(flags(), 0, 1)
+    (found,) = logged
+    live = [token for row in step.tokens for token in row if token.live]
+    for age in (None, 0, 1, 2, 5):
+        part = [token for token in live if age is None or token.age == age]
+        suffix = "" if age is None else f"/age_{age}"
+        assert found[f"staleness/tokens{suffix}"] == len(part) > 0
+        rows = [
+            (token, segmentwise_oracle.numerator(token, segmentwise_oracle.Spec(cap=1.2))) for token in part
+        ]
+        one_step = [math.exp(top - token.behavior) for token, top in rows if top is not None]
+        standard = [math.exp(token.proximal - token.behavior) for token, _ in rows]
+        weights = [min(x, 1.2) for x in one_step]
+        atol = step_atol(len(part), max(one_step + standard) ** 2)
+        expected = {
+            "var/segment_wise": segmentwise_oracle.variance(one_step),
+            "var/standard": segmentwise_oracle.variance(standard),
+        }
+        for name, value in expected.items():
+            assert found[f"behav_imp_weight/{name}{suffix}"] == pytest.approx(value, abs=atol)
+        atol = step_weight_atol(len(part), max(weights) ** 2)
+        assert found[f"behav_imp_weight/avg{suffix}"] == pytest.approx(
+            math.fsum(weights) / len(part), abs=atol
+        )
+        assert found[f"behav_imp_weight/max{suffix}"] == pytest.approx(max(weights), abs=atol)
+        ess = segmentwise_oracle.effective_share(weights)
+        assert found[f"behav_imp_weight/ess{suffix}"] == pytest.approx(ess, abs=atol)
+    assert ("kl_k3" in found) == (metrics == "all")
+
+
+def test_what_is_dropped_is_no_applied_weight(logged: list[dict[str, float]]):
+    """Rules and OPSM take tokens from what is averaged, not from the ratios beside it."""
+    step, config = aged(random_step(9), 9), CAP | {"reject": [{"over": "token", "upper": 1.1}]}
+    mis.report_step(flags(), 0, 0)
+    call(step, config)
+    mis.report_step(flags(), 0, 1)
+    live = [token for row in step.tokens for token in row if token.live]
+    kept = [token for token in live if math.exp(token.proximal - token.behavior) <= 1.1]
+    tops = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in kept]
+    weights = [
+        min(math.exp(top - t.behavior), 1.2) for t, top in zip(kept, tops, strict=True) if top is not None
+    ]
+    assert 0 < len(kept) < len(live) and logged[0]["staleness/tokens"] == len(live)
+    mean = math.fsum(weights) / len(weights)
+    assert logged[0]["behav_imp_weight/avg"] == pytest.approx(mean, abs=step_weight_atol(len(weights), 2.0))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_mismatch_is_split_by_lag(enabled: bool, logged: list[dict[str, float]]):
+    """`metrics: all`, whichever weights are in force; of pi_old against mu, so that staleness shows."""
+    step = aged(random_step(9), 9)
+    mis.report_step(flags(), 0, 0)
+    call(step, switched(CAP, enabled) | {"metrics": "all"})
+    mis.report_step(flags(), 0, 1)
+    (found,) = logged
+    assert any(name.startswith("behav_imp_weight") for name in found) == enabled
+    live = [token for row in step.tokens for token in row if token.live]
+    for lag in range(6):
+        part = [token.proximal - token.behavior for token in live if token.age == lag]
+        assert found[f"lag_{lag}_share"] == pytest.approx(len(part) / len(live))
+        mean = -math.fsum(part) / len(part)
+        assert found[f"lag_{lag}_kl_k1"] == pytest.approx(mean, abs=step_weight_atol(len(part), 3.0))
+
+
+def test_nothing_is_added_up_where_it_is_off(logged: list[dict[str, float]]):
+    mis.report_step(flags(), 0, 0)
+    call(aged(random_step(9), 9), STANDARD)
+    call(aged(random_step(9), 9), CAP | {"metrics": "none"})
+    mis.report_step(flags(), 0, 1)
+    assert logged == []
+
+
+def test_a_weight_that_is_not_known_is_warned_of(
+    logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
+):
+    step = aged(random_step(9), 9)
+    lost = dataclasses.replace(step, stored=[[None] * len(row) for row in step.stored])
+    old = sum(token.live and token.age >= 2 for row in step.tokens for token in row)
+    mis.report_step(flags(), 0, 0)
+    found = call(lost, CAP)
+    with caplog.at_level(logging.WARNING, "mis_plugins"):
+        mis.report_step(flags(), 0, 1)
+    assert f"{old} of {sum(sum(x.mask) for x in step.responses)} tokens weigh 0" in caplog.text
+    assert logged[0]["staleness/unknown"] == old > 0
+    ages = [CURRENT - v if v >= 0 else -1 for row in step.versions for v in row]
+    assert all(g == 0 for g, age in zip(found.gradient.tolist(), ages, strict=True) if age >= 2)
+    assert found.gradient.any() and found.loss.isfinite()
+
+
+# -------------------------------------------------------------------------------------------- over ranks, on devices
+
+
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+def test_nothing_waits_for_the_device(method: str):
+    """Fake tensors have no values: whatever asked for one would raise."""
+    step = aged(random_step(7), 7)
+    config = {"segment_wise": {"method": method}, "metrics": "all"}
+    args, mask = flags(mis=config), torch.cat(step.rows("mask"))
+
+    def reduce(x: Tensor) -> Tensor:
+        return (x * mask).sum()
+
+    reduce.__module__ = reducer(step.batch(), "miles").__module__
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mis.report_step(flags(), 0, 0)
+        logits = torch.cat(step.rows("target")).requires_grad_()
+        mis.policy_loss(args, step.batch(), logits, reduce)[0].backward()
+
+
+EMBEDDED = [
+    {"segment_wise": {"weight_cap": 1.2, "mode": "clip"}, "reject": [SEQUENCE_RULE | {"lower": 0.1, "upper": 9}],
+     "opsm": {"delta": 0.1}, "denominator": "kept"},
+    {"weight": {"upper": 1.2, "normalize": {"scope": "micro_batch"}}, "segment_wise": {"method": "loglinear"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", EMBEDDED)
+def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
+    """Loss, gradient, metrics and what is added up by age, by the embedded host's own batch, at CP 1, 2 and 4."""
+    lengths = (9, 1, 20, 13, 6)
+    step = aged(random_step(11, lengths), 11)
+    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False)
+    answers, ages = [], []
+    for cp in (1, 2, 4):
+        folder = tmp_path / str(cp)
+        folder.mkdir()
+        ranks = run_ranks(cp, cp, lambda _, cp=cp: rank_outcome(args, step, cp), folder)
+        ages.append([rank.pop("ages") for rank in ranks])
+        answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
+    alone, tokens = answers[0], sum(lengths)
+    assert alone["gradient"].any()
+    for split in answers[1:]:
+        assert split.keys() == alone.keys()
+        for name, value in alone.items():
+            atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
+            assert (split[name] - value).abs().max() <= atol, name
+    (whole,) = ages[0]
+    assert whole["staleness/tokens/age_3"] > 0
+    for of_rank in itertools.chain(*ages[1:]):
+        assert of_rank == pytest.approx(whole, abs=step_weight_atol(tokens, 10.0))
+
+
+def rank_outcome(args: Namespace, step: Aged, cp: int) -> dict[str, Any]:
+    """This rank's outcome, and the metrics by age that all ranks together report."""
+    mis.report_step(args, 0, 0)
+    found = embedded_outcome(args, step, cp)
+    (recorded,) = mis.RECORDER.pending.values()
+    ages = recorded.over_ranks().ages
+    assert ages is not None
+    return found | {"ages": weight_metrics(ages)}
