@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
-from triton_interpreter import interpreted, on_cpu
+from triton_interpreter import UNAVAILABLE, on_cpu
 
 from true_on_policy import gpu_probes
 from true_on_policy.contract import Contract
@@ -19,7 +19,7 @@ from true_on_policy.gpu_contract import MODELS, GpuContract, Size, family
 from true_on_policy.kernels import flash_attention, gpu, megatron, mode
 from true_on_policy.pin import active_backend, pin, pinned
 
-pytestmark = interpreted
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
 FSDP = dataclasses.replace(CONTRACT, backend="fsdp", engine_gemm="deep_gemm")

@@ -11,42 +11,40 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
-INSTALLED = importlib.util.find_spec("triton") is not None
 COMPILED = torch.cuda.is_available()
-
 if not COMPILED:
     os.environ["TRITON_INTERPRET"] = "1"
 
-interpreted = pytest.mark.skipif(
-    COMPILED or not INSTALLED,
-    reason="a CUDA device is here: Triton's kernels are compiled, not interpreted"
+# Why nothing can be interpreted here; empty where it can.
+UNAVAILABLE = (
+    "a CUDA device is here: Triton's kernels are compiled, not interpreted"
     if COMPILED
-    else "triton is not installed; pip install -e '.[dev]'",
+    else ""
+    if importlib.util.find_spec("triton")
+    else "triton is not installed; pip install -e '.[dev]'"
 )
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Dots in one order of addition, and tensors that say they lie on a GPU, which some kernels ask for."""
-    from triton.runtime.interpreter import (  # pyright: ignore[reportMissingImports]
-        InterpreterBuilder,
-        TensorHandle,
-    )
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         left, right, total = _float32(a), _float32(b), d.data.copy()
         for k in range(left.shape[-1]):
             total += left[..., k, None] * right[..., None, k, :]
-        return TensorHandle(total, d.dtype.scalar)
+        return interpreter.TensorHandle(total, d.dtype.scalar)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
-        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    with (
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)),
+    ):
         yield
 
 

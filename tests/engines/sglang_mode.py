@@ -1,0 +1,148 @@
+"""What happens to the real SGLang's batch-invariant mode, by its own python: prints one JSON object, a key a scenario.
+
+    python sglang_mode.py SITE_PACKAGES      where Megatron-core is, for the scenario of two copies
+
+Its Triton kernels are interpreted on CPU; DeepGEMM is the stand-in of tests/stand_ins.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+import triton_interpreter
+
+from true_on_policy import gpu_probes
+from true_on_policy.contract import Shapes
+from true_on_policy.errors import PinError
+from true_on_policy.gpu_contract import GpuContract, family
+from true_on_policy.gpu_probes import aten_failures
+from true_on_policy.kernels import megatron, mode, sglang
+
+CONTRACT = GpuContract(family("qwen3-dense"), "fsdp")
+CPU = torch.device("cpu")
+SHAPES = Shapes(linear=((64, 96), (80, 64)), hidden=(64,))
+
+
+def registrations() -> list[str]:
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in mode.OVERRIDABLE]
+
+
+def state(library: Any) -> tuple:
+    """The flag, whether aten::mm and aten::mean.dim are SGLang's, and whether torch.bmm is its own."""
+    found = sglang.settings()
+    held = [found[f"aten::{name}"] == "batch_invariant_ops.py of sglang" for name in ("mm", "mean.dim")]
+    return found["batch-invariant flag"], *held, torch.bmm is library.bmm_batch_invariant
+
+
+def refused(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except PinError as error:
+        return str(error)
+    return "not refused"
+
+
+@contextmanager
+def patched(library: Any, **values: Any) -> Iterator[None]:
+    with mock.patch.multiple(library, **values):
+        yield
+
+
+def a_pin(library: Any) -> dict:
+    before = registrations()
+    undo = sglang.pin(CONTRACT)
+    inside = state(library), sglang.settings()["MM DeepGEMM"]
+    failures = [str(failure) for dtype in ("bf16", "fp32") for failure in aten_failures(dtype, SHAPES, CPU)]
+    undo()
+    return {
+        "inside": inside,
+        "failures": failures,
+        "after": state(library),
+        "restored": registrations() == before,
+    }
+
+
+def a_nested_context(library: Any) -> dict:
+    before = registrations()
+    undo = sglang.pin(CONTRACT)
+    with library.set_batch_invariant_mode(True):
+        pass
+    lie, again = state(library), refused(lambda: sglang.pin(CONTRACT))
+    undo()
+    return {"lie": lie, "again": again, "after": state(library), "restored": registrations() == before}
+
+
+def a_failing_context(library: Any) -> dict:
+    before = registrations()
+    with suppress(ZeroDivisionError), library.set_batch_invariant_mode(True):
+        raise ZeroDivisionError
+    left, pinned = state(library), refused(lambda: sglang.pin(CONTRACT))
+    still = state(library)
+    library.disable_batch_invariant_mode()
+    return {"left": left, "pinned": pinned, "still": still, "restored": registrations() == before}
+
+
+def half_an_enable(library: Any) -> dict:
+    before = registrations()
+    with patched(library, _mm_dtype_compat="no function"):
+        message = refused(lambda: sglang.pin(CONTRACT))
+    return {"message": message, "after": state(library), "restored": registrations() == before}
+
+
+def variants(library: Any) -> dict:
+    with patched(library, _ENABLE_MM_FALLBACK_VARIANT=True):
+        einsum = refused(lambda: sglang.pin(CONTRACT))
+    with patched(library, ENABLE_JIT_DEEPGEMM=False):
+        triton = refused(lambda: sglang.pin(CONTRACT))
+    return {"einsum": einsum, "triton": triton, "after": state(library)}
+
+
+def a_silent_fallback(library: Any) -> dict:
+    undo = sglang.pin(CONTRACT)
+    fits = refused(lambda: sglang._refuse_fallback(CONTRACT, SHAPES, CPU))
+    odd = refused(lambda: sglang._refuse_fallback(CONTRACT, Shapes(linear=((64, 96), (64, 37))), CPU))
+    undo()
+    return {"fits": fits, "odd": odd}
+
+
+def two_copies(library: Any) -> dict:
+    undo = sglang.pin(CONTRACT)
+    second = refused(lambda: megatron.pin(GpuContract(CONTRACT.family, "megatron")))
+    kept = state(library)
+    undo()
+    undo = megatron.pin(GpuContract(CONTRACT.family, "megatron"))
+    first = refused(lambda: sglang.pin(CONTRACT))
+    undo()
+    return {"megatron_second": second, "kept": kept, "sglang_second": first, "after": state(library)}
+
+
+SCENARIOS = (
+    *(a_pin, a_nested_context, a_failing_context, half_an_enable),
+    *(variants, a_silent_fallback, two_copies),
+)
+
+
+def main() -> None:
+    sys.path.append(sys.argv[1])
+    library: Any = mode.load(sglang.MODE)
+    import deep_gemm  # pyright: ignore[reportMissingImports]
+
+    gpu_probes.SIZES = (1, 2, 40)
+    here = {
+        "get_dispatch_device_backend": lambda: "CPU",
+        "get_device_core_count": lambda: 2,
+        "ENABLE_JIT_DEEPGEMM": True,
+        "deep_gemm": deep_gemm,
+    }
+    with triton_interpreter.on_cpu(), mock.patch.multiple(library, create=True, **here):
+        print(json.dumps({scenario.__name__: scenario(library) for scenario in SCENARIOS}))
+
+
+if __name__ == "__main__":
+    main()
