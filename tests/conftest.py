@@ -27,6 +27,7 @@ PEERS_INSTALLED = Path(
     sys.prefix, ".mis-plugins-peers"
 ).exists()  # scripts/peers.sh leaves it in what it makes
 IN_CI = os.environ.get("CI", "").lower() == "true"
+NO_DEVICE = "no CUDA device here: run `pytest -m gpu` where there is one"
 
 # Two test processes share two cores with forked ranks, so no test may depend on how long one example takes.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -44,6 +45,15 @@ def pytest_report_header() -> list[str]:
 def pytest_configure() -> None:
     torch.set_num_threads(1)
     hypothesis.settings.load_profile("ci" if IN_CI else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped, and counted among the skipped, where there is no device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -225,6 +225,27 @@ def test_this_version_has_no_deep_gemm_of_its_own(library: ModuleType, monkeypat
         megatron.pin(CONTRACT)
 
 
+def test_later_versions_are_told_which_products(library: ModuleType, monkeypatch):
+    """Megatron-core's main has three, and keeps the one that it was turned on with."""
+    enable, asked = library.enable_batch_invariant_mode, []
+
+    def with_backends(backend: str = "te_native") -> None:
+        asked.append(backend)
+        enable()
+
+    monkeypatch.setattr(library, "enable_batch_invariant_mode", with_backends)
+    monkeypatch.setattr(library, "get_batch_invariant_backend", lambda: asked[-1], raising=False)
+    megatron.pin(CONTRACT)()
+    assert asked == ["triton"]
+    with suppress(ModuleNotFoundError):
+        library.enable_batch_invariant_mode()
+    with pytest.raises(
+        PinError, match="its mode is on with 'te_native'.*Set --batch-invariant-backend triton"
+    ):
+        megatron.pin(CONTRACT)
+    turn(library, on=False)
+
+
 def test_without_a_device_nothing_is_seen():
     with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
         next(megatron.probe(CONTRACT, SHAPES))
