@@ -1,7 +1,8 @@
 """What do batch-invariant kernels cost, against the stock ones?
 
-A random Qwen3 of Hugging Face, one thread, one process: stock, native and tile take turns, so that a busy machine slows
-all three. A figure is the median processor time of the calls; the ratio to stock is what counts.
+A random Qwen3 of Hugging Face, one thread, one process: stock, native, tile and leaves take turns, so that a busy
+machine slows all four. A figure is the median processor time of the calls; the ratio is what counts. "leaves" is native
+with four leaves in each row-parallel product, as unequal tensor parallelism needs them, on one rank.
 
 prefill     logits of one batch without gradients
 decode      steps of one token each, after a prefill that is not timed
@@ -26,11 +27,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from true_on_policy import qwen3_hf
 from true_on_policy.contract import DTYPES, Contract
 from true_on_policy.kernels import native
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.pin import pinned
 
 BACKENDS = ("native", "tile")
+TREE = Tree("native", leaves=4)
 GOALS = {
     ("fp32", "prefill"): 2, ("fp32", "train"): 2, ("fp32", "decode"): 3,
     ("bf16", "prefill"): 3, ("bf16", "train"): 3, ("bf16", "decode"): 4,
@@ -64,7 +68,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of processor time; a ratio is a backend's over the stock kernels'."""
+    """Milliseconds of processor time."""
 
     model: str
     dtype: str
@@ -73,9 +77,16 @@ class Row:
     stock: float
     native: float
     tile: float
+    leaves: float
 
     def ratio(self, backend: str) -> float:
+        """Over the stock kernels."""
         return getattr(self, backend) / self.stock
+
+    @property
+    def leaves_ratio(self) -> float:
+        """Over the same kernels with ordinary products."""
+        return self.leaves / self.native
 
 
 def build(size: Size, dtype: torch.dtype) -> Qwen3ForCausalLM:
@@ -134,12 +145,15 @@ def spent(function: Callable[[], object]) -> float:
 
 def measure(name: str, dtype: str, workload: str, calls: int) -> Row:
     kind, batch, length = WORKLOADS[workload]
-    model = build(SIZES[name], DTYPES[dtype])
-    run = call(kind, model, torch.randint(SIZES[name].vocab, (batch, length)))
-    kernels = {"stock": nullcontext, **{backend: _pinned(backend, dtype) for backend in BACKENDS}}
-    times: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+    tokens = torch.randint(SIZES[name].vocab, (batch, length))
+    ordinary, on_tree = (build(SIZES[name], DTYPES[dtype]) for _ in range(2))
+    qwen3_hf.add_as(TREE, on_tree)
+    runs = {"stock": (nullcontext, call(kind, ordinary, tokens))}
+    runs |= {backend: (_pinned(backend, dtype), call(kind, ordinary, tokens)) for backend in BACKENDS}
+    runs["leaves"] = (_pinned(TREE.backend, dtype), call(kind, on_tree, tokens))
+    times: dict[str, list[float]] = {kernel: [] for kernel in runs}
     for turn in range(calls + 1):
-        for kernel, context in kernels.items():
+        for kernel, (context, run) in runs.items():
             with context():
                 took = run()
             if turn:  # the first turn warms the caches
@@ -154,8 +168,8 @@ def _pinned(backend: str, dtype: str):
 
 
 def as_cells(row: Row) -> list[str]:
-    milliseconds = [f"{getattr(row, kernel):.2f}" for kernel in ("stock", *BACKENDS)]
-    ratios = [f"{row.ratio(backend):.2f}" for backend in BACKENDS]
+    milliseconds = [f"{getattr(row, kernel):.2f}" for kernel in ("stock", *BACKENDS, "leaves")]
+    ratios = [*(f"{row.ratio(backend):.2f}" for backend in BACKENDS), f"{row.leaves_ratio:.2f}"]
     met = "yes" if row.ratio("native") <= row.goal else "no"
     return [row.model, row.dtype, row.workload, *milliseconds, *ratios, f"{row.goal}", met]
 
@@ -167,8 +181,10 @@ HEADINGS = (
     "stock ms",
     "native ms",
     "tile ms",
+    "leaves ms",
     "native / stock",
     "tile / stock",
+    "leaves / native",
 )
 HEADINGS += ("goal", "native meets it")
 

@@ -11,13 +11,13 @@ import pytest
 @pytest.mark.parametrize("workload", ["prefill 8x64", "decode B1", "train 8x64"])
 def test_one_row(workload):
     row = kernel_cost.measure("h256", "bf16", workload, calls=1)
-    assert row.stock > 0 and row.native > 0 and row.tile > 0
+    assert min(row.stock, row.native, row.tile, row.leaves) > 0
 
 
 def test_results_hold_the_ratios_and_where_they_were_measured(tmp_path):
-    row = kernel_cost.Row("h256", "fp32", "decode B1", 3, stock=2.0, native=3.0, tile=9.0)
+    row = kernel_cost.Row("h256", "fp32", "decode B1", 3, stock=2.0, native=3.0, tile=9.0, leaves=3.3)
     kernel_cost.write(tmp_path / "cost.json", [row])
     assert json.loads((tmp_path / "cost.json").read_text())["rows"][0]["tile"] == 9.0
     table = (tmp_path / "cost.md").read_text()
-    assert "| h256 | fp32 | decode B1 | 2.00 | 3.00 | 9.00 | 1.50 | 4.50 | 3 | yes |" in table
+    assert "| h256 | fp32 | decode B1 | 2.00 | 3.00 | 9.00 | 3.30 | 1.50 | 4.50 | 1.10 | 3 | yes |" in table
     assert "bfloat16 products of native" in table

@@ -23,7 +23,7 @@ MODEL = Shapes(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["native", "tile"])
 def test_pinned_kernels_hold_at_a_models_shapes(backend, dtype):
-    contract = Contract(backend=backend, dtype=dtype, shapes=MODEL)
+    contract = Contract(backend=backend, dtype=dtype, leaves=4, shapes=MODEL)
     with pinned(contract):
         assert list(failures(contract)) == []
 
@@ -68,3 +68,22 @@ def test_one_bit_in_the_first_row_of_a_batch_is_found(monkeypatch, operator):
                 pass
     with pinned(contract):
         pass
+
+
+class WrongLeaf(type(cpu.NATIVE)):
+    """The first number of a leaf is nudged where there are several rows; whole products are right."""
+
+    def product(self, a, b, out_dtype):
+        result = super().product(a, b, out_dtype)
+        if out_dtype != a.dtype and result.shape[1] > 1:
+            result[0, 0, 0] *= 1.5
+        return result
+
+
+def test_a_leaf_is_probed_too(monkeypatch):
+    monkeypatch.setitem(cpu.BACKENDS, "native", WrongLeaf())
+    with pinned(Contract(dtype="bf16")):
+        pass
+    with pytest.raises(ProbeError, match=": 4 leaves at "):
+        with pinned(Contract(dtype="bf16", leaves=4)):
+            pass

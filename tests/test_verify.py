@@ -17,6 +17,7 @@ from true_on_policy.__main__ import main
 from true_on_policy.contract import Contract
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.links import Evidence, conclusion
 from true_on_policy.models import TINY, checkpoint, kernel_shapes, read_config, updated
 from true_on_policy.norm_order import ORDERS, NormOrder
@@ -50,6 +51,22 @@ def test_the_other_shape_and_the_backend_without_a_compiler():
     assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied", "--backend", "tile") == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "norm_order"),
+    [("hf", 1, "engine"), ("megatron", 2, "trainer"), ("megatron", 4, "engine")],
+)
+def test_on_a_tree_they_agree_whatever_the_trainers_ranks(
+    trainer: str, ranks: int, norm_order: str, dtype: str, tmp_path: Path
+):
+    certificate = tmp_path / "c.json"
+    arguments = ["--leaves", "4", "--trainer-tensor-parallel", str(ranks), "--norm-order", norm_order]
+    assert run("--trainer", trainer, "--dtype", dtype, "--json", str(certificate), *arguments) == 0
+    said = json.loads(certificate.read_text())
+    assert said["contract"]["leaves"] == 4 and said["contract"]["trainer_tensor_parallel"] == ranks
+    assert said["control"]["equal"] < said["control"]["total"]
+
+
 def flipped(values: Tensor) -> Tensor:
     """The same float32 values, the last bit of the last one other."""
     changed = values.clone()
@@ -74,7 +91,7 @@ def test_one_bit_of_the_engine_is_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(
-        verify.ENGINES, "hf", lambda path, dtype, contract, order: OneBitOffDecode(path, dtype, order)
+        verify.ENGINES, "hf", lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order)
     )
     assert run("--trainer", "hf") == 1
     out = capsys.readouterr().out
@@ -85,7 +102,9 @@ def test_one_bit_of_the_engine_is_different(
 def test_one_bit_of_the_trainer_is_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(verify.TRAINERS, "hf", OneBitOffTrainer)
+    monkeypatch.setitem(
+        verify.TRAINERS, "hf", lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order)
+    )
     assert run("--trainer", "hf") == 1
     assert "engine prefill == trainer: " in capsys.readouterr().out
 
@@ -129,6 +148,26 @@ def test_the_certificate_says_what_ran(tmp_path: Path):
             "--model: got 'tiny-llama'; choose one of tiny-qwen3, tiny-qwen3-tied, or",
         ),
         (("--tokens", "0"), "--tokens: got 0; compare one at least"),
+        (
+            ("--trainer-tensor-parallel", "2"),
+            "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1. A row-parallel layer adds",
+        ),
+        (
+            ("--trainer-tensor-parallel", "4", "--leaves", "4", "--model", "tiny-qwen3-tied"),
+            "contract.trainer_tensor_parallel: 4 ranks cannot share the model's 6 attention heads",
+        ),
+        (
+            ("--leaves", "16", "--model", "tiny-qwen3-tied"),
+            "contract.leaves: 16 do not divide the 712 inputs of down_proj",
+        ),
+        (
+            ("--trainer-tensor-parallel", "2", "--leaves", "2"),
+            "--trainer-tensor-parallel: hf runs on one rank; choose --trainer megatron",
+        ),
+        (
+            ("--engine-tensor-parallel", "2", "--leaves", "2"),
+            "--engine-tensor-parallel: hf runs on one rank; choose --engine sglang",
+        ),
     ],
 )
 def test_what_cannot_run_exits_with_2(
@@ -185,6 +224,21 @@ def test_without_the_pin_the_trainer_differs(sampled, tiny, trainer):
 def test_another_backend_has_other_bits(sampled, tiny):
     with pinned(dataclasses.replace(CONTRACT, backend="tile")):
         assert equal_share(sampled, Megatron(tiny, "bf16", ORDERS["sglang"])) < 1.0
+
+
+TREE = Tree("native", leaves=4)
+
+
+@pytest.mark.parametrize("trainer", [HuggingFace, Megatron])
+def test_only_one_tree_on_both_sides_gives_the_same_bits(tiny, trainer):
+    order = ORDERS["sglang"]
+    with pinned(CONTRACT):
+        samples = Workload(320, seed=0).sample(Engine(tiny, "bf16", order, TREE).generate, 150)
+        shares = [
+            equal_share(samples, trainer(tiny, "bf16", order, tree))
+            for tree in (TREE, None, Tree("native", leaves=8))
+        ]
+    assert shares[0] == 1.0 and max(shares[1:]) < 1.0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from true_on_policy.contract import Shapes
-from true_on_policy.errors import TrueOnPolicyError
+from true_on_policy.contract import Contract, Shapes
+from true_on_policy.errors import ContractError, TrueOnPolicyError
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
@@ -140,19 +141,40 @@ def read_config(checkpoint: Path) -> Qwen3Config:
     return config
 
 
-def kernel_shapes(config: Any) -> Shapes:
-    """Where a Qwen3 model calls its kernels, with weights fused as engines do."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+def kernel_shapes(config: Any, ranks: int = 1) -> Shapes:
+    """Where a tensor-parallel rank of a Qwen3 model calls its kernels, with weights fused as engines do."""
+    hidden, ffn, dim = config.hidden_size, config.intermediate_size // ranks, config.head_dim
+    heads, kv_heads = config.num_attention_heads // ranks, max(config.num_key_value_heads // ranks, 1)
     return Shapes(
         linear=(
             (hidden, (heads + 2 * kv_heads) * dim),
             (heads * dim, hidden),
             (hidden, 2 * ffn),
             (ffn, hidden),
-            (hidden, config.vocab_size),
+            (hidden, ceil(config.vocab_size / ranks)),
         ),
         attention=((heads, kv_heads, dim),),
         hidden=(hidden, dim),
         activated=(ffn,),
     )
+
+
+def check_shares(config: Any, contract: Contract) -> None:
+    """See that ranks and leaves of the contract divide what they share of a Qwen3 model.
+
+    Raises:
+        ContractError: they do not.
+    """
+    heads, ffn = config.num_attention_heads, config.intermediate_size
+    for side in ("trainer", "engine"):
+        ranks = getattr(contract, f"{side}_tensor_parallel")
+        for size, what in ((heads, "attention heads"), (ffn, "columns of the MLP")):
+            if size % ranks:
+                raise ContractError(
+                    f"contract.{side}_tensor_parallel: {ranks} ranks cannot share the model's {size} {what}"
+                )
+    for inputs, layer in ((heads * config.head_dim, "o_proj"), (ffn, "down_proj")):
+        if inputs % contract.leaves:
+            raise ContractError(
+                f"contract.leaves: {contract.leaves} do not divide the {inputs} inputs of {layer}"
+            )

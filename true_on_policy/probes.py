@@ -16,6 +16,7 @@ from torch import Tensor
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.contract import Contract
 from true_on_policy.errors import ProbeError
+from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 
 ROWS = 7
 TOKENS = 21
@@ -66,6 +67,7 @@ def failures(contract: Contract) -> Iterator[Failure]:
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(contract.torch_dtype)  # noqa: E731
     for shape in contract.shapes.linear:
         yield from _linear(*shape, draw)
+        yield from _row_parallel(*shape, draw, agreed_tree(contract))
     for shape in contract.shapes.attention:
         yield from _attention(*shape, draw)
     for width in contract.shapes.hidden:
@@ -100,6 +102,15 @@ def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
     yield from _rows("linear", (inner, outer), lambda rows: F.linear(rows, weight), x)
     fused = F.linear(x, torch.cat((draw(5, inner), weight)))[:, 5:]
     yield from compare("linear", (inner, outer), "a weight alone and fused", F.linear(x, weight), fused)
+
+
+def _row_parallel(inner: int, outer: int, draw, tree: Tree | None) -> Iterator[Failure]:
+    """A product whose leaves no dispatcher sees."""
+    if tree is None or inner % tree.leaves:
+        return
+    weight = draw(min(outer, COLUMNS), inner)
+    product = lambda rows: tree.product(rows, weight)  # noqa: E731
+    yield from _rows(f"{tree.leaves} leaves", (inner, outer), product, draw(ROWS, inner))
 
 
 def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:

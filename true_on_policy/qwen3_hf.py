@@ -1,25 +1,41 @@
-"""Hugging Face's Qwen3 in an agreed order of rounding: the model of the `hf` trainer and of the `hf` engine."""
+"""Hugging Face's Qwen3 in an agreed order of rounding and adding: the model of the `hf` trainer and `hf` engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from true_on_policy.contract import DTYPES
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.norm_order import ORDERS, NormOrder, add_residual, rms_norm
 
 
-def load(checkpoint: Path, dtype: str, order: NormOrder | None = None) -> Qwen3ForCausalLM:
-    """The model with torch's SDPA. Untouched in its own order; in another one its norms and layers are ours."""
+def load(
+    checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
+) -> Qwen3ForCausalLM:
+    """The model with torch's SDPA. Untouched in its own order; in another one its norms and layers are ours.
+
+    With a `tree`, the products that tensor parallelism would split along K add up as it says.
+    """
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[dtype], attn_implementation="sdpa")
     if order is not None and order != ORDERS["hf"]:
         for module in model.modules():
             _follow(module, order)
+    if tree is not None:
+        add_as(tree, model)
     return model.eval()
+
+
+def add_as(tree: Tree, model: Qwen3ForCausalLM) -> None:
+    """Have the products that tensor parallelism would split along K add up as `tree` says; the weights stay."""
+    for name, module in model.named_modules():
+        if name.endswith(ROW_PARALLEL):
+            _put_on(tree, module)
 
 
 def _follow(module: Any, order: NormOrder) -> None:
@@ -45,4 +61,18 @@ class OrderedLayer(Qwen3DecoderLayer):
         return add_residual(self.mlp(self.post_attention_layernorm(stream)), stream, self.order)
 
 
+class TreeLinear(torch.nn.Linear):
+    tree: Tree
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.tree.product(input, self.weight)
+
+
+def _put_on(tree: Tree, module: Any) -> None:
+    assert module.bias is None, "Qwen3 has none"
+    module.__class__ = TreeLinear
+    module.tree = tree
+
+
+ROW_PARALLEL = (".o_proj", ".down_proj")
 ORDERED = {Qwen3RMSNorm: OrderedNorm, Qwen3DecoderLayer: OrderedLayer}

@@ -19,9 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from true_on_policy.certificate import Certificate, Verdict, hashes, situations
-from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Side
+from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Shapes, Side
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
+from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
 from true_on_policy.trainers.protocol import Trainer
@@ -35,42 +36,56 @@ PREFILL_CHUNK = 128
 RETRACT_EVERY = 40  # decode steps of SGLang between two preemptions by force
 
 
-def _sglang(checkpoint: Path, dtype: str, contract: Contract | None, order: NormOrder | None) -> Engine:
+def _sglang(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
     from true_on_policy.engines.sglang import Pool, SGLang
 
-    follows = order if order != ORDERS["sglang"] else None
     return SGLang(
-        checkpoint, dtype, contract, follows, Pool(prefill_chunk=PREFILL_CHUNK, retract_every=RETRACT_EVERY)
+        checkpoint,
+        contract.dtype,
+        contract if order is not None else None,
+        order if order != ORDERS["sglang"] else None,
+        Pool(prefill_chunk=PREFILL_CHUNK, retract_every=RETRACT_EVERY),
+        contract.engine_tensor_parallel,
     )
 
 
-def _hf_engine(checkpoint: Path, dtype: str, contract: Contract | None, order: NormOrder | None) -> Engine:
+def _hf_engine(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
     from true_on_policy.engines.hf import HuggingFace
 
-    return HuggingFace(checkpoint, dtype, order)
+    return HuggingFace(checkpoint, contract.dtype, order, _tree(contract, order))
 
 
-def _megatron(checkpoint: Path, dtype: str, order: NormOrder | None) -> Trainer:
+def _megatron(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
+    if contract.trainer_tensor_parallel > 1:
+        from true_on_policy.trainers.ranks import MegatronRanks
+
+        return MegatronRanks(checkpoint, contract, order)
     from true_on_policy.trainers.megatron import Megatron
 
-    return Megatron(checkpoint, dtype, order)
+    return Megatron(checkpoint, contract.dtype, order, _tree(contract, order))
 
 
-def _hf_trainer(checkpoint: Path, dtype: str, order: NormOrder | None) -> Trainer:
+def _hf_trainer(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
     from true_on_policy.trainers.hf import HuggingFace
 
-    return HuggingFace(checkpoint, dtype, order)
+    return HuggingFace(checkpoint, contract.dtype, order, _tree(contract, order))
 
 
-# Without a contract an engine is stock; without an order a model rounds as its own library does.
-ENGINES: dict[str, Callable[[Path, str, Contract | None, NormOrder | None], Engine]] = {
+def _tree(contract: Contract, order: NormOrder | None) -> Tree | None:
+    return None if order is None else agreed_tree(contract)
+
+
+# Without an order a side is stock: its own kernels, its own order of rounding and adding.
+ENGINES: dict[str, Callable[[Path, Contract, NormOrder | None], Engine]] = {
     "sglang": _sglang,
     "hf": _hf_engine,
 }
-TRAINERS: dict[str, Callable[[Path, str, NormOrder | None], Trainer]] = {
+TRAINERS: dict[str, Callable[[Path, Contract, NormOrder | None], Trainer]] = {
     "megatron": _megatron,
     "hf": _hf_trainer,
 }
+# What can be split over tensor-parallel ranks.
+SPLIT = {"engine": "sglang", "trainer": "megatron"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -89,6 +104,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
+    )
+    parser.add_argument("--trainer-tensor-parallel", type=int, default=1, help="ranks of the trainer")
+    parser.add_argument("--engine-tensor-parallel", type=int, default=1, help="ranks of the engine")
+    parser.add_argument(
+        "--leaves", type=int, default=1, help="of the tree in which both sides add up a row-parallel product"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the certificate here")
@@ -134,38 +154,67 @@ class Plan:
     tokens: int
     backend: BackendName
     norm_order: Side
+    trainer_tensor_parallel: int
+    engine_tensor_parallel: int
+    leaves: int
     seed: int
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
         if arguments.tokens < 1:
             raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
+        for side, able in SPLIT.items():
+            if getattr(arguments, f"{side}_tensor_parallel") > 1 and getattr(arguments, side) != able:
+                raise ContractError(
+                    f"--{side}-tensor-parallel: {getattr(arguments, side)} runs on one rank; choose --{side} {able}"
+                )
         return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
 
     @property
     def title(self) -> str:
-        return f"{self.engine} against {self.trainer}, {self.model}, {self.dtype}"
+        engine, trainer = (
+            f"{name} on {ranks} ranks" if ranks > 1 else name
+            for name, ranks in (
+                (self.engine, self.engine_tensor_parallel),
+                (self.trainer, self.trainer_tensor_parallel),
+            )
+        )
+        return f"{engine} against {trainer}, {self.model}, {self.dtype}"
+
+    def contract(self, shapes: Shapes) -> Contract:
+        return Contract(
+            self.backend,
+            self.dtype,
+            self.norm_order,
+            trainer_tensor_parallel=self.trainer_tensor_parallel,
+            engine_tensor_parallel=self.engine_tensor_parallel,
+            leaves=self.leaves,
+            shapes=shapes,
+        )
 
 
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """The certificate, and the evidence of the control and of the chain."""
-    from true_on_policy.models import checkpoint, kernel_shapes, read_config
+    from true_on_policy.models import check_shares, checkpoint, kernel_shapes, read_config
     from true_on_policy.pin import pinned
 
     started = time.monotonic()
     source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)
     config = read_config(source)
-    contract = Contract(plan.backend, plan.dtype, plan.norm_order, shapes=kernel_shapes(config))
+    contract = plan.contract(kernel_shapes(config))
+    check_shares(config, contract)
     order = agreed_order(contract, plan.engine, plan.trainer)
     workload = Workload(config.vocab_size, plan.seed)
     _tell(f"{plan.title}: starting the engine")
-    with pinned(contract), closing(ENGINES[plan.engine](source, plan.dtype, contract, order)) as engine:
+    with (
+        pinned(contract),
+        closing(ENGINES[plan.engine](source, contract, order)) as engine,
+        closing(TRAINERS[plan.trainer](source, contract, order)) as trainer,
+    ):
         versions = engine.versions()
-        on = _chain(
-            plan, engine, TRAINERS[plan.trainer](source, plan.dtype, order), workload, source, scratch
-        )
+        on = _chain(plan, engine, trainer, workload, source, scratch)
     _tell("control: starting the engine with stock kernels")
-    off = _control(plan, workload, source)
+    off = _control(plan, contract, workload, source)
     certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
@@ -207,12 +256,12 @@ def _chain(
     return evidence
 
 
-def _control(plan: Plan, workload: Workload, source: Path) -> Evidence:
+def _control(plan: Plan, contract: Contract, workload: Workload, source: Path) -> Evidence:
     """Decoded and recomputed with stock kernels, each side in its own order."""
-    with closing(ENGINES[plan.engine](source, plan.dtype, None, None)) as engine:
+    with closing(ENGINES[plan.engine](source, contract, None)) as engine:
         samples = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
-    trainer = TRAINERS[plan.trainer](source, plan.dtype, None)
-    return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
+    with closing(TRAINERS[plan.trainer](source, contract, None)) as trainer:
+        return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
 
 
 def _scores(engine: Engine, samples: Sequence[Sample]) -> LogProbs:

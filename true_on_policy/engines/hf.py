@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from true_on_policy import qwen3_hf
 from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models import read_weights
 from true_on_policy.norm_order import NormOrder
 
@@ -24,12 +25,14 @@ PREFILL_CHUNK = 128
 
 
 class HuggingFace:
-    """Qwen3ForCausalLM. Without an `order` it is Hugging Face's own."""
+    """Qwen3ForCausalLM. Without an `order` and a `tree` it is Hugging Face's own."""
 
     name = "hf"
 
-    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
-        self._model = qwen3_hf.load(checkpoint, dtype, order)
+    def __init__(
+        self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
+    ):
+        self._model = qwen3_hf.load(checkpoint, dtype, order, tree)
         self._version = 0
 
     def versions(self) -> dict[str, str]:

@@ -47,6 +47,9 @@ class Pool:
 class SGLang:
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 
+    Args:
+        ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
+
     Raises:
         EngineError: no environment, or the server did not come up.
     """
@@ -60,15 +63,16 @@ class SGLang:
         contract: Contract | None = None,
         order: NormOrder | None = None,
         pool: Pool = Pool(),
+        ranks: int = 1,
     ):
         self._seeded = contract is not None
         self._version = 0
         self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
         port = free_port()
-        command = [str(interpreter()), *_arguments(checkpoint, dtype, pool, port)]
+        command = [str(interpreter()), *_arguments(checkpoint, dtype, pool, ranks, port)]
         if contract is not None:
             command.append("--enable-deterministic-inference")
-        self._server = Server(self.name, command, _environment(contract, order, pool), port)
+        self._server = Server(self.name, command, _environment(contract, order, pool, ranks), port)
         try:
             self._server.wait_until_ready("/health", START_SECONDS)
             if contract is not None and ACTIVE not in self._server.output():
@@ -157,11 +161,12 @@ def interpreter() -> Path:
     return python
 
 
-def _arguments(checkpoint: Path, dtype: str, pool: Pool, port: int) -> list[str]:
+def _arguments(checkpoint: Path, dtype: str, pool: Pool, ranks: int, port: int) -> list[str]:
     options = {
         "model-path": checkpoint,
         "dtype": DTYPES[dtype],
         "device": "cpu",
+        "tp-size": ranks,
         "attention-backend": "torch_native",
         "sampling-backend": "pytorch",
         "grammar-backend": "none",
@@ -178,7 +183,9 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool, port: int) -> list[str]
     return ["-m", "sglang.launch_server", *named, *flags]
 
 
-def _environment(contract: Contract | None, order: NormOrder | None, pool: Pool) -> dict[str, str]:
+def _environment(
+    contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int
+) -> dict[str, str]:
     """Ours, but for what leads Python into our environment; compiled code has other bits than eager, so none is."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))
@@ -195,6 +202,8 @@ def _environment(contract: Contract | None, order: NormOrder | None, pool: Pool)
         added[CONTRACT] = json.dumps(asdict(contract))
     if order is not None:
         added[ORDER] = json.dumps(asdict(order))
+    if ranks > 1:  # without, it refuses more ranks than NUMA nodes; here it binds nothing
+        added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     if pool.retract_every is not None:
         added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
     return inherited | added

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from true_on_policy.contract import Contract
 
 CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract: what our launcher asks for
 ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine follows the trainer
@@ -30,19 +33,30 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, HookType.REPLACE
     )
+    contract = _contract()
+    if contract.leaves > 1:
+        HookRegistry.register(
+            "sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), HookType.REPLACE
+        )
     if ORDER in os.environ:
         HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), HookType.REPLACE)
 
 
 def _pin(enable_bmm: bool = True) -> None:
     """In place of SGLang's Triton kernels, which need a GPU. An error here ends the server with its message."""
-    from true_on_policy.contract import Contract, Shapes
     from true_on_policy.pin import pin
+
+    contract = _contract()
+    pin(contract)
+    print(ACTIVE, contract.backend, flush=True)
+
+
+def _contract() -> Contract:
+    from true_on_policy.contract import Contract, Shapes
 
     stated = json.loads(os.environ[CONTRACT])
     shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
-    pin(Contract(**stated, shapes=shapes))
-    print(ACTIVE, stated["backend"], flush=True)
+    return Contract(**stated, shapes=shapes)
 
 
 def _tuples(value: Any) -> Any:
@@ -61,5 +75,24 @@ def _norm():
             return rms_norm(x, self.weight, self.variance_epsilon, order)
         stream = add_residual(x, residual, order)
         return rms_norm(stream, self.weight, self.variance_epsilon, order), stream.to(x.dtype)
+
+    return forward
+
+
+def _row_parallel(contract: Contract):
+    """SGLang's row-parallel layers, their sums over K as trees that its tensor-parallel ranks share."""
+    import torch
+
+    from true_on_policy.kernels.row_parallel import agreed_tree
+
+    tree = agreed_tree(contract)
+    assert tree is not None
+
+    def forward(self, input_, skip_all_reduce=False, forward_batch=None, output_tensor=None):
+        assert self.input_is_parallel and self.bias is None and output_tensor is None, "no such path in Qwen3"
+        total = tree.product(input_, self.weight, self.tp_group and self.tp_group.device_group)
+        # Where SGLang adds up over the ranks later, one rank's sum meets zeros.
+        alone = self.reduce_results or not self.tp_group or self.tp_group.rank_in_group == 0
+        return total if alone else torch.zeros_like(total), None
 
     return forward

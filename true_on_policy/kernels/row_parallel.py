@@ -11,13 +11,41 @@ Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from true_on_policy.contract import Contract
 from true_on_policy.errors import ContractError
-from true_on_policy.kernels.cpu import Backend
+from true_on_policy.kernels.cpu import BACKENDS, Backend
+
+
+@dataclass(frozen=True)
+class Tree:
+    """How the row-parallel products of a model add up.
+
+    Attributes:
+        backend: whose product a leaf is.
+        leaves: see `row_parallel`.
+    """
+
+    backend: str
+    leaves: int
+
+    def product(
+        self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: Any = None
+    ) -> Float[Tensor, "*B N"]:
+        """`row_parallel` on this tree."""
+        return row_parallel(BACKENDS[self.backend], x, weight, self.leaves, group)
+
+
+def agreed_tree(contract: Contract) -> Tree | None:
+    """The tree of both sides; None where the contract leaves row-parallel products as they are."""
+    return Tree(contract.backend, contract.leaves) if contract.leaves > 1 else None
 
 
 def row_parallel(
@@ -38,6 +66,7 @@ def row_parallel(
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     _check(leaves, ranks, weight.shape[1])
+    group = group if ranks > 1 else None
     return _RowParallel.apply(backend, x, weight, leaves // ranks, group)
 
 

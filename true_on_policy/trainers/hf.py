@@ -11,18 +11,21 @@ from torch import Tensor
 
 from true_on_policy import qwen3_hf
 from true_on_policy.engines.protocol import Sample
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models import read_weights
 from true_on_policy.norm_order import NormOrder
 from true_on_policy.trainers.protocol import sampled_log_probs
 
 
 class HuggingFace:
-    """Qwen3ForCausalLM in evaluation mode. Without an `order` it is Hugging Face's own."""
+    """Qwen3ForCausalLM in evaluation mode. Without an `order` and a `tree` it is Hugging Face's own."""
 
     name = "hf"
 
-    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
-        self.model = qwen3_hf.load(checkpoint, dtype, order)
+    def __init__(
+        self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
+    ):
+        self.model = qwen3_hf.load(checkpoint, dtype, order, tree)
 
     def load(self, checkpoint: Path) -> None:
         # A tied head has no weights of its own.
@@ -41,3 +44,6 @@ class HuggingFace:
             sampled_log_probs(rows, sample, temperature)
             for rows, sample, temperature in zip(logits, batch, temperatures, strict=True)
         ]
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""

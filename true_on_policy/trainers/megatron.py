@@ -1,12 +1,13 @@
 """Megatron-core's own GPTModel on CPU, its sequences packed, with the weights of a Hugging Face checkpoint.
 
-Its linear layers, RoPE, packing and block are Megatron's; norm, residual and core attention enter through its spec.
+Its linear layers, RoPE, packing and block are Megatron's; norm, residual, core attention and, on a tree, the sums of
+its row-parallel layers enter through its spec.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,10 +30,12 @@ from torch import Tensor
 
 from true_on_policy.contract import DTYPES
 from true_on_policy.engines.protocol import Sample
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models import read_config, read_weights
 from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
 from true_on_policy.trainers.protocol import sampled_log_probs
+from true_on_policy.trainers.shards import Shard, padded_rows
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's advice for GPUs
 
@@ -39,23 +43,29 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's
 class Megatron:
     """GPTModel in evaluation mode, on one rank unless Megatron's groups exist already.
 
-    Without an `order` its norms and residuals are Megatron's own.
+    Without an `order` its norms and residuals are Megatron's own, without a `tree` its row-parallel layers. Every
+    tensor-parallel rank computes all log-probs from gathered logits. On a tree their bits do not depend on the number
+    of ranks. Gradients do: the input gradient of a column-parallel layer adds up one partial sum a rank.
     """
 
     name = "megatron"
 
-    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None):
+    def __init__(
+        self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
+    ):
         _one_rank()
         config: Any = read_config(checkpoint)  # its fields are optional to a type checker
-        self._groups = config.num_key_value_heads
-        self.model = _build(config, DTYPES[dtype], order).to(DTYPES[dtype]).eval()
+        rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        self._shard = Shard(rank, ranks, config.num_key_value_heads)
+        self._vocabulary = config.vocab_size
+        self.model = _build(config, DTYPES[dtype], order, tree).to(DTYPES[dtype]).eval()
         self.load(checkpoint)
 
     def load(self, checkpoint: Path) -> None:
         weights = read_weights(checkpoint)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(_parameter(name, weights, self._groups))
+                parameter.copy_(self._shard.parameter(name, weights))
 
     @torch.no_grad()
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
@@ -65,6 +75,9 @@ class Megatron:
             for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
         ]
 
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """The logits of each sequence, whole on every context rank, from one pass over all of them packed."""
         context: Any = mpu.get_context_parallel_group()
@@ -73,13 +86,11 @@ class Megatron:
         padded = [-(-length // multiple) * multiple for length in lengths]
         held = [zigzag(length, context.rank(), ranks) for length in padded]
         tokens = [_padded(sequence, length) for sequence, length in zip(sequences, padded, strict=True)]
-        with _rope_on_cpu():
-            logits = self.model(
-                input_ids=torch.cat([row[slots] for row, slots in zip(tokens, held, strict=True)])[None],
-                position_ids=torch.cat(held)[None],
-                attention_mask=None,
-                packed_seq_params=_packed(padded),
-            )
+        logits = self._forward(
+            input_ids=torch.cat([row[slots] for row, slots in zip(tokens, held, strict=True)])[None],
+            position_ids=torch.cat(held)[None],
+            packed_seq_params=_packed(padded),
+        )
         parts = of_all_ranks(logits[0], context).split([len(slots) for slots in held], 1)
         return [in_order(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
@@ -88,9 +99,13 @@ class Megatron:
         longest = max(map(len, sequences))
         tokens = torch.stack([_padded(sequence, longest) for sequence in sequences])
         positions = torch.arange(longest).expand_as(tokens)
-        with _rope_on_cpu():
-            logits = self.model(input_ids=tokens, position_ids=positions, attention_mask=None)
+        logits = self._forward(input_ids=tokens, position_ids=positions)
         return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
+
+    def _forward(self, **inputs: Any) -> Float[Tensor, "B T V"]:
+        """Logits of the whole vocabulary, on every tensor-parallel rank."""
+        with _rope_on_cpu():
+            return self.model(attention_mask=None, **inputs)[..., : self._vocabulary]
 
 
 def _padded(sequence: Sequence[int], length: int) -> Int64[Tensor, "L"]:
@@ -110,6 +125,18 @@ class SpecNorm(torch.nn.Module):
         return rms_norm(stream, self.weight, self.eps, self.order)
 
 
+class SpecRowParallel(RowParallelLinear):
+    """Megatron's row-parallel layer, its sum over K a tree that the ranks share."""
+
+    def __init__(self, *sizes: int, tree: Tree, **options: Any):
+        super().__init__(*sizes, **options)
+        assert self.input_is_parallel and self.bias is None and not self.sequence_parallel
+        self.tree = tree
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        return self.tree.product(input_, self.weight, self.tp_group), None
+
+
 def _residual(order: NormOrder) -> Callable:
     """What Megatron calls bias-dropout-add, without bias and dropout, which Qwen3 has not."""
 
@@ -124,10 +151,13 @@ def _residual(order: NormOrder) -> Callable:
     return build
 
 
-def _build(config: Any, dtype: torch.dtype, order: NormOrder | None) -> GPTModel:
+def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree | None) -> GPTModel:
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SpecAttention
+    if tree is not None:
+        row_parallel = ModuleSpec(SpecRowParallel, params={"tree": tree})
+        attention.linear_proj = layer.submodules.mlp.submodules.linear_fc2 = row_parallel
     block: Any = layer
     if order is not None:
         norm = ModuleSpec(SpecNorm, params={"order": order})
@@ -138,7 +168,8 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None) -> GPTModel
     return GPTModel(
         config=_transformer_config(config, dtype),
         transformer_layer_spec=block,
-        vocab_size=config.vocab_size,
+        vocab_size=padded_rows(config.vocab_size, mpu.get_tensor_model_parallel_world_size()),
+        parallel_output=False,
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=int(config.rope_parameters["rope_theta"]),
@@ -162,6 +193,7 @@ def _transformer_config(config: Any, dtype: torch.dtype) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
         context_parallel_size=mpu.get_context_parallel_world_size(),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -198,34 +230,3 @@ def _one_rank() -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel()
-
-
-# Megatron's names within a layer, each with the Hugging Face weights that make it.
-LAYER = {
-    "input_layernorm": ("input_layernorm",),
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.q_layernorm": ("self_attn.q_norm",),
-    "self_attention.k_layernorm": ("self_attn.k_norm",),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-    "pre_mlp_layernorm": ("post_attention_layernorm",),
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
-}
-ENDS = {
-    "embedding.word_embeddings": "model.embed_tokens",
-    "decoder.final_layernorm": "model.norm",
-    "output_layer": "lm_head",
-}
-
-
-def _parameter(name: str, weights: Mapping[str, Tensor], groups: int) -> Tensor:
-    """A parameter of Megatron's, by its name, made of Hugging Face weights."""
-    module = name.removesuffix(".weight")
-    if module in ENDS:
-        return weights[f"{ENDS[module]}.weight"]
-    _, _, index, part = module.split(".", 3)
-    sources = [weights[f"model.layers.{index}.{source}.weight"] for source in LAYER[part]]
-    if part != "self_attention.linear_qkv":
-        return torch.cat(sources)
-    # A query group's rows of q, then of k, then of v.
-    return torch.cat([source.unflatten(0, (groups, -1)) for source in sources], 1).flatten(0, 1)

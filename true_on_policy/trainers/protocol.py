@@ -15,7 +15,7 @@ from true_on_policy.engines.protocol import Sample
 
 @runtime_checkable
 class Trainer(Protocol):
-    """A trainer in this process. It computes on the kernels that are pinned when it is called."""
+    """A trainer. One in this process computes on the kernels that are pinned when it is called."""
 
     name: str
 
@@ -26,6 +26,8 @@ class Trainer(Protocol):
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
         """Log-prob of each sampled token, all sequences in one forward pass, each at its temperature."""
         ...
+
+    def close(self) -> None: ...
 
 
 def sampled_log_probs(

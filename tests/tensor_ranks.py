@@ -1,0 +1,88 @@
+"""What the ranks of the Megatron trainer compute under tensor parallelism, left in a folder as `TPxCP-RANK.pt`.
+
+    python tensor_ranks.py FOLDER
+
+A process of its own, for the reason that `context_ranks` gives.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.kernels.row_parallel import agreed_tree
+from true_on_policy.models import checkpoint
+from true_on_policy.norm_order import ORDERS
+from true_on_policy.pin import pinned
+from true_on_policy.trainers.megatron import Megatron
+
+LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2))  # tensor- and context-parallel ranks
+SEQUENCES = [[(7 * i + n) % 300 + 2 for i in range(length)] for n, length in enumerate((5, 33, 1, 70))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed on every layout that fits the model."""
+
+    model: str
+    dtype: str
+    order: str
+    leaves: int
+    backend: str = "native"
+
+    @property
+    def layouts(self) -> tuple[tuple[int, int], ...]:
+        """The tied model has six heads, and 333 tokens, which no two ranks share evenly."""
+        return LAYOUTS if self.model == "tiny-qwen3" else LAYOUTS[:2]
+
+
+CASES = [
+    *(Case("tiny-qwen3", dtype, order, leaves) for dtype in DTYPES for order in ORDERS for leaves in (1, 4)),
+    *(Case("tiny-qwen3-tied", dtype, "sglang", leaves) for dtype in DTYPES for leaves in (1, 4)),
+    *(Case("tiny-qwen3", dtype, "sglang", 4, "tile") for dtype in DTYPES),
+]
+
+
+def gradients(trainer: Megatron, logits: list[Tensor]) -> dict[str, Tensor]:
+    """Of a loss that is a sum over tokens, by Megatron's name, as a rank holds them before anything is reduced."""
+    torch.stack([rows.float().logsumexp(-1).sum() for rows in logits]).sum().backward()
+    named = trainer.model.named_parameters()
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def compute(case: Case, folder: Path) -> dict:
+    contract = Contract(backend=case.backend, dtype=case.dtype, leaves=case.leaves)
+    path = folder / case.model / case.dtype
+    trainer = Megatron(path, case.dtype, ORDERS[case.order], agreed_tree(contract))
+    with pinned(contract):
+        logits = trainer.logits(SEQUENCES)
+        made = gradients(trainer, logits)
+    return {"logits": [rows.detach().contiguous() for rows in logits], "gradients": made}
+
+
+def _rank(rank: int, tensor: int, context: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    name = f"{tensor}x{context}"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=tensor * context
+    )
+    mpu.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
+    made = {case: compute(case, folder) for case in CASES if (tensor, context) in case.layouts}
+    torch.save(made, folder / f"{name}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for model in {case.model for case in CASES}:
+        for dtype in DTYPES:
+            checkpoint(model, folder / model / dtype, DTYPES[dtype], seed=0)
+    for tensor, context in LAYOUTS:
+        start_processes(_rank, args=(tensor, context, folder), nprocs=tensor * context, start_method="fork")

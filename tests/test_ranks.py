@@ -1,0 +1,58 @@
+"""Ranks in processes of their own: what they compute, what is said when one fails, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract import Contract
+from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.models import checkpoint, updated
+from true_on_policy.norm_order import ORDERS
+from true_on_policy.trainers.ranks import MegatronRanks, RankError
+
+CONTRACT = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=2)
+SAMPLES = [
+    Sample(Request((5, 6, 7), 3), (8, 9, 10), torch.zeros(3), 0),
+    Sample(Request((1,), 2), (300, 2), torch.zeros(2), 0),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
+
+
+def start(tiny: Path) -> MegatronRanks:
+    return MegatronRanks(tiny, CONTRACT, ORDERS["sglang"])
+
+
+def test_they_take_the_weights_that_they_are_given(tiny: Path, tmp_path: Path):
+    trainer, moved = start(tiny), updated(tiny, tmp_path / "1", seed=1)
+    made = []
+    for path in (tiny, moved, tiny):
+        trainer.load(path)
+        made.append(torch.cat(trainer.log_probs(SAMPLES, [1.0, 0.7])))
+    trainer.close()
+    assert equal_bits(made[0], made[2]) and not equal_bits(made[0], made[1])
+    assert [process.is_alive() for process in trainer._processes] == [False, False]
+
+
+def test_what_a_rank_raises_is_said_and_ends_them_all(tiny: Path, tmp_path: Path):
+    trainer = start(tiny)
+    with pytest.raises(RankError, match=r"(?s)megatron, rank \d: Traceback.*no \*.safetensors there"):
+        trainer.load(tmp_path)
+    assert not any(process.is_alive() for process in trainer._processes)
+
+
+def test_a_rank_that_dies_is_an_error_not_a_hang(tiny: Path):
+    trainer = start(tiny)
+    os.kill(trainer._processes[1].pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="megatron: rank 1 ended without an answer|megatron, rank 0: "):
+        trainer.log_probs(SAMPLES, [1.0, 1.0])
+    assert not any(process.is_alive() for process in trainer._processes)

@@ -1,0 +1,146 @@
+"""The Megatron trainer on several tensor-parallel ranks of this machine, over gloo, driven from one process.
+
+The ranks are forked from a server that has imported Megatron and computed nothing: a process that has pinned kernels or
+run autograd holds threads, and what is forked from it may hang.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.contract import Contract
+from true_on_policy.engines.protocol import Sample
+from true_on_policy.errors import TrueOnPolicyError
+from true_on_policy.kernels.row_parallel import agreed_tree
+from true_on_policy.models import kernel_shapes, read_config
+from true_on_policy.norm_order import NormOrder
+from true_on_policy.pin import pinned
+
+ANSWER_SECONDS = 600
+
+
+class RankError(TrueOnPolicyError):
+    """A rank that raised, ended or was too slow."""
+
+
+class MegatronRanks:
+    """`Megatron` on the ranks of `contract.trainer_tensor_parallel`; without an `order` all of it is stock.
+
+    Raises:
+        RankError: from every method; the ranks are ended then.
+    """
+
+    name = "megatron"
+
+    def __init__(self, checkpoint: Path, contract: Contract, order: NormOrder | None = None):
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["true_on_policy.trainers.rank_server"])
+        self._folder = TemporaryDirectory(prefix="true-on-policy-ranks-")
+        self._processes, self._connections = [], []
+        for rank in range(contract.trainer_tensor_parallel):
+            ours, theirs = context.Pipe()
+            rank_of = (rank, Path(self._folder.name) / "store", torch.get_num_threads())
+            arguments = (theirs, *rank_of, checkpoint, contract, order)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._answers()
+
+    def load(self, checkpoint: Path) -> None:
+        self._call("load", checkpoint)
+
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
+        return self._call("log_probs", batch, temperatures)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What rank 0 answers; every rank computes the same."""
+        for connection in self._connections:
+            _send(connection, (name, arguments))
+        return self._answers()[0]
+
+    def _answers(self) -> list[Any]:
+        answers: dict[Any, Any] = {}
+        try:
+            while missing := [c for c in self._connections if c not in answers]:
+                ready = wait(missing, ANSWER_SECONDS)
+                if not ready:
+                    raise RankError(f"megatron: no answer from {len(missing)} ranks in {ANSWER_SECONDS} s")
+                answers |= {connection: self._receive(connection) for connection in ready}
+        except BaseException:
+            self.close()
+            raise
+        return [answers[connection] for connection in self._connections]
+
+    def _receive(self, connection: Any) -> Any:
+        rank = self._connections.index(connection)
+        try:
+            answer, error = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            raise RankError(f"megatron: rank {rank} ended without an answer") from None
+        if error is not None:
+            raise RankError(f"megatron, rank {rank}: {error}")
+        return answer
+
+
+def _send(connection: Connection, message: Any) -> None:
+    """By value: torch would share a tensor's memory, which ends with the process that made it."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _serve(
+    connection: Connection,
+    rank: int,
+    store: Path,
+    threads: int,
+    checkpoint: Path,
+    contract: Contract,
+    order: NormOrder | None,
+) -> None:
+    """One rank: the trainer, and an answer to every call until the other end is closed."""
+    ranks = contract.trainer_tensor_parallel
+    try:
+        torch.set_num_threads(threads)
+        _join(rank, ranks, store)
+        from true_on_policy.trainers.megatron import Megatron
+
+        probed = replace(contract, shapes=kernel_shapes(read_config(checkpoint), ranks))
+        with nullcontext() if order is None else pinned(probed):
+            tree = None if order is None else agreed_tree(contract)
+            trainer = Megatron(checkpoint, contract.dtype, order, tree)
+            _send(connection, (None, None))
+            while True:
+                name, arguments = pickle.loads(connection.recv_bytes())
+                _send(connection, (getattr(trainer, name)(*arguments), None))
+    except EOFError:
+        return
+    except Exception:
+        _send(connection, (None, traceback.format_exc()))
+
+
+def _join(rank: int, ranks: int, store: Path) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)

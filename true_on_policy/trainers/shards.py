@@ -1,0 +1,92 @@
+"""What a tensor-parallel rank of Megatron-core holds of a Hugging Face checkpoint, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model.
+
+    Attributes:
+        rank: place among `ranks`, which share out each weight of two dimensions.
+        groups: key-value heads of the whole model.
+    """
+
+    rank: int
+    ranks: int
+    groups: int
+
+    def parameter(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
+        """A parameter by Megatron's name, made of the weights that Hugging Face names."""
+        module = name.removesuffix(".weight")
+        if module in ENDS:
+            source, held = ENDS[module]
+            return held([weights[f"{source}.weight"]], self)
+        _, _, index, part = module.split(".", 3)
+        sources, held = LAYER[part]
+        return held([weights[f"model.layers.{index}.{source}.weight"] for source in sources], self)
+
+    def rows(self, weight: Float[Tensor, "N K"]) -> Float[Tensor, "_ K"]:
+        return weight.chunk(self.ranks)[self.rank]
+
+
+Held = Callable[[Sequence[Tensor], Shard], Tensor]
+
+
+def padded_rows(vocabulary: int, ranks: int) -> int:
+    """Rows of an embedding that the ranks can share."""
+    return -(-vocabulary // ranks) * ranks
+
+
+def _whole(sources: Sequence[Tensor], shard: Shard) -> Tensor:
+    return sources[0]
+
+
+def _rows_padded(sources: Sequence[Tensor], shard: Shard) -> Tensor:
+    """Behind the vocabulary stand rows of zeros, whose logits the trainer drops."""
+    [weight] = sources
+    missing = padded_rows(len(weight), shard.ranks) - len(weight)
+    return shard.rows(torch.nn.functional.pad(weight, (0, 0, 0, missing)))
+
+
+def _rows_by_group(sources: Sequence[Tensor], shard: Shard) -> Tensor:
+    """A query group's rows of q, then of k, then of v."""
+    groups = [source.unflatten(0, (shard.groups, -1)) for source in sources]
+    return shard.rows(torch.cat(groups, 1).flatten(0, 1))
+
+
+def _rows_of_each(sources: Sequence[Tensor], shard: Shard) -> Tensor:
+    """Gate and up stand side by side on every rank."""
+    return torch.cat([shard.rows(source) for source in sources])
+
+
+def _columns(sources: Sequence[Tensor], shard: Shard) -> Tensor:
+    return sources[0].chunk(shard.ranks, 1)[shard.rank]
+
+
+# Megatron's names within a layer, each with the Hugging Face weights that make it, and how.
+LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
+    "input_layernorm": (("input_layernorm",), _whole),
+    "self_attention.linear_qkv": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        _rows_by_group,
+    ),
+    "self_attention.q_layernorm": (("self_attn.q_norm",), _whole),
+    "self_attention.k_layernorm": (("self_attn.k_norm",), _whole),
+    "self_attention.linear_proj": (("self_attn.o_proj",), _columns),
+    "pre_mlp_layernorm": (("post_attention_layernorm",), _whole),
+    "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), _rows_of_each),
+    "mlp.linear_fc2": (("mlp.down_proj",), _columns),
+}
+ENDS: dict[str, tuple[str, Held]] = {
+    "embedding.word_embeddings": ("model.embed_tokens", _rows_padded),
+    "decoder.final_layernorm": ("model.norm", _whole),
+    "output_layer": ("lm_head", _rows_padded),
+}
