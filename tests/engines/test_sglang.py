@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from alignments import COMPLETE, LEFT_OUT, equal_share
 
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
@@ -73,28 +75,37 @@ def test_weights_that_do_not_exist_are_an_error(engine: SGLang, tmp_path: Path):
     assert len(engine.generate(REQUESTS[:1])[0].tokens) == 40  # it still runs
 
 
+@pytest.fixture(scope="module")
+def sampled(engine: SGLang) -> list[Sample]:
+    warm = [replace(request, temperature=0.7, seed=9) for request in REQUESTS]
+    return engine.generate(REQUESTS + warm)
+
+
+@pytest.mark.parametrize("what", COMPLETE)
+def test_with_every_alignment_the_trainer_has_the_engines_log_probs(sampled, tiny, what):
+    assert equal_share(sampled, COMPLETE[what](tiny, sampled)) == 1.0
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_without_one_alignment_it_has_not(sampled, tiny, what):
+    assert equal_share(sampled, LEFT_OUT[what](tiny, sampled)) < 1.0
+
+
 @pytest.mark.parametrize(
-    ("trainer", "dtype", "norm_order"),
+    "arguments",
     [
-        ("megatron", "fp32", "engine"),
-        ("megatron", "bf16", "trainer"),
-        ("hf", "bf16", "engine"),
-        ("hf", "bf16", "trainer"),
+        "--trainer megatron --dtype fp32",
+        "--trainer megatron --dtype bf16 --norm-order trainer",
+        "--trainer hf --dtype bf16 --norm-order engine",
+        "--trainer hf --dtype bf16 --norm-order trainer",
+        "--trainer megatron --dtype bf16 --trainer-tensor-parallel 2 --leaves 4",
+        "--trainer megatron --dtype fp32 --engine-tensor-parallel 2 --leaves 2",
     ],
 )
-def test_the_command_certifies_it(trainer: str, dtype: str, norm_order: str, tmp_path: Path):
+def test_the_command_certifies_it(arguments: str, tmp_path: Path):
     certificate = tmp_path / "c.json"
-    arguments = [
-        "--trainer",
-        trainer,
-        "--dtype",
-        dtype,
-        "--norm-order",
-        norm_order,
-        "--json",
-        str(certificate),
-    ]
-    assert main(["verify", "--engine", "sglang", "--tokens", "1200", *arguments]) == 0
+    command = ["verify", "--engine", "sglang", "--tokens", "1200", "--json", str(certificate)]
+    assert main([*command, *arguments.split()]) == 0
     said = json.loads(certificate.read_text())
     assert said["engine"]["sglang"] == "0.5.23"
     assert all(link["equal"] == link["total"] > 0 for link in said["links"])
