@@ -17,7 +17,8 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import DTYPES
 
 HERE = Path(__file__).parent
-Made = dict[tuple[int, int], list[dict[Case, dict]]]
+Rank = dict[str, dict]  # by case
+Made = dict[tuple[int, int], list[Rank]]
 
 each_split = pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: f"tp{layout[0]}-cp{layout[1]}")
 
@@ -32,8 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     )
     return {
         (tensor, context): [
-            torch.load(folder / f"{tensor}x{context}-{rank}.pt", weights_only=False)
-            for rank in range(tensor * context)
+            torch.load(folder / f"{tensor}x{context}-{rank}.pt") for rank in range(tensor * context)
         ]
         for tensor, context in LAYOUTS
     }
@@ -48,8 +48,8 @@ def test_on_a_tree_every_rank_has_the_bits_of_one(made: Made, layout: tuple[int,
     cases = [case for case in CASES if case.leaves > 1 and layout in case.layouts]
     assert {case.dtype for case in cases} == set(DTYPES) and len({case.order for case in cases}) == 3
     for case in cases:
-        whole = made[1, 1][0][case]["logits"]
-        assert all(same(rank[case]["logits"], whole) for rank in made[layout]), case
+        whole = made[1, 1][0][str(case)]["logits"]
+        assert all(same(rank[str(case)]["logits"], whole) for rank in made[layout]), case
 
 
 @each_split
@@ -58,15 +58,15 @@ def test_ordinary_sums_differ(made: Made, layout: tuple[int, int]):
     cases = [case for case in CASES if case.leaves == 1 and layout in case.layouts]
     assert cases
     for case in cases:
-        whole = made[1, 1][0][case]["logits"]
-        assert not any(same(rank[case]["logits"], whole) for rank in made[layout]), case
+        whole = made[1, 1][0][str(case)]["logits"]
+        assert not any(same(rank[str(case)]["logits"], whole) for rank in made[layout]), case
 
 
 @each_split
 def test_gradients_are_those_of_one_rank(made: Made, layout: tuple[int, int]):
     """Up to rounding: a column-parallel layer adds its input gradients up in another order."""
     for case in (case for case in CASES if case.leaves > 1 and layout in case.layouts):
-        whole = made[1, 1][0][case]["gradients"]
+        whole = made[1, 1][0][str(case)]["gradients"]
         for name, gradient in whole.items():
             for rank in range(layout[0]):
                 wanted = held(name, gradient.float(), rank, layout[0])
@@ -77,15 +77,13 @@ def test_gradients_are_those_of_one_rank(made: Made, layout: tuple[int, int]):
                 )
 
 
-def reduced(
-    ranks: list[dict[Case, dict]], case: Case, name: str, rank: int, layout: tuple[int, int]
-) -> Tensor:
+def reduced(ranks: list[Rank], case: Case, name: str, rank: int, layout: tuple[int, int]) -> Tensor:
     """A gradient after the sums that Megatron leaves to `finalize_model_grads`."""
     tensor, context = layout
     grids = [ranks[start : start + tensor] for start in range(0, tensor * context, tensor)]
-    parts = [grid[rank][case]["gradients"][name].float() for grid in grids]
+    parts = [grid[rank][str(case)]["gradients"][name].float() for grid in grids]
     if "q_layernorm" in name or "k_layernorm" in name:  # each rank has seen its own heads alone
-        parts = [one[case]["gradients"][name].float() for grid in grids for one in grid]
+        parts = [one[str(case)]["gradients"][name].float() for grid in grids for one in grid]
     return torch.stack(parts).sum(0) / context  # every context rank holds the whole loss
 
 
