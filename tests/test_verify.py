@@ -146,11 +146,13 @@ def test_the_certificate_says_what_ran(tmp_path: Path):
         ),
         (("--tokens", "0"), "--tokens: got 0; compare one at least"),
         (
-            ("--trainer-tensor-parallel", "2"),
+            ("--trainer", "megatron", "--trainer-tensor-parallel", "2"),
             "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1. A row-parallel layer adds",
         ),
         (
-            ("--trainer-tensor-parallel", "4", "--leaves", "4", "--model", "tiny-qwen3-tied"),
+            tuple(
+                "--trainer megatron --trainer-tensor-parallel 4 --leaves 4 --model tiny-qwen3-tied".split()
+            ),
             "contract.trainer_tensor_parallel: 4 ranks cannot share the model's 6 attention heads",
         ),
         (

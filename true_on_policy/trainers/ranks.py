@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -76,7 +76,8 @@ class MegatronRanks:
     def _call(self, name: str, *arguments: Any) -> Any:
         """What rank 0 answers; every rank computes the same."""
         for connection in self._connections:
-            _send(connection, (name, arguments))
+            with suppress(BrokenPipeError):  # a rank that ended is told by the answer it does not give
+                _send(connection, (name, arguments))
         return self._answers()[0]
 
     def _answers(self) -> list[Any]:
@@ -96,7 +97,7 @@ class MegatronRanks:
         rank = self._connections.index(connection)
         try:
             answer, error = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise RankError(f"megatron: rank {rank} ended without an answer") from None
         if error is not None:
             raise RankError(f"megatron, rank {rank}: {error}")
