@@ -10,12 +10,14 @@ from mis_plugins import sketch, slope
 from mis_plugins.hosts.tracking import PREFIX, STEP_KEY
 from mis_plugins.partials import LAGS
 from mis_plugins.peer_names import OTHERWISE, PEERS
+from mis_plugins.staleness import WEIGHT_METRICS
 from mis_plugins.step_metrics import METRICS, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
 from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
 
 INTRODUCTION = f"""# Metrics of `metrics: all`
 
-<!-- Made by `python -m mis_plugins.metric_docs`: change the docstrings in mis_plugins/step_metrics.py instead. -->
+<!-- Made by `python -m mis_plugins.metric_docs`: change the docstrings in mis_plugins/step_metrics.py and
+     mis_plugins/staleness.py instead. -->
 
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
@@ -30,11 +32,13 @@ needs
 which reports a step when the next one begins; the last step of a run is not reported. Warnings (everything rejected,
 too little kept, products that saturate; here also log-probs that are scaled) go to the log of one rank.
 
-The `lag_` ones need the weight version of each token, which no host hands on yet.
+The `lag_` ones, and those of segment-wise weights, need the version that wrote each token, which the embedded host
+hands on, and Miles and slime do not yet: see [async.md](async.md).
 
 r_t = pi_old(y_t) / mu(y_t), trainer over rollout engine, of a token; w_t its bounded weight. Means over tokens are over
 those in the loss mask with finite log-probs, means over sequences over those with such a token. log r is clamped at
-+-20 inside exp, nowhere else. What cannot be known, a mean of nothing, is not reported.
++-20 inside exp, nowhere else. With segment-wise weights w_t bounds pi_{{v+1}}(y_t) / mu(y_t), and r_t is what it was.
+What cannot be known, a mean of nothing, is not reported.
 """
 
 FAMILIES: dict[str, tuple[str, Mapping[str, Callable]]] = {
@@ -57,6 +61,11 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Callable]]] = {
         f"lag is 0 to {LAGS - 1}: how many weight versions a token's is behind the trainer's. Reported where the "
         "versions are known.",
         VERSIONS,
+    ),
+    "Segment-wise weights": (
+        "Reported where `mis.segment_wise` is on, whatever `metrics` says but `none`: of all tokens, and with "
+        "`/age_0`, `/age_1` and so on of those of one age (`/age_16_up`, and `/no_age` of those of no version).",
+        WEIGHT_METRICS,
     ),
 }
 

@@ -82,13 +82,7 @@ def loglinear_error_by_age(
 
 
 def weight_metrics(measured: ByAge) -> dict[str, float]:
-    """Of a whole step, each also by age (`/age_2`): on the host, of merged sums.
-
-    behav_imp_weight/{avg,std,min,max,ess}: weights applied; ess is (sum w)^2 / (n sum w^2).
-    behav_imp_weight/var/segment_wise, /standard: variance of pi_{v+1} / pi_v and of pi_V / pi_v over the same tokens.
-    behav_kl/avg: mean of log pi_v - log pi_{v+1}.
-    staleness/tokens: their number; staleness/unknown: those whose weight is not known; staleness/avg: mean age.
-    """
+    """`WEIGHT_METRICS` of a whole step, each also by age (`/age_2`): on the host, of merged sums."""
     return _named(measured, _weight_row)
 
 
@@ -107,22 +101,8 @@ def _excess(log_ratio: Tensor) -> Tensor:
 
 
 def _weight_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    kept, tokens = row["kept"], row["tokens"]
-    if kept:
-        weight = kept + row["weight_excess"]
-        squares = row["weight_excess_squared"] + weight + row["weight_excess"]
-        yield "behav_imp_weight/avg", weight / kept
-        yield "behav_imp_weight/std", math.sqrt(_variance(row, "weight_excess", kept))
-        yield "behav_imp_weight/min", -row["smallest"]
-        yield "behav_imp_weight/max", row["largest"]
-        yield "behav_imp_weight/ess", weight**2 / (kept * squares) if squares > 0 else 0.0
-    if tokens:
-        yield "behav_imp_weight/var/segment_wise", _variance(row, "excess", tokens)
-        yield "behav_imp_weight/var/standard", _variance(row, "standard_excess", tokens)
-        yield "behav_kl/avg", row["kl"] / tokens
-        yield "staleness/avg", row["age"] / tokens
-    yield "staleness/tokens", tokens
-    yield "staleness/unknown", row["unknown"]
+    values = ((name, metric(row)) for name, metric in WEIGHT_METRICS.items())
+    return ((name, value) for name, value in values if not math.isnan(value))
 
 
 def _error_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
@@ -138,6 +118,140 @@ def _error_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 def _variance(row: Mapping[str, float], name: str, count: float) -> float:
     """From the sums of x - 1 and of its square; never below 0, which rounding could reach."""
     return max(0.0, row[f"{name}_squared"] / count - (row[name] / count) ** 2)
+
+
+def weight_avg(row: Mapping[str, float]) -> float:
+    """Mean of the weights applied, over tokens that are kept.
+
+    Range: 0 and above; near 1.
+    Bad: far from 1 at old ages: an update moves the policy by much.
+    Do: look at behav_kl/avg; lower the learning rate, or the bound on staleness.
+    """
+    return _over(row, row["kept"] + row["weight_excess"], "kept")
+
+
+def weight_std(row: Mapping[str, float]) -> float:
+    """Standard deviation of the weights applied.
+
+    Range: 0 and above.
+    Bad: a rise with the age: then the bound, not one step's change, holds the weights.
+    Do: compare with behav_imp_weight/var/segment_wise, which no bound touches.
+    """
+    return math.sqrt(_variance(row, "weight_excess", row["kept"])) if row["kept"] else math.nan
+
+
+def weight_min(row: Mapping[str, float]) -> float:
+    """Smallest weight applied.
+
+    Range: 0 and above.
+    Bad: 0 with mode zero, often: tokens beyond a bound; else staleness/unknown is above 0.
+    Do: widen the bounds of mis.segment_wise; see staleness/unknown.
+    """
+    return -row["smallest"] if row["kept"] else math.nan
+
+
+def weight_max(row: Mapping[str, float]) -> float:
+    """Largest weight applied.
+
+    Range: 0 to the cap, times what normalization does.
+    Bad: at the cap in every step.
+    Do: as behav_imp_weight/avg.
+    """
+    return row["largest"] if row["kept"] else math.nan
+
+
+def weight_ess(row: Mapping[str, float]) -> float:
+    """(sum w)^2 / (n sum w^2) of the weights applied: what share of the tokens really counts.
+
+    Range: 0 to 1.
+    Bad: below 0.5.
+    Do: lower the bound on staleness, or the learning rate.
+    """
+    if not row["kept"]:
+        return math.nan
+    total = row["kept"] + row["weight_excess"]
+    squares = row["weight_excess_squared"] + total + row["weight_excess"]
+    return total**2 / (row["kept"] * squares) if squares > 0 else 0.0
+
+
+def segment_wise_variance(row: Mapping[str, float]) -> float:
+    """Variance of pi_{v+1} / pi_v, before any bound.
+
+    Range: 0 and above.
+    Bad: as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.
+    Do: see whether the KV cache was kept over updates, and whether the engine itself is off (kl_k3 at lag 0).
+    """
+    return _variance(row, "excess", row["tokens"]) if row["tokens"] else math.nan
+
+
+def standard_variance(row: Mapping[str, float]) -> float:
+    """Variance of pi_old / pi_v over the same tokens: of the weights that standard decoupled PPO would bound.
+
+    Range: 0 and above; at ages 0 and 1 equal to behav_imp_weight/var/segment_wise.
+    Bad: much above 1: standard weights would be at their bounds.
+    Do: keep segment-wise weights, or lower the bound on staleness.
+    """
+    return _variance(row, "standard_excess", row["tokens"]) if row["tokens"] else math.nan
+
+
+def behavior_kl(row: Mapping[str, float]) -> float:
+    """Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1.
+
+    Range: any; its expectation is at least 0.
+    Bad: a sudden rise: one update moved the policy far.
+    Do: lower the learning rate, clip the gradient norm.
+    """
+    return _over(row, row["kl"], "tokens")
+
+
+def staleness_avg(row: Mapping[str, float]) -> float:
+    """Mean age: how many versions the trainer is ahead of the one that wrote the token.
+
+    Range: 0 to the bound on staleness.
+    Bad: at the bound: rollouts wait for the trainer.
+    Do: give the rollout less, or the trainer more.
+    """
+    return _over(row, row["age"], "tokens")
+
+
+def staleness_tokens(row: Mapping[str, float]) -> float:
+    """Number of tokens in the loss mask whose weight is known.
+
+    Range: 0 and above.
+    Bad: none at age 0 and 1: everything is stale.
+    Do: as staleness/avg.
+    """
+    return row["tokens"]
+
+
+def staleness_unknown(row: Mapping[str, float]) -> float:
+    """Number of tokens in the loss mask whose weight is not known, and reads 0.
+
+    Range: 0 and above.
+    Bad: above 0.
+    Do: recompute before every update; drop or refuse such tokens before training (mis.segment_wise.too_old).
+    """
+    return row["unknown"]
+
+
+WEIGHT_METRICS: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "behav_imp_weight/avg": weight_avg,
+    "behav_imp_weight/std": weight_std,
+    "behav_imp_weight/min": weight_min,
+    "behav_imp_weight/max": weight_max,
+    "behav_imp_weight/ess": weight_ess,
+    "behav_imp_weight/var/segment_wise": segment_wise_variance,
+    "behav_imp_weight/var/standard": standard_variance,
+    "behav_kl/avg": behavior_kl,
+    "staleness/avg": staleness_avg,
+    "staleness/tokens": staleness_tokens,
+    "staleness/unknown": staleness_unknown,
+}
+"""Each of the sums of `weights_by_age`; NaN of nothing, which is not reported."""
+
+
+def _over(row: Mapping[str, float], total: float, count: str) -> float:
+    return total / row[count] if row[count] else math.nan
 
 
 def _named(

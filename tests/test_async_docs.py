@@ -67,9 +67,9 @@ def test_example():
     names = {
         "Hooks": hooks_module.Hooks, "recompute": recompute_module.recompute, "pool": pool, "number": number,
         "version": 1, "V": 2, "token_budget": 64, "score": score, "engine": engine, "weights": {}, "name": "a",
-        "admitted": segmentwise.admitted, "proximal_t": segmentwise.proximal_t,
-        "config": segmentwise.SegmentWiseConfig(), "proximal": proximal, "behavior": behavior, "correct": correct,
-        "CorrectionConfig": CorrectionConfig,
+        "admitted": segmentwise.admitted, "proximal_t": segmentwise.proximal_t, "correct": correct,
+        "config": CorrectionConfig(segment_wise=segmentwise.SegmentWiseConfig()),
+        "proximal": proximal, "behavior": behavior,
         "ragged": whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks()).ragged,
     }  # fmt: skip
     exec(compile(block("python"), "docs/async.md", "exec"), names)

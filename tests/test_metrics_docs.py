@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mis_plugins.metric_docs import FAMILIES, document, parse
 from mis_plugins.peer_names import PEERS
-from mis_plugins.step_metrics import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS, Family, Metric
+from mis_plugins.staleness import WEIGHT_METRICS
+from mis_plugins.step_metrics import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY: dict[str, Metric | Family] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS
+EVERY: dict[str, Callable] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS
 
 
 def test_the_committed_document_is_the_generated_one():
@@ -28,7 +30,8 @@ def test_every_metric_says_what_it_is_and_what_to_do(name: str):
 def test_every_metric_stands_in_one_section():
     listed = [name for names in SECTIONS.values() for name in names]
     assert sorted(listed) == sorted(METRICS)
-    assert [functions for _, functions in FAMILIES.values()] == [PERCENTILES, TAILS, RULES, VERSIONS]
+    families = [functions for _, functions in FAMILIES.values()]
+    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS]
 
 
 def test_what_the_peers_have_is_ours_too():
@@ -51,4 +54,4 @@ def test_metrics_that_are_named_in_advice_exist():
         assert not unknown, (name, unknown)
 
 
-SYMBOLS = {"r_t", "w_t", "loss_t", "log_r", "prob_diff", "pi_old"}
+SYMBOLS = {"r_t", "w_t", "loss_t", "log_r", "prob_diff", "pi_old", "pi_v"}
