@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core.fusions import fused_softmax
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -95,8 +96,10 @@ def own_core_attention(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
             attention.config, attention.layer_number, AttnMaskType.causal, "self", pg_collection=groups
         )
     trainer.logits = trainer.padded_logits
+    # On a GPU it makes its mask and keeps the random numbers of its dropout.
     no_dropout = patch.object(CudaRNGStatesTracker, "fork", lambda self: nullcontext())
-    with pinned(CONTRACT), no_dropout:
+    mask = patch.object(fused_softmax, "get_default_causal_mask", lambda n: torch.ones(n, n).triu(1).bool())
+    with pinned(CONTRACT), no_dropout, mask:
         return [trainer.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
 
 
