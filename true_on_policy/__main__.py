@@ -14,7 +14,7 @@ from importlib import import_module
 from true_on_policy.errors import TrueOnPolicyError
 
 # Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.
-COMMANDS = {"verify": "verify", "diff": "diff", "contract": "show", "flags": "flags"}
+COMMANDS = {"verify": "verify", "diff": "diff", "contract": "show", "flags": "flags", "doctor": "doctor"}
 FAILED = 2
 
 

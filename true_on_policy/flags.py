@@ -260,21 +260,26 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "flags", help="arguments and environment of a launch under a contract", description=__doc__
     )
-    parser.add_argument("--model", required=True, help=f"one of {', '.join(MODELS)}")
-    parser.add_argument("--backend", required=True, choices=get_args(TrainBackend), help="the trainer")
     parser.add_argument(
         "--miles", action="store_true", required=True, help="the host: slime has no such mode"
     )
     parser.add_argument("--env", action="store_true", help="print KEY=VALUE of the environment instead")
+    add_contract_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that `contract_of` reads."""
+    parser.add_argument("--model", default="qwen3-4B", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--backend", default="megatron", choices=get_args(TrainBackend), help="the trainer")
     parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (megatron: 2)")
     parser.add_argument("--cp", type=int, default=1, help="context parallel of the trainer")
     parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (the trainer's)")
     parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    contract = _contract(arguments)
+    contract = contract_of(arguments)
     flags = launch_flags(contract)
     _check_installed(flags)
     lines = (
@@ -286,7 +291,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _contract(arguments: argparse.Namespace) -> GpuContract:
+def contract_of(arguments: argparse.Namespace) -> GpuContract:
+    """Raises: ContractError: it cannot hold."""
     ranks = arguments.tp or (2 if arguments.backend == "megatron" else 1)
     return model_contract(
         *(arguments.model, arguments.backend),

@@ -1,0 +1,163 @@
+"""What a running SGLang does, seen over HTTP: what its server tells, and what its log-probs show.
+
+The requests are few and short, but they are real ones: an engine that serves a training run answers them in between.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.bitwise import first_mismatch
+from true_on_policy.engines.protocol import EngineError
+from true_on_policy.gpu_contract import WHY
+from true_on_policy.settings import ALL, Observation
+
+SECONDS = 60
+# Ids that every vocabulary has.
+PROMPT = tuple(range(11, 51))
+COMPANY = tuple(tuple(range(20 + n, 40 + 9 * n)) for n in range(7))
+LENGTH = 16
+
+# Row of the doctor and name in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
+ROWS = {
+    "SGLang": "version",
+    "device": "device",
+    "tensor parallel": "tp_size",
+    "contract": "true_on_policy_contract",
+    "deterministic inference": "enable_deterministic_inference",
+    "torch.compile": "enable_torch_compile",
+    "CUDA graph": "disable_cuda_graph",
+    "radix cache": "disable_radix_cache",
+    "KV cache": "kv_cache_dtype",
+    "quantization": "quantization",
+    "speculative decoding": "speculative_algorithm",
+}
+ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
+
+
+def observe_engine(url: str) -> Observation:
+    """The engine behind `url`, probed; what could not be seen has its reason."""
+    client = _Client(url.rstrip("/"))
+    try:
+        told = client.server_info()
+    except EngineError as error:
+        return Observation({}, {ALL: str(error)})
+    settings = _told(told)
+    unseen = {row: f"/server_info tells no {name}" for row, name in ROWS.items() if row not in settings}
+    unseen |= dict.fromkeys(WHY, "HTTP tells no environment")
+    try:
+        settings |= _probed(client)
+    except EngineError as error:
+        unseen |= dict.fromkeys((ALONE, SCORED, SEEDS), str(error))
+    return Observation(settings, unseen)
+
+
+def _told(told: Mapping[str, Any]) -> dict[str, str]:
+    settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
+    names = {told.get(name) or told.get("attention_backend") for name in ATTENTION}
+    return settings | {"attention": " and ".join(sorted(map(str, names)))}
+
+
+def _plain(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value != name.startswith("disable_") else "off"
+    return str(value)
+
+
+ALONE = "a row alone and in a batch"
+SCORED = "decode and prefill"
+SEEDS = "seeds of a prompt's samples"
+
+
+def _probed(client: _Client) -> dict[str, str]:
+    """Greedy, so that an engine without seeds answers the same twice."""
+    alone = client.generate([PROMPT])[0]
+    together = client.generate([PROMPT, *COMPANY])[0]
+    return {
+        ALONE: _compared(alone, together),
+        SCORED: _compared(alone, client.score(PROMPT, alone[0])),
+        SEEDS: _seeds(client),
+    }
+
+
+def _seeds(client: _Client) -> str:
+    """Does a request's own seed decide what is sampled?"""
+    first, second, again = (client.generate([PROMPT], seed=seed)[0][0] for seed in (1, 2, 1))
+    if first != again:
+        return "without effect"
+    return "one for all" if first == second else "one each"
+
+
+Answer = tuple[tuple[int, ...], Float32[Tensor, "N"]]
+
+
+def _compared(a: Answer, b: Answer) -> str:
+    """By bytes; other tokens are a difference too."""
+    if a[0] != b[0]:
+        return "other tokens"
+    mismatch = first_mismatch(a[1], b[1])
+    return "equal" if mismatch is None else f"{mismatch.count} of {mismatch.total} log-probs differ"
+
+
+class _Client:
+    """The four requests. Each raises EngineError."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def server_info(self) -> dict[str, Any]:
+        told = self._ask("/server_info")
+        if not isinstance(told, dict) or "version" not in told:
+            raise EngineError(f"{self.url}/server_info: not an answer of SGLang")
+        return told
+
+    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
+        """Greedy without a seed, sampled at temperature 1 with one."""
+        sampling: dict[str, Any] = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
+        if seed is not None:
+            sampling |= {"temperature": 1, "sampling_seed": seed}
+        answers = self._ask(
+            "/generate",
+            {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True},
+        )
+        return [_answer(answer["meta_info"]["output_token_logprobs"]) for answer in answers]
+
+    def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> Answer:
+        """From the first token on, so that no cached prefix stands in for the prefill."""
+        body = {
+            "input_ids": [[*prompt, *tokens]],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        (answer,) = self._ask("/generate", body)
+        return _answer(answer["meta_info"]["input_token_logprobs"][-len(tokens) :])
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON answer to a GET, or to a POST of `body`."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as refused:
+            told = refused.read().decode(errors="replace")[:200]
+            raise EngineError(f"{self.url}{path} answered {refused.code}: {told}") from refused
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{self.url}{path}: {error}") from error
+
+
+def _answer(rows: Sequence[Sequence[Any]]) -> Answer:
+    """From rows (log-prob, token id, text)."""
+    if any(row[0] is None for row in rows):
+        raise EngineError("a token without a log-prob in SGLang's answer")
+    # JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
+    return tuple(row[1] for row in rows), torch.tensor([row[0] for row in rows], dtype=torch.float32)
