@@ -110,14 +110,6 @@ def test_the_environment_is_checked_name_by_name() -> None:
         check_environment(contract, contract.environment | {"NCCL_ALGO": "Tree"})
 
 
-def test_shapes_of_a_size_are_those_of_the_model() -> None:
-    shapes = model_contract("qwen3-4B", "fsdp").shapes()
-    assert shapes.linear == ((2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560), (2560, 151936))
-    assert (shapes.attention, shapes.hidden, shapes.activated) == (((32, 8, 128),), (2560, 128), (9728,))
-    with pytest.raises(ContractError, match="size: probes need a model's sizes"):
-        gpu_contract("qwen3-dense", "fsdp").shapes()
-
-
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFixture) -> None:

@@ -17,10 +17,11 @@ from typing import Literal
 import torch
 
 from true_on_policy.engine_settings import observe_engine
+from true_on_policy.errors import PinError
 from true_on_policy.flags import add_contract_arguments, contract_of
 from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.kernels import gpu
-from true_on_policy.settings import ALL, Observation, load, observe
+from true_on_policy.settings import ALL, KERNELS, Observation, load, observe
 from true_on_policy.table import print_table
 
 Verdict = Literal["green", "red", "not seen", ""]
@@ -79,7 +80,10 @@ def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     operators = ("mm", "addmm", "_log_softmax", "mean.dim")
     deterministic = "--sglang-enable-deterministic-inference"
     return (
-        Check("kernels at the model's shapes", ("batch-invariant",), None, pinned),
+        Check(KERNELS, ("batch-invariant",), None, pinned),
+        Check(
+            "products of trainer and engine", ("one kernel", "equal"), None, "leave --gemm at the trainer's"
+        ),
         Check("a row alone and in a batch", None, ("equal",), deterministic),
         Check("decode and prefill", None, ANY if scored else ("equal",), "--recompute-logprobs-via-prefill"),
         *(Check(f"{mode}: aten::{name}", (file,), None, pinned) for name in operators),
@@ -129,18 +133,22 @@ def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
 
 
 def _layout(contract: GpuContract) -> tuple[Check, ...]:
-    name, megatron = str(contract.family.host_contract), contract.backend == "megatron"
+    name = str(contract.family.host_contract)
     tensor, context, engine = map(str, (contract.trainer_tp, contract.context_parallel, contract.engine_tp))
+    own = "--rollout-num-gpus-per-engine"
     return (
         Check("contract", (name,), (name,), f"--sglang-true-on-policy-contract {name}"),
         Check("deterministic inference", None, ("on",), "--sglang-enable-deterministic-inference"),
-        Check(
-            *("tensor parallel", (tensor,) if megatron else None, (engine,)),
-            f"--tensor-model-parallel-size {tensor} --rollout-num-gpus-per-engine {engine}",
-        ),
-        Check(
-            *("context parallel", (context,) if megatron else None, None),
-            f"--context-parallel-size {context}",
+        *(
+            (Check("tensor parallel", None, (engine,), f"{own} {engine}"),)
+            if contract.backend == "fsdp"
+            else (
+                Check(
+                    *("tensor parallel", (tensor,), (engine,)),
+                    f"--tensor-model-parallel-size {tensor} {own} {engine}",
+                ),
+                Check("context parallel", (context,), None, f"--context-parallel-size {context}"),
+            )
         ),
     )
 
@@ -179,14 +187,19 @@ def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -
 
 def _judge(check: Check, trainer: Observation, engine: Observation) -> Row:
     sides = [(check.trainer, trainer), (check.engine, engine)]
-    verdicts = [_verdict(check.name, wanted, side) for wanted, side in sides if wanted is not None]
+    verdicts: list[Verdict] = [
+        _verdict(check.name, wanted, side) for wanted, side in sides if wanted is not None
+    ]
     if check.equal:
         verdicts.append(_equal(check.name, trainer, engine))
-    verdict = max(verdicts, key=SEVERITY.index)
-    return Row(check, verdict, *(_cell(check.name, wanted, side) for wanted, side in sides))
+    return Row(check, _worst(verdicts), *(_cell(check.name, wanted, side) for wanted, side in sides))
 
 
 SEVERITY: tuple[Verdict, ...] = ("", "green", "not seen", "red")
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    return SEVERITY[max(map(SEVERITY.index, verdicts))]
 
 
 def _verdict(name: str, wanted: tuple[str, ...], side: Observation) -> Verdict:
@@ -235,12 +248,20 @@ def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:
     if arguments.trainer_dump is not None:
         return load(arguments.trainer_dump)
     contract = contract_of(arguments)
+    seen = _pinned_here(contract)
+    return contract, Observation(seen.settings, {ALL: NO_DUMP, **seen.unseen})
+
+
+def _pinned_here(contract: GpuContract) -> Observation:
+    """This machine, with the contract pinned for a moment where there is an accelerator."""
     with ExitStack() as stack:
         if torch.cuda.is_available():
-            _tell(f"pinning {gpu.name(contract)} and probing it at the shapes of {arguments.model}")
-            stack.callback(gpu.install(contract))
-        seen = observe(contract)
-    return contract, Observation(seen.settings, {ALL: NO_DUMP, **seen.unseen})
+            _tell(f"pinning {gpu.name(contract)} and probing it")
+            try:
+                stack.callback(gpu.install(contract))
+            except PinError as error:
+                return Observation({KERNELS: str(error)}, {})
+        return observe(contract)
 
 
 NO_DUMP = "no --trainer-dump"
@@ -258,8 +279,7 @@ def _conclude(rows: Sequence[Row]) -> int:
     """Says how many of each, and which code that is."""
     counts = {verdict: [row.verdict for row in rows].count(verdict) for verdict in SEVERITY}
     print(f"\n{counts['green']} green, {counts['red']} red, {counts['not seen']} not seen")
-    worst = max((row.verdict for row in rows), key=SEVERITY.index)
-    return EXIT[worst]
+    return EXIT[_worst([row.verdict for row in rows])]
 
 
 def _tell(what: str) -> None:

@@ -62,6 +62,7 @@ def observe_engine(url: str) -> Observation:
 
 def _told(told: Mapping[str, Any]) -> dict[str, str]:
     settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
+    settings.setdefault("contract", "not in this release")
     names = {told.get(name) or told.get("attention_backend") for name in ATTENTION}
     return settings | {"attention": " and ".join(sorted(map(str, names)))}
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from true_on_policy.errors import ContractError
 from true_on_policy.operations import Operation, operations
 from true_on_policy.row_sums import engine_order, fsdp_order, megatron_order
-
-if TYPE_CHECKING:
-    from true_on_policy.contract import Shapes
 
 FamilyName = Literal["qwen3-dense", "qwen2.5-dense", "qwen3-vl-dense", "llama"]
 TrainBackend = Literal["megatron", "fsdp"]
@@ -190,20 +187,6 @@ class GpuContract:
         return operations(
             self.backend, self.attention, self.trainer_gemm, self.engine_gemm, family.qk_norm, family.qkv_bias
         )
-
-    def shapes(self) -> Shapes:
-        """Where the model calls its kernels: what probes try.
-
-        Raises:
-            ContractError: only the family is known.
-        """
-        from true_on_policy.models import kernel_shapes
-
-        if self.size is None:
-            raise ContractError(
-                "size: probes need a model's sizes; take model_contract or a checkpoint's config"
-            )
-        return kernel_shapes(self.size)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -11,19 +11,21 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from true_on_policy.errors import NotSeenError, TrueOnPolicyError
+from true_on_policy.errors import NotSeenError, PinError, TrueOnPolicyError
 from true_on_policy.gpu_contract import GpuContract, Size, gpu_contract
 from true_on_policy.kernels import gpu
+from true_on_policy.probes import Failure
 
 FORMAT = 1
 ABSENT = "absent"
+KERNELS = "kernels at the model's shapes"
 ALL = "*"  # in `unseen`: nothing of this side could be looked at
 
 # Rows of the doctor, and the distribution that tells its version.
@@ -142,8 +144,23 @@ def _need_cuda() -> None:
 def _kernels(contract: GpuContract) -> str:
     """Whether the kernels that run here are batch-invariant at the model's shapes."""
     _need_cuda()
-    failure = next(gpu.failures(contract), None)
-    return "batch-invariant" if failure is None else str(failure)
+    return _found(gpu.failures(contract), "batch-invariant")
+
+
+def _products(contract: GpuContract) -> str:
+    """Whether the engine's product gives the trainer's bits."""
+    if contract.engine_gemm == contract.trainer_gemm:
+        return "one kernel"
+    _need_cuda()
+    return _found(gpu.disagreements(contract), "equal")
+
+
+def _found(failures: Iterator[Failure], otherwise: str) -> str:
+    try:
+        failure = next(failures, None)
+    except PinError as error:
+        return str(error)
+    return otherwise if failure is None else str(failure)
 
 
 def _tf32(contract: GpuContract) -> str:
@@ -198,7 +215,9 @@ def _deterministic() -> str:
 
 def _nccl(contract: GpuContract) -> str:
     _need_cuda()
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    from torch.cuda import nccl  # its import loads NCCL
+
+    return ".".join(map(str, nccl.version()))
 
 
 # Row of the doctor and how to look; NotSeenError says why one could not.
@@ -210,7 +229,8 @@ LOOKS: dict[str, Callable[[GpuContract], str]] = {
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
-    "kernels at the model's shapes": _kernels,
+    KERNELS: _kernels,
+    "products of trainer and engine": _products,
     "TF32": _tf32,
     "torch.compile": _compiles,
 }

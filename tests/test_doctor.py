@@ -1,0 +1,201 @@
+"""The doctor: every row turns red by its own setting alone, says what to set, and what was not seen is never green."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from replay import replayed
+from test_settings import HOST
+
+from true_on_policy.__main__ import main
+from true_on_policy.doctor import ANY, EXIT, MODE_FILES, Check, checks, diagnose
+from true_on_policy.engines.server import free_port
+from true_on_policy.gpu_contract import GpuContract, model_contract
+from true_on_policy.settings import ALL, KERNELS, Observation, dump
+
+CONTRACTS = {
+    "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=2),
+    "fsdp": model_contract("qwen3-4B", "fsdp"),
+}
+CASES = [
+    (backend, check.name, side)
+    for backend, contract in CONTRACTS.items()
+    for check in checks(contract, scored=False)
+    for side in ("trainer", "engine")
+    if getattr(check, side)
+]
+
+
+def healthy(contract: GpuContract) -> dict[str, Observation]:
+    """Both sides as the contract wants them."""
+    sides = {}
+    for side in ("trainer", "engine"):
+        wanted = {check.name: getattr(check, side) for check in checks(contract, scored=False)}
+        sides[side] = Observation(
+            {
+                name: choices[0] if choices else "shown"
+                for name, choices in wanted.items()
+                if choices is not None
+            },
+            {},
+        )
+    return sides
+
+
+def with_row(seen: Observation, name: str, value: str) -> Observation:
+    return replace(seen, settings={**seen.settings, name: value})
+
+
+def without_row(seen: Observation, name: str, why: str) -> Observation:
+    return Observation({key: value for key, value in seen.settings.items() if key != name}, {name: why})
+
+
+def worst(rows) -> int:
+    return max((EXIT[row.verdict] for row in rows), key=[0, 2, 1].index)
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_what_the_contract_wants_is_green(backend: str) -> None:
+    rows = diagnose(CONTRACTS[backend], **healthy(CONTRACTS[backend]))
+    assert worst(rows) == 0
+    assert {row.verdict for row in rows} == {"green", ""}
+    names = [row.check.name for row in rows]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("backend", "name", "side"), CASES)
+def test_one_other_value_is_red_and_says_what_to_set(backend: str, name: str, side: str) -> None:
+    sides = healthy(CONTRACTS[backend])
+    sides[side] = with_row(sides[side], name, "something else")
+    rows = diagnose(CONTRACTS[backend], **sides)
+    (red,) = [row for row in rows if row.verdict == "red"]
+    assert (red.check.name, worst(rows)) == (name, 1)
+    assert "something else" in (red.trainer, red.engine)
+    assert red.cells[-1] == red.check.remedy != ""
+
+
+@pytest.mark.parametrize(("backend", "name", "side"), CASES)
+def test_one_missing_value_is_not_seen(backend: str, name: str, side: str) -> None:
+    sides = healthy(CONTRACTS[backend])
+    sides[side] = without_row(sides[side], name, "the lamp is broken")
+    rows = diagnose(CONTRACTS[backend], **sides)
+    (unseen,) = [row for row in rows if row.verdict == "not seen"]
+    assert (unseen.check.name, worst(rows), unseen.cells[-1]) == (name, 2, "")
+    assert "(the lamp is broken)" in (unseen.trainer, unseen.engine)
+
+
+def test_red_outweighs_what_was_not_seen() -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["trainer"] = with_row(sides["trainer"], "contract", "none")
+    sides["engine"] = without_row(sides["engine"], "contract", "why")
+    rows = diagnose(CONTRACTS["megatron"], **sides)
+    assert [row.check.name for row in rows if row.verdict == "red"] == ["contract"]
+
+
+def test_decode_may_differ_from_prefill_where_prefill_is_compared() -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["engine"] = with_row(sides["engine"], "decode and prefill", "3 of 16 log-probs differ")
+    assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
+    sides["trainer"] = with_row(sides["trainer"], "log-probs come from", "prefill")
+    rows = diagnose(CONTRACTS["megatron"], **sides)
+    assert worst(rows) == 0 and any("3 of 16" in row.engine for row in rows)
+
+
+def test_a_trainer_on_the_engines_kernels_needs_its_version() -> None:
+    for backend, verdict in (("fsdp", 1), ("megatron", 0)):
+        sides = healthy(CONTRACTS[backend])
+        sides["engine"] = with_row(sides["engine"], "SGLang", "0.0.1")
+        assert worst(diagnose(CONTRACTS[backend], **sides)) == verdict
+
+
+def test_a_side_that_was_not_looked_at_is_not_green() -> None:
+    sides = healthy(CONTRACTS["fsdp"]) | {"engine": Observation({}, {ALL: "no --engine"})}
+    rows = diagnose(CONTRACTS["fsdp"], **sides)
+    assert worst(rows) == 2
+    assert all(row.engine in ("-", "(no --engine)") for row in rows)
+
+
+def test_deep_gemm_is_asked_for_where_the_trainer_runs_it() -> None:
+    asked = {
+        backend: {check.name for check in checks(contract, False)} for backend, contract in CONTRACTS.items()
+    }
+    assert "deep_gemm: DeepGEMM mode" in asked["fsdp"] - asked["megatron"]
+    assert "megatron: aten::mm" in asked["megatron"] - asked["fsdp"]
+
+
+def test_names_of_the_pin_are_those_that_the_providers_report() -> None:
+    """What `kernels.gpu.observe` calls a row, and the file that each mode registers."""
+    from true_on_policy.kernels import megatron, sglang
+
+    for provider in (megatron, sglang):
+        file, package = MODE_FILES[provider.NAME].split(" of ")
+        assert provider.MODE.module.endswith(file.removesuffix(".py"))
+        assert provider.MODE.module.startswith(package)
+        assert set(checks_of(provider.NAME)) == {f"{provider.NAME}: aten::{name}" for name in SHARED}
+
+
+def checks_of(mode: str) -> list[str]:
+    contract = next(contract for contract in CONTRACTS.values() if contract.mode == mode)
+    return [check.name for check in checks(contract, False) if "aten::" in check.name]
+
+
+SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_in_the_printed_environment_a_machine_without_an_accelerator_is_not_seen() -> None:
+    environment = os.environ | CONTRACTS["megatron"].environment
+    done = subprocess.run(
+        [sys.executable, "-m", "true_on_policy", "doctor"],
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == EXIT["not seen"], done.stderr
+    rows = [line for line in done.stdout.splitlines() if KERNELS in line]
+    assert len(rows) == 1 and rows[0].startswith("not seen") and "(no CUDA device)" in rows[0]
+    assert " 0 red, " in done.stdout.splitlines()[-1]
+
+
+def test_a_recorded_engine_and_a_file_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "trainer.json"
+    dump(file, CONTRACTS["fsdp"], HOST)
+    with replayed("stock") as url:
+        assert main(["doctor", "--engine", url, "--trainer-dump", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "a row alone and in a batch" in line)
+    assert row.startswith("red") and "13 of 16 log-probs differ" in row
+    assert row.endswith("--sglang-enable-deterministic-inference")
+    assert next(line for line in lines if " tensor parallel " in line).startswith("green")
+    assert next(line for line in lines if " top-p " in line).split()[:3] == ["red", "top-p", "0.95"]
+    assert lines[-1].endswith("not seen")
+
+
+def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["doctor", "--engine", url, "--trainer-dump", str(tmp_path / "trainer.json")]) == 1
+    assert "Connection refused" in capsys.readouterr().out
+
+
+def test_a_file_that_is_none_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--trainer-dump", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_every_check_asks_something_of_a_side() -> None:
+    for contract in CONTRACTS.values():
+        for check in checks(contract, True):
+            assert isinstance(check, Check) and (check.trainer, check.engine) != (None, None)
+            assert check.remedy or not (check.trainer or check.engine)
+    assert ANY == ()

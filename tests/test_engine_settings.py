@@ -1,0 +1,105 @@
+"""What the doctor sees of an engine over HTTP, on the recorded answers of a real SGLang."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from replay import RECORDED, replayed
+
+from true_on_policy import engine_settings
+from true_on_policy.engine_settings import ALONE, ROWS, SCORED, SEEDS, observe_engine
+from true_on_policy.engines.server import free_port
+from true_on_policy.gpu_contract import WHY
+from true_on_policy.settings import ALL
+
+
+def test_a_pinned_engine_shows_that_it_is_invariant() -> None:
+    with replayed("pinned") as url:
+        seen = observe_engine(url + "/")
+    assert {row: seen.settings[row] for row in (ALONE, SCORED, SEEDS)} == {
+        ALONE: "equal",
+        SCORED: "equal",
+        SEEDS: "one each",
+    }
+    told = {"SGLang": "0.5.23", "device": "cpu", "tensor parallel": "1", "attention": "torch_native"}
+    told |= {
+        "deterministic inference": "on",
+        "radix cache": "on",
+        "CUDA graph": "off",
+        "torch.compile": "off",
+    }
+    assert told.items() <= seen.settings.items()
+    assert set(seen.unseen) == set(WHY)
+
+
+def test_a_stock_engine_shows_that_it_is_not() -> None:
+    """Its flag is off as well, but what is judged are its log-probs."""
+    with replayed("stock", {"enable_deterministic_inference": True}) as url:
+        seen = observe_engine(url)
+    assert "log-probs differ" in seen.settings[ALONE] and "log-probs differ" in seen.settings[SCORED]
+    assert seen.settings[SEEDS] == "without effect"
+    assert seen.settings["deterministic inference"] == "on"
+
+
+def test_an_engine_without_the_contract_says_so() -> None:
+    with replayed("pinned") as url:
+        assert observe_engine(url).settings["contract"] == "not in this release"
+    with replayed("pinned", {"true_on_policy_contract": "qwen3_dense_true_on_policy_v1"}) as url:
+        assert observe_engine(url).settings["contract"] == "qwen3_dense_true_on_policy_v1"
+
+
+def test_two_attention_kernels_are_both_named() -> None:
+    with replayed("pinned", {"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}) as url:
+        assert observe_engine(url).settings["attention"] == "fa3 and flashinfer"
+
+
+def test_a_renamed_setting_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "KV cache", "kv_cache_kind")
+    with replayed("pinned") as url:
+        seen = observe_engine(url)
+    assert seen.why("KV cache") == "/server_info tells no kv_cache_kind" and "KV cache" not in seen.settings
+
+
+def test_an_engine_that_fails_a_request_is_told_but_not_probed() -> None:
+    with replayed("pinned", broken="/generate") as url:
+        seen = observe_engine(url)
+    assert seen.settings["SGLang"] == "0.5.23"
+    for row in (ALONE, SCORED, SEEDS):
+        assert row not in seen.settings and "/generate answered 500: out of memory" in seen.why(row)
+
+
+def test_an_engine_that_does_not_answer_is_not_seen_at_all() -> None:
+    seen = observe_engine(f"http://127.0.0.1:{free_port()}")
+    assert seen.settings == {} and "refused" in seen.why("SGLang") and ALL in seen.unseen
+
+
+def test_a_server_of_something_else_is_not_seen() -> None:
+    with replayed("pinned", {}) as url, pytest.MonkeyPatch.context() as patch:
+        patch.delitem(RECORDED["pinned"]["server_info"], "version")
+        assert "not an answer of SGLang" in observe_engine(url).why("SGLang")
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [(([1], [1], [2]), "without effect"), (([1], [1], [1]), "one for all"), (([1], [2], [1]), "one each")],
+)
+def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = iter(answers)
+    monkeypatch.setattr(engine_settings._Client, "generate", lambda *_, **__: [(tuple(next(replies)), None)])
+    assert engine_settings._seeds(engine_settings._Client("")) == found
+
+
+def test_bits_decide_not_numbers() -> None:
+    rows = [[0.0, 7, None]]
+    a, b = (engine_settings._answer([[value, 7, None]]) for value in (0.0, -0.0))
+    assert engine_settings._compared(a, b) == "1 of 1 log-probs differ"
+    assert engine_settings._compared(a, engine_settings._answer(rows)) == "equal"
+    assert engine_settings._compared(a, engine_settings._answer([[0.0, 8, None]])) == "other tokens"
+    nan = engine_settings._answer([[math.nan, 7, None]])
+    assert engine_settings._compared(nan, nan) == "equal"
+
+
+def test_a_missing_log_prob_is_no_number() -> None:
+    with pytest.raises(engine_settings.EngineError, match="a token without a log-prob"):
+        engine_settings._answer([[None, 7, None]])

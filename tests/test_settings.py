@@ -1,0 +1,183 @@
+"""What is seen of this process, and the file that a trainer writes of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from true_on_policy.errors import ContractError
+from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, family, model_contract
+from true_on_policy.settings import KERNELS, LOOKS, DumpError, dump, load, observe
+
+CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
+HOST = Namespace(
+    sglang_true_on_policy_contract="qwen3_dense_true_on_policy_v1",
+    sglang_enable_deterministic_inference=True,
+    recompute_logprobs_via_prefill=True,
+    true_on_policy_mode=True,
+    tensor_model_parallel_size=2,
+    context_parallel_size=4,
+    rollout_temperature=1.0,
+    rollout_top_p=0.95,
+    rollout_top_k=-1,
+)
+
+
+def test_versions_are_those_that_are_installed() -> None:
+    seen = observe(CONTRACT).settings
+    assert seen["torch"] == torch.__version__
+    assert seen["Megatron-core"] == importlib.metadata.version("megatron-core")
+    assert seen["Transformer Engine"] == "absent"
+
+
+def test_what_the_host_decides() -> None:
+    seen = observe(CONTRACT, HOST).settings
+    told = {
+        "tensor parallel": "2",
+        "context parallel": "4",
+        "temperature": "1",
+        "top-p": "0.95",
+        "top-k": "-1",
+    }
+    told |= {
+        "seeds of a prompt's samples": "one each",
+        "log-probs come from": "prefill",
+        "log-softmax": "bf16",
+    }
+    assert told.items() <= seen.items() and seen["contract"] == "qwen3_dense_true_on_policy_v1"
+    bare = observe(CONTRACT, Namespace()).settings
+    assert (bare["seeds of a prompt's samples"], bare["log-probs come from"], bare["log-softmax"]) == (
+        "not sent",
+        "decode",
+        "fp32",
+    )
+    assert "temperature" not in bare
+
+
+def test_the_environment_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    seen = observe(CONTRACT).settings
+    assert (seen["NCCL_ALGO"], seen["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]) == ("Tree", "unset")
+    assert set(ENVIRONMENT) < set(seen)
+
+
+@pytest.mark.parametrize(("disable", "found"), [("0", "on"), ("1", "off")])
+def test_compiling_is_tried_not_read(disable: str, found: str) -> None:
+    code = (
+        "from true_on_policy.settings import LOOKS\n"
+        "from true_on_policy.gpu_contract import gpu_contract\n"
+        "print(LOOKS['torch.compile'](gpu_contract('qwen3-dense', 'fsdp')))"
+    )
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": disable}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == found
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_deterministic_algorithms_are_the_trainers(on: bool) -> None:
+    torch.use_deterministic_algorithms(on)
+    try:
+        assert observe(CONTRACT, HOST).settings["deterministic algorithms"] == ("on" if on else "off")
+        assert "deterministic algorithms" not in observe(CONTRACT).settings
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [("normalization", "NVIDIA's"), ("lib", "the index's apex, a web toolkit"), (None, "absent")],
+)
+def test_the_two_packages_of_one_name(
+    folder: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if folder is not None:
+        (tmp_path / "apex" / folder).mkdir(parents=True)
+        (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+        monkeypatch.syspath_prepend(tmp_path)
+    assert LOOKS["Apex"](CONTRACT) == found
+
+
+def test_the_norm_that_megatron_took() -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    assert LOOKS["norm of the local spec"](CONTRACT) == gpt_layer_specs.LNImpl.__name__
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_an_accelerator_it_says_what_it_could_not_look_at() -> None:
+    seen = observe(CONTRACT, HOST)
+    for name in ("device", "NCCL", KERNELS, "TF32"):
+        assert name not in seen.settings and seen.why(name) == "no CUDA device"
+    assert seen.settings["products of trainer and engine"] == "one kernel"
+    deep = GpuContract(CONTRACT.family, "megatron", engine_gemm="deep_gemm")
+    assert observe(deep).why("products of trainer and engine") == "no CUDA device"
+
+
+def test_a_file_gives_back_what_was_seen(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "trainer.json"
+    dump(file, CONTRACT, HOST)
+    contract, seen = load(file)
+    assert contract == CONTRACT
+    assert seen == observe(CONTRACT, HOST)
+
+
+def test_a_contract_without_sizes_too(tmp_path: Path) -> None:
+    contract = GpuContract(family("llama"), "fsdp", engine_gemm="deep_gemm")
+    dump(tmp_path / "trainer.json", contract)
+    assert load(tmp_path / "trainer.json")[0] == contract
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stated: stated.update(format=2), "format 2, this version reads 1"),
+        (lambda stated: stated.pop("settings"), "not written by true_on_policy.settings.dump .*settings"),
+        (lambda stated: stated["contract"].pop("size"), "not written by"),
+        (lambda stated: stated.update(unseen=3), "not written by"),
+    ],
+)
+def test_another_file_is_refused(change, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "trainer.json"
+    dump(file, CONTRACT)
+    stated = json.loads(file.read_text())
+    change(stated)
+    file.write_text(json.dumps(stated))
+    with pytest.raises(DumpError, match=message):
+        load(file)
+    file.write_text("not json")
+    with pytest.raises(DumpError, match="not written by"):
+        load(file)
+
+
+def test_a_contract_that_cannot_hold_is_refused_from_a_file_too(tmp_path: Path) -> None:
+    dump(tmp_path / "trainer.json", CONTRACT)
+    stated = json.loads((tmp_path / "trainer.json").read_text())
+    stated["contract"]["engine_tp"] = 1
+    (tmp_path / "trainer.json").write_text(json.dumps(stated))
+    with pytest.raises(ContractError, match="two orders"):
+        load(tmp_path / "trainer.json")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device here: TF32 is a matter of its products"
+)
+def test_tf32_is_seen_in_a_product() -> None:
+    found = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed, seen in ((True, "on"), (False, "off")):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            assert LOOKS["TF32"](CONTRACT) == seen
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = found
