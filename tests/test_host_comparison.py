@@ -413,24 +413,32 @@ def test_nothing_is_read_while_comparing():
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
-def of_rank(rank: int, cp: int, broken: tuple[int, int] | None, folder: Path) -> tuple[int, int, str]:
+PADDED = 24  # the length of a row under `bshd`
+
+
+def of_rank(
+    rank: int, cp: int, broken: tuple[int, int] | None, folder: Path, padded: int | None = None
+) -> tuple[int, int, str]:
     """What this rank compared and found, and what stopped it."""
     hosts.COMPARISON = Comparison()
     whole = example((9, 1, 0, 14)) if broken is None else flip(example((9, 1, 0, 14)), *broken)
-    local, _ = whole.shard(cp, rank % cp, None)
+    local, _ = whole.shard(cp, rank % cp, padded)
     stopped = ""
     args = settings(folder, **RAISE)
+    args.qkv_format = "bshd" if padded else "thd"
     try:
         steps(args, handed(local, loss_masks=whole.loss_masks, total_lengths=whole.total_lengths,
-                           response_lengths=whole.response_lengths))  # fmt: skip
+                           response_lengths=whole.response_lengths,
+                           max_seq_lens=padded and [padded] * 4))  # fmt: skip
     except DifferenceError as error:
         stopped = str(error)
     return hosts.COMPARISON.totals.compared, hosts.COMPARISON.totals.different, stopped
 
 
+@pytest.mark.parametrize("padded", [None, PADDED])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_each_rank_compares_its_own_tokens(cp: int, tmp_path: Path):
-    work = lambda rank: of_rank(rank, cp, None, tmp_path)  # noqa: E731
+def test_each_rank_compares_its_own_tokens(cp: int, padded: int | None, tmp_path: Path):
+    work = lambda rank: of_rank(rank, cp, None, tmp_path, padded)  # noqa: E731
     found = run_ranks(cp, cp, work, tmp_path)
     assert sum(compared for compared, _, _ in found) == int(example((9, 1, 0, 14)).flat_mask.sum())
     assert all((different, stopped) == (0, "") for _, different, stopped in found)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -11,18 +14,29 @@ from pathlib import Path
 
 import pytest
 
+from true_on_policy.flags import launch_flags
+from true_on_policy.gpu_contract import check_environment, model_contract
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh")) + [ROOT / ".ci" / "run"]
-PARSERS = {
+CORRECTIONS = {
     "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
     "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),
     "run-qwen3-4b-mis-fsdp.sh": ("miles", "miles-fsdp", "sglang"),
 }
+TRUE_ON_POLICY = {
+    "megatron": ("miles", "megatron", "sglang"),
+    "fsdp": ("miles", "miles-fsdp", "sglang"),
+}
+LAUNCHES = [(script, parsers, {}) for script, parsers in CORRECTIONS.items()] + [
+    ("run-qwen3-4b-true-on-policy.sh", parsers, {"TRAIN_BACKEND": backend})
+    for backend, parsers in TRUE_ON_POLICY.items()
+]
 HOST_FLAGS = [
     line.split() for line in (ROOT / "tests" / "host_flags.txt").read_text().splitlines() if line[0] != "#"
 ]
 
-launch_script = pytest.mark.parametrize("script", sorted(PARSERS))
+launch_script = pytest.mark.parametrize("script", sorted(CORRECTIONS))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -33,7 +47,9 @@ def test_syntax(script: Path) -> None:
 
 
 def test_every_launch_script_is_checked() -> None:
-    assert sorted(PARSERS) == sorted(path.name for path in (ROOT / "scripts").glob("run-*.sh"))
+    assert {script for script, _, _ in LAUNCHES} == {
+        path.name for path in (ROOT / "scripts").glob("run-*.sh")
+    }
 
 
 def executable(path: Path, body: str) -> None:
@@ -70,18 +86,20 @@ def trainer_arguments(folder: Path) -> list[str]:
     return words[python + 2 :]
 
 
-@launch_script
-def test_launch_passes_only_flags_of_its_host(script: str, tmp_path: Path) -> None:
-    done = launch(script, tmp_path)
+@pytest.mark.parametrize(("script", "parsers", "environment"), LAUNCHES)
+def test_launch_passes_only_flags_of_its_host(
+    script: str, parsers: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+) -> None:
+    done = launch(script, tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     arguments = trainer_arguments(tmp_path)
-    known = {flag for parser, flag in HOST_FLAGS if parser in PARSERS[script]}
+    known = {flag for parser, flag in HOST_FLAGS if parser in parsers}
     flags = [word for word in arguments if word.startswith("--")]
     assert set(flags) - known == set()
     assert len(flags) == len(set(flags))
     assert arguments[-2:] == ["--seed", "7"]
     assert str(tmp_path / "my models" / "Qwen3-4B") in arguments
-    assert ("--num-layers" in arguments) == ("megatron" in PARSERS[script])
+    assert ("--num-layers" in arguments) == ("megatron" in parsers)
 
 
 @launch_script
@@ -101,6 +119,45 @@ def test_launch_stops_at_an_impossible_config(script: str, tmp_path: Path) -> No
     done = launch(script, tmp_path, MIS_CONFIG=str(config))
     assert done.returncode != 0
     assert "impossible.yaml" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@pytest.mark.parametrize("backend", TRUE_ON_POLICY)
+def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path) -> None:
+    """The host would parse what `check_host` asks for, in an environment that `check_environment` accepts."""
+    config = tmp_path / "bitwise.yaml"
+    done = launch(
+        "run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND=backend, BITWISE_CONFIG=str(config)
+    )
+    assert done.returncode == 0, done.stderr
+    arguments = trainer_arguments(tmp_path)
+    ranks = 2 if backend == "megatron" else 1
+    contract = model_contract("qwen3-4B", backend, trainer_tp=ranks, engine_tp=ranks)
+    for flag in launch_flags(contract):
+        place = arguments.index(flag.words[0])
+        assert tuple(arguments[place : place + len(flag.words)]) == flag.words
+    words = (tmp_path / "ray.txt").read_text().splitlines()
+    environment = json.loads(words[words.index("--runtime-env-json") + 1])["env_vars"]
+    check_environment(contract, environment)
+    assert environment["PYTHONPATH"].startswith(str(tmp_path / "a host"))
+    assert arguments[arguments.index("--custom-config-path") + 1] == str(config)
+    for flag, hook in hooks_of(arguments).items():
+        assert callable(pkgutil.resolve_name(hook)), flag
+    assert ("--custom-megatron-init-path" in arguments) == (backend == "megatron")
+
+
+def hooks_of(arguments: list[str]) -> dict[str, str]:
+    return {
+        flag: value
+        for flag, value in itertools.pairwise(arguments)
+        if flag.startswith("--custom-") and flag != "--custom-config-path"
+    }
+
+
+def test_a_true_on_policy_launch_stops_where_there_is_no_contract(tmp_path: Path) -> None:
+    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND="deepspeed")
+    assert done.returncode != 0
+    assert "deepspeed" in done.stderr
     assert not (tmp_path / "ray.txt").exists()
 
 

@@ -2,6 +2,7 @@
 
     --custom-loss-function-path  true_on_policy.hosts.policy_loss          (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  true_on_policy.hosts.report_step
+    --custom-megatron-init-path  true_on_policy.hosts.miles_init
 
 A flag of a host carries one hook, so ours stand before another: the policy loss of the host itself, or what
 `bitwise.loss` and `bitwise.step_hook` name (`config.py`). Hosts are read through the adapters of `mis_plugins.hosts`,
@@ -74,6 +75,23 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
     if wrapped is not None:
         wrapped(args, rollout_id, step_id, *rest)
     COMPARISON.report(args, config, (rollout_id, step_id))
+
+
+def miles_init(args: Any) -> None:
+    """The init hook of Miles on Megatron: pins the trainer's kernels, or keeps the trainer from starting.
+
+    Checked first are the host's arguments, the environment, and the configs of the hooks on the other flags. What then
+    runs is written, by rank 0, where `doctor --trainer-dump` reads it: to the file that TRUE_ON_POLICY_DUMP names, else
+    to `true_on_policy/trainer.json` in the folder of `--save`.
+
+    Raises:
+        ContractError: an argument or a variable with which the contract cannot hold; it says what to set.
+        HostConfigError, mis_plugins.errors.ConfigError: a setting under `bitwise:` or `mis:`.
+        PinError, ProbeError, NotSeenError: kernels that do not pin, are not invariant, or cannot be probed here.
+    """
+    from true_on_policy.hosts.start import start  # the other hooks need none of the kernels
+
+    start(args)
 
 
 def _compared(args: Any, batch: Batch, host: LossHost, config: BitwiseConfig) -> Tensor | None:

@@ -1,0 +1,146 @@
+"""What the init hook checks before it pins, what keeps a trainer from starting, and what it leaves for the doctor.
+
+Everything runs as it is but the kernels, which need a GPU: on this machine pinning refuses, and that is tested too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mis_plugins.errors import ConfigError
+from true_on_policy import settings
+from true_on_policy.errors import ContractError, HostConfigError, NotSeenError, PinError
+from true_on_policy.flags import launch_flags
+from true_on_policy.gpu_contract import MODELS, GpuContract, model_contract
+from true_on_policy.hosts import miles_init, start
+
+CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=2)
+HOOKS = {
+    "custom_loss_function_path": start.LOSS,
+    "custom_megatron_before_train_step_hook_path": start.STEP_HOOK,
+}
+
+
+@pytest.fixture
+def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """What Miles would have parsed from `python -m true_on_policy flags` and our hooks, in the right environment."""
+    for name, value in CONTRACT.environment.items():
+        monkeypatch.setenv(name, value)
+    size = {name: getattr(MODELS["qwen3-4B"][1], name) for name in MODELS["qwen3-4B"][1].__dataclass_fields__}
+    checkpoint = tmp_path / "Qwen3-4B"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **size}))
+    flags = {flag.attribute: flag.value for flag in launch_flags(CONTRACT)}
+    own = {"hf_checkpoint": str(checkpoint), "train_backend": "megatron", "save": str(tmp_path / "save")}
+    return Namespace(**flags, **own, **HOOKS)
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> list[GpuContract]:
+    """The contracts that were pinned: nothing of the dump is on disk before."""
+    pinned: list[GpuContract] = []
+    monkeypatch.setattr(start, "pin", pinned.append)
+    return pinned
+
+
+def test_what_is_checked_is_pinned_and_written_for_the_doctor(args: Namespace, pins: list[GpuContract]):
+    miles_init(args)
+    assert pins == [CONTRACT]
+    contract, seen = settings.load(Path(args.save) / "true_on_policy" / "trainer.json")
+    assert contract == CONTRACT
+    assert seen.settings["log-probs come from"] == "prefill"
+    assert seen.settings["NCCL_ALGO"] == "Ring"
+    assert seen.settings["torch"] == torch.__version__
+
+
+def test_the_environment_may_name_the_file(
+    args: Namespace, pins: list[GpuContract], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(start.DUMP, str(tmp_path / "elsewhere.json"))
+    miles_init(args)
+    assert settings.load(tmp_path / "elsewhere.json")[0] == CONTRACT
+    assert not Path(args.save).exists()
+
+
+def test_it_is_written_after_the_pin_and_by_rank_0(
+    args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr(start, "pin", lambda contract: None)
+    for rank in (1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        assert not Path(args.save).exists()
+        miles_init(args)
+    assert Path(args.save).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU may pin")
+def test_without_a_gpu_it_refuses_to_start(args: Namespace):
+    with pytest.raises((PinError, NotSeenError)):
+        miles_init(args)
+    assert not Path(args.save).exists()
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sequence_parallel": True}, ContractError, "sequence_parallel is True: .*--sequence-parallel"),
+    ({"batch_invariant_mode": False}, ContractError, "batch_invariant_mode is False; launch with --batch-inv"),
+    ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, ContractError, "ring context parallelism"),
+    ({"rollout_num_gpus_per_engine": 1}, ContractError, "adds the parts of its .* columns in two orders"),
+    ({"bitwise": {"on_diference": "warn"}}, HostConfigError, "bitwise.on_diference: unknown key"),
+    ({"bitwise": {"step_hook": "a.b"}}, HostConfigError, "bitwise.step_hook: cannot load 'a.b'"),
+    ({"bitwise": {"on_difference": "raise"}, "custom_megatron_before_train_step_hook_path": None},
+     HostConfigError, "raise needs --custom-megatron-before-train-step-hook-path true_on_policy.hosts.report_step"),
+    ({"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp",
+      "mis": {"weight": {"lower": 3.0, "upper": 2.0, "bound": "clip"}}}, ConfigError, "mis.weight.lower: 3.0"),
+    ({"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp",
+      "mis": {"weight": {"upper": 2.0}, "opsm": {"delta": 1e-4}}}, ConfigError, "mis.opsm: the TIS hook does not see"),
+    ({"bitwise": {"loss": "mis_plugins.mis.policy_loss"}, "mis": {"wait": 1}}, ConfigError, "mis.wait: unknown key"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSED)
+def test_nothing_is_pinned_where_something_cannot_hold(
+    changed: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    args: Namespace,
+    pins: list[GpuContract],
+):
+    vars(args).update(changed)
+    with pytest.raises(error, match=message):
+        miles_init(args)
+    assert pins == [] and not Path(args.save).exists()
+
+
+def test_a_variable_that_does_not_stand(
+    args: Namespace, pins: list[GpuContract], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("NCCL_ALGO")
+    with pytest.raises(
+        ContractError, match="environment: NCCL_ALGO is None; start the processes with NCCL_ALGO=Ring"
+    ):
+        miles_init(args)
+    assert pins == []
+
+
+def test_a_tis_function_of_others_is_their_own_business(args: Namespace, pins: list[GpuContract]):
+    vars(args).update(use_tis=True, custom_tis_function_path="a.b", mis={"wait": 1})
+    miles_init(args)
+    assert pins == [CONTRACT]
+
+
+@pytest.mark.parametrize(("loss", "warned"), [(start.LOSS, 0), (None, 1)])
+def test_a_run_that_compares_nothing_is_told_so(
+    loss: str | None, warned: int, args: Namespace, pins: list[GpuContract], caplog: pytest.LogCaptureFixture
+):
+    args.custom_loss_function_path = loss
+    with caplog.at_level(logging.WARNING, "true_on_policy"):
+        miles_init(args)
+    assert sum("log-probs are not compared" in record.getMessage() for record in caplog.records) == warned
