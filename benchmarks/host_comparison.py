@@ -135,8 +135,8 @@ def _watch(host: Host, layout: Layout, batch: Batch) -> Watched:
         early = comparison.totals.different
         hosts.report_step(args, 0, 1)
         place = _place(comparison.written) if comparison.written else None
-    logged = outcome.error, *(outcome.reported.get(name, -1.0) for name in COUNTS)
-    return logged, (comparison.totals.different if not early else -1, place)
+    compared, different = (outcome.reported.get(name, -1.0) for name in COUNTS)
+    return (outcome.error, compared, different), (comparison.totals.different if not early else -1, place)
 
 
 def _place(folder: Path) -> tuple[int, int]:

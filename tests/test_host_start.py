@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bitwise": {"on_difference": "raise"}, "custom_megatron_before_train_step_hook_path": None},
      HostConfigError, "raise needs --custom-megatron-before-train-step-hook-path true_on_policy.hosts.report_step"),
     ({"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp",
-      "mis": {"weight": {"lower": 3.0, "upper": 2.0, "bound": "clip"}}}, ConfigError, "mis.weight.lower: 3.0"),
+      "mis": {"weight": {"lower": 3.0, "upper": 2.0, "bound": "clip"}}}, ConfigError, "mis.weight.lower: 3 is not"),
     ({"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp",
       "mis": {"weight": {"upper": 2.0}, "opsm": {"delta": 1e-4}}}, ConfigError, "mis.opsm: the TIS hook does not see"),
     ({"bitwise": {"loss": "mis_plugins.mis.policy_loss"}, "mis": {"wait": 1}}, ConfigError, "mis.wait: unknown key"),
