@@ -7,6 +7,7 @@
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, `metrics: all`)
+    mis_plugins.mis.report_last_step(args), by hand where a run of many ranks ends
 
 What they return depends on no earlier call; the mean of `scope: rollout` waits on the host's arguments. Only the
 recorder remembers, and a recompute inside a backward, where a hook runs again for its micro-batch, adds nothing to it.
@@ -218,6 +219,15 @@ def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
         MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected.
     """
     RECORDER.report(args, rollout_id, step_id)
+
+
+def report_last_step(args: Any) -> None:
+    """At the end of a run, on every rank: what `report_step` does for the others. No host of ours has a hook there.
+
+    Raises:
+        MisError: as `report_step`.
+    """
+    RECORDER.flush(args)
 
 
 def config_in_force(args: Any) -> CorrectionConfig:

@@ -4,7 +4,8 @@ While a step runs, its micro-batches are added up on the device (`record`). At t
 (`report`) adds them up over the ranks, copies them to the host, reads them, warns, logs the metrics and, if the config
 asks for it, stops the job. It waits for that copy: once a step, between two steps, where the hosts have just waited for
 their own loss and gradient norm. The last step of a run is reported by `flush`, a collective that whoever ends the run
-must call on every rank; nothing is done at the exit of the process, when other ranks may be gone.
+calls on every rank. Where nobody does, a process without other ranks reports it when it exits; one with others, which
+may be gone by then, warns of its own micro-batches and asks nobody.
 
 Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one late, as soon as
 their copy has arrived.
@@ -12,7 +13,10 @@ their copy has arrived.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -74,9 +78,13 @@ class Recorded:
         return replace(self, partials=self.partials.map(function), ages=ages)
 
     @property
-    def unknown_weights(self) -> float:
-        """How many tokens of the loss mask have a segment-wise weight that is not known. Reads them."""
-        return 0.0 if self.ages is None else self.ages.groups[""]["unknown"]
+    def sums(self) -> dict[str, float]:
+        """Those of the partials, and how many tokens of the loss mask have a segment-wise weight that is not known.
+
+        Reads them.
+        """
+        unknown = 0.0 if self.ages is None else self.ages.groups[""]["unknown"]
+        return self.partials.named_sums | {"unknown_weights": unknown}
 
     def metrics(self) -> dict[str, float]:
         """What goes to the host's log. Reads them: on the host, by now."""
@@ -106,6 +114,7 @@ class Recorder:
     """Of one process.
 
     step: (rollout, step) that micro-batches recorded now belong to; None until the hook has been called.
+    args: the host's arguments, as the hook had them last.
     pending: what the step has added up to so far, by config.
     copy: what is on its way to the host, where there is no hook.
     told: the warnings that need not be said again.
@@ -113,6 +122,7 @@ class Recorder:
     """
 
     step: tuple[int, int] | None = None
+    args: Any = None
     pending: dict[CorrectionConfig, Recorded] = field(default_factory=dict)
     copy: Copy | None = None
     told: set[str] = field(default_factory=set)
@@ -170,26 +180,50 @@ class Recorder:
             MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; on every rank alike
                 that computes a loss, which other pipeline stages do not.
         """
-        ended, self.step = self.step, (rollout_id, step_id)
+        if self.step is None:
+            atexit.register(_at_exit, weakref.ref(self))
+        ended, self.step, self.args = self.step, (rollout_id, step_id), args
         pending, self.pending = self.pending, {}
         if ended is not None:
             for recorded in pending.values():
-                self._report(args, recorded, *ended)
+                self._report(recorded, *ended)
 
-    def _report(self, args: Any, pending: Recorded, *ended: int) -> None:
-        recorded = Copy.begin(pending.over_ranks()).wait()
-        sums = recorded.partials.named_sums | {"unknown_weights": recorded.unknown_weights}
+    def _report(self, pending: Recorded, *ended: int) -> None:
+        recorded, where = Copy.begin(pending.over_ranks()).wait(), "rollout {}, step {}".format(*ended)
+        sums = recorded.sums
         if tracking.reports(recorded.ranks):
-            self._warn(recorded.config, sums, f"rollout {ended[0]}, step {ended[1]}")
+            self._warn(recorded.config, sums, where)
             if metrics := recorded.metrics():
-                tracking.log(args, metrics, *ended)
+                tracking.log(self.args, metrics, *ended)
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{_all_rejected(recorded.config, sums)}, in rollout {ended[0]}, step {ended[1]}")
+            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {where}")
 
     def flush(self, args: Any) -> None:
         """Report the last step; on every rank, when nothing will be recorded any more."""
         if self.step is not None:
             self.report(args, *self.step)
+
+    def at_exit(self) -> None:
+        """Report the last step as far as this process can alone. Nothing it meets is raised."""
+        ended, pending, self.pending = self.step, self.pending, {}
+        if ended is None:
+            return
+        for recorded in pending.values():
+            report = self._report if recorded.ranks == Ranks() else self._report_alone
+            try:
+                report(recorded, *ended)
+            except Exception as error:
+                logger.error("the last step, reported at exit: %s", error)
+
+    def _report_alone(self, pending: Recorded, *ended: int) -> None:
+        recorded, where = Copy.begin(pending).wait(), "rollout {}, step {}".format(*ended)
+        self._warn(recorded.config, recorded.sums, f"{where}, this rank")
+        if recorded.config.metrics == "all" and tracking.reports(recorded.ranks):
+            logger.warning(
+                "%s was the last, and its metrics are not logged, which takes all ranks: end the run with "
+                "mis_plugins.mis.report_last_step(args) on each of them",
+                where,
+            )
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)
@@ -199,7 +233,7 @@ class Recorder:
         """Without the hook: read what has arrived, send what has been recorded since; never more than one of each."""
         if self.copy is not None and self.copy.arrival.ready:
             arrived, self.copy = self.copy.recorded, None
-            self._warn(arrived.config, arrived.partials.named_sums, "this rank")
+            self._warn(arrived.config, arrived.sums, "this rank")
         if self.copy is None and self.pending:
             self.copy = Copy.begin(self.pending.pop(next(iter(self.pending))))
 
@@ -213,6 +247,13 @@ class Recorder:
 
 
 RECORDER = Recorder()
+
+
+def _at_exit(recorder: weakref.ref[Recorder]) -> None:
+    """Not after an uncaught exception, which leaves a step half done."""
+    left = recorder()
+    if left is not None and not hasattr(sys, "last_value"):
+        left.at_exit()
 
 
 def _ages(
