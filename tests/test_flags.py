@@ -102,6 +102,18 @@ def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, capsys: p
     assert message in read.err and read.out == ""
 
 
+def test_slime_is_told_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
+    assert main(["flags", "--slime", "--model", "qwen3-4B", "--backend", "megatron"]) == 2
+    told = capsys.readouterr().err
+    assert "--slime: slime v0.3.1 has no --true-on-policy-mode, --recompute-logprobs-via-prefill" in told
+
+
+def test_a_host_has_to_be_named(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["flags", "--model", "qwen3-4B", "--backend", "megatron"])
+    assert "one of the arguments --miles --slime is required" in capsys.readouterr().err
+
+
 def test_sources_declare_a_flag_by_name_or_as_a_field() -> None:
     assert declares('parser.add_argument(\n    "--train-backend",', "--train-backend")
     assert declares("group.add_argument('--no-rope-fusion', action=", "--no-rope-fusion")
@@ -201,6 +213,14 @@ def test_a_setting_that_breaks_it_is_refused(rule, tmp_path: Path) -> None:
     args = host_args("fsdp", config(tmp_path), **{rule.attribute: "something else"})
     with pytest.raises(ContractError, match=f"{rule.attribute} is 'something else': "):
         check_host(args)
+
+
+@pytest.mark.parametrize(("value", "gemm"), [("0", "triton_persistent"), ("1", "deep_gemm")])
+def test_the_environment_tells_the_engines_product(value: str, gemm: str, tmp_path: Path) -> None:
+    args = host_args("megatron", config(tmp_path))
+    contract = check_host(args, {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": value})
+    assert (contract.engine_gemm, contract.trainer_gemm) == (gemm, "triton_persistent")
+    assert check_host(args, {}).engine_gemm == "triton_persistent"
 
 
 def test_every_fault_is_a_line(tmp_path: Path) -> None:

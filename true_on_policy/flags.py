@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from true_on_policy.errors import ContractError
 from true_on_policy.gpu_contract import (
+    DEEP_GEMM,
     FAMILIES,
     MODELS,
     NOT_COVERED,
@@ -29,7 +31,7 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
     model_contract,
 )
-from true_on_policy.releases import check_installed, releases_with
+from true_on_policy.releases import RELEASES, check_installed, releases_with
 
 PREFIX = "--sglang-"  # before SGLang's own flags, in Miles
 
@@ -177,14 +179,17 @@ def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
 _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
-def check_host(args: argparse.Namespace) -> GpuContract:
+def check_host(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> GpuContract:
     """The contract that a host's parsed arguments ask for, once each of them was found to keep it.
+
+    Args:
+        environment: tells the engine's product, as `flags --gemm` set it; `check_environment` checks the rest of it.
 
     Raises:
         ContractError: a setting breaks it, or the model is not covered. Each fault is a line of the message.
     """
     faults = [_refused(args, rule) for rule in REFUSALS]
-    contract = _asked_contract(args)
+    contract = _asked_contract(args, environment)
     faults += [_unset(args, flag) for flag in launch_flags(contract)]
     found = [fault for fault in faults if fault]
     if found:
@@ -192,7 +197,7 @@ def check_host(args: argparse.Namespace) -> GpuContract:
     return contract
 
 
-def _asked_contract(args: argparse.Namespace) -> GpuContract:
+def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) -> GpuContract:
     family, size = checkpoint_family(Path(args.hf_checkpoint) / "config.json")
     backend = args.train_backend
     megatron = backend == "megatron"
@@ -205,8 +210,12 @@ def _asked_contract(args: argparse.Namespace) -> GpuContract:
         trainer_tp=args.tensor_model_parallel_size if megatron else 1,
         engine_tp=args.rollout_num_gpus_per_engine,
         context_parallel=context,
+        engine_gemm=_GEMMS.get(environment.get(DEEP_GEMM, ""), TRAINER_GEMMS[backend]),
         size=size,
     )
+
+
+_GEMMS: dict[str, GemmName] = {"0": "triton_persistent", "1": "deep_gemm"}
 
 
 def checkpoint_family(config: Path) -> tuple[Family, Size]:
@@ -260,9 +269,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "flags", help="arguments and environment of a launch under a contract", description=__doc__
     )
-    parser.add_argument(
-        "--miles", action="store_true", required=True, help="the host: slime has no such mode"
-    )
+    hosts = parser.add_mutually_exclusive_group(required=True)
+    hosts.add_argument("--miles", dest="host", action="store_const", const="miles", help="the host")
+    hosts.add_argument("--slime", dest="host", action="store_const", const="slime", help="says what it lacks")
     parser.add_argument("--env", action="store_true", help="print KEY=VALUE of the environment instead")
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
@@ -281,6 +290,7 @@ def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     contract = contract_of(arguments)
     flags = launch_flags(contract)
+    _refuse_host(arguments.host)
     _check_installed(flags)
     lines = (
         [f"{name}={value}" for name, value in contract.environment.items()]
@@ -289,6 +299,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print("\n".join(lines))
     return 0
+
+
+def _refuse_host(host: str) -> None:
+    """Raises: ContractError: every release of it that was read lacks flags."""
+    lacking = [release for release in RELEASES if release.owner == host and release.lacks]
+    if lacking:
+        told = "; ".join(f"{release.name} has no {', '.join(release.lacks)}" for release in lacking)
+        raise ContractError(f"--{host}: {told}. Launch with --miles")
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:

@@ -192,8 +192,10 @@ class GpuContract:
     def environment(self) -> dict[str, str]:
         """What has to stand before the processes of both sides start."""
         deep_gemm = "1" if self.engine_gemm == "deep_gemm" else "0"
-        return ENVIRONMENT | {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": deep_gemm}
+        return ENVIRONMENT | {DEEP_GEMM: deep_gemm}
 
+
+DEEP_GEMM = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"
 
 # The first three: Miles v0.1.0, miles/true_on_policy/config.py. Ring: the Megatron fork's --deterministic-mode takes no
 # "allreduce:tree" (megatron/training/arguments.py); SGLang sets that in its own processes, where it has several ranks.
@@ -212,7 +214,7 @@ WHY = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "Transformer Engine, where a module uses it",
     "CUBLAS_WORKSPACE_CONFIG": "cuBLAS with one workspace size: read at its first call",
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "no batch-dependent product where DeepGEMM cannot run",
-    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "the engine's products run the trainer's kernel; read at import",
+    DEEP_GEMM: "the engine's products run the trainer's kernel; read at import",
     "TORCH_COMPILE_DISABLE": "compiled on both sides or on neither: neither",
 }
 

@@ -1,0 +1,53 @@
+"""docs/gpu.md says what the tables say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from true_on_policy.flags import REFUSALS
+from true_on_policy.gpu_contract import FAMILIES, NOT_COVERED
+from true_on_policy.releases import RELEASES
+
+TEXT = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+ROWS = [line.split("|")[1:-1] for line in TEXT.splitlines() if line.startswith("| `--")]
+
+
+def test_every_release_that_was_read_is_named() -> None:
+    for release in RELEASES:
+        assert any(word in TEXT for word in re.findall(r"[0-9a-f]{8}|v?0\.[\d.]+\d", release.name)), release
+
+
+def test_what_a_release_lacks_stands_in_its_row() -> None:
+    rows = {(flag, owner): absent for flags, _, absent in ROWS for flag, owner in _asked(flags)}
+    for release in RELEASES:
+        for flag in release.lacks:
+            (version,) = re.findall(r"\(([0-9a-f]{8})\)|v?(0\.[\d.]+\d)", release.name)
+            assert "".join(version) in rows[flag, release.owner]
+    assert set(rows) == {(flag, release.owner) for release in RELEASES for flag in release.lacks}
+
+
+def _asked(cell: str) -> list[tuple[str, str]]:
+    """(flag, owner) of a first column."""
+    owner = next((name for name in ("sglang", "megatron") if f"of {name}" in cell.lower()), "slime")
+    return [(flag, owner) for flag in re.findall(r"`(--[a-z-]+)`", cell)]
+
+
+def test_families_and_what_is_not_covered_are_named() -> None:
+    for name in FAMILIES:
+        assert f"`{name}`" in TEXT
+    for name in NOT_COVERED:
+        assert name in TEXT
+
+
+def test_what_the_host_may_not_set_is_named() -> None:
+    words = {
+        "rollout_temperature": "temperature",
+        "rollout_top_p": "top-p",
+        "rollout_top_k": "top-k",
+        "fp8": "fp8",
+    }
+    words |= {"lora_rank": "LoRA", "sglang_speculative_algorithm": "speculative decoding"}
+    assert set(words) < {rule.attribute for rule in REFUSALS}
+    for word in words.values():
+        assert word in TEXT
