@@ -69,7 +69,9 @@ def _versions(contract: GpuContract) -> tuple[Check, ...]:
         Check("device", ANY, ("cuda",), "start the engine on a GPU"),
         *(Check(name, ANY, None) for name in shown),
         Check("SGLang", ANY, ANY, "one SGLang: the trainer runs the engine's kernels", equal=own),
-        Check("Apex", ("absent", "NVIDIA's"), None, "pip uninstall apex: it has NVIDIA's name and nothing of it"),
+        Check(
+            "Apex", ("absent", "NVIDIA's"), None, "pip uninstall apex: it has NVIDIA's name and nothing of it"
+        ),
         Check("norm of the local spec", ANY, None),
     )
 
