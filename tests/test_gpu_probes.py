@@ -1,0 +1,134 @@
+"""The accelerator's probes on CPU: each finds one bit that depends on one kind of company, and on nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from true_on_policy import gpu_probes
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract import Shapes
+from true_on_policy.gpu_probes import agreement, attention_failures, drawing, in_company, mixed_failures
+
+CPU = torch.device("cpu")
+SHAPES = Shapes(linear=((8, 6),), attention=((4, 2, 8),))
+SIZES = (1, 2, 7, 40)
+
+
+@pytest.fixture(autouse=True)
+def shorter(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"SIZES": SIZES, "LENGTHS": (1, 5, 9), "POSITIONS": (0, 4, 8)}.items():
+        monkeypatch.setattr(gpu_probes, name, value)
+
+
+def nudged(x: Tensor, where: Any) -> Tensor:
+    """x with its first value at `where` one bit larger."""
+    x, first = x.clone(memory_format=torch.contiguous_format), x[where].flatten()[0]
+    x[where].view(-1)[0] = torch.nextafter(first, first + 1)
+    return x
+
+
+def companies(kernel) -> list[str]:
+    found = in_company("kernel", (8,), kernel, torch.randn(SIZES[-1], 8), SIZES)
+    return [failure.company for failure in found]
+
+
+def test_a_kernel_without_company_passes():
+    assert companies(lambda x: x * 2) == []
+
+
+@pytest.mark.parametrize("size", SIZES[:-1])
+def test_a_path_chosen_by_the_number_of_rows_is_found(size: int):
+    kernel = lambda x: nudged(x, slice(0, 1)) if len(x) == size else x.clone()  # noqa: E731
+    assert companies(kernel) == [f"{size} of 40 rows and all"]
+
+
+def test_a_path_chosen_by_the_place_of_a_row_is_found():
+    kernel = lambda x: nudged(x, slice(39, 40)) if len(x) == 40 else x.clone()  # noqa: E731
+    assert companies(kernel) == ["a batch in two orders"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in float64, rounded once: [T, H, D] each."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(0, 1).float()
+
+
+def library(varies) -> Any:
+    """FlashAttention's interface; `varies(starts of queries, starts of keys)` says which sequence gets another bit."""
+
+    def packed(q, k, v, q_starts, k_starts, q_longest, k_longest, causal):
+        lengths = [starts.diff().tolist() for starts in (q_starts, k_starts)]
+        assert causal and [q_longest, k_longest] == [max(each) for each in lengths]
+        parts = [
+            attend(*rows)
+            for rows in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
+        ]
+        return torch.cat(
+            [nudged(part, 0) if varies(i, *lengths) else part for i, part in enumerate(parts)]
+        ), None
+
+    def cached(q, k, v, cache_seqlens, causal):
+        assert causal and q.shape[1] == 1
+        seen = int(cache_seqlens)
+        out = attend(q[0], k[0, :seen], v[0, :seen])
+        return (nudged(out, 0) if varies(None, [1], [seen]) else out)[None]
+
+    return SimpleNamespace(flash_attn_varlen_func=packed, flash_attn_with_kvcache=cached)
+
+
+def found(varies) -> list[str]:
+    return [failure.company for failure in attention_failures("fp32", SHAPES, CPU, library(varies))]
+
+
+def mixed(varies) -> list[str]:
+    return [failure.company for failure in mixed_failures("fp32", SHAPES, CPU, library(varies))]
+
+
+def test_attention_without_company_passes():
+    never = lambda i, queries, keys: False  # noqa: E731
+    assert found(never) == mixed(never) == []
+
+
+def test_attention_that_depends_on_its_neighbours_is_found():
+    assert found(lambda i, queries, keys: len(queries) > 1 and keys[i] == 5) == [
+        "a sequence of 5 alone and packed"
+    ]
+
+
+def test_attention_that_depends_on_its_place_is_found():
+    """The first of several sequences."""
+    company = found(lambda i, queries, keys: i == 0 and len(queries) > 1)
+    assert company[:2] == ["a sequence of 1 alone and packed", "packed sequences in two orders"]
+
+
+def test_decode_that_adds_up_otherwise_is_found():
+    assert found(lambda i, queries, keys: i is None and keys[0] > 4) == [
+        "token 4 decoded and prefilled",
+        "token 8 decoded and prefilled",
+    ]
+
+
+def test_a_mixed_batch_is_a_finding_of_its_own():
+    """One that decodes beside one that prefills: no other probe has both in one call."""
+    varies = lambda i, queries, keys: len(queries) == 2 and (queries[i], keys[i]) == (1, 9)  # noqa: E731
+    assert mixed(varies) == ["a decoding sequence alone and in a mixed batch"]
+    assert found(varies) == []
+
+
+def test_two_kernels_of_one_product_are_compared_at_every_size():
+    assert list(agreement("two", "fp32", SHAPES, CPU, F.linear)) == []
+    other = lambda x, weight: nudged(F.linear(x, weight), 0) if len(x) == 7 else F.linear(x, weight)  # noqa: E731
+    assert [failure.company for failure in agreement("two", "fp32", SHAPES, CPU, other)] == ["7 rows"]
+
+
+def test_numbers_are_the_same_in_each_process():
+    assert equal_bits(drawing("bf16", CPU)(3, 4), drawing("bf16", CPU)(3, 4))
+    assert drawing("bf16", CPU)(1).dtype is torch.bfloat16
