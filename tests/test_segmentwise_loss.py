@@ -10,6 +10,7 @@ import random
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import loss_oracle
@@ -18,6 +19,7 @@ import pytest
 import segmentwise_oracle
 import tallies
 import torch
+from drive import assert_batch_metrics_match, assert_metrics_match
 from launch import run_ranks
 from segmentwise_oracle import Token
 from test_loss_hook import (
@@ -47,8 +49,11 @@ from tolerances import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mis_plugins import mis
+from mis_plugins import loss, mis, reading
+from mis_plugins.correction import correct
+from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking
 from mis_plugins.staleness import weight_metrics
 
@@ -182,6 +187,27 @@ def test_composition(question: Question):
     for found_slope, slope in zip(found.gradient.tolist(), flat, strict=True):
         assert abs(found_slope - slope) <= atol
     assert any(abs(slope) > 10 * atol for slope in flat)
+
+
+@pytest.mark.parametrize("mis_config", [c for c in CORRECTIONS if c.get("denominator") != "kept"], ids=str)
+def test_metrics_are_the_oracles(mis_config: dict):
+    """Those of the weights look at pi_{v+1}, all others at pi_old; extremes and ESS of the micro-batch too."""
+    question = Question(mis_config | {"metrics": "full"})
+    candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
+    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
+    lengths = [len(x.mask) for x in expected.step.responses]
+    args, batch = flags(mis=question.mis), expected.step.batch()
+    config = hosts_loss.config_in_force(args, reading.from_args(args), versions_known=True)
+    host, logits = hosts_loss.of_reducer(reducer(batch, "miles")), torch.cat(expected.step.rows("target"))
+    x = hosts_loss.read(host, args, batch, logits, config)
+    assert x.behavior is not None
+    numerator = loss.numerator_of(x.proximal, x.behavior, x.written, config)
+    metrics = diagnose(correct(x.proximal, x.behavior, x.ragged, config, numerator=numerator))
+    found = {name: list(value.split(lengths)) for name, value in metrics.items()}
+    whole = SimpleNamespace(samples=expected.samples())
+    assert_metrics_match(found, whole, expected.corrected)  # type: ignore[arg-type]
+    outcome = SimpleNamespace(metrics=found)
+    assert_batch_metrics_match(outcome, whole, expected.correction, expected.corrected)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------ identities
