@@ -15,11 +15,15 @@ from alignments import COMPLETE, LEFT_OUT, equal_share
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
+from true_on_policy.engine_settings import ALONE, SCORED, SEEDS, observe_engine
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.sglang import Pool, SGLang
+from true_on_policy.engines.sglang import Pool, SGLang, interpreter
+from true_on_policy.flags import launch_flags
+from true_on_policy.gpu_contract import model_contract
 from true_on_policy.models import checkpoint, updated
 from true_on_policy.norm_order import ORDERS
 from true_on_policy.pin import pinned
+from true_on_policy.releases import FILES, RELEASES, declares
 from true_on_policy.trainers.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,6 +60,24 @@ def test_decode_is_prefill_also_where_the_prompt_comes_from_the_cache(engine: SG
     assert second[0].cached >= len(PROMPT) and second[1].cached > len(PROMPT) + 2
     assert equal_bits(first[0].log_probs, second[0].log_probs)
     assert equal_bits(joined(second), torch.cat(engine.score(second)))
+
+
+def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang):
+    seen = observe_engine(engine._server.url).settings
+    assert {row: seen[row] for row in (ALONE, SCORED, SEEDS)} == {
+        ALONE: "equal",
+        SCORED: "equal",
+        SEEDS: "one each",
+    }
+    assert (seen["SGLang"], seen["deterministic inference"]) == (engine.versions()["sglang"], "on")
+
+
+def test_its_sources_declare_what_the_table_of_releases_says():
+    (package,) = interpreter().parent.parent.glob("lib/python*/site-packages/sglang")
+    text = "\n".join(path.read_text() for pattern in FILES["sglang"] for path in package.glob(pattern))
+    asked = [flag.name for flag in launch_flags(model_contract("qwen3-4B", "fsdp")) if flag.owner == "sglang"]
+    (release,) = [release for release in RELEASES if release.name == "SGLang 0.5.23 (PyPI)"]
+    assert tuple(flag for flag in asked if not declares(text, flag)) == release.lacks
 
 
 def test_the_trainer_follows_through_an_update(engine: SGLang, tiny: Path, tmp_path: Path):
