@@ -1,6 +1,6 @@
-"""Removes the train-inference mismatch instead of correcting it. Empty so far.
+"""Removes the train-inference mismatch instead of correcting it.
 
-It will hold a contract of what must be pinned for both engines to agree bit by bit, a context manager that pins it and
-restores what it found, probes that a kernel is batch-invariant here and now, and a verification of the three links:
+A contract says what must be pinned for both engines to agree bit by bit; a context manager pins it and restores what it
+found; probes see whether a kernel is batch-invariant here and now; and a verification goes through the three links:
 batch invariance, trainer == prefill, prefill == decode. It and `mis_plugins` never import each other's insides.
 """
