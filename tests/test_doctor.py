@@ -6,17 +6,22 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from replay import replayed
+from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source, write  # noqa: F401
 from test_settings import HOST
 
+from true_on_policy import doctor
 from true_on_policy.__main__ import main
 from true_on_policy.doctor import ANY, EXIT, MODE_FILES, Check, checks, diagnose
 from true_on_policy.engines.server import free_port
 from true_on_policy.gpu_contract import GpuContract, model_contract
+from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, KERNELS, Observation, dump
 
 CONTRACTS = {
@@ -199,3 +204,39 @@ def test_every_check_asks_something_of_a_side() -> None:
             assert isinstance(check, Check) and (check.trainer, check.engine) != (None, None)
             assert check.remedy or not (check.trainer or check.engine)
     assert ANY == ()
+
+
+def test_rows_of_libraries_are_named_as_their_providers_name_them(write: Write) -> None:  # noqa: F811
+    """SGLang's mode is the one that cannot be imported here."""
+    write({"flash_attn_interface.py": FLASH_ATTENTION, "deep_gemm.py": deep_gemm_source()})
+    for module in ("flash_attn_interface", "deep_gemm"):
+        import_module(module)
+    for contract in CONTRACTS.values():
+        reported = gpu.observe(contract)
+        asked = [check.name for check in checks(contract, False) if ": " in check.name]
+        absent = [name for name in asked if name not in reported and not name.startswith("sglang: ")]
+        assert asked and absent == []
+
+
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor believes in an accelerator; what it then calls is real, and runs on CPU."""
+    cuda = SimpleNamespace(is_available=lambda: True)
+    monkeypatch.setattr(doctor, "torch", SimpleNamespace(cuda=cuda))
+
+
+def test_a_machine_that_cannot_pin_is_red(accelerated, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--backend", "fsdp"]) == 1
+    read = capsys.readouterr()
+    row = next(line for line in read.out.splitlines() if KERNELS in line)
+    assert row.startswith("red") and "sglang" in row and "is not installed" in row
+    assert "pinning sglang+deep_gemm+flash_attention" in read.err
+
+
+def test_what_was_pinned_for_a_moment_is_undone(accelerated, monkeypatch, capsys) -> None:
+    done = []
+    monkeypatch.setattr(
+        gpu, "install", lambda contract: done.append(contract) or (lambda: done.append("undone"))
+    )
+    main(["doctor"])
+    assert done == [CONTRACTS["megatron"], "undone"]

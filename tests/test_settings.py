@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from true_on_policy.errors import ContractError
+from true_on_policy.bitwise import first_mismatch
+from true_on_policy.errors import ContractError, PinError
 from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, family, model_contract
-from true_on_policy.settings import KERNELS, LOOKS, DumpError, dump, load, observe
+from true_on_policy.probes import Failure
+from true_on_policy.settings import KERNELS, LOOKS, DumpError, _found, dump, load, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -181,3 +184,16 @@ def test_tf32_is_seen_in_a_product() -> None:
             assert LOOKS["TF32"](CONTRACT) == seen
     finally:
         torch.backends.cuda.matmul.allow_tf32 = found
+
+
+def test_kernels_that_are_not_those_of_the_contract_are_told() -> None:
+    def failures() -> Iterator[Failure]:
+        raise PinError("linear falls back to Triton")
+        yield
+
+    assert _found(failures(), "batch-invariant") == "linear falls back to Triton"
+    mismatch = first_mismatch(torch.zeros(2), torch.ones(2))
+    assert mismatch is not None
+    failure = Failure("linear", (2, 3), "a row alone", mismatch)
+    assert _found(iter([failure]), "batch-invariant") == str(failure)
+    assert _found(iter([]), "batch-invariant") == "batch-invariant"
