@@ -75,7 +75,7 @@ class AsynchronousRollouts:
         responses = shared[0]
         assert responses is not None
         self.row |= self._ages(rollout_id, responses)
-        samples = _samples(self.task, problems, responses, self.args.n_samples_per_prompt)
+        samples = samples_of(self.task, problems, responses, self.args.n_samples_per_prompt)
         return judged(self.args, samples, rollout_id)
 
     def measure(self, data: RolloutData) -> None:
@@ -167,7 +167,7 @@ def _recompute_row(done: Recomputed, seconds: float) -> Row:
     }
 
 
-def _samples(
+def samples_of(
     task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int
 ) -> list[Sample]:
     """As `make_samples`, with the version of each token and what was recomputed."""

@@ -1,0 +1,109 @@
+"""What staleness does to the direction of the gradient, and what weights make of it.
+
+Not in an asynchronous run, where each version sees one rollout and a gradient is nearly all noise: many rollouts are
+sampled while the weights move through the versions that a synchronous run left, at fixed tokens, and all of them are
+held against on-policy samples of the last version.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from mis_plugins.local.asynchronous.scoring import Scoring
+from mis_plugins.local.asynchronous.source import samples_of
+from mis_plugins.local.decoding import Sampling, Unfinished
+from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
+from mis_plugins.local.loop import Loop
+from mis_plugins.local.rollout import Rollout, draw, judged
+from mis_plugins.recompute import Pool, recompute
+from mis_plugins.versions import Response
+
+Weights = Mapping[str, Tensor]
+BURN_IN = 8
+"""Rollouts before the first version kept: Adam's first steps are larger than the later ones."""
+
+
+def directions(
+    loop: Loop, methods: Mapping[str, Namespace], bound: int, rollouts: int
+) -> dict[str, dict[str, float]]:
+    """Of each method's gradient: its `pooled` cosine to the on-policy one over all rollouts, which shows bias; the mean
+    cosine of a `single` rollout's, where variance counts too; and its `norm` over that of the on-policy one.
+
+    `on-policy` is a further on-policy gradient of the same size, that is, what sampling noise leaves of 1.
+    """
+    versions = moved(loop, bound + 1)
+    fresh = DecodeEngine(loop.reference.config, "fp32")
+    fresh.update_weights(versions[-1], bound)
+    sets = [[loop.collect(fresh, name, i) for i in range(rollouts)] for name in ("first", "second", "third")]
+    reference = on_policy_reference(loop.args, loop.state, loop.trainer, (sets[0], sets[1])).mean
+    stale = [stale_rollout(loop, versions, index) for index in range(rollouts)]
+    cases = {
+        "on-policy": (on_policy(loop.args), sets[2]),
+        **{n: (args, stale) for n, args in methods.items()},
+    }
+    return {name: _direction(loop, args, sampled, reference) for name, (args, sampled) in cases.items()}
+
+
+def moved(loop: Loop, count: int) -> list[Weights]:
+    """The weights of so many versions in a row, the last being the trainer's own."""
+    for _ in range(BURN_IN):
+        loop.one_rollout()
+    kept: list[Weights] = [loop.trainer.weights()]
+    while len(kept) < count:
+        loop.one_rollout()
+        kept.append(loop.trainer.weights())
+    return kept
+
+
+def stale_rollout(loop: Loop, versions: Sequence[Weights], index: int) -> Rollout:
+    """A rollout whose sequences the versions wrote in turn, for as many tokens each, with what a recompute stores."""
+    args, task = loop.args, loop.task
+    problems, seeds = draw(args, task, (args.seed, "stale", index), {one.prompt for one in loop.held_out})
+    pool = Pool()
+    numbers = [pool.add(Response(problem.prompt)) for problem in problems]
+    _decode(loop, versions, pool, dict(zip(numbers, seeds, strict=True)))
+    score = Scoring(loop.trainer, loop.state)
+    for version in range(1, len(versions) - 1):
+        with loop.trainer.holding(versions[version]):
+            recompute(pool, version, 1 << 20, score)
+    responses = [response for number in numbers if (response := pool.take(number)) is not None]
+    samples = samples_of(task, problems, responses, args.n_samples_per_prompt)
+    return judged(args, samples, len(versions) - 1)
+
+
+def _decode(loop: Loop, versions: Sequence[Weights], pool: Pool, seeds: Mapping[int, int]) -> None:
+    """Draw every response, its token t by version t V / T of V."""
+    args, length = loop.args, loop.task.max_response
+    engine = DecodeEngine(loop.reference.config, args.rollout_weights)
+    engine.update_weights(versions[0], 0)
+    known = pool.snapshot()
+    begun = [Unfinished(number, known[number].prompt, (), seed) for number, seed in seeds.items()]
+    decoding = engine.begin(begun, Sampling(length, args.rollout_temperature, loop.task.eos))
+    for step in range(length):
+        version = step * len(versions) // length
+        if version != engine.version:
+            engine.update_weights(versions[version], version)
+            decoding = decoding.go_on(engine.decoder, keep_cache=False)
+        drawn = decoding.step()
+        for number, token, log_prob in zip(drawn.numbers, drawn.tokens, drawn.log_probs, strict=True):
+            pool.update(number, lambda now, t=token, x=log_prob, v=version: now.append([t], [x], v))
+        if decoding.ended:
+            return
+
+
+def _direction(
+    loop: Loop, args: Namespace, rollouts: Sequence[Rollout], reference: Tensor
+) -> dict[str, float]:
+    gradients = [mean_gradient(args, loop.state, loop.trainer, [rollout]) for rollout in rollouts]
+    pooled = torch.stack(gradients).mean(0)
+    return {
+        "pooled": cosine(pooled, reference),
+        "single": fmean(cosine(one, reference) for one in gradients),
+        "norm": float(pooled.norm() / reference.norm()),
+    }

@@ -1,0 +1,272 @@
+"""Segment-wise against standard decoupled PPO: variance of the weights by age, bias, rewards, and what both cost.
+
+Runs are processes of their own, two at a time. A finished run is not repeated, so the experiment can be interrupted and
+taken up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from rich.progress import track
+
+from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.asynchronous.bias import directions
+from mis_plugins.local.asynchronous.picture import draw
+from mis_plugins.local.asynchronous.tables import markdown
+from mis_plugins.local.loop import Loop
+from mis_plugins.local.parallel import initialize, launch
+from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
+
+RECIPE = (
+    "--task reverse --num-digits 8 --warmup-steps 250 --num-rollout 60 --eval-interval 10 --eval-prompts 256 "
+    "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
+).split()
+LEARNING_RATES = ("1e-4", "3e-4", "1e-3")
+SEEDS = (0, 1, 2)
+BOUND = 8
+STEP_SECONDS = 0.25  # nine tokens take about as long as eight updates on two cores
+ASYNCHRONOUS = (
+    "--async",
+    "--max-head-offpolicyness",
+    str(BOUND),
+    "--rollout-step-seconds",
+    str(STEP_SECONDS),
+)
+METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "synchronous": ({"segment_wise": {}}, ()),
+    "standard": ({"segment_wise": {"enabled": False}}, ASYNCHRONOUS),
+    "segment-wise": ({"segment_wise": {}}, ASYNCHRONOUS),
+}
+"""What stands under `mis:`, and flags."""
+
+BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 16, 2
+THROUGHPUT_BOUNDS = (0, 1, 2, 4, 8)
+THROUGHPUT_STEPS = (0.0, 0.1)
+THROUGHPUT_ROLLOUTS = 24
+SETTLED = 10
+"""Rollouts before throughput is measured: the worker starts, and the first ones begin together."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run for the variance of weights and for rewards."""
+
+    method: str
+    lr: str
+    seed: int
+
+    def folder(self, root: Path) -> Path:
+        return root / f"{self.method}-lr{self.lr}-seed{self.seed}"
+
+
+def cells(seeds: Sequence[int]) -> list[Cell]:
+    """Seed by seed, so that an interrupted experiment holds whole comparisons."""
+    return [Cell(method, lr, seed) for seed, lr, method in itertools.product(seeds, LEARNING_RATES, METHODS)]
+
+
+def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: Path, root: Path) -> list[str]:
+    """Arguments of ``python -m mis_plugins.local``; the config is written to ``folder``. None: no weights at all."""
+    shared = ["--warmup-cache", str(root / "warm-start"), "--output", str(folder), "--quiet"]
+    line = [*RECIPE, "--lr", lr, "--seed", str(seed), *shared]
+    if config is None:
+        return line
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "mis.yaml"
+    path.write_text(yaml.safe_dump({"mis": dict(config)}))
+    loss = ["--loss-type", "custom_loss", "--custom-loss-function-path", "mis_plugins.mis.policy_loss"]
+    return [*line, *loss, "--custom-config-path", str(path)]
+
+
+def run(argv: Sequence[str], folder: Path) -> None:
+    """A run in a process of its own, unless it is finished. Its output goes to ``run.log`` beside its files."""
+    if read_summary(folder) is not None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "run.log").open("w") as log:
+        command = [sys.executable, "-m", "mis_plugins.local", *argv]
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What a finished run left, else None."""
+    path = folder / SUMMARY
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    return summary if summary.get("status") == "finished" else None
+
+
+def run_cell(cell: Cell, root: Path, extra: Sequence[str]) -> None:
+    config, flags = METHODS[cell.method]
+    folder = cell.folder(root)
+    run([*command_line(config, cell.lr, cell.seed, folder, root), *flags, *extra], folder)
+
+
+def measure_bias(lr: str, seed: int, root: Path, extra: Sequence[str]) -> dict[str, dict[str, float]]:
+    """`bias.directions` of standard, segment-wise and no weights."""
+    folder = root / "bias" / f"lr{lr}-seed{seed}"
+    path = folder / "directions.json"
+    if not path.is_file():
+        configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
+        methods = {
+            name: parse_args([*command_line(config, lr, seed, folder / name, root), *extra])
+            for name, config in configs.items()
+        }
+        if launch(1, partial(_write_directions, methods, path)):
+            raise RuntimeError(f"measuring the gradient's direction failed for --lr {lr}, seed {seed}")
+    return json.loads(path.read_text())
+
+
+def _write_directions(methods: Mapping[str, Namespace], path: Path) -> None:
+    rollouts = SMOKE_ROLLOUTS if methods["standard"].smoke else BIAS_ROLLOUTS
+    loop = Loop.start(methods["segment-wise"], initialize(1, 1))
+    found = directions(loop, methods, BOUND, rollouts)
+    if dist.get_rank() == 0:
+        write_json(path, found)
+
+
+def measure_throughput(bound: int, step: float, root: Path, extra: Sequence[str]) -> dict[str, float]:
+    """Tokens a second of one run, one after the other, and how its time went."""
+    folder = root / "throughput" / f"bound{bound}-step{step:g}"
+    flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
+    length = ["--num-rollout", str(THROUGHPUT_ROLLOUTS), "--eval-interval", "1000"]
+    argv = command_line({"segment_wise": {}}, LEARNING_RATES[0], 0, folder, root)
+    run([*argv, *flags, *length, *extra], folder)
+    records = MetricsLog(folder / METRICS).read()
+    settled = records[SETTLED:] or records
+    seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
+    return {
+        "bound": bound,
+        "step_seconds": step,
+        "tokens_a_second": sum(_tokens(record) for record in settled) / seconds["seconds"],
+        "waiting": seconds["wait_seconds"] / seconds["seconds"],
+        "recompute": sum(record.get("recompute/seconds", 0) for record in settled) / seconds["seconds"],
+    }
+
+
+def _tokens(record: Mapping[str, Any]) -> float:
+    return record["staleness/tokens"]
+
+
+def result(root: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """What the runs left: weights by age, rewards by trained tokens, the share of recompute."""
+    segment_wise = {
+        lr: [Cell("segment-wise", lr, seed).folder(root) for seed in seeds] for lr in LEARNING_RATES
+    }
+    return {
+        "recipe": " ".join((*RECIPE, *ASYNCHRONOUS)),
+        "seeds": list(seeds),
+        "variance": {lr: [_variance(folder) for folder in folders] for lr, folders in segment_wise.items()},
+        "loglinear": {lr: [_loglinear(folder) for folder in folders] for lr, folders in segment_wise.items()},
+        "recompute_share": {
+            lr: [json.loads((folder / SUMMARY).read_text())["recompute/share"] for folder in folders]
+            for lr, folders in segment_wise.items()
+        },
+        "rewards": {
+            lr: {name: [_rewards(Cell(name, lr, seed).folder(root)) for seed in seeds] for name in METHODS}
+            for lr in LEARNING_RATES
+        },
+    }
+
+
+def _variance(folder: Path) -> dict[str, dict[str, float]]:
+    """By age, "all" of them: variance of both weights over the same tokens, and how many these were."""
+    summary, name = json.loads((folder / SUMMARY).read_text()), "behav_imp_weight/var"
+    ages = {"all": "", **{str(age): f"/age_{age}" for age in range(BOUND + 1)}}
+    return {
+        age: {
+            "segment-wise": summary[f"{name}/segment_wise{suffix}"],
+            "standard": summary[f"{name}/standard{suffix}"],
+            "tokens": summary[f"staleness/tokens{suffix}"],
+        }
+        for age, suffix in ages.items()
+        if f"{name}/standard{suffix}" in summary
+    }
+
+
+def _loglinear(folder: Path) -> dict[str, dict[str, float]]:
+    """By age: root mean square of the interpolation's error, and of the log ratio that it stands for."""
+    found: dict[str, dict[str, float]] = {}
+    records = MetricsLog(folder / METRICS).read()
+    for age in range(2, BOUND + 1):
+        known = [record for record in records if f"loglinear/error/rms/age_{age}" in record]
+        tokens = sum(record[f"staleness/tokens/age_{age}"] for record in known)
+        if tokens:
+            squares = {
+                kind: sum(
+                    record[f"loglinear/error/{kind}/age_{age}"] ** 2 * record[f"staleness/tokens/age_{age}"]
+                    for record in known
+                )
+                for kind in ("rms", "step_rms")
+            }
+            found[str(age)] = {kind: math.sqrt(square / tokens) for kind, square in squares.items()}
+    return found
+
+
+def _rewards(folder: Path) -> list[tuple[float, float]]:
+    """(tokens trained on, held-out reward of the trainer) at each evaluation."""
+    found, tokens = [], 0.0
+    settings = json.loads((folder / SUMMARY).read_text())["arguments"]
+    samples = settings["rollout_batch_size"] * settings["n_samples_per_prompt"]
+    for record in MetricsLog(folder / METRICS).read():
+        if "eval_trainer" in record:
+            found.append((tokens, record["eval_trainer"]))
+        tokens += record["response_length"] * samples
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mis_plugins.local.asynchronous.experiment", description=__doc__
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/async"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("benchmarks/results"), help="(default: %(default)s)"
+    )
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
+    options = parser.parse_args()
+    extra = ["--smoke"] if options.smoke else []
+    root = options.runs
+    pairs = [(lr, seed) for lr in LEARNING_RATES for seed in options.seeds]
+    with ThreadPoolExecutor(options.processes) as pool:
+        work = pool.map(lambda cell: run_cell(cell, root, extra), cells(options.seeds))
+        list(track(work, "runs", total=len(cells(options.seeds))))
+    bias: dict[str, list[Any]] = {lr: [] for lr in LEARNING_RATES}
+    for lr, seed in track(pairs, "gradients"):
+        bias[lr].append(measure_bias(lr, seed, root, extra))
+    settings = list(itertools.product(THROUGHPUT_STEPS, THROUGHPUT_BOUNDS))
+    throughput = [
+        measure_throughput(bound, step, root, extra) for step, bound in track(settings, "throughput")
+    ]
+    rollouts = SMOKE_ROLLOUTS if options.smoke else BIAS_ROLLOUTS
+    measured = {"bias_rollouts": rollouts, "bias": bias, "throughput": throughput}
+    publish({**result(root, options.seeds), **measured}, options.results)
+    return 0
+
+
+def publish(content: Mapping[str, Any], results: Path) -> None:
+    """Write async.json, async.md and async.png, and say where."""
+    results.mkdir(parents=True, exist_ok=True)
+    write_json(results / "async.json", content)
+    (results / "async.md").write_text(markdown(content))
+    draw(content, results / "async.png")
+    print(results.resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The experiment's results as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+HEAD = """\
+# Segment-wise against standard decoupled PPO
+
+Made by `bash scripts/experiment-async.sh`: a Megatron-core policy reverses digits on CPU while a worker process
+samples; seeds {seeds}. Not run on a GPU. Entries are means over the seeds, smallest and largest in brackets.
+
+    {recipe}
+"""
+
+VARIANCE = """\
+## Variance of the weights, by age
+
+Of pi_{v+1} / pi_v (segment-wise) and of pi_V / pi_v (standard), before any bound, over the same tokens of one run. Age
+is V - v, in updates. At age 1 both are the same by definition; at age 0 either holds the engine's rounding alone.
+"""
+
+BIAS = """\
+## Direction of the gradient
+
+Cosine to the on-policy gradient, of samples whose tokens eight earlier versions and the present one wrote in turn.
+`pooled`: of the mean over {rollouts} rollouts, which shows bias; `single`: the mean of each rollout's own, where variance
+counts too. `norm`: of the pooled gradient, over that of the on-policy one. `on-policy`: another on-policy gradient of
+the same size, that is, what sampling noise leaves of 1.
+"""
+
+REWARDS = """\
+## Reward on held-out prompts
+
+Of the trainer's policy at the last evaluation, after about as many tokens trained on (the picture has the tokens). 256
+prompts, sampled: standard error up to 0.03 a run. `start` is the same for all methods of a seed.
+"""
+
+THROUGHPUT = """\
+## Throughput
+
+Tokens trained on a second, runs of one invocation one after the other; a bound of 0 is synchronous: the trainer waits
+for every rollout. `step` is the time that a decode step takes at least: 0 is this machine's own speed, at which sampling
+is cheaper than training; the other emulates an engine that is slower than the trainer. `waiting`, `recompute`: shares of
+the trainer's time. Timings are of two cores that had other work too, and vary between runs.
+"""
+
+LOGLINEAR = """\
+## Interpolation in place of the recompute
+
+Root mean square of log pi_{v+1} as interpolated against as recomputed; for scale, of log pi_{v+1} - log pi_v itself.
+"""
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """All tables."""
+    head = HEAD.format(recipe=content["recipe"], seeds=", ".join(map(str, content["seeds"])))
+    parts = [head, VARIANCE]
+    parts += [_variance(lr, runs) for lr, runs in content["variance"].items()]
+    parts += [
+        BIAS.format(rollouts=content["bias_rollouts"]),
+        *(_bias(lr, runs) for lr, runs in content["bias"].items()),
+    ]
+    parts += [REWARDS, _rewards(content["rewards"]), THROUGHPUT, _throughput(content["throughput"])]
+    shares = {lr: spread(values, "{:.1%}") for lr, values in content["recompute_share"].items()}
+    parts.append(_table(("lr", "recompute, share of the runs above"), shares.items()))
+    parts += [LOGLINEAR, *(_loglinear(lr, runs) for lr, runs in content["loglinear"].items())]
+    return "\n".join(parts)
+
+
+def spread(values: Sequence[float], form: str = "{:.3g}") -> str:
+    """Mean, smallest and largest; of none, a dash."""
+    if not values:
+        return "-"
+    low, high = form.format(min(values)), form.format(max(values))
+    return f"{form.format(fmean(values))} [{low}, {high}]"
+
+
+def _variance(lr: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    def row(age: str) -> tuple[str, ...]:
+        known = [run[age] for run in runs if age in run]
+        ratio = [one["standard"] / one["segment-wise"] for one in known if one["segment-wise"]]
+        kinds = [spread([one[kind] for one in known]) for kind in ("segment-wise", "standard")]
+        return (age, *kinds, spread(ratio, "{:.1f}"), f"{sum(one['tokens'] for one in known):.0f}")
+
+    ages = sorted({age for run in runs for age in run}, key=lambda age: (age == "all", age))
+    head = ("age", "segment-wise", "standard", "standard / segment-wise", "tokens")
+    return f"--lr {lr}\n\n" + _table(head, map(row, ages))
+
+
+def _bias(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+    kinds = ("pooled", "single", "norm")
+    rows = (
+        (name, *(spread([run[name][kind] for run in runs], "{:.3f}") for kind in kinds)) for name in runs[0]
+    )
+    return f"--lr {lr}\n\n" + _table(("weights", *kinds), rows)
+
+
+def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
+    def row(lr: str, methods: Mapping[str, Any]) -> tuple[str, ...]:
+        starts = [run[0][1] for run in next(iter(methods.values()))]
+        finals = [spread([run[-1][1] for run in runs], "{:.2f}") for runs in methods.values()]
+        return (lr, spread(starts, "{:.2f}"), *finals)
+
+    names = next(iter(rewards.values()))
+    return _table(("lr", "start", *names), (row(lr, methods) for lr, methods in rewards.items()))
+
+
+def _throughput(runs: Sequence[Mapping[str, float]]) -> str:
+    alone = {run["step_seconds"]: run["tokens_a_second"] for run in runs if run["bound"] == 0}
+
+    def row(run: Mapping[str, float]) -> tuple[str, ...]:
+        gain = run["tokens_a_second"] / alone[run["step_seconds"]]
+        numbers = (f"{run['step_seconds']:g} s", f"{run['bound']:.0f}", f"{run['tokens_a_second']:.0f}")
+        return (*numbers, f"{gain:.2f}", f"{run['waiting']:.0%}", f"{run['recompute']:.1%}")
+
+    head = ("step", "bound", "tokens / s", "over synchronous", "waiting", "recompute")
+    return _table(head, map(row, runs))
+
+
+def _loglinear(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+    def row(age: str) -> tuple[str, ...]:
+        known = [run[age] for run in runs if age in run]
+        return (age, *(spread([one[kind] for one in known]) for kind in ("rms", "step_rms")))
+
+    ages = sorted({age for run in runs for age in run})
+    return f"--lr {lr}\n\n" + _table(("age", "error", "log pi_{v+1} - log pi_v"), map(row, ages))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows), ""])

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Segment-wise against standard decoupled PPO, three learning rates, three seeds: variance of the weights by age, the gradient's direction, rewards, throughput.
+#   bash scripts/experiment-async.sh            a quarter of an hour on 2 cores; finished runs are not repeated
+#   bash scripts/experiment-async.sh --smoke --seeds 0 --runs runs/smoke --results runs/smoke    minutes, shows only that it works
+# Results: benchmarks/results/async.{json,md,png}
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$repository"
+export OMP_NUM_THREADS=1
+
+exec python -m mis_plugins.local.asynchronous.experiment "$@"
