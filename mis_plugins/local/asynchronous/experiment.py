@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 from rich.progress import track
+from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.bias import directions
@@ -54,8 +55,8 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 }
 """What stands under `mis:`, and flags."""
 
-BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 16, 2
-THROUGHPUT_BOUNDS = (0, 1, 2, 4, 8)
+BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 12, 2
+THROUGHPUT_BOUNDS = (0, 1, 2, 8)
 THROUGHPUT_STEPS = (0.0, 0.1)
 THROUGHPUT_ROLLOUTS = 24
 SETTLED = 10
@@ -115,19 +116,35 @@ def run_cell(cell: Cell, root: Path, extra: Sequence[str]) -> None:
     run([*command_line(config, cell.lr, cell.seed, folder, root), *flags, *extra], folder)
 
 
-def measure_bias(lr: str, seed: int, root: Path, extra: Sequence[str]) -> dict[str, dict[str, float]]:
-    """`bias.directions` of standard, segment-wise and no weights."""
-    folder = root / "bias" / f"lr{lr}-seed{seed}"
-    path = folder / "directions.json"
-    if not path.is_file():
+def measure_bias(
+    seeds: Sequence[int], root: Path, processes: int, extra: Sequence[str]
+) -> dict[str, list[Any]]:
+    """By learning rate, a seed each: `bias.directions` of standard, segment-wise and no weights."""
+    pairs = [(lr, seed) for lr in LEARNING_RATES for seed in seeds]
+    missing = [pair for pair in pairs if not _directions(root, *pair).is_file()]
+    # Forked, so that Megatron is imported once.
+    start_processes(_bias_share, (missing, processes, root, extra), nprocs=processes, start_method="fork")
+    return {
+        lr: [json.loads(_directions(root, lr, seed).read_text()) for seed in seeds] for lr in LEARNING_RATES
+    }
+
+
+def _directions(root: Path, lr: str, seed: int) -> Path:
+    return root / "bias" / f"lr{lr}-seed{seed}" / "directions.json"
+
+
+def _bias_share(
+    share: int, pairs: Sequence[tuple[str, int]], shares: int, root: Path, extra: Sequence[str]
+) -> None:
+    for lr, seed in pairs[share::shares]:
+        path = _directions(root, lr, seed)
         configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
         methods = {
-            name: parse_args([*command_line(config, lr, seed, folder / name, root), *extra])
+            name: parse_args([*command_line(config, lr, seed, path.parent / name, root), *extra])
             for name, config in configs.items()
         }
         if launch(1, partial(_write_directions, methods, path)):
             raise RuntimeError(f"measuring the gradient's direction failed for --lr {lr}, seed {seed}")
-    return json.loads(path.read_text())
 
 
 def _write_directions(methods: Mapping[str, Namespace], path: Path) -> None:
@@ -242,13 +259,11 @@ def main() -> int:
     options = parser.parse_args()
     extra = ["--smoke"] if options.smoke else []
     root = options.runs
-    pairs = [(lr, seed) for lr in LEARNING_RATES for seed in options.seeds]
     with ThreadPoolExecutor(options.processes) as pool:
         work = pool.map(lambda cell: run_cell(cell, root, extra), cells(options.seeds))
         list(track(work, "runs", total=len(cells(options.seeds))))
-    bias: dict[str, list[Any]] = {lr: [] for lr in LEARNING_RATES}
-    for lr, seed in track(pairs, "gradients"):
-        bias[lr].append(measure_bias(lr, seed, root, extra))
+    print("gradients")
+    bias = measure_bias(options.seeds, root, options.processes, extra)
     settings = list(itertools.product(THROUGHPUT_STEPS, THROUGHPUT_BOUNDS))
     throughput = [
         measure_throughput(bound, step, root, extra) for step, bound in track(settings, "throughput")
