@@ -55,6 +55,9 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 }
 """What stands under `mis:`, and flags."""
 
+SMOKE = "--smoke --advantage-estimator reinforce --reward-shift -1".split()
+"""Failures push: a policy that never succeeds has a gradient too."""
+
 BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 12, 2
 THROUGHPUT_BOUNDS = (0, 1, 2, 8)
 THROUGHPUT_STEPS = (0.0, 0.1)
@@ -257,7 +260,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     options = parser.parse_args()
-    extra = ["--smoke"] if options.smoke else []
+    extra = SMOKE if options.smoke else []
     root = options.runs
     with ThreadPoolExecutor(options.processes) as pool:
         work = pool.map(lambda cell: run_cell(cell, root, extra), cells(options.seeds))

@@ -26,9 +26,9 @@ BIAS = """\
 ## Direction of the gradient
 
 Cosine to the on-policy gradient, of samples whose tokens eight earlier versions and the present one wrote in turn.
-`pooled`: of the mean over {rollouts} rollouts, which shows bias; `single`: the mean of each rollout's own, where variance
-counts too. `norm`: of the pooled gradient, over that of the on-policy one. `on-policy`: another on-policy gradient of
-the same size, that is, what sampling noise leaves of 1.
+`pooled`: of the mean over {rollouts} rollouts, which shows bias; `single`: the mean of each rollout's own, where
+variance counts too. `norm`: of the pooled gradient, over that of the on-policy one. `on-policy`: another on-policy
+gradient of the same size, that is, what sampling noise leaves of 1.
 """
 
 REWARDS = """\
@@ -42,9 +42,9 @@ THROUGHPUT = """\
 ## Throughput
 
 Tokens trained on a second, runs of one invocation one after the other; a bound of 0 is synchronous: the trainer waits
-for every rollout. `step` is the time that a decode step takes at least: 0 is this machine's own speed, at which sampling
-is cheaper than training; the other emulates an engine that is slower than the trainer. `waiting`, `recompute`: shares of
-the trainer's time. Timings are of two cores that had other work too, and vary between runs.
+for every rollout. `step` is the time that a decode step takes at least: 0 is this machine's own speed, at which
+sampling is cheaper than training; the other emulates an engine that is slower than the trainer. `waiting`, `recompute`:
+shares of the trainer's time. Timings are of two cores that had other work too, and vary between runs.
 """
 
 LOGLINEAR = """\
