@@ -1,0 +1,323 @@
+"""Controller and worker, two real processes: updates in mid-sequence, deaths, failures, hooks, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tolerances import FP32_LOG_PROB
+
+from mis_plugins.errors import InputError
+from mis_plugins.hooks import HookError
+from mis_plugins.local.asynchronous import controller as controller_module
+from mis_plugins.local.asynchronous.controller import Controller, WorkerError
+from mis_plugins.local.asynchronous.ledger import Wanted
+from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
+from mis_plugins.local.decoder import ModelConfig
+from mis_plugins.local.decoding import Sampling
+from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.model import initial_weights
+from mis_plugins.offpolicyness import HeadOffpolicyness
+from mis_plugins.versions import Response
+
+CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
+LENGTH, SAMPLES, ROLLOUTS = 8, 6, 5
+PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9), (3, 3), (7, 1)]
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Of policies far from uniform and from each other."""
+    drawn = initial_weights(CONFIG, version)
+    return {name: 8 * one if one.dim() == 2 else one for name, one in drawn.items()}
+
+
+def wanted(rollout: int) -> list[Wanted]:
+    return [Wanted(prompt, 100 * rollout + index) for index, prompt in enumerate(PROMPTS)]
+
+
+@contextmanager
+def running(
+    mode: PauseMode = "retract", bound: int = 1, step_seconds: float = 0.0, config: Any = CONFIG
+) -> Iterator[Controller]:
+    settings = WorkerSettings(config, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds)
+    made = Controller(settings, HeadOffpolicyness(bound), wanted, range(ROLLOUTS), weights(0))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def in_the_midst(made: Controller) -> None:
+    """Wait until some response has tokens, and none all."""
+    until(lambda: any(0 < count < LENGTH for count in lengths(made)))
+    assert max(lengths(made)) < LENGTH
+
+
+def lengths(made: Controller) -> list[int]:
+    return [len(response.tokens) for response in made.ledger.pool.snapshot().values()]
+
+
+def until(ready: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def engine(version: int) -> DecodeEngine:
+    built = DecodeEngine(CONFIG, "fp32")
+    built.update_weights(weights(version), version)
+    return built
+
+
+def generated(rollout: int, version: int = 0) -> list[tuple[int, ...]]:
+    """What the engine makes of a rollout that nothing interrupts."""
+    asked = wanted(rollout)
+    made = engine(version).generate(
+        [one.prompt for one in asked],
+        max_new_tokens=LENGTH,
+        temperature=1.0,
+        eos=-1,
+        seeds=[one.seed for one in asked],
+    )
+    return [one.tokens for one in made]
+
+
+def check_written(responses: list[Response], stale_may_differ: bool = False) -> None:
+    """Every token has the log-prob that the weights of its version give it."""
+    for response in responses:
+        assert len(response.tokens) == LENGTH and sorted(response.versions) == list(response.versions)
+        sequence = [*response.prompt, *response.tokens]
+        for version in set(response.versions):
+            (score,) = engine(version).score([sequence], [LENGTH])
+            for place, value in enumerate(score.tolist()):
+                stale = stale_may_differ and response.stale_cache[place]
+                if response.versions[place] == version and not stale:
+                    assert response.log_probs[place] == pytest.approx(value, abs=FP32_LOG_PROB)
+
+
+# --- updates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_the_weights_move_in_mid_sequence(mode: PauseMode) -> None:
+    with running(mode, bound=3, step_seconds=0.05) as made:
+        in_the_midst(made)
+        before = {number: response.tokens for number, response in made.ledger.pool.snapshot().items()}
+        made.update(weights(1))
+        after = made.ledger.pool.snapshot()
+        assert all(after[number].tokens[: len(tokens)] == tokens for number, tokens in before.items())
+        responses = made.rollout(0)
+        assert all(set(response.versions) == {0, 1} for response in responses)
+        stale = [flag for response in responses for flag in response.stale_cache]
+        newer = [version == 1 for response in responses for version in response.versions]
+        assert stale == (newer if mode == "in_place" else [False] * len(stale))
+        check_written(responses, stale_may_differ=True)
+        check_written(made.rollout(1), stale_may_differ=True)
+
+
+def test_no_token_of_the_old_weights_arrives_after_an_update() -> None:
+    """So that a recompute before the next one finds all of them."""
+    with running(bound=3, step_seconds=0.02) as made:
+        for version in range(1, 4):
+            until(
+                lambda v=version: any(v - 1 in one.versions for one in made.ledger.pool.snapshot().values())
+            )
+            made.update(weights(version))
+            older = older_tokens(made, version)
+            time.sleep(0.1)
+            assert older_tokens(made, version) == older
+
+
+def older_tokens(made: Controller, version: int) -> int:
+    known = made.ledger.pool.snapshot().values()
+    return sum(wrote < version for response in known for wrote in response.versions)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_trainer_slower_than_the_rollout_finds_no_more_begun_than_may(bound: int) -> None:
+    with running(bound=bound) as made:
+        for version in range(ROLLOUTS):
+            last = min(version + bound, ROLLOUTS - 1)
+            assert made.ledger.rollouts == list(range(version, last + 1))
+            until(lambda v=version, k=last: all(made.ledger.complete(one) for one in range(v, k + 1)))
+            time.sleep(0.05)  # nothing else is generated meanwhile
+            assert set(lengths(made)) == {LENGTH}
+            (ages,) = (
+                {version - wrote for response in made.rollout(version) for wrote in response.versions},
+            )
+            assert ages == {min(version, bound)}
+            made.update(weights(version + 1))
+
+
+def test_a_slow_engine_is_waited_for() -> None:
+    with running(bound=0, step_seconds=0.1) as made:
+        responses = made.rollout(0)
+        assert made.take_tally().waited > 0.1 * (LENGTH - 1)
+        assert [response.tokens for response in responses] == generated(0)
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------
+
+
+def test_killed_in_mid_sequence_nothing_is_lost_or_counted_twice() -> None:
+    """The tokens of before stay, those of after are what they would have been, and every response comes once."""
+    with running(bound=2, step_seconds=0.05) as made:
+        in_the_midst(made)
+        os.kill(made.worker.pid, signal.SIGKILL)
+        until(lambda: made.worker.gone)
+        kept = {number: response.tokens for number, response in made.ledger.pool.snapshot().items()}
+        assert any(0 < len(tokens) < LENGTH for tokens in kept.values())
+        taken = [made.rollout(rollout) for rollout in range(3)]
+        assert made.take_tally().restarts == 1
+    for rollout, responses in enumerate(taken):
+        assert [response.tokens for response in responses] == generated(rollout)
+        check_written(responses)
+    everything = [response.tokens for responses in taken for response in responses]
+    assert all(any(tokens[: len(part)] == part for tokens in everything) for part in kept.values())
+    assert len(kept) == 3 * SAMPLES
+
+
+def test_killed_during_a_pause_the_next_one_begins_with_the_new_weights() -> None:
+    with running(bound=2, step_seconds=0.05) as made:
+        in_the_midst(made)
+        made.hooks.register_post_pause_hook(lambda: os.kill(made.worker.pid, signal.SIGKILL), "kill")
+        made.update(weights(1))
+        responses = made.rollout(0)
+        assert made.take_tally().restarts == 1
+    assert all(set(response.versions) == {0, 1} for response in responses)
+    check_written(responses)
+
+
+def test_killed_again_and_again() -> None:
+    with running(bound=4, step_seconds=0.03) as made:
+        for kill in range(3):
+            until(lambda n=kill: max(lengths(made)) > 2 * n)
+            os.kill(made.worker.pid, signal.SIGKILL)
+            until(lambda: made.worker.gone)
+            made._replace()
+        assert [response.tokens for response in made.rollout(4)] == generated(4)
+        assert made.take_tally().restarts == 3
+
+
+class Deadly:
+    """Ends the process that receives it."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return os._exit, (7,)
+
+
+def test_a_worker_that_dies_whenever_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "FRUITLESS_STARTS", 1)
+    with (
+        running(config=Deadly()) as made,
+        pytest.raises(WorkerError, match=r"died 2 times without a token in between, last with exit code 7"),
+    ):
+        made.rollout(0)
+
+
+def test_weights_that_have_diverged_end_the_run() -> None:
+    """As an error that the user can mend; another worker would fail as this one did."""
+    with running(bound=0) as made:
+        made.rollout(0)
+        made.update({name: one * torch.nan for name, one in weights(1).items()})
+        with pytest.raises(InputError, match="logits are not finite; the weights it was given have diverged"):
+            made.rollout(1)
+
+
+def test_a_fault_of_the_worker_is_told_with_its_traceback() -> None:
+    with running(bound=0) as made:
+        made.rollout(0)
+        made.worker.send("nonsense")  # type: ignore[arg-type]
+        with pytest.raises(WorkerError, match=r"Traceback[\s\S]*KeyError"):
+            made.update(weights(1))
+            made.rollout(1)
+
+
+# --- hooks ----------------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def note(made: Controller, name: str) -> Callable[[], None]:
+        def hook() -> None:
+            count = sum(lengths(made))
+            if name.startswith(("post_pause", "pre_resume")):
+                time.sleep(0.1)
+                assert sum(lengths(made)) == count
+            seen.append((name, made.version, count))
+
+        return hook
+
+    with running(bound=3, step_seconds=0.03) as made:
+        in_the_midst(made)
+        for name in ("pre_pause", "post_pause", "pre_resume", "post_resume"):
+            getattr(made.hooks, f"register_{name}_hook")(note(made, name))
+        made.update(weights(1))
+        made.rollout(0)
+    assert [(name, version) for name, version, _ in seen] == [
+        ("pre_pause", 0), ("post_pause", 0), ("pre_resume", 1), ("post_resume", 1)
+    ]  # fmt: skip
+    assert seen[1][2] == seen[2][2]
+
+
+@pytest.mark.parametrize("point", ["pre_pause", "post_pause"])
+def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) -> None:
+    def broken() -> None:
+        raise ValueError("no room")
+
+    with running(bound=1, step_seconds=0.02) as made:
+        getattr(made.hooks, f"register_{point}_hook")(broken, "mine")
+        with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
+            made.update(weights(1))
+        assert made.version == 0
+        assert [response.tokens for response in made.rollout(0)] == generated(0)
+        assert [response.tokens for response in made.rollout(1)] == generated(1)
+
+
+# --- what is left behind --------------------------------------------------------------------------------------
+
+
+def test_closed_in_mid_sequence_no_process_is_left() -> None:
+    with running(bound=3, step_seconds=0.2) as made:
+        in_the_midst(made)
+        pid = made.worker.pid
+    assert not alive(pid)
+
+
+def test_a_worker_outlives_no_trainer(tmp_path: Path) -> None:
+    """A trainer killed with SIGKILL closes nothing; its worker sees the end of the pipe."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import os, signal, test_async_controller as tests\n"
+        "if __name__ == '__main__':\n"
+        "    with tests.running(bound=3, step_seconds=0.1) as made:\n"
+        "        tests.in_the_midst(made)\n"
+        "        print(made.worker.pid, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script = tmp_path / "trainer.py"
+    script.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: not alive(int(done.stdout)))
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: a zombie that nobody waits for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
