@@ -106,7 +106,6 @@ def test_a_synchronous_run_is_that_of_standard_weights(tmp_path: Path):
         "loss",
         "grad_norm",
         "reward_rollout",
-        "eval_trainer",
         "mis_tis_weight_after_bound",
         "mis_k3_kl",
     ):
