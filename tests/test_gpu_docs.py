@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import yaml
+
+from true_on_policy import hosts
 from true_on_policy.flags import REFUSALS
 from true_on_policy.gpu_contract import FAMILIES, NOT_COVERED
+from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.releases import RELEASES
 
 TEXT = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
@@ -51,3 +55,16 @@ def test_what_the_host_may_not_set_is_named() -> None:
     assert set(words) < {rule.attribute for rule in REFUSALS}
     for word in words.values():
         assert word in TEXT
+
+
+def test_the_settings_of_the_comparison_are_shown_with_their_defaults() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    stated = yaml.safe_load(block)["bitwise"]
+    assert set(stated) == set(BitwiseConfig.__dataclass_fields__)
+    assert BitwiseConfig(**stated) == BitwiseConfig()
+
+
+def test_the_hooks_that_are_named_exist() -> None:
+    named = set(re.findall(r"true_on_policy\.hosts\.(\w+)", TEXT))
+    assert named == {"policy_loss", "report_step", "miles_init"}
+    assert all(callable(getattr(hosts, name)) for name in named)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -345,6 +346,45 @@ def test_without_the_step_hook_what_is_on_its_way_is_left_alone(
     for _ in range(3):
         loss(settings(tmp_path, **RAISE), handed(flip(example(), 0, 0)))
     assert len(comparison.pending) == 3 and comparison.totals.compared == 0
+
+
+ENDS_AFTER_A_STEP = """
+import sys, torch
+from argparse import Namespace
+from true_on_policy import hosts
+
+def nothing(args, batch, logits, reduce):
+    return logits, {}
+
+def reduce(x):
+    return x
+
+reduce.__module__ = "slime.backends.megatron_utils.cp_utils"
+args = Namespace(bitwise={"folder": sys.argv[1], "loss": "__main__.nothing", "on_difference": "raise"})
+batch = {"unconcat_tokens": [torch.arange(5)], "total_lengths": [5], "response_lengths": [3],
+         "loss_masks": [torch.ones(3)], "log_probs": [torch.tensor([-1.0, -2.0, 0.0])],
+         "rollout_log_probs": [torch.tensor([-1.0, -2.0, -0.0])]}
+hosts.report_step(args, 7, 0)
+hosts.policy_loss(args, batch, torch.zeros(()), reduce)
+"""
+
+
+def test_the_last_step_is_read_when_the_process_exits(tmp_path: Path):
+    """Told and written, not raised: the run is over."""
+    command = [sys.executable, "-c", ENDS_AFTER_A_STEP, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rollout 7, step 0, rank 0: 1 of 3 log-probs differ; ulps: 0: 1" in done.stderr
+    assert (tmp_path / "rollout-7-step-0-rank-0" / "engine.safetensors").exists()
+
+
+def test_what_goes_wrong_at_exit_is_told(
+    tmp_path: Path, comparison: Comparison, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    loss(settings(tmp_path), handed(flip(example(), 0, 0)))
+    monkeypatch.setattr("true_on_policy.hosts.comparison.write_sample", lambda *_: 1 / 0)
+    comparison.at_exit()
+    assert "the last step, compared at exit: division by zero" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ what stands behind

@@ -4,13 +4,17 @@ Every micro-batch is compared on the device. Its flags are copied without blocki
 the before-train-step hook of the next step reads them: by then they have long arrived. Only where something differs is
 more done: distances in ulps are counted, and the first sample is written to disk.
 
+The last step is read when the process exits: told and written, and nothing is stopped any more.
+
 Without that hook (Miles calls none on FSDP) flags are read at a later micro-batch, as soon as they have arrived, and
 with `on_difference: raise` the rank that saw a difference stops alone.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,6 +105,7 @@ class Comparison:
     totals: of all that was read.
     written: the folder of the one sample that this rank has written.
     told: whether it was said that all is equal.
+    latest: the host's arguments and the config, as `record` had them last.
     """
 
     step: Step | None = None
@@ -108,6 +113,7 @@ class Comparison:
     totals: Totals = field(default_factory=Totals)
     written: Path | None = None
     told: bool = False
+    latest: tuple[Any, BitwiseConfig] | None = None
 
     def record(self, batch: MicroBatch, args: Any, config: BitwiseConfig) -> None:
         """Keep a micro-batch until its flags are read.
@@ -116,6 +122,9 @@ class Comparison:
             DifferenceError: without the hook, with `on_difference: raise`, an earlier micro-batch differed.
         """
         check_writable()
+        if self.latest is None:
+            atexit.register(_at_exit, weakref.ref(self))
+        self.latest = args, config
         if self.step is None:
             arrived = list(takewhile(lambda earlier: earlier.arrival.ready, self.pending))
             del self.pending[: len(arrived)]
@@ -144,6 +153,16 @@ class Comparison:
         found = self._read(pending, args, config, ended)
         if config.on_difference == "raise":
             self._stop(config, _anywhere(found), ended)
+
+    def at_exit(self) -> None:
+        """Read what nobody has read. Nothing it meets is raised."""
+        pending, self.pending = self.pending, []
+        if self.latest is None:
+            return
+        try:
+            self._read(pending, *self.latest, self.step)
+        except Exception as error:
+            logger.error("the last step, compared at exit: %s", error)
 
     def _read(
         self, batches: Sequence[MicroBatch], args: Any, config: BitwiseConfig, step: Step | None
@@ -189,6 +208,12 @@ class Comparison:
                 f"{_where(step)}: rollout and trainer log-probs were to be bitwise equal and are not "
                 f"(bitwise.on_difference: raise); the first sample is {where}"
             )
+
+
+def _at_exit(comparison: weakref.ref[Comparison]) -> None:
+    found = comparison()
+    if found is not None:
+        found.at_exit()
 
 
 def described(args: Any) -> str:
