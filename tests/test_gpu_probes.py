@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -81,7 +81,9 @@ def library(varies) -> Any:
         out = attend(q[0], k[0, :seen], v[0, :seen])
         return (nudged(out, 0) if varies(None, [1], [seen]) else out)[None]
 
-    return SimpleNamespace(flash_attn_varlen_func=packed, flash_attn_with_kvcache=cached)
+    interface: Any = ModuleType("flash_attn_interface")
+    interface.flash_attn_varlen_func, interface.flash_attn_with_kvcache = packed, cached
+    return interface
 
 
 def found(varies) -> list[str]:

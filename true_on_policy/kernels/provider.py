@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,7 @@ from true_on_policy.probes import Failure
 Undo = Callable[[], None]
 
 
+@runtime_checkable
 class Provider(Protocol):
     """See the module; `true_on_policy.kernels.gpu` pins several at once."""
 
