@@ -89,9 +89,6 @@ if [[ $TRAIN_BACKEND == megatron ]]; then
     BACKEND+=(
         --attention-softmax-in-fp32
         --accumulate-allreduce-grads-in-fp32
-        --recompute-granularity full
-        --recompute-method uniform
-        --recompute-num-layers 1
     )
     environment[0]+=:$MEGATRON_DIR
     environment+=("CUDA_DEVICE_MAX_CONNECTIONS=1")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from true_on_policy.__main__ import main
 from true_on_policy.errors import ContractError
@@ -133,3 +135,36 @@ def test_the_contract_imports_no_torch() -> None:
     """It is printed on machines that only launch."""
     code = "import sys, true_on_policy.gpu_contract, true_on_policy.flags; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_residual_that_rides_on_a_tensor_is_lost_in_a_recompute() -> None:
+    """Why full recompute is refused on Megatron: the same values, another gradient. A pair of tensors loses nothing."""
+    weights = [torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+    def pair(branch: torch.Tensor, carried, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = branch + carried
+        return torch.tanh(residual @ weight), residual
+
+    def riding(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        branch, residual = pair(hidden, getattr(hidden, "carried", 0), weight)
+        setattr(branch, "carried", residual)  # noqa: B010
+        return branch
+
+    def value_and_gradient(run, rides: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(9)).requires_grad_()
+        hidden, carried = x, torch.zeros_like(x)
+        for weight in weights:
+            if rides:
+                hidden = run(riding, hidden, weight)
+                carried = getattr(hidden, "carried")  # noqa: B009
+            else:
+                hidden, carried = run(pair, hidden, carried, weight)
+        (hidden + carried).sum().backward()
+        assert x.grad is not None
+        return (hidden + carried).detach(), x.grad
+
+    recomputed = lambda run, *inputs: checkpoint(run, *inputs, use_reentrant=True)  # noqa: E731
+    value, gradient = value_and_gradient(lambda run, *inputs: run(*inputs), rides=True)
+    for rides, kept in ((False, True), (True, False)):
+        again = value_and_gradient(recomputed, rides)
+        assert torch.equal(value, again[0]) and torch.equal(gradient, again[1]) == kept

@@ -20,6 +20,8 @@ from true_on_policy.gpu_contract import (
     FAMILIES,
     MODELS,
     NOT_COVERED,
+    PIPELINE,
+    RECOMPUTE,
     RING,
     SEQUENCE,
     TRAINER_GEMMS,
@@ -82,6 +84,12 @@ REFUSALS = (
     Refusal("rollout_top_p", (1,), "log-probs are those of the whole vocabulary; leave --rollout-top-p at 1"),
     Refusal(
         "rollout_top_k", (-1,), "log-probs are those of the whole vocabulary; leave --rollout-top-k at -1"
+    ),
+    Refusal("pipeline_model_parallel_size", (1,), f"{PIPELINE}; --pipeline-model-parallel-size 1"),
+    Refusal(
+        "recompute_granularity",
+        (None, "selective"),
+        f"{RECOMPUTE}; launch without --recompute-granularity full",
     ),
     Refusal("sequence_parallel", (False,), f"{SEQUENCE}; launch without --sequence-parallel"),
     Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),

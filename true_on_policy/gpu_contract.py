@@ -120,13 +120,18 @@ CHOICES = {
 
 RING = "ring context parallelism adds attention over ranks in another order than one rank does"
 SEQUENCE = "sequence parallelism reduce-scatters partial sums in NCCL's order"
+# radixark/Megatron-LM 2e64d788, megatron/core/transformer/transformer_layer.py: `output._sglang_residual = residual`.
+_RIDES = "the Megatron fork's layers hand their residual on as an attribute of the hidden states, which"
+PIPELINE = f"{_RIDES} a pipeline stage does not send"
+RECOMPUTE = f"{_RIDES} a full recompute does not keep: gradients would lack the residual's part"
 LAYOUTS = {
     "megatron": {
         "data parallel": "any",
         "tensor parallel": "the same power of two above 1 on both sides; others as row_sums finds",
-        "pipeline parallel": "any: it cuts between layers",
+        "pipeline parallel": f"refused: {PIPELINE}",
         "context parallel": f"Ulysses alone (--cp-comm-type a2a); refused otherwise: {RING}",
         "sequence parallel": f"refused: {SEQUENCE}",
+        "full recompute": f"refused: {RECOMPUTE}",
     },
     "fsdp": {
         "data parallel": "any: a weight is gathered before it is used",
