@@ -256,6 +256,7 @@ def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:
 
 def _pinned_here(contract: GpuContract) -> Observation:
     """This machine, with the contract pinned for a moment where there is an accelerator."""
+    _tell("looking at this machine")
     with ExitStack() as stack:
         if torch.cuda.is_available():
             _tell(f"pinning {gpu.name(contract)} and probing it")
