@@ -65,8 +65,12 @@ setup(
             "triton; platform_system == 'Linux'",  # interprets Megatron-core's kernels on CPU
         ],
     },
-    # SGLang loads it in each of its processes; it does nothing unless our launcher asks (TRUE_ON_POLICY_CONTRACT).
-    entry_points={"sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"]},
+    # An engine loads its own in each of its processes; it does nothing unless our launcher asks
+    # (TRUE_ON_POLICY_CONTRACT).
+    entry_points={
+        "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"],
+        "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm_plugin:activate"],
+    },
     classifiers=[
         "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3.11",

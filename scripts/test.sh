@@ -25,4 +25,7 @@ run_tests() { # 5 is "no test selected", which -k may leave of one half
         --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "$@" || [ $? -eq 5 ]
 }
 run_tests "${pinning[@]}" "$@"
-run_tests tests "${pinning[@]/#/--ignore=}" "$@"
+run_tests tests --ignore=tests/engines "${pinning[@]/#/--ignore=}" "$@"
+if [ -n "${MIS_TEST_ENGINES:-}" ]; then # one engine at a time: each takes some 3 GB
+    TEST_WORKERS=0 run_tests tests/engines "$@"
+fi

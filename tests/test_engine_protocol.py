@@ -16,11 +16,14 @@ import torch
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
-from true_on_policy.engines import sglang, sglang_plugin
+from true_on_policy.engines import sglang, sglang_plugin, vllm, vllm_plugin
+from true_on_policy.engines.environment import interpreter
+from true_on_policy.engines.handover import CONTRACT
 from true_on_policy.engines.hf import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, free_port
 from true_on_policy.engines.stand_in import sgl_kernel
+from true_on_policy.engines.vllm import VLLM
 from true_on_policy.models import checkpoint, updated
 from true_on_policy.pin import pinned
 
@@ -178,13 +181,21 @@ def test_new_weights_change_log_probs_and_the_version(tiny: Path, tmp_path: Path
     assert not torch.allclose(before[0].log_probs[:1], after[0].log_probs[:1], rtol=0, atol=1e-6)
 
 
-# SGLang, without its server
+# SGLang and vLLM, without their servers
 
 
-def test_without_the_environment_the_error_says_what_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv(sglang.ENVIRONMENT, str(tmp_path / "nowhere"))
-    with pytest.raises(EngineError, match=r"nowhere: no SGLang there; run `bash .*install.sh sglang`"):
-        sglang.interpreter()
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_without_the_environment_the_error_says_what_to_run(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(f"{engine.upper()}_VENV", str(tmp_path / "nowhere"))
+    with pytest.raises(EngineError, match=rf"nowhere: no {engine} there; run `bash .*install.sh {engine}`"):
+        interpreter(engine)
+
+
+def test_vllm_refuses_a_tree(tmp_path: Path):
+    with pytest.raises(EngineError, match="vllm: contract.leaves: 2; SGLang alone"):
+        VLLM(tmp_path, "fp32", Contract(leaves=2))
 
 
 def test_a_missing_log_prob_is_never_replaced():
@@ -193,6 +204,9 @@ def test_a_missing_log_prob_is_never_replaced():
         sglang._log_probs(rows, [7, 8])
     with pytest.raises(EngineError, match="other tokens"):
         sglang._log_probs([[-0.5, 7, None]], [8])
+    for absent in (None, -9999.0):
+        with pytest.raises(EngineError, match="a token without a log-prob"):
+            vllm._log_probs([-0.5, absent])
 
 
 def test_a_float32_survives_json_as_the_same_bits():
@@ -203,10 +217,11 @@ def test_a_float32_survives_json_as_the_same_bits():
     assert equal_bits(sglang._log_probs(rows, [0] * 1000), values)
 
 
-def test_the_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(sglang_plugin.CONTRACT, raising=False)
+def test_the_plugins_do_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(CONTRACT, raising=False)
     sglang_plugin.activate()
-    assert "sglang" not in sys.modules
+    vllm_plugin.activate()
+    assert not {"sglang", "vllm"} & set(sys.modules)
 
 
 # The stand-in for the kernel wheel

@@ -92,22 +92,22 @@ def test_no_correction_changes_a_bit_of_the_parameters(engine: str, tmp_path: Pa
     trained(plain, tmp_path / "plain")
     trained("--rollout-weights bf16", tmp_path / "off")
     assert weights(tmp_path / "off") != weights(tmp_path / "plain")
-    for name, config in CONFIGS.items():
-        trained(f"{plain} {corrected(config, tmp_path, f'{__name__}.note_extremes')}", tmp_path / name)
+    for name in CONFIGS:
+        trained(f"{plain} {corrected(name, tmp_path, f'{__name__}.note_extremes')}", tmp_path / name)
         assert weights(tmp_path / name) == weights(tmp_path / "plain")
         assert (tmp_path / name / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
 
 
-def corrected(config: str, folder: Path, hook: str = MIS) -> str:
-    path = folder / "mis.yaml"
-    path.write_text(f"mis: {config}\n")
+def corrected(name: str, folder: Path, hook: str = MIS) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(f"mis: {CONFIGS[name]}\n")
     return f"--use-tis --custom-tis-function-path {hook} --custom-config-path {path}"
 
 
 def test_off_policy_the_same_corrections_do_change_them(tmp_path: Path) -> None:
     trained("--rollout-weights bf16", tmp_path / "plain")
-    for name, config in CONFIGS.items():
-        trained(f"--rollout-weights bf16 {corrected(config, tmp_path)}", tmp_path / name)
+    for name in CONFIGS:
+        trained(f"--rollout-weights bf16 {corrected(name, tmp_path)}", tmp_path / name)
         assert weights(tmp_path / name) != weights(tmp_path / "plain")
 
 
@@ -126,4 +126,4 @@ def test_an_engine_that_is_not_installed_is_named_by_what_to_run(
     monkeypatch.setenv("SGLANG_VENV", str(tmp_path / "nowhere"))
     flags = f"--rollout-engine sglang --true-on-policy --warmup-cache {tmp_path}"
     assert run(flags, tmp_path / "run") == EXIT_USER_ERROR
-    assert "no SGLang there; run `bash" in capfd.readouterr().err
+    assert "no sglang there; run `bash" in capfd.readouterr().err

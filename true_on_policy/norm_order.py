@@ -2,6 +2,7 @@
 
 Between two layers runs the stream `s`. SGLang normalizes the sum of residual and branch before it is rounded, and hands
 the rounded sum on; Megatron-core and Hugging Face round first. Hugging Face rounds once more, before the norm's weight.
+vLLM takes the sum as SGLang does and the weight as Hugging Face does.
 A stream that is not rounded travels in float32, so that the next norm sees it whole; the next sum rounds it.
 """
 
@@ -29,6 +30,7 @@ class NormOrder:
 
 ORDERS = {
     "sglang": NormOrder(rounds_sum=False, rounds_normalized=False),
+    "vllm": NormOrder(rounds_sum=False, rounds_normalized=True),
     "megatron": NormOrder(rounds_sum=True, rounds_normalized=False),
     "hf": NormOrder(rounds_sum=True, rounds_normalized=True),
 }

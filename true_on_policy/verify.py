@@ -49,6 +49,15 @@ def _sglang(checkpoint: Path, contract: Contract, order: NormOrder | None) -> En
     )
 
 
+def _vllm(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
+    from true_on_policy.engines.vllm import VLLM, Pool
+
+    stock = order is None
+    follows = order if order != ORDERS["vllm"] else None
+    pool = Pool(prefill_chunk=PREFILL_CHUNK)
+    return VLLM(checkpoint, contract.dtype, None if stock else contract, follows, pool)
+
+
 def _hf_engine(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
     from true_on_policy.engines.hf import HuggingFace
 
@@ -78,6 +87,7 @@ def _tree(contract: Contract, order: NormOrder | None) -> Tree | None:
 # Without an order a side is stock: its own kernels, its own order of rounding and adding.
 ENGINES: dict[str, Callable[[Path, Contract, NormOrder | None], Engine]] = {
     "sglang": _sglang,
+    "vllm": _vllm,
     "hf": _hf_engine,
 }
 TRAINERS: dict[str, Callable[[Path, Contract, NormOrder | None], Trainer]] = {

@@ -3,10 +3,59 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from true_on_policy.contract import Contract
+from true_on_policy.engines.sglang import Pool, SGLang
+from true_on_policy.models import checkpoint
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
+MARK = "MIS_TEST_ENGINES_SESSION"
+GRACE_SECONDS = 10.0
 
 
 def pytest_report_header() -> list[str]:
     return [] if WANTED else ["not collected: tests/engines; run bash scripts/test.sh --engines"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_process_outlives_the_session() -> Iterator[None]:
+    """What was started here inherited a mark, and so did its children; a process that is gone holds no port."""
+    os.environ[MARK] = mark = uuid.uuid4().hex
+    yield
+    deadline = time.monotonic() + GRACE_SECONDS
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not marked(mark), f"engine processes that nothing ended: {marked(mark)}"
+
+
+def marked(mark: str) -> list[str]:
+    """Process ids whose environment, as they were started, holds the mark; zombies have none."""
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/environ") if mark in _environment(path)]
+
+
+def _environment(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it ended meanwhile, or is another user's
+        return ""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny: Path) -> Iterator[SGLang]:
+    """One pinned server for every test that brings its own requests."""
+    with closing(SGLang(tiny, "bf16", Contract(dtype="bf16"), pool=Pool(prefill_chunk=64))) as engine:
+        yield engine

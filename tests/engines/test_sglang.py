@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,12 @@ from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
 from true_on_policy.engine_settings import ALONE, SCORED, SEEDS, observe_engine
+from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.sglang import Pool, SGLang, interpreter
+from true_on_policy.engines.sglang import SGLang
 from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import model_contract
-from true_on_policy.models import checkpoint, updated
+from true_on_policy.models import updated
 from true_on_policy.norm_order import ORDERS
 from true_on_policy.pin import pinned
 from true_on_policy.releases import FILES, RELEASES, declares
@@ -30,18 +30,6 @@ pytestmark = pytest.mark.timeout(600)
 
 PROMPT = tuple(range(2, 150))  # longer than a chunk of the prefill
 REQUESTS = [Request((5, 6, 7), 40, seed=1), Request(PROMPT, 30, seed=2), Request((9,), 35, seed=3)]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
-
-
-@pytest.fixture(scope="session")
-def engine(tiny: Path) -> Iterator[SGLang]:
-    engine = SGLang(tiny, "bf16", Contract(dtype="bf16"), pool=Pool(prefill_chunk=64))
-    yield engine
-    engine.close()
 
 
 def joined(samples: list[Sample]) -> torch.Tensor:
@@ -73,7 +61,7 @@ def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang):
 
 
 def test_its_sources_declare_what_the_table_of_releases_says():
-    (package,) = interpreter().parent.parent.glob("lib/python*/site-packages/sglang")
+    (package,) = interpreter("sglang").parent.parent.glob("lib/python*/site-packages/sglang")
     text = "\n".join(path.read_text() for pattern in FILES["sglang"] for path in package.glob(pattern))
     asked = [flag.name for flag in launch_flags(model_contract("qwen3-4B", "fsdp")) if flag.owner == "sglang"]
     (release,) = [release for release in RELEASES if release.name == "SGLang 0.5.23 (PyPI)"]

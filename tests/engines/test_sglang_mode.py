@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stand_ins import deep_gemm_source
 
-from true_on_policy.engines.sglang import HERE, interpreter
+from true_on_policy.engines.environment import HERE, interpreter
 from true_on_policy.kernels.deep_gemm import SWITCHES
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     paths = (ROOT, ROOT / "tests", HERE / "stand_in", folder)
     done = subprocess.run(
         [
-            interpreter(),
+            interpreter("sglang"),
             "-W",
             "ignore",
             ROOT / "tests" / "engines" / "sglang_mode.py",

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a rollout engine's own environment, on CPU. Nothing of it enters the environment of mis-plugins.
 #   bash true_on_policy/engines/install.sh sglang [FOLDER]      default FOLDER: .venv-sglang beside the package
+#   bash true_on_policy/engines/install.sh vllm [FOLDER]        default FOLDER: .venv-vllm
 # About five minutes and 3.4 GB (with torch's CPU build; let pip's configuration find one). A second call does nothing.
 # PYTHON names the interpreter (default python3), 3.11 to 3.13. Ends with the path of the environment's python.
 set -euo pipefail
@@ -11,8 +12,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(cd "$here/../.." && pwd)
 
 engine=${1:-}
-if [ "$engine" != sglang ]; then
-    echo "usage: bash $0 sglang [FOLDER]    got '$engine'" >&2
+if [ ! -f "$here/$engine.txt" ]; then
+    echo "usage: bash $0 sglang|vllm [FOLDER]    got '$engine'" >&2
     exit 2
 fi
 folder=${2:-$repository/.venv-$engine}
@@ -42,7 +43,7 @@ check_disk() {
 # The index's torchvision is built for CUDA. Beside a CPU torch its operators do not load, and its import fails where it
 # describes one of them. SGLang imports it and calls none, so it is enough that the names exist.
 mend_torchvision() {
-    if "$python" -c 'import torchvision' 2>/dev/null; then return; fi
+    if ! grep -q ^torchvision= "$here/$engine.txt" || "$python" -c 'import torchvision' 2>/dev/null; then return; fi
     cat >"$(site_packages)/torchvision/_declared.py" <<'DECLARED'
 """Written by mis-plugins: declares the two operators that torchvision describes when its own library did not load."""
 import torch

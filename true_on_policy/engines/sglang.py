@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import distributions
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.contract import Contract
+from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
+from true_on_policy.engines.handover import ACTIVE, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, free_port
-from true_on_policy.engines.sglang_plugin import ACTIVE, CONTRACT, ORDER
 from true_on_policy.norm_order import NormOrder
 
-HERE = Path(__file__).parent
-ENVIRONMENT = "SGLANG_VENV"  # names another folder than .venv-sglang
 START_SECONDS = 300
 GENERATE_SECONDS = 300
+Target = Literal["fsdp"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -48,7 +46,9 @@ class SGLang:
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 
     Args:
+        order: of rounding, where the engine follows the trainer.
         ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
+        target: its `--rl-on-policy-target`; its decode then reports log-probs in bf16, its prefill in float32.
 
     Raises:
         EngineError: no environment, or the server did not come up.
@@ -64,15 +64,18 @@ class SGLang:
         order: NormOrder | None = None,
         pool: Pool = Pool(),
         ranks: int = 1,
+        target: Target | None = None,
     ):
         self._seeded = contract is not None
         self._version = 0
         self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
         port = free_port()
-        command = [str(interpreter()), *_arguments(checkpoint, dtype, pool, ranks, port)]
+        command = [str(interpreter(self.name)), *_arguments(checkpoint, dtype, pool, ranks, port)]
         if contract is not None:
             command.append("--enable-deterministic-inference")
-        self._server = Server(self.name, command, _environment(contract, order, pool, ranks), port)
+        if target is not None:
+            command += ["--rl-on-policy-target", target]
+        self._server = Server(self.name, command, _environment(contract, order, pool, ranks, target), port)
         try:
             self._server.wait_until_ready("/health", START_SECONDS)
             if contract is not None and ACTIVE not in self._server.output():
@@ -84,9 +87,7 @@ class SGLang:
             raise
 
     def versions(self) -> dict[str, str]:
-        folders = [str(folder) for folder in interpreter().parent.parent.glob("lib/python*/site-packages")]
-        found = {found.name: found.version for found in distributions(path=folders)}
-        return {name: found[name] for name in ("sglang", "torch", "transformers")}
+        return versions(self.name, ("sglang", "torch", "transformers"))
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         answers = self._generate(
@@ -146,21 +147,6 @@ class SGLang:
         self._server.close()
 
 
-def interpreter() -> Path:
-    """The python of the engine's environment.
-
-    Raises:
-        EngineError: it is not installed.
-    """
-    folder = Path(os.environ.get(ENVIRONMENT) or HERE.parent.parent / ".venv-sglang")
-    python = folder / "bin" / "python"
-    if not python.exists():
-        raise EngineError(
-            f"{folder}: no SGLang there; run `bash {HERE / 'install.sh'} sglang`, or set {ENVIRONMENT}"
-        )
-    return python
-
-
 def _arguments(checkpoint: Path, dtype: str, pool: Pool, ranks: int, port: int) -> list[str]:
     options = {
         "model-path": checkpoint,
@@ -184,29 +170,16 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool, ranks: int, port: int) 
 
 
 def _environment(
-    contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int
+    contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
 ) -> dict[str, str]:
-    """Ours, but for what leads Python into our environment; compiled code has other bits than eager, so none is."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))
-    }
-    added = {
-        "PYTHONPATH": str(HERE / "stand_in"),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    if contract is not None:
-        added[CONTRACT] = json.dumps(asdict(contract))
-    if order is not None:
-        added[ORDER] = json.dumps(asdict(order))
+    added = {"PYTHONPATH": str(HERE / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1"}
     if ranks > 1:  # without, it refuses more ranks than NUMA nodes; here it binds nothing
         added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+    if target is not None:  # its CPU path would round cos and sin to bf16, its GPU path does not
+        added["SGLANG_ROPE_CACHE_FP32"] = "1"
     if pool.retract_every is not None:
         added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
-    return inherited | added
+    return inherited() | added | handed_over(contract, order)
 
 
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:

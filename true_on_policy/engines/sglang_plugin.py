@@ -1,27 +1,22 @@
 """Our plugin inside SGLang's processes, by its own entry point group `sglang.srt.plugins`.
 
 SGLang calls `activate` early in each process and applies the hooks that it registered. Without a contract in the
-environment it does nothing, so an SGLang that shares our environment is left alone. This module is read by both sides:
-it imports neither SGLang nor the kernels before it is asked to.
+environment it does nothing, so an SGLang that shares our environment is left alone.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from true_on_policy.engines.handover import asked_for, ordered_norm, pin_as_asked, stated_contract
 
 if TYPE_CHECKING:
     from true_on_policy.contract import Contract
 
-CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract: what our launcher asks for
-ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine follows the trainer
-ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes held
-
 
 def activate() -> None:
     """Register what the contract needs. Called by SGLang, which survives and hides what a plugin raises."""
-    if CONTRACT not in os.environ:
+    if not asked_for():
         return
     from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
@@ -33,48 +28,42 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, HookType.REPLACE
     )
-    contract = _contract()
+    contract = stated_contract()
     if contract.leaves > 1:
         HookRegistry.register(
             "sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), HookType.REPLACE
         )
-    if ORDER in os.environ:
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq",
+        _frequencies_on_cpu,
+        HookType.AROUND,
+    )
+    if ordered_norm():
         HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), HookType.REPLACE)
 
 
 def _pin(enable_bmm: bool = True) -> None:
-    """In place of SGLang's Triton kernels, which need a GPU. An error here ends the server with its message."""
-    from true_on_policy.pin import pin
-
-    contract = _contract()
-    pin(contract)
-    print(ACTIVE, contract.backend, flush=True)
+    """In place of SGLang's Triton kernels, which need a GPU."""
+    pin_as_asked()
 
 
-def _contract() -> Contract:
-    from true_on_policy.contract import Contract, Shapes
-
-    stated = json.loads(os.environ[CONTRACT])
-    shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
-    return Contract(**stated, shapes=shapes)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _frequencies_on_cpu(compute, self, base):
+    """With `--rl-on-policy-target` SGLang moves this table to a GPU as soon as it is made."""
+    native, self._force_native = self._force_native, False
+    try:
+        return compute(self, base)
+    finally:
+        self._force_native = native
 
 
 def _norm():
     """SGLang's RMSNorm in the trainer's order of rounding."""
-    from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
-
-    order = NormOrder(**json.loads(os.environ[ORDER]))
+    ordered = ordered_norm()
+    assert ordered is not None
 
     def forward(self, x, residual=None, post_residual_addition=None, quant_linear=None):
         assert post_residual_addition is None and quant_linear is None, "no such path in Qwen3"
-        if residual is None:
-            return rms_norm(x, self.weight, self.variance_epsilon, order)
-        stream = add_residual(x, residual, order)
-        return rms_norm(stream, self.weight, self.variance_epsilon, order), stream.to(x.dtype)
+        return ordered(self, x, residual)
 
     return forward
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from true_on_policy import qwen3_hf
@@ -33,17 +33,22 @@ class HuggingFace:
 
     @torch.no_grad()
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
-        longest = max(len(sample.sequence) for sample in batch)
-        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
-        present = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, sample in enumerate(batch):
-            tokens[row, : len(sample.sequence)] = torch.tensor(sample.sequence)
-            present[row, : len(sample.sequence)] = 1
-        logits = self.model(input_ids=tokens, attention_mask=present).logits
+        parts = self.logits([sample.sequence for sample in batch])
         return [
-            sampled_log_probs(rows, sample, temperature)
-            for rows, sample, temperature in zip(logits, batch, temperatures, strict=True)
+            sampled_log_probs(logits, sample, temperature)
+            for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
         ]
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
+        """The logits of each sequence, from one pass over all of them."""
+        longest = max(map(len, sequences))
+        tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
+        present = torch.zeros(len(sequences), longest, dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : len(sequence)] = torch.tensor(sequence)
+            present[row, : len(sequence)] = 1
+        logits = self.model(input_ids=tokens, attention_mask=present).logits
+        return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
 
     def close(self) -> None:
         """Nothing runs beside this process."""

@@ -1,0 +1,84 @@
+"""RL steps on the real SGLang, by the command line: what the ordinary suite shows with engines in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_local_loop import records
+from test_local_true_on_policy import EXTREMES, PUSHED, corrected, sides, weights
+
+pytestmark = pytest.mark.timeout(600)
+
+TESTS = Path(__file__).resolve().parents[1]
+HOOKS = "test_local_true_on_policy"
+KEEP = f"--rollout-data-postprocess-path {HOOKS}.keep_log_probs"
+ON, STOCK = "--true-on-policy", "--rollout-weights fp32"
+
+
+def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
+    """Three rollouts, two optimizer steps each, on an engine of its own."""
+    paths = (str(TESTS.parent), str(TESTS), str(TESTS / "engines"))
+    common = f"--smoke --quiet --rollout-engine sglang {PUSHED} --warmup-cache {output.parent / 'warm'}"
+    return subprocess.run(
+        [sys.executable, "-m", "mis_plugins.local", *f"{common} --output {output} {flags}".split()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run without correction and under each, and on the stock engine."""
+    folder = tmp_path_factory.mktemp("runs")
+    kinds = {"plain": ON, "stock": STOCK}
+    hook = f"{HOOKS}.note_extremes"
+    kinds |= {name: f"{ON} {corrected(name, folder, hook)}" for name in ("TIS", "MIS")}
+    for name, flags in kinds.items():
+        done = train(f"{flags} {KEEP} --save {folder / name}/save", folder / name)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def kept(output: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [sides(torch.load(path)) for path in sorted(output.glob("rollout-*.pt"))]
+
+
+def test_every_log_prob_is_the_trainers_through_every_update(runs: Path):
+    for rollout, recomputed in kept(runs / "plain"):
+        assert len(rollout) > 50 and rollout.numpy().tobytes() == recomputed.numpy().tobytes()
+    for row in records(runs / "plain"):
+        assert (row["train_rollout_logprob_abs_diff"], row["k3_kl"]) == (0, 0)
+        assert row["ppo_kl"] != 0, "the second step of a rollout starts from other parameters"
+
+
+def test_the_stock_engine_is_not_the_trainer(runs: Path):
+    assert all((rollout != recomputed).any() for rollout, recomputed in kept(runs / "stock"))
+    assert weights(runs / "stock") != weights(runs / "plain")
+
+
+def test_no_correction_changes_a_bit_of_the_parameters(runs: Path):
+    for name in ("TIS", "MIS"):
+        assert weights(runs / name) == weights(runs / "plain")
+        assert (runs / name / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
+
+
+def kill_engine(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
+    """A --rollout-data-postprocess-path hook: the server, which leads its process group, dies after one rollout."""
+    (server,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    os.killpg(int(server), signal.SIGKILL)
+
+
+def test_an_engine_that_dies_ends_the_run_with_a_clear_error(tmp_path: Path):
+    done = train(f"{ON} --rollout-data-postprocess-path {__name__}.kill_engine", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: sglang: /update_weights_from_disk failed"), done.stderr

