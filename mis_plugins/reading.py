@@ -173,6 +173,8 @@ def from_args(args: Any) -> CorrectionConfig:
     for name in attributes:
         if name.startswith(("tis_", "rs_", "mis_")) and name not in FLAT_KEYS + HOST_KEYS:
             raise ConfigError(f"{name}: unknown key{_suggest(name, FLAT_KEYS)}")
+        if name.startswith("behav_imp_") and name not in AREAL_KEYS:
+            raise ConfigError(f"{name}: unknown key{_suggest(name, AREAL_KEYS)}")
     nested = attributes.get("mis")
     flat = {key: attributes[key] for key in FLAT_KEYS if key in attributes}
     areal = {key: attributes[key] for key in AREAL_KEYS if attributes.get(key) is not None}

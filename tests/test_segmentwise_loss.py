@@ -328,6 +328,8 @@ def test_areals_names(areal: dict, ours: dict):
         ({"behav_imp_weight_floor": 0.2}, r"^behav_imp_weight_floor: 0\.2 alone .* behav_imp_weight_cap too"),
         ({"behav_imp_weight_cap": 5, "behav_imp_weight_floor": 6},
          r"^behav_imp_weight_floor: 6 is not below behav_imp_weight_cap: 5"),
+        ({"behav_imp_weight_mode": "token_mask"},
+         r"^behav_imp_weight_mode: unknown key; did you mean behav_imp_weight_\w+\?"),
         ({"behav_imp_weight_cap": -1}, r"^behav_imp_weight_cap: got -1; every ratio is above 0"),
         ({"enable_segment_wise_ppo": "yes"}, r"^enable_segment_wise_ppo: got 'yes'; expected true or false"),
         ({"behav_imp_weight_cap": 5, "mis": {"segment_wise": {}}},
