@@ -10,7 +10,9 @@ export OMP_NUM_THREADS=1
 
 if [ "${1:-}" = --engines ]; then
     shift
-    PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang
+    for engine in sglang vllm; do
+        PYTHON=$(command -v python) bash true_on_policy/engines/install.sh "$engine"
+    done
     export MIS_TEST_ENGINES=1 # tests/engines/conftest.py collects its tests then
 fi
 
