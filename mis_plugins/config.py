@@ -131,6 +131,11 @@ class WeightConfig:
         return 1 / self.ceiling if self.lower is None else self.lower
 
     @property
+    def drops(self) -> bool:
+        """Whether what lies outside the bounds has no bounded weight: it is masked, or weighs 0."""
+        return self.bound in ("mask", "zero")
+
+    @property
     def by_segment(self) -> bool:
         return self.level in ("segment", "segment_geometric")
 
@@ -341,7 +346,7 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
             )
-        if self.on_all_rejected == "keep" and self.weight and self.weight.bound in ("mask", "zero"):
+        if self.on_all_rejected == "keep" and self.weight and self.weight.drops:
             bound = "{segment_wise}.mode" if self.weighs_by_segment_wise else "{weight}.bound"
             raise ConfigError(
                 f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no "

@@ -179,9 +179,7 @@ def correct(
         mean = _mean_weight(verdict, ragged, config.weight)
     if mean is not None:
         weights = weights / mean
-    rescale = None
-    if config.denominator == "kept":
-        rescale = denominator_scale(verdict.totals["valid"], verdict.left)
+    rescale = _rescale(verdict) if config.denominator == "kept" else None
     return Correction(config, ragged, verdict, weights, mean, rescale)
 
 
@@ -206,6 +204,13 @@ def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
 def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """What turns a mean over the valid tokens of each sequence into one over the kept: n_valid / n_kept, 0 of none."""
     return torch.where(kept > 0, valid / kept.clamp(min=1), 0)
+
+
+def _rescale(verdict: Verdict) -> Float[Tensor, " N"]:
+    scale = denominator_scale(verdict.totals["valid"], verdict.left)
+    if verdict.stage.config.on_all_rejected != "keep" or verdict.all_rejected is None:
+        return scale
+    return torch.where(verdict.all_rejected, 1, scale)  # all is given back: what has no weight counts as well
 
 
 def _verdict(
@@ -258,7 +263,7 @@ def _nothing_rejected(verdict: Verdict) -> Verdict:
         if name in totals
     }
     keep = None if keep is None else keep | where
-    totals = {**totals, **restored}
+    totals = Totals(totals | restored)
     return replace(verdict, stage=stage, segments=segments, totals=totals, keep_sequences=keep)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from mis_plugins.divergence import k1, k3
 from mis_plugins.ragged import as_bytes
 from mis_plugins.ratios import exp_clamped, log_bound, saturated, share_above, share_below
 from mis_plugins.rejection import Totals, aggregate
-from mis_plugins.totals import monotone
+from mis_plugins.totals import monotone, weighs_tokens, zero_weights
 from mis_plugins.units import passing_units, unit_log_ratio, unit_ratio
 from mis_plugins.weights import BOUNDS
 
@@ -40,34 +41,43 @@ class Catalogue:
 
 
 class TokenMetrics(Mapping[str, Tensor]):
-    """Every metric as the host wants it, a local `[T]` tensor, computed when it is read.
+    """Every metric as the host wants it, a local `[T]` tensor, made when it is read.
 
-    A host reads one, reduces it and drops it, so that the twenty-odd tensors of a batch never exist together.
+    A host reads one, reduces it and drops it, so that the twenty-odd tensors of a batch never exist together. What
+    has one value a sequence or a micro-batch is computed with the first of its kind.
     """
 
     def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str):
+        of_sequence = cache(partial(_together, correction, catalogue.sequence))
+        of_micro_batch = cache(partial(_together, correction, catalogue.micro_batch))
         ragged = correction.ragged
-        kinds = (
-            (catalogue.token, lambda value: value),
-            (catalogue.sequence, ragged.to_tokens),
-            (catalogue.micro_batch, lambda value: value.expand(ragged.loss_mask.numel())),
-        )
-        self._correction = correction
-        self._metrics = {
-            prefix + name: (metric, place) for kind, place in kinds for name, metric in kind.items()
+        spread: dict[str, Callable[[str], Tensor]] = {
+            name: lambda name: _value(correction, catalogue.token[name]).float() for name in catalogue.token
         }
+        spread |= {name: lambda name: ragged.to_tokens(of_sequence()[name]) for name in catalogue.sequence}
+        size = ragged.loss_mask.numel()
+        spread |= {name: lambda name: of_micro_batch()[name].expand(size) for name in catalogue.micro_batch}
+        self._metrics = {prefix + name: partial(metric, name) for name, metric in spread.items()}
 
     def __getitem__(self, name: str) -> Float[Tensor, " T"]:
-        metric, place = self._metrics[name]
-        value = metric(self._correction)
-        assert value is not None, name
-        return place(value.float())
+        return self._metrics[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._metrics)
 
     def __len__(self) -> int:
         return len(self._metrics)
+
+
+def _together(correction: Correction, metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
+    values = torch.stack([_value(correction, metric) for metric in metrics.values()])
+    return dict(zip(metrics, values.float().unbind(), strict=True))
+
+
+def _value(correction: Correction, metric: Metric) -> Tensor:
+    value = metric(correction)
+    assert value is not None
+    return value
 
 
 def diagnose(correction: Correction, prefix: str = "mis_") -> TokenMetrics:
@@ -148,18 +158,17 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
     if c.sequence_weight is not None:
         return _normalized(c, c.sequence_weight)
     total = c.totals["usable"] if c.stage.weight is None else c.totals["weight"]
-    return _normalized(c, total / c.totals["valid"].clamp(min=1))
+    return _normalized(c, total / c.totals.size)
 
 
 def final_min(c: Correction) -> Float[Tensor, " N"]:
     """Smallest of them."""
-    smallest = _extreme_weight(c, "min", passing=False)
-    return torch.where(c.totals["usable"] == c.totals["valid"], smallest, 0)
+    return torch.where(c.totals["usable"] == c.totals["valid"], _extreme_weight(c, "min"), 0)
 
 
 def final_max(c: Correction) -> Float[Tensor, " N"]:
     """Largest of them."""
-    return _extreme_weight(c, "max", passing=False)
+    return _extreme_weight(c, "max")
 
 
 # Per micro-batch.
@@ -167,24 +176,22 @@ def final_max(c: Correction) -> Float[Tensor, " N"]:
 
 def ratio_max(c: Correction) -> Float[Tensor, ""]:
     """Largest token ratio before any bound, its log clamped at 20; 0 where no token is usable."""
-    return _largest(exp_clamped(c.totals["log_ratio_max"]), c.totals["usable"] > 0)
+    return _largest(torch.where(c.totals.seen, exp_clamped(c.totals["log_ratio_max"]), -torch.inf))
 
 
 def ratio_min(c: Correction) -> Float[Tensor, ""]:
     """Smallest token ratio before any bound, its log clamped at -20; 0 where no token is usable."""
-    return _smallest(exp_clamped(c.totals["log_ratio_min"]), c.totals["usable"] > 0)
+    return _smallest(torch.where(c.totals.seen, exp_clamped(c.totals["log_ratio_min"]), torch.inf))
 
 
 def weight_max(c: Correction) -> Float[Tensor, ""]:
     """Largest weight that passes the bound, normalized."""
-    largest = _extreme_weight(c, "max", passing=True)
-    return _largest(largest, _has_passing(c))
+    return _largest(_extreme_passing(c, "max"))
 
 
 def weight_min(c: Correction) -> Float[Tensor, ""]:
     """Smallest weight that passes the bound, normalized."""
-    smallest = _extreme_weight(c, "min", passing=True)
-    return _smallest(smallest, _has_passing(c))
+    return _smallest(_extreme_passing(c, "min"))
 
 
 def kept_sequences(c: Correction) -> Float[Tensor, ""]:
@@ -339,10 +346,9 @@ def _token_ratio(weight: WeightConfig) -> Metric:
 
 
 def _at_tokens(c: Correction, of_segment: Callable[[Totals], Tensor]) -> Float[Tensor, " T"]:
-    """A number of each segment at its tokens, 0 at masked ones."""
+    """A number of each segment at its tokens; at masked ones that of any."""
     assert c.verdict.segments is not None
-    value = of_segment(c.verdict.segments.totals).float()
-    return torch.where(c.ragged.loss_mask, c.verdict.segments.segments.ragged.to_tokens(value), 0)
+    return c.verdict.segments.segments.ragged.to_tokens(of_segment(c.verdict.segments.totals).float())
 
 
 def _of_unit(c: Correction) -> Float[Tensor, " T"]:
@@ -350,40 +356,41 @@ def _of_unit(c: Correction) -> Float[Tensor, " T"]:
     return c.stage.unit_log_ratio
 
 
-def _extreme_weight(c: Correction, side: Literal["min", "max"], passing: bool) -> Float[Tensor, " N"]:
-    """The extreme applied weight of each sequence, perhaps only among those within a mask or zero bound."""
+def _extreme_weight(c: Correction, side: Literal["min", "max"]) -> Float[Tensor, " N"]:
+    """The extreme weight of each sequence; of one without a usable token, whatever is finite."""
     weight = c.config.weight
     if c.sequence_weight is not None:
         return _normalized(c, c.sequence_weight)
     if weight is None:
         return torch.ones_like(c.totals[f"log_ratio_{side}"])
-    if not monotone(c.config):
-        extreme = c.totals[f"{'passing_weight' if passing else 'weight'}_{side}"]
-        return _normalized(c, torch.where(c.totals["usable"] > 0, extreme, 0))
-    name = f"passing_{side}" if passing and weight.bound == "mask" else f"log_ratio_{side}"
-    return _normalized(c, BOUNDS[weight.bound](exp_clamped(c.totals[name]), weight))
+    if monotone(c.config):
+        return _normalized(c, BOUNDS[weight.bound](exp_clamped(c.totals[f"log_ratio_{side}"]), weight))
+    row = c.totals[f"{'weight' if zero_weights(c.config) else 'passing_weight'}_{side}"]
+    return _normalized(c, row.nan_to_num(posinf=0.0, neginf=0.0))
 
 
-def _has_passing(c: Correction) -> Tensor:
-    """Whether a sequence has a weight within a mask or zero bound."""
+def _extreme_passing(c: Correction, side: Literal["min", "max"]) -> Float[Tensor, " N"]:
+    """The same among the weights within a mask or zero bound; infinite where there is none."""
     weight = c.config.weight
-    if weight is None:
-        return c.totals["usable"] > 0
-    if c.sequence_weight is not None:
-        return passing_units(c.verdict.unit_totals, weight)
-    if monotone(c.config) and weight.bound != "mask":
-        return c.totals["usable"] > 0
-    return c.totals["passing_max" if monotone(c.config) else "passing_weight_max"] > -torch.inf
+    if weighs_tokens(c.config) and not monotone(c.config):
+        return _normalized(c, c.totals[f"passing_weight_{side}"])
+    if weighs_tokens(c.config) and weight and weight.bound == "mask":
+        row = c.totals[f"passing_{side}"]
+        exists, extreme = row.abs() < torch.inf, _normalized(c, exp_clamped(row))
+    else:
+        units = weight if weight and weight.by_sequence else None
+        exists = passing_units(c.verdict.unit_totals, units) if units else c.totals.seen
+        extreme = _extreme_weight(c, side)
+    return torch.where(exists, extreme, torch.inf if side == "min" else -torch.inf)
 
 
-def _largest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:
-    return torch.where(exists, value, 0).amax() if value.numel() else value.sum()
+def _largest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """0 where there is none, which is infinite."""
+    return value.amax().nan_to_num(neginf=0.0) if value.numel() else value.sum()
 
 
-def _smallest(value: Float[Tensor, " N"], exists: Tensor) -> Float[Tensor, ""]:
-    if not value.numel():
-        return value.sum()
-    return torch.where(exists, value, torch.inf).amin().nan_to_num(posinf=0.0)
+def _smallest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    return value.amin().nan_to_num(posinf=0.0) if value.numel() else value.sum()
 
 
 def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:

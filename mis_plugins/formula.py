@@ -122,7 +122,7 @@ def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:
     over = (
         f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
     )
-    return f"({bounded}) / {over}" if weight.bound in ("mask", "zero") else f"{bounded} / {over}"
+    return f"({bounded}) / {over}" if weight.drops else f"{bounded} / {over}"
 
 
 def _rule(rule: RejectRule, scored: str) -> str:

@@ -220,6 +220,6 @@ def _host_metrics(
 def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:
     """(sum r)^2 / (n sum r^2) of each sequence, r = pi_theta / old: 1 on policy, 1 / n where one token has it all."""
     live = torch.where(ragged.loss_mask, ratio, 0)
-    (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask, live), squares=(live,))
+    (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask,), both=(live,))
     share = total.square() / (valid * squares).clamp(min=torch.finfo(torch.float32).tiny)
     return ragged.to_tokens(share.to(ratio.dtype))

@@ -142,7 +142,7 @@ def watch(correction: Correction, counts_sequences: bool = True) -> Partials:
     """The few sums that warnings need, and nothing else: see `partials`."""
     tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
     one, rejected = torch.ones_like(tokens[0]), correction.all_rejected
-    once = [one, one - one if rejected is None else rejected.to(one.dtype)]
+    once = [one, one - one if rejected is None else rejected]
     if not counts_sequences:
         once = [torch.zeros_like(one)] * len(once)
     names, sums = ["valid", "kept", "micro_batches", "all_rejected"], torch.stack(tokens + once).double()

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -73,26 +74,27 @@ class Ragged:
         self,
         sums: Iterable[Shaped[Tensor, " T"]],
         squares: Iterable[Float[Tensor, " T"]] = (),
+        both: Iterable[Float[Tensor, " T"]] = (),
         minima: Iterable[Float[Tensor, " T"]] = (),
         maxima: Iterable[Float[Tensor, " T"]] = (),
         counts: Iterable[Shaped[Tensor, " T"]] = (),
     ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
-        """What each sequence adds up to over all its tokens, on whatever rank: rows of sums, of sums
-        of squares, of minima and of maxima.
+        """What each sequence adds up to over all its tokens, on whatever rank: rows of sums, of sums of squares, of
+        `both` a sum and then that of squares, of minima and of maxima.
 
         And at how many tokens of the whole micro-batch each of `counts` is not 0. What does not count is 0 (or +-inf)
         there: by torch.where, since a product keeps NaN. One collective for everything, none without context
         parallelism. Sums are float64 from the first addition and depend on their own sequence alone; a sequence
         without a token has sum 0, minimum inf and maximum -inf. Rows are read one at a time.
         """
-        totals = self._totals(sums, squares)
-        smallest = [-self._extreme(x, "amin") for x in minima]
-        rows = torch.stack(totals + smallest + [self._extreme(x, "amax") for x in maxima])
-        marked = torch.stack([x.count_nonzero().double() for x in counts] or [rows.new_zeros(())])
-        if self.ranks.cp is not None:
-            rows, marked = _combine(rows, marked, len(totals), self.ranks.cp)
-        rows[len(totals) : len(totals) + len(smallest)].neg_()
-        return rows, marked
+        totals = self._totals(sums, squares, both)
+        smallest = [self._extreme(x, "amin") for x in minima]
+        rows = torch.stack(totals + smallest + [self._extreme(x, "amax") for x in maxima]).double()
+        found = [x.count_nonzero() for x in counts]
+        marked = torch.stack(found).double() if found else rows.new_zeros(0)
+        if self.ranks.cp is None:
+            return rows, marked
+        return _combine(rows, marked, len(totals), len(smallest), self.ranks.cp)
 
     def over_batch(self, per_sequence: Float[Tensor, "K N"]) -> Float[Tensor, " K"]:
         """Sum over the sequences of this micro-batch and of its data-parallel peers: one collective, if any."""
@@ -109,17 +111,22 @@ class Ragged:
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
         return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.loss_mask.numel())
 
-    def _totals(self, sums: Iterable[Tensor], squares: Iterable[Tensor]) -> list[Float[Tensor, " N"]]:
+    def _totals(
+        self, sums: Iterable[Tensor], squares: Iterable[Tensor], both: Iterable[Tensor]
+    ) -> list[Float[Tensor, " N"]]:
         wide = torch.empty_like(self.loss_mask, dtype=torch.float64)  # one buffer for all rows
         # unsafe skips a check of the offsets that would wait for the device.
         reduce = functools.partial(torch.segment_reduce, reduce="sum", offsets=self.cu_seqlens, unsafe=True)
         totals = [reduce(wide.copy_(as_bytes(x))) for x in sums]
-        return totals + [reduce(wide.copy_(x).square_()) for x in squares]
+        totals += [reduce(wide.copy_(x).square_()) for x in squares]
+        for x in both:
+            totals += [reduce(wide.copy_(x)), reduce(wide.square_())]
+        return totals
 
     def _extreme(self, x: Float[Tensor, " T"], op: Literal["amin", "amax"]) -> Float[Tensor, " N"]:
         # A scatter, in any order: a segment_reduce of extremes takes three times as long on a CPU.
-        none = torch.full_like(self.cu_seqlens[1:], torch.inf if op == "amin" else -torch.inf, dtype=x.dtype)
-        return none.scatter_reduce_(0, self._sequence_of_token, x, op).double()
+        none = x.new_full((self.size,), torch.inf if op == "amin" else -torch.inf)
+        return none.scatter_reduce_(0, self._sequence_of_token, x, op)
 
 
 @dataclass(frozen=True)
@@ -138,12 +145,12 @@ class Segments:
         whole = sequences.responses
         starts, mask = (sequences if whole is None else whole).cu_seqlens, (whole or sequences).loss_mask
         size = (mask.numel() + sequences.size) // 2 + 1  # runs of n tokens number at most (n + 1) / 2
-        numbers = torch.arange(size + 1, device=mask.device)
+        numbers = torch.arange(1, size + 2, device=mask.device)
         of_token = _run_of_token(starts, mask)
         first = torch.searchsorted(of_token, numbers[:-1])
         owner = torch.searchsorted(starts, first, right=True).sub_(1).clamp_(max=max(sequences.size - 1, 0))
         local = (
-            of_token.clamp_(min=0) if whole is None else of_token.clamp_(min=0).index_select(0, whole.index)
+            of_token.clamp_(min=1) if whole is None else of_token.clamp_(min=1).index_select(0, whole.index)
         )
         # Response tokens keep their order on every rank, so that local numbers never decrease.
         bounds = torch.searchsorted(local, numbers)
@@ -151,11 +158,10 @@ class Segments:
 
 
 def _run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """The number of the last run of ones that began at or before each token; -1 before the first."""
-    previous = mask.new_zeros(mask.numel() + 1)
-    previous[1:] = mask
-    begins = mask & ~previous.index_fill_(0, starts, False)[:-1]
-    return begins.cumsum(0).sub_(1)
+    """The number of the last run of ones that began at or before each token, from 1; 0 before the first."""
+    previous = F.pad(mask, (1, 0)).index_fill_(0, starts, False)
+    begins = mask & ~previous[:-1]
+    return begins.cumsum(0)
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -164,16 +170,18 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def _combine(
-    rows: Float[Tensor, "K N"], marked: Float[Tensor, " C"], sums: int, group: dist.ProcessGroup
+    rows: Float[Tensor, "K N"], marked: Float[Tensor, " C"], sums: int, minima: int, group: dist.ProcessGroup
 ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
     """Sums and counts add, extremes compete, in rank order: the same bits on every rank."""
     packed = torch.cat([rows.flatten(), marked])
     gathered = packed.new_empty(dist.get_world_size(group) * packed.numel())
     dist.all_gather_into_tensor(gathered, packed, group=group)
-    parts = gathered.view(-1, packed.numel())
-    every = parts[:, : rows.numel()].view(-1, *rows.shape)
-    combined = torch.cat([every[:, :sums].sum(0), every[:, sums:].amax(0)])
-    return combined, parts[:, rows.numel() :].sum(0)
+    lengths = [count * rows.shape[1] for count in (sums, minima, len(rows) - sums - minima)]
+    added, smallest, largest, counted = gathered.view(-1, packed.numel()).split([*lengths, marked.numel()], 1)
+    combined = added.sum(0)
+    if len(rows) > sums:
+        combined = torch.cat([combined, smallest.amin(0), largest.amax(0)])
+    return combined.view_as(rows), counted.sum(0)
 
 
 def to_device(numbers: list[int], device: torch.device) -> Int[Tensor, " _"]:

@@ -5,14 +5,51 @@ A statistic that is not known (a non-finite log-prob) satisfies no rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cached_property
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Over, RejectRule, Statistic
+from mis_plugins.ratios import exp_clamped
 
-Totals = Mapping[str, Float[Tensor, " N"]]
+
+class Totals(dict[str, Float[Tensor, " N"]]):
+    """What each unit adds up to, by the names of `totals.py`, and what follows from that, computed once.
+
+    A unit is a sequence, or a segment of one.
+    """
+
+    @cached_property
+    def size(self) -> Float[Tensor, " N"]:
+        """How many valid tokens a mean is taken over; 1 where there are none."""
+        return self["valid"].clamp(min=1)
+
+    @cached_property
+    def mean_log_ratio(self) -> Float[Tensor, " N"]:
+        return self["log_ratio"] / self.size
+
+    @cached_property
+    def ratio(self) -> Float[Tensor, " N"]:
+        """Of the whole unit, clamped; 0 where it is not known."""
+        return torch.where(self.known, exp_clamped(self["log_ratio"]), 0)
+
+    @cached_property
+    def mean_ratio(self) -> Float[Tensor, " N"]:
+        """The geometric mean of its ratios, clamped; 0 where it is not known."""
+        return torch.where(self.known, exp_clamped(self.mean_log_ratio), 0)
+
+    @cached_property
+    def seen(self) -> Bool[Tensor, " N"]:
+        """Units with a usable token."""
+        return self["usable"] > 0
+
+    @cached_property
+    def known(self) -> Bool[Tensor, " N"]:
+        """Units with a valid token, all of whose log ratios are finite."""
+        return (self["valid"] > 0) & (self["usable"] == self["valid"])
+
 
 EXTREME: dict[Over, str] = {"min": "_min", "max": "_max"}
 
@@ -29,15 +66,11 @@ def total_of(rule: RejectRule) -> str:
 
 def aggregate(totals: Totals, rule: RejectRule) -> Float[Tensor, " N"]:
     """What the rule compares, of each unit. A unit without a valid token has any value."""
-    value = totals[total_of(rule)]
-    return value / totals["valid"].clamp(min=1) if rule.over == "mean" else value
+    if rule.over != "mean":
+        return totals[total_of(rule)]
+    return totals.mean_log_ratio if total_of(rule) == "log_ratio" else totals[total_of(rule)] / totals.size
 
 
 def passes(statistic: Tensor, rule: RejectRule, keep: Bool[Tensor, " *"]) -> Bool[Tensor, " *"]:
     """`keep`, less what the rule drops."""
-    lower, upper = rule.limits
-    if lower is not None:
-        keep = keep & ~(statistic < lower)
-    if upper is not None:
-        keep = keep & ~(statistic > upper)
-    return keep
+    return keep & (statistic.clamp(*rule.limits) == statistic)

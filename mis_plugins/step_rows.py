@@ -21,7 +21,7 @@ from mis_plugins.divergence import k2, k3
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import weighs_tokens
-from mis_plugins.units import known, unit_log_ratio, unit_ratio
+from mis_plugins.units import unit_log_ratio, unit_ratio
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
@@ -400,7 +400,7 @@ def unit_rule_sums(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
         yield f"{name}_unit_count", units["usable"] > 0
         yield from _outside_and_moments(f"{name}_unit", rule, value)
         yield from _within_bounds(f"{name}_unit", rule, value)
-        yield f"{name}_unit_touched", ~passes(value, rule, known(units))
+        yield f"{name}_unit_touched", ~passes(value, rule, units.known)
 
 
 def unit_rule_maxima(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
@@ -481,7 +481,7 @@ def _within_bounds(name: str, rule: RejectRule, value: Tensor) -> Rows:
 def _loses_a_token(totals: Totals, rule: RejectRule) -> Bool[Tensor, " N"]:
     """Sequences of which a rule over tokens drops one."""
     row, (lower, upper) = row_of(rule.statistic), rule.limits
-    lost = ~known(totals)
+    lost = ~totals.known
     if lower is not None:
         lost = lost | (totals[row + "_min"] < lower)
     return lost if upper is None else lost | (totals[row + "_max"] > upper)

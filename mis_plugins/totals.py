@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, RejectRule, Statistic
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import LogProbs, exp_clamped, log_ratio
-from mis_plugins.rejection import passes, row_of, total_of
+from mis_plugins.rejection import Totals, passes, row_of, total_of
 from mis_plugins.statistics import STATISTICS
 from mis_plugins.weights import bounded_weight, in_bounds
 
@@ -133,10 +133,9 @@ SUMS: dict[str, Row] = {
     "applied": lambda stage: stage.applied,
 } | {row_of(name): lambda stage, name=name: stage.statistic(name) for name in STATISTICS}
 
-SQUARES: dict[str, Row] = {
-    "ratio_squared": lambda stage: stage.ratio,
-    "applied_squared": lambda stage: stage.applied,
-    "weight_squared": lambda stage: stage.weight,
+SQUARED = "_squared"
+SQUARES: dict[str, Row] = {"ratio_squared": lambda stage: stage.ratio} | {
+    name + SQUARED: SUMS[name] for name in ("applied", "weight")
 }
 
 # What each total of what is kept reads where nothing is rejected.
@@ -170,9 +169,7 @@ MINIMA: dict[str, Row] = _extremes("_min", torch.inf)
 MAXIMA: dict[str, Row] = _extremes("_max", -torch.inf)
 
 
-def over_sequences(
-    stage: TokenStage, ragged: Ragged, config: CorrectionConfig
-) -> dict[str, Float[Tensor, " ..."]]:
+def over_sequences(stage: TokenStage, ragged: Ragged, config: CorrectionConfig) -> Totals:
     """The totals that this config needs, by the names above; nothing is computed or sent where it needs none.
 
     Each has one value a sequence, those of `COUNTS` one for the micro-batch.
@@ -180,23 +177,28 @@ def over_sequences(
     return totals_of(stage, ragged, needed(config))
 
 
-def totals_of(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> dict[str, Float[Tensor, " ..."]]:
+def totals_of(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> Totals:
     """Of each unit of `ragged`: a sequence, or a segment."""
     names = set(names)
     sums, squares, minima, maxima, counts = (
         [name for name in table if name in names] for table in (SUMS, SQUARES, MINIMA, MAXIMA, COUNTS)
     )
     if not (sums or minima or maxima):
-        return {}
+        return Totals()
+    both = [name for name in sums if name + SQUARED in squares]
+    sums = [name for name in sums if name not in both]
+    squares = [name for name in squares if name.removesuffix(SQUARED) not in both]
+    named = sums + squares + [name + suffix for name in both for suffix in ("", SQUARED)]
     rows, marked = ragged.over_sequence(
         (_row(SUMS[name], stage) for name in sums),
         (_row(SQUARES[name], stage) for name in squares),
+        (_row(SUMS[name], stage) for name in both),
         (_row(MINIMA[name], stage) for name in minima),
         (_row(MAXIMA[name], stage) for name in maxima),
         (COUNTS[name](stage) for name in counts),
     )
-    by_unit = dict(zip(sums + squares + minima + maxima, rows.unbind(), strict=True))
-    return by_unit | dict(zip(counts, marked.unbind(), strict=False))
+    by_unit = zip(named + minima + maxima, rows.unbind(), strict=True)
+    return Totals((*by_unit, *zip(counts, marked.unbind(), strict=True)))
 
 
 def _row(row: Row, stage: TokenStage) -> Tensor:
@@ -252,6 +254,12 @@ def monotone(config: CorrectionConfig) -> bool:
     return weight.level == "token" and weight.bound != "zero"
 
 
+def zero_weights(config: CorrectionConfig) -> bool:
+    """Whether a sequence of usable tokens alone may have one that weighs 0: its bound says so, or its segment is not
+    known, of which smaller units left nothing."""
+    return config.weight is not None and (config.weight.drops or config.aggregate == "kept")
+
+
 def _kept_row(config: CorrectionConfig) -> str:
     """What tells whether anything of a sequence is kept, sequence rules aside."""
     if weighs_tokens(config):
@@ -302,6 +310,7 @@ def _needed_for_weights(config: CorrectionConfig) -> set[str]:
     if not weighs_tokens(config):
         return set()
     if not monotone(config):
-        return {"weight", "weight_min", "weight_max", "passing_weight_min", "passing_weight_max"}
+        zeros = {"weight_min", "weight_max"} if zero_weights(config) else set()
+        return {"weight", "passing_weight_min", "passing_weight_max"} | zeros
     masks = config.weight is not None and config.weight.bound == "mask"
     return {"weight"} | ({"passing_min", "passing_max"} if masks else set())

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import LEVEL_OVER, RejectRule, WeightConfig
-from mis_plugins.ratios import exp_clamped
 from mis_plugins.rejection import Totals, aggregate, passes
 from mis_plugins.weights import bounded_weight, in_bounds
 
 
-def known(totals: Totals) -> Bool[Tensor, " N"]:
-    """Units with a valid token, all of whose log ratios are finite."""
-    return (totals["valid"] > 0) & (totals["usable"] == totals["valid"])
-
-
 def unit_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
     """log r of the whole unit: the sum, or its mean over the valid tokens."""
-    total = totals["log_ratio"]
-    return total / totals["valid"].clamp(min=1) if LEVEL_OVER[weight.level] == "mean" else total
+    return totals.mean_log_ratio if LEVEL_OVER[weight.level] == "mean" else totals["log_ratio"]
 
 
 def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
     """exp of it, clamped; 0 where it is not known."""
-    return torch.where(known(totals), exp_clamped(unit_log_ratio(totals, weight)), 0)
+    return totals.mean_ratio if LEVEL_OVER[weight.level] == "mean" else totals.ratio
 
 
 def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
     """Units that are known, and within a mask or zero bound."""
-    return in_bounds(unit_log_ratio(totals, weight), known(totals), weight)
+    return in_bounds(unit_log_ratio(totals, weight), totals.known, weight)
 
 
 def kept_units(
@@ -42,7 +34,7 @@ def kept_units(
     masks = weight is not None and weight.bound == "mask"
     if not rules and not masks:
         return None
-    keep = passing_units(totals, weight) if masks and weight else known(totals)
+    keep = passing_units(totals, weight) if masks and weight else totals.known
     for rule in rules:
         keep = passes(aggregate(totals, rule), rule, keep)
     return keep
@@ -50,9 +42,9 @@ def kept_units(
 
 def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
     """The bounded ratio; 0 where it is not known."""
-    return bounded_weight(unit_ratio(totals, weight), known(totals), passing_units(totals, weight), weight)
+    return bounded_weight(unit_ratio(totals, weight), totals.known, passing_units(totals, weight), weight)
 
 
 def counted_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
     """What a mean of the weights counts before rejection: not what a mask bound drops, but what zero zeroes."""
-    return known(totals) if weight.bound == "zero" else passing_units(totals, weight)
+    return totals.known if weight.bound == "zero" else passing_units(totals, weight)

@@ -55,9 +55,9 @@ def bounded_weight(
 
 def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Bool[Tensor, " *"]:
     """`usable`, and for a mask or zero bound lower <= r <= upper."""
-    if config.bound not in ("mask", "zero"):
+    if not config.drops:
         return usable
-    return usable & ~((log_ratio < log_bound(config.floor)) | (log_ratio > log_bound(config.ceiling)))
+    return usable & (log_ratio.clamp(log_bound(config.floor), log_bound(config.ceiling)) == log_ratio)
 
 
 def normalization(total: Float[Tensor, " 2"]) -> Float[Tensor, ""]:

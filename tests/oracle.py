@@ -87,16 +87,16 @@ def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sam
     weight = config.get("weight")
     batch = [pooled(s, config) for s in batch]
     bounded = [bounded_weights(s, weight) for s in batch]
-    keep, pool = [kept_tokens(s, config) for s in batch], config
+    keep, pool, restored = [kept_tokens(s, config) for s in batch], config, False
     if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
-        keep = [[bool(live) for live in s.mask] for s in batch]
+        keep, restored = [[bool(live) for live in s.mask] for s in batch], True
         pool = {**config, "reject": []}
     factor = 1.0
     if normalizes(weight):
         factor = normalizer([s for group in [batch, *others] for s in group], pool)
     weights = [[w / factor for w in tokens] for tokens in bounded]
     metrics = all_metrics(batch, config, bounded, weights, keep, factor)
-    scale = [denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
+    scale = [1.0 if restored else denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
     return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config), scale)
 
 

@@ -6,18 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import correction_cost
+import launch
 import per_sequence
 import pytest
 import tallies
 import torch
+import yaml
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from mis_plugins import mis, reading
+from mis_plugins.errors import ConfigError
+from mis_plugins.recorder import Recorder
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+YAML = BENCHMARKS.parent / "yaml"
 MOST_OPERATORS = 300
+BUDGET = {"full": MOST_OPERATORS, "all": 600}
 MOST_COLLECTIVES = 3
 
 
@@ -54,6 +63,48 @@ def test_operators_do_not_grow_with_sequences(smoke: list[dict[str, Any]], cp: i
 def test_fewer_metrics_cost_less(metrics: str):
     counts = [tallies.tally(_ours(chosen)).operators for chosen in (metrics, "full")]
     assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("metrics", ["full", "all"])
+def test_every_preset_is_within_the_budget(metrics: str, tmp_path: Path):
+    """Without context parallelism and with, on the second micro-batch of a step, when there is something to merge."""
+
+    def work(rank: int) -> dict[str, int]:
+        return {name: _operators(args, metrics, rank) for name, args in hooked.items()}
+
+    hooked = _presets_of_the_hook()
+    assert len(hooked) > 40
+    for rank in launch.run_ranks(2, 2, work, tmp_path):
+        assert {name: count for name, count in rank.items() if count > BUDGET[metrics]} == {}
+
+
+def _presets_of_the_hook() -> dict[str, Namespace]:
+    """Every preset that the TIS hook serves and that corrects."""
+    parsed = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(YAML.glob("*.yaml"))}
+    hooked = {
+        name: Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
+        for name, keys in parsed.items()
+    }
+    return {name: args for name, args in hooked.items() if _is_served(args)}
+
+
+def _is_served(args: Namespace) -> bool:
+    try:
+        return not reading.from_args(args).needs_loss_hook
+    except ConfigError:  # metrics only: there is nothing for --use-tis to do
+        return False
+
+
+def _operators(args: Namespace, metrics: str, rank: int) -> int:
+    nested = {**getattr(args, "mis", {}), "metrics": metrics}
+    kwargs = correction_cost.hook_kwargs([5, 1, 70, 31], cp=2, rank=rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mis, "RECORDER", Recorder(step=(0, 0)))
+        call = correction_cost.called(
+            mis.compute_mis_weights_with_cp, Namespace(**{**vars(args), "mis": nested}), kwargs
+        )
+        call()
+        return tallies.tally(call).operators
 
 
 def test_no_operator_of_ours_depends_on_data():

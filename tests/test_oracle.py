@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import oracle
 import pytest
 import torch
-from batches import BOUNDS, LEVELS, Batch, batches, broken_batches, configs, flat_configs, nested, ratio_batch
+from batches import (
+    BOUNDS,
+    LEVELS,
+    Batch,
+    batches,
+    broken_batches,
+    configs,
+    flat_configs,
+    make_batch,
+    nested,
+    ratio_batch,
+)
 from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, call, run
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from tolerances import DECISION
 
 REJECTS = ("none", "token", "sum", "mean", "min", "max", "sum and min")
@@ -39,6 +51,15 @@ def test_flat_keys(batch: Batch, flat: dict):
 
 
 @given(broken_batches(), configs())
+@example(
+    make_batch([([0.0, 0.0], [math.nan, 0.0], [1, 1])]),
+    {
+        "weight": None,
+        "reject": [{"over": "sum", "lower": 0.1}],
+        "denominator": "kept",
+        "on_all_rejected": "keep",
+    },
+)
 def test_non_finite_rollout_log_probs(batch: Batch, config: dict):
     """A live token whose rollout log-prob is NaN or infinite: weight 0, out of every mean, fails its rules."""
     outcome = check(batch, config)
