@@ -34,7 +34,6 @@ ROWS = {
     "contract": "true_on_policy_contract",
     "deterministic inference": "enable_deterministic_inference",
     "torch.compile": "enable_torch_compile",
-    "CUDA graph": "disable_cuda_graph",
     "radix cache": "disable_radix_cache",
     "KV cache": "kv_cache_dtype",
     "quantization": "quantization",
@@ -63,6 +62,8 @@ def observe_engine(url: str) -> Observation:
 def _told(told: Mapping[str, Any]) -> dict[str, str]:
     settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
     settings.setdefault("contract", "not in this release")
+    if phases := told.get("cuda_graph_config"):
+        settings["CUDA graph"] = ", ".join(f"{name} {phase['backend']}" for name, phase in phases.items())
     names = {told.get(name) or told.get("attention_backend") for name in ATTENTION}
     return settings | {"attention": " and ".join(sorted(map(str, names)))}
 
