@@ -142,6 +142,8 @@ def test_names_of_the_pin_are_those_that_the_providers_report() -> None:
         file, package = MODE_FILES[provider.NAME].split(" of ")
         assert provider.MODE.module.endswith(file.removesuffix(".py"))
         assert provider.MODE.module.startswith(package)
+    assert megatron.MODE.module in doctor.TE_GEMMS
+    for provider in (megatron, sglang):
         assert set(checks_of(provider.NAME)) == {f"{provider.NAME}: aten::{name}" for name in SHARED}
 
 

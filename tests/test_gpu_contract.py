@@ -81,6 +81,7 @@ def test_a_family_that_no_host_knows_says_what_is_missing(name: str, backend: st
     names = [operation.name for operation in contract.operations]
     assert ("q and k norm" in names) == contract.family.qk_norm
     assert any("+ bias" in name for name in names) == contract.family.qkv_bias
+    assert ("sum over tensor-parallel ranks" in names) == (backend == "megatron")
     assert len(names) == len(set(names))
 
 

@@ -88,6 +88,7 @@ def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
         ),
         Check("a row alone and in a batch", None, ("equal",), deterministic),
         Check("decode and prefill", None, ANY if scored else ("equal",), "--recompute-logprobs-via-prefill"),
+        Check(f"{mode}: batch-invariant flag", ANY, None),
         *(Check(f"{mode}: aten::{name}", (file,), None, pinned) for name in operators),
         *_gemm(contract),
         Check("flash_attention: FA3 default num_splits", ("1",), None, pinned),
@@ -104,9 +105,13 @@ MODE_FILES = {
 }
 
 
+# Whose function Transformer Engine multiplies by, where it is there at all.
+TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
+
+
 def _gemm(contract: GpuContract) -> tuple[Check, ...]:
     if contract.trainer_gemm != "deep_gemm":
-        return ()
+        return (Check("megatron: te general_gemm", TE_GEMMS, None, f"pin in the trainer: {INIT}"),)
     switch = "deep_gemm.use_deterministic_algorithms(True)"
     off = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before SGLang is imported"
     return (

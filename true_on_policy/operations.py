@@ -74,6 +74,19 @@ _ATTENTION = {
     "fsdp": "{} by transformers' flash_attention_3",
 }
 
+_COLLECTIVES = {
+    "megatron": (
+        Operation(
+            "sum over tensor-parallel ranks",
+            "bf16, one tree; NCCL adds nothing",
+            "all-gather, then the tree of tensor_parallel/mappings.py",
+            "all-gather, then the tree of tp_invariant_ops.py",
+        ),
+        Operation("logits of all ranks", "concatenated", "all-gather", "all-gather"),
+    ),
+    "fsdp": (),
+}
+
 
 def operations(
     backend: str, attention: str, trainer_gemm: str, engine_gemm: str, qk_norm: bool, qkv_bias: bool
@@ -98,6 +111,7 @@ def operations(
         _SHARED["rope"],
         Operation("attention", "bf16", _ATTENTION[backend].format(kernel), f"{kernel}, paged"),
         Operation("o and down product", "bf16; partial sums in one tree (row_sums)", *gemms),
+        *_COLLECTIVES[backend],
         Operation("gate and up product", "bf16 in and out", *gemms),
         _SHARED["activation"],
         Operation("LM head", "bf16 in, bf16 logits", *gemms),
