@@ -339,6 +339,12 @@ def test_without_the_step_hook_a_later_micro_batch_reads(tmp_path: Path, compari
     assert comparison.totals.compared == 2 * len(VALID)
 
 
+def test_without_the_step_hook_a_warning_is_no_stop(tmp_path: Path, comparison: Comparison):
+    for _ in range(3):
+        loss(settings(tmp_path), handed(flip(example(), 0, 0)))
+    assert comparison.totals.different == 2 and len(comparison.pending) == 1
+
+
 def test_without_the_step_hook_what_is_on_its_way_is_left_alone(
     tmp_path: Path, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ):
