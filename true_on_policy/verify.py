@@ -52,10 +52,8 @@ def _sglang(checkpoint: Path, contract: Contract, order: NormOrder | None) -> En
 def _vllm(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
     from true_on_policy.engines.vllm import VLLM, Pool
 
-    stock = order is None
-    follows = order if order != ORDERS["vllm"] else None
-    pool = Pool(prefill_chunk=PREFILL_CHUNK)
-    return VLLM(checkpoint, contract.dtype, None if stock else contract, follows, pool)
+    pinned_to = contract if order is not None else None
+    return VLLM(checkpoint, contract.dtype, pinned_to, order, Pool(prefill_chunk=PREFILL_CHUNK))
 
 
 def _hf_engine(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:

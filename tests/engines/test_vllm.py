@@ -33,9 +33,8 @@ def joined(samples: list[Sample]) -> torch.Tensor:
 def test_every_log_prob_is_the_trainers_through_an_update(dtype: str, order: str, tmp_path: Path):
     source = checkpoint("tiny-qwen3", tmp_path / "0", DTYPES[dtype], seed=0)
     contract, agreed = Contract(dtype=dtype), ORDERS[order]
-    follows = None if order == "vllm" else agreed
     trainers = [HuggingFace(source, dtype, agreed), Megatron(source, dtype, agreed)]
-    with closing(VLLM(source, dtype, contract, follows, Pool(prefill_chunk=64))) as engine:
+    with closing(VLLM(source, dtype, contract, agreed, Pool(prefill_chunk=64))) as engine:
         for version, path in enumerate((source, updated(source, tmp_path / "1", seed=1))):
             if version:
                 engine.update_weights(path, version)

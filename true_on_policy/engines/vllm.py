@@ -17,7 +17,7 @@ from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.handover import ACTIVE, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, free_port
-from true_on_policy.norm_order import NormOrder
+from true_on_policy.norm_order import ORDERS, NormOrder
 
 START_SECONDS = 300
 GENERATE_SECONDS = 300
@@ -45,7 +45,7 @@ class VLLM:
     """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
 
     Args:
-        order: of rounding, where the engine does not follow its own.
+        order: of rounding, under a contract; its own where none is given.
 
     Raises:
         EngineError: no environment, or the server did not come up.
@@ -126,8 +126,8 @@ class VLLM:
         self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs}, GENERATE_SECONDS)
 
     def close(self) -> None:
-        self._senders.shutdown()
         self._server.close()
+        self._senders.shutdown(wait=False)  # what still waits for the server has its error by now
 
 
 def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:
@@ -170,7 +170,8 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    return inherited() | added | handed_over(contract, order)
+    # Its own norm may be one of its compiled kernels: a pinned engine takes ours, in whichever order.
+    return inherited() | added | handed_over(contract, contract and (order or ORDERS["vllm"]))
 
 
 def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:

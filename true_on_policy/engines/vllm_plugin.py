@@ -27,7 +27,7 @@ def activate() -> None:
     CPUAttentionBackendImpl.forward = _attend
     CPUAttentionBackendImpl.do_kv_cache_update = _store
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
-    RMSNorm.forward_native = ordered_norm() or RMSNorm.forward_native
+    RMSNorm.forward_native = ordered_norm()
     CPUWorker.load_model = _pinned(CPUWorker.load_model)
 
 
