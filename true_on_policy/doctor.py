@@ -116,6 +116,7 @@ def _gemm(contract: GpuContract) -> tuple[Check, ...]:
     off = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before SGLang is imported"
     return (
         Check("deep_gemm: DeepGEMM mode", ("deterministic", "always invariant"), None, switch),
+        Check("sglang: MM DeepGEMM", ("on",), None, "install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1"),
         Check("sglang: MM fallback variant", ("off",), None, off),
     )
 

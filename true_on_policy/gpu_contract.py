@@ -88,8 +88,8 @@ FAMILIES = {
 NOT_COVERED = {
     "MoE": (
         "no row for the router, top-k ties, the grouped product and the order in which experts' outputs are added",
-        "Miles v0.1.0 and radixark/Megatron-LM miles-main have no contract for it; branches "
-        "feat/true_on_policy_qwen_moe of the latter hold one",
+        "Miles v0.1.0 and radixark/Megatron-LM miles-main have no contract for it; the branch "
+        "feat/true_on_policy_qwen_moe of the latter holds one",
         "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
     ),
     "quantized weights": ("fp8 on one side is another number: no row",),
