@@ -157,8 +157,9 @@ def _check_asynchronous(args: argparse.Namespace) -> None:
     HeadOffpolicyness(args.max_head_offpolicyness)
     if args.recompute_token_budget < 1:
         raise ConfigError(f"--recompute-token-budget: got {args.recompute_token_budget}; give at least 1")
-    if args.rollout_step_seconds < 0:
-        raise ConfigError(f"--rollout-step-seconds: got {args.rollout_step_seconds:g}; give 0 or more")
+    for name in ("rollout_step_seconds", "rollout_steps_per_update"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"{_flag(name)}: got {getattr(args, name):g}; give 0 or more")
     if args.rollout_engine != "local":
         raise ConfigError(
             f"--async with --rollout-engine {args.rollout_engine}: only the local engine steps token by token in a "
@@ -239,6 +240,7 @@ ASYNCHRONOUS = {
     "max_head_offpolicyness": 2,
     "pause_generation_mode": "retract",
     "rollout_step_seconds": 0.0,
+    "rollout_steps_per_update": 0,
     "recompute_token_budget": 8192,
 }
 """What flags that need ``--async`` are where they are not given."""
@@ -460,8 +462,16 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
         "--rollout-step-seconds",
         type=float,
         metavar="S",
-        help="a decode step takes at least as long, so that sequences of a small model outlive updates too "
+        help="a decode step takes at least as long: emulates a slow engine "
         f"(default: {ASYNCHRONOUS['rollout_step_seconds']:g})",
+    )
+    group.add_argument(
+        "--rollout-steps-per-update",
+        type=int,
+        metavar="N",
+        help="decode steps of a sequence between two updates, at most, while the trainer does not wait for it: so that "
+        "the sequences of a small model outlive updates as those of a large one do; 0: no limit "
+        f"(default: {ASYNCHRONOUS['rollout_steps_per_update']})",
     )
     group.add_argument(
         "--recompute-token-budget",

@@ -137,7 +137,7 @@ class Controller:
     def _give(self, rollouts: Sequence[int]) -> None:
         for rollout in rollouts:
             for batch in self.ledger.give(rollout):
-                self.worker.send(Begin(batch))
+                self.worker.send(Begin(rollout, batch))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         while not ready():

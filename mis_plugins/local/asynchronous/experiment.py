@@ -1,7 +1,7 @@
 """Segment-wise against standard decoupled PPO: variance of the weights by age, bias, rewards, and what both cost.
 
-Runs are processes of their own, two at a time. A finished run is not repeated, so the experiment can be interrupted and
-taken up again.
+Runs are processes of their own, two at a time, with one thread each. A finished run is not repeated, so the experiment
+can be interrupted and taken up again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import argparse
 import itertools
 import json
 import math
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,18 +24,15 @@ from rich.progress import track
 from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.asynchronous.bias import directions
 from mis_plugins.local.asynchronous.picture import draw
 from mis_plugins.local.asynchronous.tables import markdown
-from mis_plugins.local.loop import Loop
-from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
 
 RECIPE = (
-    "--task reverse --num-digits 8 --warmup-steps 250 --num-rollout 60 --eval-interval 10 --eval-prompts 256 "
+    "--task reverse --num-digits 8 --warmup-steps 250 --num-rollout 33 --eval-interval 8 --eval-prompts 256 "
     "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
 ).split()
-LEARNING_RATES = ("1e-4", "3e-4", "1e-3")
+LEARNING_RATES = ("3e-5", "1e-4", "3e-4")
 SEEDS = (0, 1, 2)
 BOUND = 8
 STEP_SECONDS = 0.25  # nine tokens take about as long as eight updates on two cores
@@ -58,10 +53,10 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 SMOKE = "--smoke --advantage-estimator reinforce --reward-shift -1".split()
 """Failures push: a policy that never succeeds has a gradient too."""
 
-BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 12, 2
-THROUGHPUT_BOUNDS = (0, 1, 2, 8)
+BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 8, 2
+THROUGHPUT_BOUNDS = (0, 2, 8)
 THROUGHPUT_STEPS = (0.0, 0.1)
-THROUGHPUT_ROLLOUTS = 24
+THROUGHPUT_ROLLOUTS = 20
 SETTLED = 10
 """Rollouts before throughput is measured: the worker starts, and the first ones begin together."""
 
@@ -96,16 +91,6 @@ def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: P
     return [*line, *loss, "--custom-config-path", str(path)]
 
 
-def run(argv: Sequence[str], folder: Path) -> None:
-    """A run in a process of its own, unless it is finished. Its output goes to ``run.log`` beside its files."""
-    if read_summary(folder) is not None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "run.log").open("w") as log:
-        command = [sys.executable, "-m", "mis_plugins.local", *argv]
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """What a finished run left, else None."""
     path = folder / SUMMARY
@@ -113,10 +98,27 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if summary.get("status") == "finished" else None
 
 
-def run_cell(cell: Cell, root: Path, extra: Sequence[str]) -> None:
-    config, flags = METHODS[cell.method]
-    folder = cell.folder(root)
-    run([*command_line(config, cell.lr, cell.seed, folder, root), *flags, *extra], folder)
+def run_cells(seeds: Sequence[int], root: Path, processes: int, extra: Sequence[str]) -> None:
+    """Every cell that is not finished."""
+    missing = [cell for cell in cells(seeds) if read_summary(cell.folder(root)) is None]
+    # Forked, so that Megatron is imported once.
+    start_processes(_cell_share, (missing, processes, root, extra), nprocs=processes, start_method="fork")
+
+
+def _cell_share(share: int, missing: Sequence[Cell], shares: int, root: Path, extra: Sequence[str]) -> None:
+    for cell in missing[share::shares]:
+        config, flags = METHODS[cell.method]
+        argv = command_line(config, cell.lr, cell.seed, cell.folder(root), root)
+        _run(parse_args([*argv, *flags, *extra]))
+
+
+def _run(args: Namespace) -> None:
+    from mis_plugins.local.loop import run_rank
+    from mis_plugins.local.parallel import launch
+
+    if launch(1, partial(run_rank, args)):
+        raise RuntimeError(f"{args.output}: the run failed; see above")
+    print(args.output, flush=True)
 
 
 def measure_bias(
@@ -139,6 +141,8 @@ def _directions(root: Path, lr: str, seed: int) -> Path:
 def _bias_share(
     share: int, pairs: Sequence[tuple[str, int]], shares: int, root: Path, extra: Sequence[str]
 ) -> None:
+    from mis_plugins.local.parallel import launch
+
     for lr, seed in pairs[share::shares]:
         path = _directions(root, lr, seed)
         configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
@@ -151,6 +155,10 @@ def _bias_share(
 
 
 def _write_directions(methods: Mapping[str, Namespace], path: Path) -> None:
+    from mis_plugins.local.asynchronous.bias import directions
+    from mis_plugins.local.loop import Loop
+    from mis_plugins.local.parallel import initialize
+
     rollouts = SMOKE_ROLLOUTS if methods["standard"].smoke else BIAS_ROLLOUTS
     loop = Loop.start(methods["segment-wise"], initialize(1, 1))
     found = directions(loop, methods, BOUND, rollouts)
@@ -164,7 +172,8 @@ def measure_throughput(bound: int, step: float, root: Path, extra: Sequence[str]
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
     length = ["--num-rollout", str(THROUGHPUT_ROLLOUTS), "--eval-interval", "1000"]
     argv = command_line({"segment_wise": {}}, LEARNING_RATES[0], 0, folder, root)
-    run([*argv, *flags, *length, *extra], folder)
+    if read_summary(folder) is None:
+        _run(parse_args([*argv, *flags, *length, *extra]))
     records = MetricsLog(folder / METRICS).read()
     settled = records[SETTLED:] or records
     seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
@@ -262,10 +271,10 @@ def main() -> int:
     options = parser.parse_args()
     extra = SMOKE if options.smoke else []
     root = options.runs
-    with ThreadPoolExecutor(options.processes) as pool:
-        work = pool.map(lambda cell: run_cell(cell, root, extra), cells(options.seeds))
-        list(track(work, "runs", total=len(cells(options.seeds))))
-    print("gradients")
+    # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
+    import mis_plugins.local.loop  # noqa: F401
+
+    run_cells(options.seeds, root, options.processes, extra)
     bias = measure_bias(options.seeds, root, options.processes, extra)
     settings = list(itertools.product(THROUGHPUT_STEPS, THROUGHPUT_BOUNDS))
     throughput = [

@@ -12,8 +12,9 @@ from mis_plugins.local.decoding import Drawn, Unfinished
 
 @dataclass(frozen=True)
 class Begin:
-    """Begin these responses, or go on with them, as one batch."""
+    """Begin these responses of a rollout, or go on with them, as one batch."""
 
+    rollout: int
     responses: list[Unfinished]
 
 

@@ -117,7 +117,12 @@ class AsynchronousRollouts:
         args = self.args
         sampling = Sampling(self.task.max_response, args.rollout_temperature, self.task.eos)
         settings = WorkerSettings(
-            config, args.rollout_weights, sampling, args.pause_generation_mode, args.rollout_step_seconds
+            config,
+            args.rollout_weights,
+            sampling,
+            args.pause_generation_mode,
+            args.rollout_step_seconds,
+            args.rollout_steps_per_update,
         )
         return Controller(
             settings,

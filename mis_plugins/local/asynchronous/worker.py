@@ -37,6 +37,7 @@ class WorkerSettings:
     pause_mode: what an update does to the responses under way. `in_place` goes on over their keys and values; `retract`
         makes these anew with the new weights; `abort` forgets the responses, for the trainer to send again.
     step_seconds: a step takes at least as long; 0 is as fast as the machine.
+    steps_per_update: tokens that a response gets of one version at most, before its rollout is due; 0 is no limit.
     """
 
     config: ModelConfig
@@ -44,6 +45,7 @@ class WorkerSettings:
     sampling: Sampling
     pause_mode: PauseMode
     step_seconds: float = 0.0
+    steps_per_update: int = 0
 
 
 def run(connection: Connection, settings: WorkerSettings) -> None:
@@ -58,11 +60,20 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
         connection.send(Failed(str(error) if by_user else traceback.format_exc(), by_user))
 
 
+@dataclass
+class Batch:
+    """Responses that step together. steps: those taken with the present weights."""
+
+    rollout: int
+    decoding: Decoding
+    steps: int = 0
+
+
 class Worker:
     def __init__(self, connection: Connection, settings: WorkerSettings) -> None:
         self.connection, self.settings = connection, settings
         self.engine = DecodeEngine(settings.config, settings.precision)
-        self.batches: list[Decoding] = []
+        self.batches: list[Batch] = []
         self.paused = False
 
     def serve(self) -> None:
@@ -73,8 +84,7 @@ class Worker:
         """
         due = 0.0
         while True:
-            busy = self.batches and not self.paused
-            if self.connection.poll(max(0.0, due - time.monotonic()) if busy else None):
+            if self.connection.poll(max(0.0, due - time.monotonic()) if self.moving else None):
                 command = self.connection.recv()
                 if isinstance(command, Stop):
                     return
@@ -83,24 +93,34 @@ class Worker:
                 due = time.monotonic() + self.settings.step_seconds
                 self.step()
 
+    @property
+    def moving(self) -> list[Batch]:
+        """The batches that may step now."""
+        limit = self.settings.steps_per_update
+        if self.paused or not limit:
+            return [] if self.paused else self.batches
+        return [one for one in self.batches if one.steps < limit or one.rollout <= self.engine.version]
+
     def step(self) -> None:
-        """One token of every response."""
-        for batch in self.batches:
-            drawn = batch.step()
-            self.connection.send(Tokens(drawn, self.engine.version, batch.stale_cache))
-        self.batches = [batch for batch in self.batches if not batch.ended]
+        """One token of every response that may have one."""
+        for batch in self.moving:
+            drawn = batch.decoding.step()
+            batch.steps += 1
+            self.connection.send(Tokens(drawn, self.engine.version, batch.decoding.stale_cache))
+        self.batches = [batch for batch in self.batches if not batch.decoding.ended]
 
     def obey(self, command: Command) -> None:
         COMMANDS[type(command)](self, command)
 
     def begin(self, command: Begin) -> None:
-        self.batches.append(self.engine.begin(command.responses, self.settings.sampling))
+        decoding = self.engine.begin(command.responses, self.settings.sampling)
+        self.batches.append(Batch(command.rollout, decoding))
 
     def pause(self, command: Pause) -> None:
         self.paused = True
         aborted: frozenset[int] = frozenset()
         if self.settings.pause_mode == "abort":
-            aborted = frozenset(one.number for batch in self.batches for one in batch.unfinished)
+            aborted = frozenset(one.number for batch in self.batches for one in batch.decoding.unfinished)
             self.batches = []
         self.connection.send(Paused(aborted))
 
@@ -108,7 +128,10 @@ class Worker:
         weights = {name: torch.from_numpy(array) for name, array in command.weights.items()}
         self.engine.update_weights(weights, command.version)
         keep_cache = self.settings.pause_mode == "in_place"
-        self.batches = [batch.go_on(self.engine.decoder, keep_cache=keep_cache) for batch in self.batches]
+        self.batches = [
+            Batch(batch.rollout, batch.decoding.go_on(self.engine.decoder, keep_cache=keep_cache))
+            for batch in self.batches
+        ]
 
     def resume(self, command: Resume) -> None:
         self.paused = False
