@@ -30,6 +30,7 @@ setup(
         "mis_plugins",
         "mis_plugins.hosts",
         "mis_plugins.local",
+        "mis_plugins.local.asynchronous",
         "mis_plugins.presets",
         "mis_plugins.translate",
         "true_on_policy",

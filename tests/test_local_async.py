@@ -1,0 +1,405 @@
+"""Asynchronous runs from the command line: equal to the synchronous one, right in every token, alive and clean."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tolerances import FP32_LOG_PROB
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.local import report
+from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.asynchronous.summary import asynchronous_summary
+from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.loop import Loop, run_rank
+from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
+from mis_plugins.local.rollout import Rollout, derive_seed, draw
+
+LEARNS = (
+    "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
+)
+SEGMENT_WISE = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+DUMP = f"--rollout-data-postprocess-path {__name__}.dump"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("warm-start")
+
+
+@pytest.fixture
+def segment_wise(tmp_path: Path) -> str:
+    """Flags of the loss hook with segment-wise weights."""
+    path = tmp_path / "mis.yaml"
+    path.write_text("mis: {segment_wise: {}}\n")
+    return f"{SEGMENT_WISE} --custom-config-path {path}"
+
+
+def settings(flags: str, output: Path, warm: Path, rollouts: int = 3) -> Namespace:
+    args = parse_args(f"--smoke --quiet {LEARNS} --warmup-cache {warm} --output {output} {flags}".split())
+    args.num_rollout = rollouts
+    return args
+
+
+def run(flags: str, output: Path, warm: Path, rollouts: int = 3) -> int:
+    args = settings(flags, output, warm, rollouts)
+    return launch(args.world_size, lambda: run_rank(args))
+
+
+def dump(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """A --rollout-data-postprocess-path hook: keeps what it was handed, on every rank."""
+    rank = torch.distributed.get_rank()
+    torch.save(dict(rollout_data), Path(args.output) / f"rollout-{rollout_id}-{rank}.pt")
+
+
+def dumps(output: Path) -> dict[str, dict[str, Any]]:
+    return {path.name: torch.load(path) for path in sorted(output.glob("rollout-*.pt"))}
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_bytes(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        same = left.dtype == right.dtype and left.shape == right.shape
+        return same and left.contiguous().numpy().tobytes() == right.contiguous().numpy().tobytes()
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_bytes(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same_bytes, left, right))
+    return left == right
+
+
+# --- bit for bit ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", ["", "--data-parallel-size 2", "--context-parallel-size 2"])
+def test_with_an_offpolicyness_of_0_it_is_the_synchronous_run(
+    ranks: str, tmp_path: Path, warm: Path, segment_wise: str
+) -> None:
+    """The same tokens, log-probs, rewards, metrics, parameters and moments, to the bit."""
+    synchronous, asynchronous = tmp_path / "synchronous", tmp_path / "asynchronous"
+    common = f"{segment_wise} {ranks} {DUMP}"
+    assert run(f"{common} --save {synchronous}", synchronous, warm) == 0
+    bound = "--async --max-head-offpolicyness 0"
+    assert run(f"{common} {bound} --save {asynchronous}", asynchronous, warm) == 0
+    expected, found = dumps(synchronous), dumps(asynchronous)
+    assert len(expected) >= 3 and same_bytes(found, expected)
+    lengths = {length for data in expected.values() for length in data["response_lengths"]}
+    assert len(lengths) > 2, "responses that all end together would say nothing of the batches"
+    saved = [torch.load(folder / "checkpoint.pt") for folder in (synchronous, asynchronous)]
+    assert same_bytes(saved[1], saved[0])
+    first, *_, last = (torch.cat(data["rollout_log_probs"]) for data in expected.values())
+    assert not torch.equal(first[:8], last[:8])
+    for ours, theirs in zip(records(asynchronous), records(synchronous), strict=True):
+        shared = {name for name in theirs if "seconds" not in name}
+        assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+        assert ours["staleness/avg"] == 0 and ours["grad_norm"] > 0
+
+
+# --- every token ----------------------------------------------------------------------------------------------
+
+BOUND = 3
+CHECKED_ROLLOUTS = 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [("in_place", ""), ("retract", ""), ("abort", ""), ("retract", "--context-parallel-size 2")],
+)
+def test_versions_and_recomputed_log_probs_are_what_the_weights_of_then_give(
+    mode: str, ranks: str, tmp_path: Path, warm: Path, segment_wise: str
+) -> None:
+    """With random delays: no token is older than the bound, each has the log-probs of its version and of the next."""
+    flags = (
+        f"{segment_wise} {ranks} --async --max-head-offpolicyness {BOUND} --pause-generation-mode {mode} "
+        "--rollout-weights fp32 --rollout-steps-per-update 3 --recompute-token-budget 200"
+    )
+    args = settings(flags, tmp_path, warm, CHECKED_ROLLOUTS)
+    assert launch(args.world_size, lambda: check_every_token(args)) == 0
+
+
+def check_every_token(args: Namespace) -> None:
+    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    delays, weights, rollouts = random.Random(5), [loop.trainer.weights()], []
+    sampled = loop.sampled
+
+    def noted(rollout_id: int) -> Rollout:
+        rollouts.append(sampled(rollout_id))
+        return rollouts[-1]
+
+    loop.sampled = noted
+    try:
+        while loop.next_rollout < args.num_rollout:
+            time.sleep(delays.choice([0, 0, 0.05, 0.2]))
+            loop.one_rollout()
+            weights.append(loop.trainer.weights())
+    finally:
+        loop.close()
+    engines = [DecodeEngine(loop.reference.config, "fp32") for _ in weights]
+    for version, (engine, one) in enumerate(zip(engines, weights, strict=True)):
+        engine.update_weights(one, version)
+    ages: Counter[int] = Counter()
+    for version, rollout in enumerate(rollouts):
+        ages += check_rollout(loop, engines, version, rollout)
+    assert set(ages) == set(range(BOUND + 1)), ages
+    mixed = [sample for rollout in rollouts for sample in rollout.samples if len(sample.weight_versions) > 1]
+    assert len(mixed) > 20
+
+
+def check_rollout(loop: Loop, engines: list[DecodeEngine], current: int, rollout: Rollout) -> Counter[int]:
+    args = loop.args
+    assert rollout.version == current
+    problems, _ = draw(args, loop.task, (args.seed, "rollout", current), {p.prompt for p in loop.held_out})
+    prompts = [sample.tokens[: -sample.response_length] for sample in rollout.samples]
+    assert prompts == [list(problem.prompt) for problem in problems], "each once, in their order"
+    ages: Counter[int] = Counter()
+    for sample in rollout.samples:
+        versions, stored = sample.output_versions, sample.recomputed_log_probs
+        assert versions is not None and stored is not None and sample.rollout_log_probs is not None
+        assert versions == sorted(versions) and 0 <= current - versions[-1] and current - versions[0] <= BOUND
+        ages.update(current - version for version in versions)
+        score = [engine.score([sample.tokens], [sample.response_length])[0].tolist() for engine in engines]
+        for place, version in enumerate(versions):
+            if args.pause_generation_mode != "in_place" or version == versions[0]:
+                behavior = sample.rollout_log_probs[place]
+                assert behavior == pytest.approx(score[version][place], abs=FP32_LOG_PROB)
+            value = stored[place]
+            assert value is not None or current - version < 2, "old enough to need it"
+            if value is not None:
+                assert value == pytest.approx(score[version + 1][place], abs=FP32_LOG_PROB)
+    return ages
+
+
+def test_a_trainer_slower_than_the_rollout_trains_at_the_bound(tmp_path: Path, warm: Path) -> None:
+    """A hook that takes its time: the worker gets as far ahead as it may, and no further."""
+    slow = f"--rollout-data-postprocess-path {__name__}.take_time"
+    assert run(f"--async --max-head-offpolicyness 2 {slow}", tmp_path, warm, rollouts=6) == 0
+    oldest = [max(ages(row)) for row in records(tmp_path)]
+    assert oldest == [0, 1, 2, 2, 2, 2]
+    assert [min(ages(row)) for row in records(tmp_path)][2:] == [2, 2, 2, 2]
+
+
+def take_time(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    time.sleep(1.0)
+
+
+def ages(row: dict[str, Any]) -> list[int]:
+    prefix = "staleness/tokens/age_"
+    return [int(name.removeprefix(prefix)) for name in row if name.startswith(prefix) and row[name]]
+
+
+# --- killed, interrupted --------------------------------------------------------------------------------------
+
+
+def kill_the_worker(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """A --rollout-data-postprocess-path hook: dumps, and at rollout 1 kills what samples."""
+    dump(args, rollout_id, rollout_data)
+    if rollout_id == 1:
+        (worker,) = multiprocessing.active_children()
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_killed_in_a_run_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm: Path) -> None:
+    """With weights that stand still, a run whose worker dies in mid-sequence trains on what the synchronous one has."""
+    still = "--lr 0 --rollout-weights fp32"
+    synchronous, killed = tmp_path / "synchronous", tmp_path / "killed"
+    assert run(f"{still} {DUMP}", synchronous, warm, rollouts=5) == 0
+    hook = f"--rollout-data-postprocess-path {__name__}.kill_the_worker"
+    pace = "--async --max-head-offpolicyness 2 --rollout-steps-per-update 2"
+    assert run(f"{still} {pace} {hook}", killed, warm, rollouts=5) == 0
+    rows = records(killed)
+    assert sum(row["worker_restarts"] for row in rows) == 1
+    expected, found = dumps(synchronous), dumps(killed)
+    assert expected.keys() == found.keys() and len(found) == 5
+    for name, data in expected.items():
+        assert same_bytes(found[name]["tokens"], data["tokens"]) and found[name]["rewards"] == data["rewards"]
+    mixed = [len(set(one.tolist())) > 1 for data in found.values() for one in data["output_versions"]]
+    assert sum(mixed) > 10, "sequences were under way when it was killed"
+    assert not multiprocessing.active_children()
+
+
+def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path: Path, warm: Path) -> None:
+    """Sent to the whole foreground group, as a terminal sends it."""
+    process = start(tmp_path, warm)
+    wait_for(tmp_path / "metrics.jsonl", lines=3)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) == EXIT_INTERRUPTED
+    assert not group(process.pid)
+    rows = records(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and summary["rollouts"] == len(rows)
+    assert summary["behav_imp_weight/var/segment_wise"] >= 0
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    assert saved["next_rollout"] == len(rows) == rows[-1]["rollout"] + 1
+
+
+def test_killed_trainers_leave_no_worker(tmp_path: Path, warm: Path) -> None:
+    process = start(tmp_path, warm)
+    wait_for(tmp_path / "metrics.jsonl", lines=1)
+    (worker,) = (pid for pid, line in group(process.pid).items() if "spawn_main" in line)
+    for pid in group(process.pid):
+        if pid != worker:
+            os.kill(pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 60
+    while group(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def start(output: Path, warm: Path) -> subprocess.Popen[bytes]:
+    """A long asynchronous run, in a process group of its own."""
+    flags = (
+        f"--smoke --async --rollout-step-seconds 0.01 --output {output} --save {output} --warmup-cache {warm}"
+    )
+    program = (
+        "import sys; from mis_plugins.local import arguments, __main__;"
+        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *flags.split()],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def group(leader: int) -> dict[int, str]:
+    """The processes of a group that run, zombies left out, and their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, pgrp, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(pgrp) == leader and state != "Z":
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
+        time.sleep(0.05)
+
+
+def test_a_resumed_run_begins_where_it_stopped(tmp_path: Path, warm: Path) -> None:
+    """What was under way is sampled anew, from the same prompts and seeds."""
+    common = f"--async --max-head-offpolicyness 2 --save {tmp_path}"
+    assert run(common, tmp_path, warm, rollouts=2) == 0
+    assert run(f"{common} --load {tmp_path}", tmp_path, warm, rollouts=5) == 0
+    rows = records(tmp_path)
+    assert [row["rollout"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [max(ages(row)) for row in rows] == [0, 1, 0, 1, 2]
+
+
+# --- what is recorded -----------------------------------------------------------------------------------------
+
+
+def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, segment_wise: str) -> None:
+    pace = "--async --max-head-offpolicyness 3 --rollout-steps-per-update 3"
+    assert run(f"{segment_wise} {pace}", tmp_path, warm, rollouts=6) == 0
+    rows, summary = records(tmp_path), json.loads((tmp_path / "summary.json").read_text())
+    last = rows[-1]
+    for name in ("avg", "std", "min", "max", "ess", "var/segment_wise", "var/standard"):
+        assert {f"behav_imp_weight/{name}", f"behav_imp_weight/{name}/age_2"} <= last.keys()
+    assert {
+        "behav_kl/avg",
+        "behav_kl/avg/age_1",
+        "recompute/seconds",
+        "loglinear/error/rms/age_2",
+    } <= last.keys()
+    assert last["staleness/tokens"] == sum(last[f"staleness/tokens/age_{age}"] for age in ages(last))
+    assert last["staleness/unknown"] == 0
+    assert 0 < summary["recompute/share"] < 1 and summary["recompute/tokens"] > 0
+    for age in (2, 3):
+        wise, standard = (
+            summary[f"behav_imp_weight/var/{kind}/age_{age}"] for kind in ("segment_wise", "standard")
+        )
+        assert 0 < wise < standard
+        assert summary[f"recompute/seconds/age_{age}"] > 0
+    name = "behav_imp_weight/var/standard"
+    tokens = [row["staleness/tokens"] for row in rows]
+    mean = sum(row[name] * count for row, count in zip(rows, tokens, strict=True)) / sum(tokens)
+    assert summary[name] == pytest.approx(mean)
+    assert summary["behav_imp_weight/var/segment_wise/age_1"] == summary[f"{name}/age_1"]
+
+
+def test_switched_off_nothing_is_recomputed_and_no_key_added(tmp_path: Path, warm: Path) -> None:
+    path = tmp_path / "mis.yaml"
+    path.write_text("mis: {segment_wise: {enabled: false}}\n")
+    flags = f"{SEGMENT_WISE} --custom-config-path {path} --async --max-head-offpolicyness 2"
+    assert run(flags, tmp_path, warm, rollouts=4) == 0
+    names = {name for row in records(tmp_path) for name in row}
+    assert not [name for name in names if name.startswith(("behav_", "recompute", "loglinear"))]
+    assert "staleness/tokens/age_2" in names, "ages are of the rollout, not of its weights"
+
+
+def test_a_synchronous_run_has_no_asynchronous_summary() -> None:
+    assert asynchronous_summary([{"rollout": 0, "seconds": 1.0, "k3_kl": 0.1}]) == {}
+    assert "behav_kl/avg" not in report.summarize([{"rollout": 0, "seconds": 1.0}])
+
+
+def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
+    rows = [
+        {"behav_kl/avg/age_2": 1.0, "staleness/tokens/age_2": 10, "seconds": 2.0, "recompute/seconds": 1.0},
+        {"behav_kl/avg/age_2": None, "staleness/tokens/age_2": 5, "seconds": 2.0},
+        {"behav_kl/avg/age_2": 4.0, "staleness/tokens/age_2": 20, "seconds": 4.0, "recompute/seconds": 1.0},
+    ]
+    found = asynchronous_summary(rows)
+    assert found["behav_kl/avg/age_2"] == pytest.approx(3.0)
+    assert found["staleness/tokens/age_2"] == 35
+    assert (found["recompute/seconds"], found["recompute/share"]) == (2.0, 0.25)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--async --max-head-offpolicyness -1", "max_head_offpolicyness: got -1; give 0"),
+        ("--max-head-offpolicyness 2", "--max-head-offpolicyness has no effect without --async"),
+        ("--pause-generation-mode abort", "--pause-generation-mode has no effect without --async"),
+        ("--async --recompute-token-budget 0", "--recompute-token-budget: got 0; give at least 1"),
+        ("--async --rollout-step-seconds -1", "--rollout-step-seconds: got -1; give 0 or more"),
+        ("--async --rollout-steps-per-update -1", "--rollout-steps-per-update: got -1; give 0 or more"),
+        ("--async --grad-cosine-every 2", "--grad-cosine-every with --async"),
+        ("--async --rollout-engine hf", "--async with --rollout-engine hf: only the local engine steps"),
+        ("--async --true-on-policy", "--async with --true-on-policy"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_args(flags.split())
+
+
+def test_the_bound_may_stand_in_the_yaml(tmp_path: Path) -> None:
+    """AReaL's name of it, beside its other names."""
+    path = tmp_path / "areal.yaml"
+    path.write_text("max_head_offpolicyness: 4\n")
+    assert parse_args(["--async", "--custom-config-path", str(path)]).max_head_offpolicyness == 4
+
+
+def test_every_sample_has_a_seed_of_its_own() -> None:
+    assert (
+        len({derive_seed(0, "rollout", rollout, "sample", i) for rollout in range(9) for i in range(9)}) == 81
+    )
