@@ -21,7 +21,7 @@ from true_on_policy.kernels.provider import Undo
 # What one copy or another overrides.
 OVERRIDABLE = ("mm", "mm.out", "mm.dtype", "addmm", "bmm", "_log_softmax", "mean.dim", "rms_norm")
 
-# What every copy overrides.
+# What every copy overrides, in each of its versions: a mode that is on holds all of these.
 SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 
 
@@ -32,12 +32,10 @@ class Mode:
     Attributes:
         library: what errors call it.
         module: that registers the overrides, holds the flag and the functions that turn it.
-        operators: which the contract needs it to override.
     """
 
     library: str
     module: str
-    operators: tuple[str, ...] = SHARED
 
 
 def settings(mode: Mode) -> dict[str, str]:
@@ -74,8 +72,8 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
     module, key = load(mode), accelerator_key()
     found = _holders(key)
     _refuse_others(mode, found, str(module.__file__))
-    held = [name for name in mode.operators if found[name]]
-    if module.is_batch_invariant_mode_enabled() and len(held) == len(mode.operators):
+    held = [name for name in SHARED if found[name]]
+    if module.is_batch_invariant_mode_enabled() and len(held) == len(SHARED):
         return lambda: None
     if module.is_batch_invariant_mode_enabled() or held:
         raise PinError(_contradiction(mode, module.is_batch_invariant_mode_enabled(), key))
@@ -104,7 +102,7 @@ def _refuse_others(mode: Mode, found: dict[str, str | None], own: str) -> None:
 
 
 def _contradiction(mode: Mode, flag: bool, key: str) -> str:
-    runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in mode.operators)
+    runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in SHARED)
     return (
         f"{mode.library}: its flag says {'on' if flag else 'off'}, but {runs}. A nested "
         f"set_batch_invariant_mode leaves it so: call {mode.module}.disable_batch_invariant_mode() before you pin"
@@ -114,7 +112,7 @@ def _contradiction(mode: Mode, flag: bool, key: str) -> str:
 def _check(mode: Mode, module: ModuleType, key: str) -> None:
     if not module.is_batch_invariant_mode_enabled():
         raise RuntimeError("its flag stays off")
-    for name in mode.operators:
+    for name in SHARED:
         if holder(name, key) != module.__file__:
             raise RuntimeError(f"aten::{name} runs {described(name, key)} on {key}")
 

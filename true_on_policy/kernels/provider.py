@@ -49,6 +49,7 @@ class Provider(Protocol):
         """Rows whose bits depend on their company at the shapes of a model; none where all is well.
 
         Raises:
+            PinError: another kernel than the contract's serves one of the shapes.
             NotSeenError: no accelerator here, or the library is not installed.
         """
         ...

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
+import torch
+
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import PinError
 from true_on_policy.gpu_contract import GpuContract
@@ -18,11 +20,7 @@ from true_on_policy.kernels.symbols import counted
 from true_on_policy.probes import Failure
 
 NAME = "sglang"
-MODE = mode.Mode(
-    "SGLang",
-    "sglang.srt.batch_invariant_ops.batch_invariant_ops",
-    (*mode.SHARED, "mm.out", "mm.dtype", "rms_norm"),
-)
+MODE = mode.Mode("SGLang", "sglang.srt.batch_invariant_ops.batch_invariant_ops")
 
 # Read from the environment when SGLang is imported, and not again.
 MM_DEEPGEMM = "_ENABLE_MM_DEEPGEMM"
@@ -94,7 +92,7 @@ def _refuse_variants(library: ModuleType, contract: GpuContract) -> None:
         )
 
 
-def _refuse_fallback(contract: GpuContract, shapes: Shapes, where) -> None:
+def _refuse_fallback(contract: GpuContract, shapes: Shapes, where: torch.device) -> None:
     """A shape that DeepGEMM does not take runs Triton without a word: other bits than an engine that does take it."""
     deep_gemm = import_module("deep_gemm")
     for shape in shapes.linear:
