@@ -641,6 +641,22 @@ def test_the_breaker_sees_rules_and_opsm_together():
     assert not share_of(masked_out(bad), opsm).all_rejected
 
 
+def test_what_weighs_nothing_is_not_left():
+    """OPSM leaves the first sequence, and a zero bound gives it weight 0."""
+    step = all_bad(random_step(5))
+    step.responses[0] = dataclasses.replace(step.responses[0], advantages=[1.0] * len(step.responses[0].mask))
+    opsm = {"opsm": {"delta": 0.05}}
+    assert bool(share_of(step, opsm | {"weight": {"bound": "zero"}}).all_rejected)
+    assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
+
+
+def test_metrics_alone_leave_the_loss_to_the_host():
+    """A lost rollout log-prob weighs 0 in a correction, and there is none."""
+    step = random_step(3)
+    broken = Step(step.responses, [[math.nan] + row[1:] for row in step.behavior])
+    assert_same(call(broken, {}), call(step, {}))
+
+
 def all_bad(step: Step) -> Step:
     responses = [dataclasses.replace(x, advantages=[-1.0] * len(x.mask)) for x in step.responses]
     return Step(responses, [[x + 5 for x in row] for row in step.behavior])
