@@ -156,6 +156,7 @@ class RejectRule:
         Ratios multiply: their `sum` is the ratio of the whole unit and their `mean` the geometric mean (geometric
         masking). `min` with `lower` is a veto.
     unit: what is dropped: `sequence`, or `segment`, a run of ones in the loss mask.
+    aggregate: which tokens of the unit it looks at, see `CorrectionConfig`; None is what that says.
     """
 
     statistic: Statistic = "ratio"
@@ -163,10 +164,15 @@ class RejectRule:
     lower: float | None = None
     upper: float | None = None
     unit: Unit = "sequence"
+    aggregate: Population | None = None
 
     def __post_init__(self) -> None:
         if self.over == "token" and self.unit == "segment":
             raise ConfigError("{unit}: segment has no effect with {over}: token, which drops single tokens")
+        if self.over == "token" and self.aggregate is not None:
+            raise ConfigError(
+                f"{{aggregate}}: {self.aggregate} has no effect with {{over}}: token, which adds nothing up"
+            )
         if self.statistic == "ratio":
             check_ratio_bounds(self.lower, self.upper)
         else:
@@ -309,7 +315,7 @@ class CorrectionConfig:
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones.
     aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` ones, or those that
-        mask bound and rules over smaller units have `kept` (SkyRL).
+        mask bound and rules over smaller units have `kept` (SkyRL). A rule may say so for itself.
     on_all_rejected: of a micro-batch whose every sequence is rejected: `skip` trains on nothing, `keep` rejects
         nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
@@ -338,9 +344,13 @@ class CorrectionConfig:
             )
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
-        if self.aggregate == "kept" and not self.narrows:
+        if self.aggregate == "kept" and not (self.drops_tokens and self.looks_at_kept):
             raise ConfigError(
                 "{aggregate}: kept has no effect without a rule or mask bound on tokens and one on larger units"
+            )
+        if self.looks_at_kept and not self.drops_tokens:
+            raise ConfigError(
+                "{reject}: aggregate: kept has no effect without a rule or mask bound on tokens"
             )
         if self.on_all_rejected != "skip" and not (self.can_end_empty or self.opsm):
             raise ConfigError(
@@ -352,7 +362,7 @@ class CorrectionConfig:
                 f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no "
                 f"bounded weight; use skip, or {bound}: clip"
             )
-        if self.on_all_rejected == "keep" and self.aggregate == "kept":
+        if self.on_all_rejected == "keep" and self.looks_at_kept:
             raise ConfigError(
                 "{on_all_rejected}: keep has nothing to add up where {aggregate}: kept dropped every token; use skip, "
                 "or {aggregate}: valid"
@@ -413,11 +423,20 @@ class CorrectionConfig:
         return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
 
     @property
-    def narrows(self) -> bool:
-        """Whether a ratio or statistic of a sequence or segment could miss tokens that are dropped before."""
-        weight, by_token = self.weight, [rule.over == "token" for rule in self.reject]
-        drops = any(by_token) or (weight is not None and (weight.level, weight.bound) == ("token", "mask"))
-        return drops and (not all(by_token) or (weight is not None and weight.level != "token"))
+    def drops_tokens(self) -> bool:
+        """Whether single tokens can be dropped, by rules or by the bound of their weight."""
+        masks = self.weight is not None and (self.weight.level, self.weight.bound) == ("token", "mask")
+        return masks or any(rule.over == "token" for rule in self.reject)
+
+    @property
+    def looks_at_kept(self) -> bool:
+        """Whether a weight or rule of sequences or segments misses the tokens that are dropped before."""
+        weighs = self.weight is not None and self.weight.level != "token" and self.aggregate == "kept"
+        return weighs or any(rule.over != "token" and self.population(rule) == "kept" for rule in self.reject)
+
+    def population(self, rule: RejectRule) -> Population:
+        """Which tokens a rule over a sequence or segment looks at."""
+        return rule.aggregate or self.aggregate
 
     @property
     def can_end_empty(self) -> bool:

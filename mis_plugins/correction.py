@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, Level, WeightConfig
+from mis_plugins.config import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.errors import InputError
 from mis_plugins.ragged import Ragged
 from mis_plugins.rejection import Totals
@@ -25,7 +25,7 @@ from mis_plugins.totals import (
     token_stage,
     totals_of,
 )
-from mis_plugins.units import counted_units, kept_units, unit_weight
+from mis_plugins.units import counted_units, kept_by_population, looks_at_kept, unit_weight
 from mis_plugins.weights import normalization
 
 
@@ -34,7 +34,7 @@ class Verdict:
     """What each token, segment and sequence weighs, before normalization, and whether it stays.
 
     totals: per-sequence sums and extremes, see `totals.py`.
-    unit_totals: those that weights and rules of sequences look at: of all valid tokens, or of the kept.
+    looked_at: those that weights and rules of sequences look at: of all valid tokens, and where some do of the kept.
     sequence_weight: bounded, at sequence and geometric level; None at the others.
     keep_sequences: what the rules over sequences leave; None where there is none.
     all_rejected: there are valid tokens and no sequence keeps one with a weight; None where that cannot be.
@@ -44,10 +44,15 @@ class Verdict:
     stage: TokenStage
     segments: SegmentStage | None
     totals: Totals
-    unit_totals: Totals
+    looked_at: Mapping[Population, Totals]
     sequence_weight: Float[Tensor, " N"] | None
     keep_sequences: Bool[Tensor, " N"] | None
     all_rejected: Bool[Tensor, ""] | None
+
+    @property
+    def unit_totals(self) -> Totals:
+        """Those that weights look at, and rules that do not say otherwise."""
+        return self.looked_at[self.stage.config.aggregate]
 
     @property
     def kept(self) -> Float[Tensor, " N"]:
@@ -219,17 +224,18 @@ def _verdict(
     stage, segments = token_stage(proximal, behavior, ragged.loss_mask, config, numerator), None
     if needs_segments(config):
         stage, segments = segment_stage(stage, ragged, config)
-    totals = unit_totals = over_sequences(stage, ragged, config)
-    if config.aggregate == "kept":
-        unit_totals = totals_of(narrowed(stage), ragged, needed_for_units(sequence_rules(config)))
+    totals = over_sequences(stage, ragged, config)
+    looked_at: dict[Population, Totals] = {"valid": totals}
+    if config.aggregate == "kept" or looks_at_kept(sequence_rules(config), config):
+        looked_at["kept"] = totals_of(narrowed(stage), ragged, needed_for_units(sequence_rules(config)))
     weight = config.weight if config.weight and config.weight.by_sequence else None
     verdict = Verdict(
         stage=stage,
         segments=segments,
         totals=totals,
-        unit_totals=unit_totals,
-        sequence_weight=unit_weight(unit_totals, weight) if weight else None,
-        keep_sequences=kept_units(unit_totals, sequence_rules(config), weight),
+        looked_at=looked_at,
+        sequence_weight=unit_weight(looked_at[config.aggregate], weight) if weight else None,
+        keep_sequences=kept_by_population(looked_at, config, sequence_rules(config), weight),
         all_rejected=None,
     )
     if not config.can_end_empty:

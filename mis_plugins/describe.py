@@ -9,6 +9,7 @@ from mis_plugins.config import (
     ObjectiveConfig,
     OpsmConfig,
     Over,
+    Population,
     RejectRule,
     SegmentWiseConfig,
     Statistic,
@@ -56,6 +57,11 @@ OVER: dict[Over, str] = {
 OVER_RATIO = {
     "sum": "{unit}s whose ratio (product over tokens)",
     "mean": "{unit}s whose geometric mean ratio",
+}
+AMONG: dict[Population | None, str] = {
+    None: "",
+    "valid": ", dropped tokens included",
+    "kept": ", tokens that a rule has dropped left out",
 }
 SURROGATE: dict[str, str] = {
     "clip": "PPO's clip of {ratio}",
@@ -177,7 +183,7 @@ def _rule(rule: RejectRule, scored: str) -> str:
     )
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
     bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
-    return f"reject: {what} is {' or '.join(bounds)}"
+    return f"reject: {what} is {' or '.join(bounds)}{AMONG[rule.aggregate]}"
 
 
 def _opsm(opsm: OpsmConfig) -> str:

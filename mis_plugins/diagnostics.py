@@ -292,7 +292,9 @@ def _rule_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: 
         home = token if rule.over == "token" or rule.unit == "segment" else sequence
         low, high = _outside(rule)
         if _is_veto(rule):
-            token[f"rs_catastrophic_token_fraction{suffix}"] = _outside(replace(rule, over="token"))[0]
+            token[f"rs_catastrophic_token_fraction{suffix}"] = _outside(
+                replace(rule, over="token", aggregate=None)
+            )[0]
             sequence[f"rs_catastrophic_seq_fraction{suffix}"] = low
             continue
         if rule.lower is not None:
@@ -313,14 +315,17 @@ def compared(c: Correction, rule: RejectRule) -> Tensor:
     """What a rule compares with its limits: of each sequence, or else of each token."""
     if rule.over == "token":
         return c.stage.statistic(rule.statistic)
+    population = c.config.population(rule)
     if rule.unit == "segment":
-        return _at_tokens(c, lambda totals: _of_units(c, totals, rule))
-    return _of_units(c, c.verdict.unit_totals, rule)
+        assert c.verdict.segments is not None
+        totals = c.verdict.segments.looked_at[population]
+        return _at_tokens(c, lambda _: _of_units(c, totals, rule))
+    return _of_units(c, c.verdict.looked_at[population], rule)
 
 
 def _of_units(c: Correction, totals: Totals, rule: RejectRule) -> Tensor:
     value = aggregate(totals, rule)
-    if c.config.aggregate == "valid":
+    if c.config.population(rule) == "valid":
         return value
     return torch.where(totals["valid"] > 0, value, torch.nan)  # of no token: neither below nor above anything
 

@@ -17,6 +17,7 @@ from mis_plugins.config import (
     Level,
     ObjectiveConfig,
     OpsmConfig,
+    Population,
     RejectRule,
     SegmentWiseConfig,
     Statistic,
@@ -42,6 +43,11 @@ STATISTIC: dict[Statistic, str] = {
     "behavior_prob": "mu",
 }
 MULTIPLIED = {"sum": "prod{} r", "mean": "(prod{} r)^(1/n)"}  # what ratios do where other statistics add
+AMONG: dict[Population | None, str] = {
+    None: "",
+    "valid": " (over all valid tokens)",
+    "kept": " (over the tokens that every rule over tokens keeps)",
+}
 SURROGATE: dict[str, str] = {
     "clip": "-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)",
     "reinforce": "-w_t A_t log pi_theta(y_t)",
@@ -127,11 +133,12 @@ def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:
 
 def _rule(rule: RejectRule, scored: str) -> str:
     where = "_segment" if rule.unit == "segment" else ""
+    whose = AMONG[rule.aggregate]
     if rule.statistic == "ratio" and rule.over in MULTIPLIED:
-        return _within(MULTIPLIED[rule.over].format(where), rule.lower, rule.upper)
+        return _within(MULTIPLIED[rule.over].format(where), rule.lower, rule.upper) + whose
     each = STATISTIC[rule.statistic].format(scored=scored)
     over = each if rule.over == "token" else f"{rule.over}{where or '_t'} {each}"
-    return _within(over, rule.lower, rule.upper)
+    return _within(over, rule.lower, rule.upper) + whose
 
 
 def _within(what: str, lower: float | None, upper: float | None) -> str:

@@ -7,7 +7,7 @@ sums to float64 rounding, maxima and histograms exactly.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mis_plugins import sketch
-from mis_plugins.config import RejectRule, Unit
+from mis_plugins.config import Population, RejectRule, Unit
 from mis_plugins.correction import Correction
 from mis_plugins.rejection import Totals
 from mis_plugins.step_rows import (
@@ -164,8 +164,16 @@ Ruled = list[tuple[list[tuple[str, RejectRule]], Totals]]
 
 
 def _units_with_rules(correction: Correction) -> Ruled:
-    """The rules over each kind of unit that has some, and what its units add up to."""
-    found = [(unit_rules(correction.config, unit), totals) for unit, totals in _units(correction)]
+    """The rules over each kind of unit that has some, and what its units add up to, by which tokens they look at."""
+    verdict, config = correction.verdict, correction.config
+    kinds: dict[Unit, Mapping[Population, Totals]] = {"sequence": verdict.looked_at}
+    if verdict.segments is not None:
+        kinds["segment"] = verdict.segments.looked_at
+    found = [
+        (unit_rules(config, unit, population), totals)
+        for unit, looked_at in kinds.items()
+        for population, totals in looked_at.items()
+    ]
     return [(rules, totals) for rules, totals in found if rules]
 
 

@@ -246,7 +246,7 @@ def _parse(cls: type, value: Any, path: str) -> Any:
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as the annotation `kind`, or an error that quotes `path`."""
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):  # the second of a Literal and None
         if value is None and type(None) in choices:
             return None
         return _convert(choices[0], value, path)

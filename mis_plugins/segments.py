@@ -6,30 +6,33 @@ rest of the pipeline knows no segments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, WeightConfig
+from mis_plugins.config import CorrectionConfig, Population, WeightConfig
 from mis_plugins.ragged import Ragged, Segments
 from mis_plugins.rejection import Totals
 from mis_plugins.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
-from mis_plugins.units import kept_units, passing_units, unit_log_ratio, unit_weight
+from mis_plugins.units import kept_by_population, passing_units, unit_log_ratio, unit_weight
 
 
 @dataclass(frozen=True)
 class SegmentStage:
     """What is known of S segments.
 
-    totals: what each adds up to, see `totals.py`.
+    looked_at: what each adds up to, see `totals.py`: of all valid tokens, or of the kept, as weights and rules ask.
+    totals: what the weights look at, and rules that do not say otherwise.
     keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
         nothing can be dropped.
     weight: bounded; 0 where the segment is not known. None where the weights are not those of segments.
     """
 
     segments: Segments
+    looked_at: Mapping[Population, Totals]
     totals: Totals
     keep: Bool[Tensor, " S"] | None
     weight: Float[Tensor, " S"] | None
@@ -42,22 +45,29 @@ def needs_segments(config: CorrectionConfig) -> bool:
 def segment_stage(
     stage: TokenStage, ragged: Ragged, config: CorrectionConfig
 ) -> tuple[TokenStage, SegmentStage]:
-    """The stage of the tokens with weights and rules of segments in it; one collective over context-parallel ranks."""
-    segments = ragged.segments
-    names = needed_for_units(segment_rules(config)) | ({"kept"} if stage.keep is not None else set())
-    looked_at = narrowed(stage) if config.aggregate == "kept" else stage
-    of_segment = totals_of(looked_at, segments.ragged, names)
+    """The stage of the tokens with weights and rules of segments in it.
+
+    One collective over context-parallel ranks, and another where some look at valid tokens and some at kept ones.
+    """
+    segments, rules = ragged.segments, segment_rules(config)
+    names = needed_for_units(rules) | ({"kept"} if stage.keep is not None else set())
+    populations: set[Population] = {config.aggregate, *map(config.population, rules)}
+    looked_at: dict[Population, Totals] = {
+        population: totals_of(narrowed(stage) if population == "kept" else stage, segments.ragged, names)
+        for population in sorted(populations)  # the collectives come in one order on every rank
+    }
+    of_segment = looked_at[config.aggregate]
     weight = config.weight if config.weight and config.weight.by_segment else None
-    keep = kept_units(of_segment, segment_rules(config), weight)
+    keep = kept_by_population(looked_at, config, rules, weight)
     if stage.keep is not None:
         stage = stage if keep is None else replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
         left = of_segment["kept"] > 0
         keep = left if keep is None else keep & left
     if weight is None:
-        return stage, SegmentStage(segments, of_segment, keep, None)
+        return stage, SegmentStage(segments, looked_at, of_segment, keep, None)
     bounded = unit_weight(of_segment, weight)
     stage = _weighted(stage, of_segment, bounded, segments.ragged, weight)
-    return stage, SegmentStage(segments, of_segment, keep, bounded)
+    return stage, SegmentStage(segments, looked_at, of_segment, keep, bounded)
 
 
 def _weighted(

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, RejectRule, Unit, WeightConfig
+from mis_plugins.config import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.correction import Correction
 from mis_plugins.divergence import k2, k3
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
@@ -389,8 +389,11 @@ def sequence_maxima(s: Sequences) -> Rows:
 # Of rules over units, be they sequences or segments: over those with a usable token.
 
 
-def unit_rules(config: CorrectionConfig, unit: Unit) -> list[tuple[str, RejectRule]]:
-    return [(name, rule) for name, rule in numbered(config) if rule.over != "token" and rule.unit == unit]
+def unit_rules(config: CorrectionConfig, unit: Unit, population: Population) -> list[tuple[str, RejectRule]]:
+    """Those that drop such units by what such tokens of theirs add up to."""
+    asked = unit, population
+    rules = [(name, rule) for name, rule in numbered(config) if rule.over != "token"]
+    return [(name, rule) for name, rule in rules if (rule.unit, config.population(rule)) == asked]
 
 
 def unit_rule_sums(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import LEVEL_OVER, RejectRule, WeightConfig
+from mis_plugins.config import LEVEL_OVER, CorrectionConfig, Population, RejectRule, WeightConfig
 from mis_plugins.rejection import Totals, aggregate, passes
 from mis_plugins.weights import bounded_weight, in_bounds
 
@@ -37,6 +37,26 @@ def kept_units(
     keep = passing_units(totals, weight) if masks and weight else totals.known
     for rule in rules:
         keep = passes(aggregate(totals, rule), rule, keep)
+    return keep
+
+
+def looks_at_kept(rules: Sequence[RejectRule], config: CorrectionConfig) -> bool:
+    return any(config.population(rule) == "kept" for rule in rules)
+
+
+def kept_by_population(
+    units: Mapping[Population, Totals],
+    config: CorrectionConfig,
+    rules: Sequence[RejectRule],
+    weight: WeightConfig | None,
+) -> Bool[Tensor, " N"] | None:
+    """The same where weight and rules look at other tokens each; `units`: what the units add up to, by which tokens."""
+    keep = None
+    for population, totals in units.items():
+        mine = [rule for rule in rules if config.population(rule) == population]
+        left = kept_units(totals, mine, weight if config.aggregate == population else None)
+        if left is not None:
+            keep = left if keep is None else keep & left
     return keep
 
 

@@ -235,9 +235,17 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
         config["denominator"] = draw(st.sampled_from(["original", "original", "kept"]))
     by_token = [rule["over"] == "token" for rule in reject]
     narrow = any(by_token) or (weight is not None and masks and weight["level"] == "token")
-    if narrow and (not all(by_token) or (weight is not None and weight["level"] != "token")):
+    larger = [rule for rule in reject if rule["over"] != "token"] if narrow else []
+    for rule in larger:
+        if draw(st.booleans()):
+            rule["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
+    if narrow and (
+        any(rule.get("aggregate") != "valid" for rule in larger)
+        or (weight is not None and weight["level"] != "token")
+    ):
         config["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
-    if reject and not masks and not zeroes and config.get("aggregate") != "kept":
+    kept = {config.get("aggregate"), *(rule.get("aggregate") for rule in reject)}
+    if reject and not masks and not zeroes and "kept" not in kept:
         config["on_all_rejected"] = draw(st.sampled_from(["skip", "keep"]))
     return config
 

@@ -29,9 +29,9 @@ class Sample:
     proximal: Sequence[float]
     behavior: Sequence[float]
     mask: Sequence[bool]
-    pools: dict[str, list[bool]] = field(
-        default_factory=dict
-    )  # by unit, the tokens that add up in it; else all
+    # By unit, the tokens that smaller units leave; where `aggregate`, or a rule's own, is kept, they alone add up.
+    pools: dict[str, list[bool]] = field(default_factory=dict)
+    aggregate: str = "valid"
     numerator: Sequence[float] | None = None
 
     @property
@@ -124,16 +124,18 @@ UNITS = {"token": "token", "segment": "segment", "segment_geometric": "segment",
          "geometric": "sequence"}  # fmt: skip
 
 
-def members(sample: Sample, t: int, unit: str) -> list[int]:
+def members(sample: Sample, t: int, unit: str, aggregate: str | None = None) -> list[int]:
     """The tokens of the unit that t belongs to, that add up in it."""
     every = {"token": lambda: [t], "segment": lambda: sample.run(t), "sequence": lambda: sample.valid}[unit]()
-    return [i for i in every if unit not in sample.pools or sample.pools[unit][i]]
+    pool = sample.pools.get(unit) if (aggregate or sample.aggregate) == "kept" else None
+    return [i for i in every if pool is None or pool[i]]
 
 
 def pooled(sample: Sample, config: dict) -> Sample:
     """With `aggregate: kept` a unit adds up what smaller units leave."""
-    if config.get("aggregate") != "kept":
+    if "kept" not in {config.get("aggregate"), *(rule.get("aggregate") for rule in config.get("reject", []))}:
         return sample
+    sample = replace(sample, aggregate=config.get("aggregate", "valid"))
     for unit, smaller in (("segment", ("token",)), ("sequence", ("token", "segment"))):
         weight = config.get("weight")
         part = {"reject": [rule for rule in config["reject"] if unit_of(rule) in smaller],
@@ -221,7 +223,7 @@ def unit_of(rule: dict) -> str:
 
 def statistic(sample: Sample, t: int, rule: dict) -> float:
     """What a rule looks at for token t; NaN where a non-finite log-prob enters it."""
-    unit = members(sample, t, unit_of(rule))
+    unit = members(sample, t, unit_of(rule), rule.get("aggregate"))
     if not unit or not set(unit) <= set(sample.usable):
         return math.nan
     terms = [token_statistic(sample, i, rule.get("statistic", "ratio")) for i in unit]

@@ -31,7 +31,7 @@ def step_metrics(
     if config.get("weight"):
         found |= of_bounds(step, config["weight"])
     for i, rule in enumerate(config.get("reject", []), 1):
-        if rule.get("over") == "token" or config.get("aggregate") != "kept":
+        if rule.get("over") == "token" or (rule.get("aggregate") or config.get("aggregate")) != "kept":
             of_this, size = of_rule(step, rule)
             found |= {f"rule_{i}_{name}": value for name, value in of_this.items()}
             step.sizes |= {f"rule_{i}_{name}": size for name in of_this}

@@ -112,6 +112,19 @@ def test_comments_stand_beside_their_settings():
             "prod r = product over the tokens that every rule over tokens keeps, n of them",
         ),
         (
+            {"weight": None, "aggregate": "kept",
+             "reject": [{"over": "token", "upper": 2}, {"over": "max", "upper": 9, "aggregate": "valid"},
+                        {"over": "mean", "upper": 2}]},
+            "reject: sequences with a token whose ratio is above 9, dropped tokens included",
+            "keep_t = mask_t and r_t <= 2 and max_t r_t <= 9 (over all valid tokens) and (prod r)^(1/n) <= 2",
+        ),
+        (
+            {"weight": None, "reject": [{"over": "token", "upper": 2},
+                                        {"over": "mean", "upper": 2, "aggregate": "kept"}]},
+            "reject: sequences whose geometric mean ratio is above 2, tokens that a rule has dropped left out",
+            "keep_t = mask_t and r_t <= 2 and (prod r)^(1/n) <= 2 (over the tokens that every rule over tokens keeps)",
+        ),
+        (
             {"weight": {"bound": "none"}, "objective": {"surrogate": "reinforce", "old": "behavior"}},
             "objective: REINFORCE, -A log pi_theta, with the weight as a constant factor; weight and rules look at "
             "pi_theta / mu too (bypass)",

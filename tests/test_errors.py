@@ -55,6 +55,16 @@ NESTED = [
     ({"weight": {}, "reject": [{"over": "token"}]},
      r"mis\.reject\[0\]\.lower and mis\.reject\[0\]\.upper are both unset"),
     ({"weight": {"normalize": {"over": "kept"}}}, r"mis\.weight\.normalize\.over: kept has no effect"),
+    ({"weight": None, "reject": [{"over": "token", "upper": 2, "aggregate": "kept"}]},
+     r"mis\.reject\[0\]\.aggregate: kept has no effect with mis\.reject\[0\]\.over: token"),
+    ({"weight": None, "reject": [{"over": "max", "upper": 2, "aggregate": "kept"}]},
+     r"mis\.reject: aggregate: kept has no effect without a rule or mask bound on tokens"),
+    ({"weight": None, "reject": [{"over": "token", "upper": 2}, {"over": "max", "upper": 9, "aggregate": "valid"}],
+      "aggregate": "kept"}, r"mis\.aggregate: kept has no effect without a rule or mask bound on tokens and one on"),
+    ({"weight": None, "reject": [{"over": "token", "upper": 2}, {"over": "mean", "upper": 9, "aggregate": "kept"}],
+      "on_all_rejected": "keep"}, r"mis\.on_all_rejected: keep has nothing to add up"),
+    ({"weight": None, "reject": [{"over": "mean", "upper": 9, "aggregate": "all"}]},
+     r"mis\.reject\[0\]\.aggregate: got 'all'; choose one of valid, kept"),
     ({"reject": [{"over": "min", "lower": 1e-4}]}, r"mis\.weight: missing beside mis\.reject"),
 ]  # fmt: skip
 

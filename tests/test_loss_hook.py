@@ -473,14 +473,16 @@ def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "test_loss_hook", sys.modules[__name__])
     for objective in ({}, {"ratio": "sequence"}):
         config = RULES | {"objective": objective}
-        kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
+        kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
         plain = call(step, config, calculate_per_token_loss=True, **kl)
         reduced = call(
             step, config, custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=True, **kl
         )
         assert_close(reduced.metrics["pg_loss"], plain.metrics["pg_loss"] / 50)
-        assert torch.equal(reduced.metrics["kl_loss"], plain.metrics["kl_loss"])
-        assert_close(reduced.loss, reduced.metrics["pg_loss"] + 0.3 * reduced.metrics["kl_loss"])
+        for name in ("kl_loss", "entropy_loss"):
+            assert torch.equal(reduced.metrics[name], plain.metrics[name]) and plain.metrics[name] != 0
+        rest = 0.3 * reduced.metrics["kl_loss"] - 0.01 * reduced.metrics["entropy_loss"]
+        assert_close(reduced.loss, reduced.metrics["pg_loss"] + rest)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -535,6 +537,14 @@ def test_names_depend_on_the_config_alone(config: dict):
     assert bool(ours) == (config.get("metrics") != "none")
 
 
+def test_core_has_no_metric_of_its_own():
+    """One that costs sums over sequences: `core` and `none` leave it out."""
+    reported = {
+        x: "ess_ratio" in call(random_step(6), {"metrics": x}).metrics for x in ("full", "core", "none")
+    }
+    assert reported == {"full": True, "core": False, "none": False}
+
+
 def masked_out(step: Step) -> Step:
     empty = [dataclasses.replace(x, mask=[False] * len(x.mask)) for x in step.responses]
     return Step(empty, step.behavior)
@@ -561,6 +571,10 @@ def test_rejected_tokens_leave_metrics_of_the_host_and_stay_in_ours():
     found, plain = call(step, everything).metrics, call(step, {}).metrics
     theirs = ("ppo_kl", "pg_clipfrac", "train_rollout_kl", "train_rollout_logprob_abs_diff")
     assert all(found[name] == 0 and plain[name] != 0 for name in theirs)
+    nothing = {"weight": None, "reject": [{"over": "max", "upper": 1e6}]}
+    for name, settings in (("ois", {}), ("opsm_clipfrac", {"opsm": {"delta": 0.05}})):
+        both = [call(step, config | settings).metrics[name] for config in (everything, nothing)]
+        assert torch.equal(*both) and both[0] > 0
     assert found["mis_kept_fraction"] == 0 and torch.equal(found["mis_k3_kl"], plain["mis_k3_kl"])
 
 
@@ -698,6 +712,18 @@ def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch):
     assert 0 < kept < valid
     for name, count in (("loss_original_denominator", valid), ("loss_kept_denominator", kept)):
         assert_close(torch.tensor(logged[0][name] * count), torch.tensor(total).double())
+
+
+def test_the_uncorrected_loss_is_that_of_the_objective(monkeypatch: pytest.MonkeyPatch):
+    """In bypass it compares pi_theta with mu; where nothing is corrected it is the loss."""
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    step = random_step(5)
+    mis.report_step(flags(), 0, 0)
+    found = call(step, {"objective": {"old": "behavior"}, "metrics": "all"}, calculate_per_token_loss=True)
+    mis.report_step(flags(), 0, 1)
+    valid = sum(sum(x.mask) for x in step.responses)
+    assert_close(torch.tensor(logged[0]["loss_uncorrected"] * valid), found.metrics["pg_loss"].double())
 
 
 def test_keep_gives_back_what_rules_and_opsm_took_together():

@@ -23,7 +23,17 @@ from torch import Tensor
 from mis_plugins.config import ObjectiveConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.layout import whole, zigzag
-from mis_plugins.objective import ESTIMATORS, TERMS, Clip, PolicyTerm, kl_term, policy_term, target_log_ratio
+from mis_plugins.objective import (
+    ESTIMATORS,
+    TERMS,
+    Clip,
+    PolicyTerm,
+    cispo_surrogate,
+    held_back,
+    kl_term,
+    policy_term,
+    target_log_ratio,
+)
 from mis_plugins.ragged import Ragged, Ranks
 
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
@@ -133,6 +143,26 @@ def test_fraction_and_log_ratio(spec: Spec):
             assert bool(clipped[t]) == loss_oracle.held_back(x, t, spec)
             assert abs(log_ratio[t] - loss_oracle.unit_log_ratio(x, t, spec)) <= atol
     assert bool(term.clipped.any()) == (spec.surrogate != "reinforce")
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_only_the_target_learns(terms: tuple[str, str]):
+    """Advantages and factor are constants, whoever hands them over; CISPO's ratio is one too."""
+    batch = random_responses(3)
+    rows = {name: flat(batch, name).requires_grad_() for name in ("target", "advantages", "factor")}
+    loss = term_of(batch, Spec(*terms), **rows).loss
+    target, advantages, factor = rows.values()
+    found = torch.autograd.grad(loss.sum(), (target, advantages, factor), allow_unused=True)
+    assert [gradient is None for gradient in found] == [False, True, True]
+    ratio = torch.ones(2, requires_grad=True)
+    assert not cispo_surrogate(ratio, torch.ones(2), torch.ones(2), Clip(0.2, 0.28)).requires_grad
+
+
+def test_without_an_advantage_nothing_is_held_back():
+    """The clip takes a gradient only where A has one."""
+    ratio = torch.tensor([0.1, 9.0])
+    for advantage, expected in ((0.0, [0, 0]), (1.0, [0, 1]), (-1.0, [1, 0])):
+        assert held_back(ratio, torch.full((2,), advantage), Clip(0.2, 0.28)).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", KL_TYPES)

@@ -84,9 +84,9 @@ def test_strictly_above_delta():
         rows = [-2.0, -1.0], [-2.0, -1.0], [-2.0 + gap, -1.0 + gap]
         return Response(*rows, [advantage] * 2, [1.0] * 2, [True] * 2)
 
-    config = OpsmConfig(0.125)
     batch = [one(0.125, -1.0), one(0.125 + GRID, -1.0), one(9.0, 1.0), one(9.0, 0.0), one(-9.0, -1.0)]
-    assert kept(batch, config) == [[True] * 2, [False] * 2, [True] * 2, [True] * 2, [True] * 2]
+    for config in (OpsmConfig(0.125, "token"), OpsmConfig(0.125, "sequence")):
+        assert kept(batch, config) == [[True] * 2, [False] * 2, [True] * 2, [True] * 2, [True] * 2]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -151,6 +151,13 @@ def test_nothing_under_the_mask_counts(value: float):
             clean = on_policy(target, reference, advantages, ragged, config)
             rows = [x.masked_fill(hidden, value) for x in (target, reference, advantages)]
             assert torch.equal(on_policy(rows[0], rows[1], rows[2], ragged, config), clean)
+
+
+def test_means_over_the_valid_tokens():
+    ragged = whole([3, 1]).place(torch.tensor([True, True, False, False]), Ranks()).ragged
+    target, reference = torch.tensor([-2.0, -1.0, -9.0, -9.0]), torch.tensor([-1.5, -0.75, 0.0, 0.0])
+    means = sequence_means(target, reference, torch.tensor([1.0, 2.0, 99.0, 99.0]), ragged)
+    assert [mean.tolist() for mean in means] == [[0.375, 0.0], [1.5, 0.0]]
 
 
 def test_no_gradient():

@@ -295,10 +295,10 @@ def test_skyrl_narrowed_mask_differs():
     assert ours(batch, mapping | {"aggregate": "valid"}).keep.tolist() == [False, False]
 
 
-def test_skyrl_outlier_behind_token_mask_differs():
-    """D16. SkyRL looks for outliers before its token mask; of `aggregate: kept` all statistics come after it.
+def test_skyrl_outlier_before_token_mask_differs():
+    """D16. SkyRL looks for outliers before its token mask and at sequences after it: a rule's own `aggregate`.
 
-    With a token mask, a sequence mask and an outlier in one config ours keeps the other tokens of the sequence.
+    With one `aggregate` for all rules ours would drop the outlier's token alone, and keep its sequence.
     """
     batch = fixed_rows([[0.0, 5.0]])
     settings = skyrl.settings(
@@ -306,7 +306,10 @@ def test_skyrl_outlier_behind_token_mask_differs():
         outlier_token_is_threshold_high=100.0,
     )  # fmt: skip
     assert skyrl.correction(batch, settings)[1].tolist() == [[0, 0]]
-    assert ours(batch, skyrl.mapping_of(settings)).keep.tolist() == [True, False]
+    mapping = skyrl.mapping_of(settings)
+    assert ours(batch, mapping).keep.tolist() == [False, False]
+    alike = [{k: v for k, v in rule.items() if k != "aggregate"} for rule in mapping["reject"]]
+    assert ours(batch, mapping | {"reject": alike}).keep.tolist() == [True, False]
 
 
 def test_saturation_differs():

@@ -432,9 +432,8 @@ def skyrl_settings(draw: Callable) -> dict:
             "token_mask_is_threshold_low": draw(st.floats(0.3, 0.95)),
             "token_mask_is_threshold_high": 1.1,
         }
-    if not skyrl.narrows(skyrl.settings(**keys)):  # see `test_skyrl_outlier_behind_token_mask_differs`
-        keys["outlier_token_is_threshold_low"] = draw(st.none() | st.floats(0.3, 0.9))
-        keys["outlier_token_is_threshold_high"] = draw(st.none() | st.floats(1.1, 3.0))
+    keys["outlier_token_is_threshold_low"] = draw(st.none() | st.floats(0.3, 0.9))
+    keys["outlier_token_is_threshold_high"] = draw(st.none() | st.floats(1.1, 3.0))
     return keys
 
 

@@ -55,16 +55,19 @@ def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | Non
 
 
 def mapping_of(config: SimpleNamespace) -> dict:
-    """Our words for the chain: outliers, tokens, weights, sequences."""
-    c, weight = config, None
+    """Our words for the chain: outliers, tokens, weights, sequences.
+
+    Of its statistics, outliers alone are those of before the token mask.
+    """
+    c, weight, before = config, None, {"aggregate": "valid"} if narrows(config) else {}
     if c.tis_ratio_type:
         upper = c.token_tis_ratio_clip_high if c.tis_ratio_type == "token" else c.sequence_tis_ratio_clip_high
         weight = {"level": c.tis_ratio_type, "bound": "truncate", "upper": upper}
     rules = []
     if c.outlier_token_is_threshold_low is not None:
-        rules.append({"over": "min", "lower": c.outlier_token_is_threshold_low})
+        rules.append({"over": "min", "lower": c.outlier_token_is_threshold_low, **before})
     if c.outlier_token_is_threshold_high is not None:
-        rules.append({"over": "max", "upper": c.outlier_token_is_threshold_high})
+        rules.append({"over": "max", "upper": c.outlier_token_is_threshold_high, **before})
     if c.token_mask_is_threshold_low is not None and c.token_mask_is_threshold_high is not None:
         ends = {"lower": c.token_mask_is_threshold_low, "upper": c.token_mask_is_threshold_high}
         rules.append({"over": "token", **ends})
