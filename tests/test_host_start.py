@@ -22,6 +22,7 @@ from true_on_policy.gpu_contract import MODELS, GpuContract, model_contract
 from true_on_policy.hosts import miles_init, start
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=2)
+TIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 HOOKS = {
     "custom_loss_function_path": start.LOSS,
     "custom_megatron_before_train_step_hook_path": start.STEP_HOOK,
@@ -97,9 +98,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bitwise": {"step_hook": "a.b"}}, HostConfigError, "bitwise.step_hook: cannot load 'a.b'"),
     ({"bitwise": {"on_difference": "raise"}, "custom_megatron_before_train_step_hook_path": None},
      HostConfigError, "raise needs --custom-megatron-before-train-step-hook-path true_on_policy.hosts.report_step"),
-    ({"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp",
+    ({"use_tis": True, "custom_tis_function_path": TIS,
       "mis": {"weight": {"lower": 3.0, "upper": 2.0, "bound": "clip"}}}, ConfigError, "mis.weight.lower: 3 is not"),
-    ({"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp",
+    ({"use_tis": True, "custom_tis_function_path": TIS,
       "mis": {"weight": {"upper": 2.0}, "opsm": {"delta": 1e-4}}}, ConfigError, "mis.opsm: the TIS hook does not see"),
     ({"bitwise": {"loss": "mis_plugins.mis.policy_loss"}, "mis": {"wait": 1}}, ConfigError, "mis.wait: unknown key"),
 ]  # fmt: skip
@@ -130,8 +131,17 @@ def test_a_variable_that_does_not_stand(
     assert pins == []
 
 
-def test_a_tis_function_of_others_is_their_own_business(args: Namespace, pins: list[GpuContract]):
-    vars(args).update(use_tis=True, custom_tis_function_path="a.b", mis={"wait": 1})
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"use_tis": True, "custom_tis_function_path": "a.b"},
+        {"use_tis": False, "custom_tis_function_path": TIS},
+    ],
+)
+def test_a_config_that_no_hook_of_ours_reads_is_not_ours_to_check(
+    unread: dict[str, Any], args: Namespace, pins: list[GpuContract]
+):
+    vars(args).update(unread, mis={"wait": 1})
     miles_init(args)
     assert pins == [CONTRACT]
 
