@@ -209,6 +209,12 @@ def test_a_picture_of_nothing_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_a_mismatch_that_is_zero_throughout(tmp_path: Path) -> None:
+    plot_curves({"equal": log(tmp_path / "equal", records(0.8, k3_kl=0.0))}, tmp_path / "curves.png")
+    assert imread(tmp_path / "curves.png").ndim == 3
+
+
 def test_the_live_table_is_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     with LiveTable("uncorrected", total=3, console=Console(file=stream, force_terminal=False)) as table:
