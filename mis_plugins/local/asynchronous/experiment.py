@@ -20,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 import yaml
-from rich.progress import track
 from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.arguments import parse_args
@@ -32,17 +31,10 @@ RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 250 --num-rollout 33 --eval-interval 8 --eval-prompts 256 "
     "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
 ).split()
-LEARNING_RATES = ("3e-5", "1e-4", "3e-4")
 SEEDS = (0, 1, 2)
 BOUND = 8
-STEP_SECONDS = 0.25  # nine tokens take about as long as eight updates on two cores
-ASYNCHRONOUS = (
-    "--async",
-    "--max-head-offpolicyness",
-    str(BOUND),
-    "--rollout-step-seconds",
-    str(STEP_SECONDS),
-)
+# A sequence of nine tokens gets one of each of nine versions, so that all ages up to the bound occur, whatever the timing.
+ASYNCHRONOUS = f"--async --max-head-offpolicyness {BOUND} --rollout-steps-per-update 1".split()
 METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "synchronous": ({"segment_wise": {}}, ()),
     "standard": ({"segment_wise": {"enabled": False}}, ASYNCHRONOUS),
@@ -50,15 +42,27 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 }
 """What stands under `mis:`, and flags."""
 
-SMOKE = "--smoke --advantage-estimator reinforce --reward-shift -1".split()
-"""Failures push: a policy that never succeeds has a gradient too."""
-
-BIAS_ROLLOUTS, SMOKE_ROLLOUTS = 8, 2
-THROUGHPUT_BOUNDS = (0, 2, 8)
-THROUGHPUT_STEPS = (0.0, 0.1)
 THROUGHPUT_ROLLOUTS = 20
 SETTLED = 10
 """Rollouts before throughput is measured: the worker starts, and the first ones begin together."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run. bounds, step_seconds: for throughput, each with each. bias_rollouts: pooled into a gradient."""
+
+    rates: Sequence[str]
+    bounds: Sequence[int]
+    step_seconds: Sequence[float]
+    bias_rollouts: int
+    flags: Sequence[str]
+
+
+FULL = Plan(("3e-5", "1e-4", "3e-4"), (0, 2, 8), (0.0, 0.1), 8, ())
+# Failures push: a policy that never succeeds has a gradient too.
+SMOKE = Plan(
+    ("3e-4",), (0, 2), (0.0,), 2, "--smoke --advantage-estimator reinforce --reward-shift -1".split()
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,9 @@ class Cell:
         return root / f"{self.method}-lr{self.lr}-seed{self.seed}"
 
 
-def cells(seeds: Sequence[int]) -> list[Cell]:
+def cells(plan: Plan, seeds: Sequence[int]) -> list[Cell]:
     """Seed by seed, so that an interrupted experiment holds whole comparisons."""
-    return [Cell(method, lr, seed) for seed, lr, method in itertools.product(seeds, LEARNING_RATES, METHODS)]
+    return [Cell(method, lr, seed) for seed, lr, method in itertools.product(seeds, plan.rates, METHODS)]
 
 
 def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: Path, root: Path) -> list[str]:
@@ -98,18 +102,18 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if summary.get("status") == "finished" else None
 
 
-def run_cells(seeds: Sequence[int], root: Path, processes: int, extra: Sequence[str]) -> None:
+def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int) -> None:
     """Every cell that is not finished."""
-    missing = [cell for cell in cells(seeds) if read_summary(cell.folder(root)) is None]
+    missing = [cell for cell in cells(plan, seeds) if read_summary(cell.folder(root)) is None]
     # Forked, so that Megatron is imported once.
-    start_processes(_cell_share, (missing, processes, root, extra), nprocs=processes, start_method="fork")
+    start_processes(_cell_share, (missing, processes, root, plan), nprocs=processes, start_method="fork")
 
 
-def _cell_share(share: int, missing: Sequence[Cell], shares: int, root: Path, extra: Sequence[str]) -> None:
+def _cell_share(share: int, missing: Sequence[Cell], shares: int, root: Path, plan: Plan) -> None:
     for cell in missing[share::shares]:
         config, flags = METHODS[cell.method]
         argv = command_line(config, cell.lr, cell.seed, cell.folder(root), root)
-        _run(parse_args([*argv, *flags, *extra]))
+        _run(parse_args([*argv, *flags, *plan.flags]))
 
 
 def _run(args: Namespace) -> None:
@@ -121,59 +125,51 @@ def _run(args: Namespace) -> None:
     print(args.output, flush=True)
 
 
-def measure_bias(
-    seeds: Sequence[int], root: Path, processes: int, extra: Sequence[str]
-) -> dict[str, list[Any]]:
+def measure_bias(plan: Plan, seeds: Sequence[int], root: Path, processes: int) -> dict[str, list[Any]]:
     """By learning rate, a seed each: `bias.directions` of standard, segment-wise and no weights."""
-    pairs = [(lr, seed) for lr in LEARNING_RATES for seed in seeds]
+    pairs = [(lr, seed) for lr in plan.rates for seed in seeds]
     missing = [pair for pair in pairs if not _directions(root, *pair).is_file()]
-    # Forked, so that Megatron is imported once.
-    start_processes(_bias_share, (missing, processes, root, extra), nprocs=processes, start_method="fork")
-    return {
-        lr: [json.loads(_directions(root, lr, seed).read_text()) for seed in seeds] for lr in LEARNING_RATES
-    }
+    start_processes(_bias_share, (missing, processes, root, plan), nprocs=processes, start_method="fork")
+    return {lr: [json.loads(_directions(root, lr, seed).read_text()) for seed in seeds] for lr in plan.rates}
 
 
 def _directions(root: Path, lr: str, seed: int) -> Path:
     return root / "bias" / f"lr{lr}-seed{seed}" / "directions.json"
 
 
-def _bias_share(
-    share: int, pairs: Sequence[tuple[str, int]], shares: int, root: Path, extra: Sequence[str]
-) -> None:
+def _bias_share(share: int, pairs: Sequence[tuple[str, int]], shares: int, root: Path, plan: Plan) -> None:
     from mis_plugins.local.parallel import launch
 
     for lr, seed in pairs[share::shares]:
         path = _directions(root, lr, seed)
         configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
         methods = {
-            name: parse_args([*command_line(config, lr, seed, path.parent / name, root), *extra])
+            name: parse_args([*command_line(config, lr, seed, path.parent / name, root), *plan.flags])
             for name, config in configs.items()
         }
-        if launch(1, partial(_write_directions, methods, path)):
+        if launch(1, partial(_write_directions, methods, plan.bias_rollouts, path)):
             raise RuntimeError(f"measuring the gradient's direction failed for --lr {lr}, seed {seed}")
 
 
-def _write_directions(methods: Mapping[str, Namespace], path: Path) -> None:
+def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Path) -> None:
     from mis_plugins.local.asynchronous.bias import directions
     from mis_plugins.local.loop import Loop
     from mis_plugins.local.parallel import initialize
 
-    rollouts = SMOKE_ROLLOUTS if methods["standard"].smoke else BIAS_ROLLOUTS
     loop = Loop.start(methods["segment-wise"], initialize(1, 1))
     found = directions(loop, methods, BOUND, rollouts)
     if dist.get_rank() == 0:
         write_json(path, found)
 
 
-def measure_throughput(bound: int, step: float, root: Path, extra: Sequence[str]) -> dict[str, float]:
+def measure_throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
     """Tokens a second of one run, one after the other, and how its time went."""
     folder = root / "throughput" / f"bound{bound}-step{step:g}"
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
     length = ["--num-rollout", str(THROUGHPUT_ROLLOUTS), "--eval-interval", "1000"]
-    argv = command_line({"segment_wise": {}}, LEARNING_RATES[0], 0, folder, root)
+    argv = command_line({"segment_wise": {}}, plan.rates[0], 0, folder, root)
     if read_summary(folder) is None:
-        _run(parse_args([*argv, *flags, *length, *extra]))
+        _run(parse_args([*argv, *flags, *length, *plan.flags]))
     records = MetricsLog(folder / METRICS).read()
     settled = records[SETTLED:] or records
     seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
@@ -190,11 +186,9 @@ def _tokens(record: Mapping[str, Any]) -> float:
     return record["staleness/tokens"]
 
 
-def result(root: Path, seeds: Sequence[int]) -> dict[str, Any]:
+def result(plan: Plan, root: Path, seeds: Sequence[int]) -> dict[str, Any]:
     """What the runs left: weights by age, rewards by trained tokens, the share of recompute."""
-    segment_wise = {
-        lr: [Cell("segment-wise", lr, seed).folder(root) for seed in seeds] for lr in LEARNING_RATES
-    }
+    segment_wise = {lr: [Cell("segment-wise", lr, seed).folder(root) for seed in seeds] for lr in plan.rates}
     return {
         "recipe": " ".join((*RECIPE, *ASYNCHRONOUS)),
         "seeds": list(seeds),
@@ -206,7 +200,7 @@ def result(root: Path, seeds: Sequence[int]) -> dict[str, Any]:
         },
         "rewards": {
             lr: {name: [_rewards(Cell(name, lr, seed).folder(root)) for seed in seeds] for name in METHODS}
-            for lr in LEARNING_RATES
+            for lr in plan.rates
         },
     }
 
@@ -269,20 +263,16 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     options = parser.parse_args()
-    extra = SMOKE if options.smoke else []
-    root = options.runs
+    plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
     # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
     import mis_plugins.local.loop  # noqa: F401
 
-    run_cells(options.seeds, root, options.processes, extra)
-    bias = measure_bias(options.seeds, root, options.processes, extra)
-    settings = list(itertools.product(THROUGHPUT_STEPS, THROUGHPUT_BOUNDS))
-    throughput = [
-        measure_throughput(bound, step, root, extra) for step, bound in track(settings, "throughput")
-    ]
-    rollouts = SMOKE_ROLLOUTS if options.smoke else BIAS_ROLLOUTS
-    measured = {"bias_rollouts": rollouts, "bias": bias, "throughput": throughput}
-    publish({**result(root, options.seeds), **measured}, options.results)
+    run_cells(plan, seeds, root, options.processes)
+    bias = measure_bias(plan, seeds, root, options.processes)
+    settings = itertools.product(plan.step_seconds, plan.bounds)
+    throughput = [measure_throughput(plan, bound, step, root) for step, bound in settings]
+    measured = {"bias_rollouts": plan.bias_rollouts, "bias": bias, "throughput": throughput}
+    publish({**result(plan, root, seeds), **measured}, options.results)
     return 0
 
 
