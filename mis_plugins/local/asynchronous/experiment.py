@@ -33,7 +33,7 @@ RECIPE = (
 ).split()
 SEEDS = (0, 1, 2)
 BOUND = 8
-# A sequence of nine tokens gets one of each of nine versions, so that all ages up to the bound occur, whatever the timing.
+# A sequence of nine tokens gets one of each of nine versions: all ages up to the bound occur, whatever the timing.
 ASYNCHRONOUS = f"--async --max-head-offpolicyness {BOUND} --rollout-steps-per-update 1".split()
 METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "synchronous": ({"segment_wise": {}}, ()),
