@@ -460,9 +460,30 @@ def test_use_opsm_flag_is_the_hosts_own_meaning():
 def twice_the_sum(
     total_lengths: list[int], response_lengths: list[int], masks: list[Tensor], per_token: bool
 ) -> Callable[[Tensor], Tensor]:
-    """A pg-loss reducer: twice the sum, over a constant; it sees the masks of before rejection."""
+    """A pg-loss reducer: twice the sum, over a constant; it sees the masks of before rejection, and the host's flag."""
+    assert per_token
     assert [int(m.sum()) for m in masks] == twice_the_sum.expected  # type: ignore[attr-defined]
     return lambda x: 2 * (x * torch.cat(masks)).sum() / 100
+
+
+def test_entropy_is_computed_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    """With a gradient only where the loss has a term of it; Miles may observe it alone."""
+    asked: list[tuple[bool, bool]] = []
+
+    def helper(*args: Any, **kwargs: Any) -> dict:
+        asked.append((kwargs["with_entropy"], kwargs["entropy_requires_grad"]))
+        return host_helper(*args, **kwargs)
+
+    module = sys.modules["miles.backends.training_utils.loss_hub.logit_processors"]
+    monkeypatch.setattr(module, "get_log_probs_and_entropy", helper)
+    plain, observed, learned = (
+        call(random_step(4), {}, entropy_coef=coefficient, observe_training_entropy=observe)
+        for coefficient, observe in ((0.0, False), (0.0, True), (0.01, False))
+    )
+    assert asked == [(False, False), (True, False), (True, True)]
+    assert_same(plain, observed)
+    assert plain.metrics["entropy_loss"] == 0 != observed.metrics["entropy_loss"]
+    assert_close(learned.loss, plain.loss - 0.01 * observed.metrics["entropy_loss"])
 
 
 def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
