@@ -31,7 +31,7 @@ needs
 
 which reports a step when the next one begins. The last step of a run is reported when its process exits, if that is the
 only rank; with more, call `mis_plugins.mis.report_last_step(args)` on each when training is over. Warnings (everything
-rejected, too little kept, products that saturate; here also log-probs that are scaled) go to the log of one rank.
+rejected, too little kept, products that saturate, log-probs that are scaled) go to the log of one rank.
 
 The `lag_` ones, and those of segment-wise weights, need the version that wrote each token, which the embedded host
 hands on, and Miles and slime do not yet: see [async.md](async.md).

@@ -19,9 +19,12 @@ from mis_plugins import sketch
 from mis_plugins.config import Population, RejectRule, Unit
 from mis_plugins.correction import Correction
 from mis_plugins.rejection import Totals
+from mis_plugins.slope import RELATED_SUMS
 from mis_plugins.step_rows import (
+    TOKEN_SUMS,
     Rows,
     Sequences,
+    TokenRow,
     Tokens,
     multiplies,
     product_sums,
@@ -35,6 +38,10 @@ from mis_plugins.step_rows import (
     unit_rules,
     usable_token_sums,
 )
+
+RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS} | {
+    "usable": lambda t: t.usable
+}
 
 SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio")
 
@@ -138,8 +145,12 @@ def partials(
 
 
 @torch.no_grad()
-def watch(correction: Correction, counts_sequences: bool = True) -> Partials:
-    """The few sums that warnings need, and nothing else: see `partials`."""
+def watch(correction: Correction, counts_sequences: bool = True, relates: bool = False) -> Partials:
+    """The few sums that warnings need, and nothing else: see `partials`.
+
+    Args:
+        relates: whether log pi_old shall be compared with log mu, for `slope.py`: 18 operators more.
+    """
     tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
     one, rejected = torch.ones_like(tokens[0]), correction.all_rejected
     once = [one, one - one if rejected is None else rejected]
@@ -149,6 +160,10 @@ def watch(correction: Correction, counts_sequences: bool = True) -> Partials:
     if multiplies(correction.config) is not None:
         product_names, products = _products(correction)
         names, sums = names + product_names, torch.cat([sums, products if counts_sequences else 0 * products])
+    if relates:
+        tokens_of = Tokens(correction)
+        row_names, rows = _summed(iter([(name, RELATED[name](tokens_of)) for name in RELATED]))
+        names, sums = names + row_names, torch.cat([sums, rows])
     none = sums.new_zeros(0, 0)
     return Partials(tuple(names), (), sums, sums[:0], none.long(), none, none)
 

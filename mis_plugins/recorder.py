@@ -42,6 +42,9 @@ from mis_plugins.staleness import weight_metrics, weights_by_age
 from mis_plugins.step_metrics import finalize
 from mis_plugins.transfer import Arrival, to_host
 
+# Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which the
+# sums are dear, the first one of every tenth rollout. Which step that is, every rank knows, one that joins late too.
+ROLLOUTS_BETWEEN = 10
 HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 logger = logging.getLogger("mis_plugins")
@@ -159,8 +162,10 @@ class Recorder:
             loss = None if pg_loss is None else pg_loss.detach()
             lags = None if written is None else written.lags
             self._add(Recorded(config, ranks, partials(correction, loss, lags, counts_sequences=first), ages))
-        elif config.corrects or config.opsm:
-            self._add(Recorded(config, ranks, watch(correction, counts_sequences=first), ages))
+            return
+        relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
+        if relates or config.corrects or config.opsm:
+            self._add(Recorded(config, ranks, watch(correction, first, relates), ages))
         if self.step is None:
             self._poll()
 
@@ -265,6 +270,10 @@ def _ages(
     applied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask
     return weights_by_age(numerator, scored.proximal, scored.behavior, written, mask, applied)
+
+
+def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
+    return step_id == 0 and rollout_id % ROLLOUTS_BETWEEN == 0
 
 
 def _check_without_hook(config: CorrectionConfig) -> None:

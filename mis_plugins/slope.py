@@ -106,8 +106,13 @@ class Relation:
         return math.sqrt(self.slope * self.inverse)
 
 
+RELATED_SUMS = (
+    "behavior", "proximal", "behavior_squared", "proximal_squared", "log_prob_product", "ratio", "ratio_squared"
+)  # fmt: skip
+
+
 def relation(sums: Mapping[str, float]) -> Relation | None:
-    """From the sums of `partials.py`; None where log-probs do not vary."""
+    """From `RELATED_SUMS`, over as many tokens as "usable" says; None where log-probs do not vary."""
     n = sums["usable"]
     if n < 3:
         return None

@@ -191,15 +191,22 @@ def test_what_is_not_multiplied_is_not_told(caplog: pytest.LogCaptureFixture, we
     assert said(caplog, "multiplied") == 0
 
 
-def test_scaled_log_probs_are_told_once(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(("metrics", "started", "times"), [("all", (3, 1), 1), ("full", (10, 0), 1),
+                                                           ("full", (10, 1), 0), ("full", (3, 0), 0),
+                                                           ("core", (10, 0), 0)])  # fmt: skip
+@pytest.mark.parametrize("weight", [{"upper": 2.0}, None])
+def test_scaled_log_probs_are_told_once(
+    caplog: pytest.LogCaptureFixture, weight: dict | None, metrics: str, started: tuple[int, int], times: int
+):
+    """Under `all` at any step, under `full` at the first of every tenth rollout, be it corrected or only watched."""
     proximal, behavior = simulation.simulate("mixed", simulation.Error(temperature=0.8), 10000)
     batch = Batch([proximal], [behavior], [torch.ones(10000, dtype=torch.int32)], [1])
     recorder = Recorder()
-    for step in range(2):
-        recorder.report(ARGS, 0, step)
-        recorder.record(corrected(batch, from_mapping(EVERYTHING)))
+    for _ in range(2):
+        recorder.report(ARGS, *started)
+        recorder.record(corrected(batch, from_mapping({"weight": weight, "metrics": metrics})))
     recorder.flush(ARGS)
-    assert said(caplog, "the rollout engine's log-probs alone were divided by a temperature of 0.9") == 1
+    assert said(caplog, "the rollout engine's log-probs alone were divided by a temperature of 0.9") == times
 
 
 # --------------------------------------------------------------------------------------------------- circuit breaker
@@ -279,12 +286,14 @@ def test_operators_do_not_grow_with_the_sequences_and_none_waits(name: str):
         c = micro_batch([[1.0, 1.5, 0.7]] * sequences, CONFIGS[name])
         loss, lags = torch.ones(3 * sequences), torch.zeros(3 * sequences, dtype=torch.long)
         c.keep  # noqa: B018  (the hook has made it already)
-        found = tallies.tally(partial(partials, c, loss, lags)), tallies.tally(partial(watch, c))
+        asked = partial(partials, c, loss, lags), partial(watch, c), partial(watch, c, relates=True)
+        found = list(map(tallies.tally, asked))
         assert not any(tally.waits or tally.copies or tally.collectives for tally in found)
         counts.append([tally.operators for tally in found])
     assert counts[0] == counts[1]
     assert counts[0][0] <= 275, "of the 600 of metrics: all, the rest being the hook's own"
-    assert counts[0][1] <= 25, "beside the 268 of metrics: full"
+    assert counts[0][1] <= 10, "beside those of metrics: full"
+    assert counts[0][2] <= 28, "the same, in one step of ten rollouts"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
