@@ -42,8 +42,8 @@ from mis_plugins.staleness import weight_metrics, weights_by_age
 from mis_plugins.step_metrics import finalize
 from mis_plugins.transfer import Arrival, to_host
 
-# Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which the
-# sums are dear, the first one of every tenth rollout. Which step that is, every rank knows, one that joins late too.
+# Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which
+# the sums are dear, the first one of every tenth rollout. Which that is, every rank knows, one that joins late too.
 ROLLOUTS_BETWEEN = 10
 HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
