@@ -425,6 +425,15 @@ def test_what_does_not_fit_is_named():
         InputError, match=r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"
     ):
         drive(flags(), batch, logits)
+    batch = random_step(0).batch()
+    batch["ref_log_probs"] = batch["ref_log_probs"][::-1]  # as many tokens in all
+    with pytest.raises(InputError, match=r"ref_log_probs: \[6, 4, 9, 5, 1, 7\] tokens a sequence"):
+        drive(flags(use_kl_loss=True, kl_loss_type="k1", kl_loss_coef=0.1), batch, logits)
+
+
+def test_bypass_asks_for_no_log_probs_of_the_proximal_policy():
+    bypass: dict[str, Any] = {"use_rollout_logprobs": True}
+    assert_same(call(random_step(0), {}, without=["log_probs"], **bypass), call(random_step(0), {}, **bypass))
 
 
 def test_an_unknown_host_is_named():

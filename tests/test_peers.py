@@ -38,6 +38,8 @@ from mis_plugins.correction import Correction
 from mis_plugins.objective import Clip, kl_term, target_log_ratio
 from mis_plugins.opsm import on_policy
 from mis_plugins.peer_names import OTHERWISE, PEERS
+from mis_plugins.reading import from_mapping
+from mis_plugins.translate.verl import translate
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
 few = settings(max_examples=40)  # for a test that is one of many alike
@@ -109,6 +111,17 @@ def test_verl_preset(name: str, batch: Rows):
     correction = weighs_something(batch, preset(verl.file_of(name)), proximal)
     weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
     assert_same_weights(batch, correction, weights, mask)
+
+
+@pytest.mark.parametrize("name", ["algorithm/rollout_correction.yaml", "_generated_ppo_trainer.yaml"])
+def test_verl_files_of_its_own_are_translated(name: str):
+    """As they lie in the package, where they correct nothing, and with what a command line sets in them."""
+    text = (verl.folder() / name).read_text()
+    assert dict(translate(text).mis) == {"metrics": "full"}
+    asked = {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+    overrides = [f"algorithm.rollout_correction.{key}={value}" for key, value in asked.items()]
+    found = from_mapping(dict(translate(text, overrides).mis))
+    assert found == from_mapping(preset("verl-decoupled-geo-rs-token-tis") | {"metrics": "full"})
 
 
 @given(batch=rows(dead=True), chosen=verl_settings())

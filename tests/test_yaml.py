@@ -246,6 +246,22 @@ def test_readme_names_presets_that_are_there():
         assert any(file.match(f"{name}.yaml") for file in FILES), name
 
 
+def test_every_row_of_the_readme_names_the_tests_that_show_it():
+    readme = README.partition("| algorithm | formula | presets |")[2].partition("\n\n")[0]
+    rows = {cells(line)[0] for line in readme.splitlines()[2:]}
+    table = PRESETS_DOC.partition("| row | shown by |")[2].partition("\n\n")[0]
+    shown = dict(cells(line) for line in table.splitlines()[2:])
+    assert shown.keys() == rows
+    there = {
+        name for file in Path(__file__).parent.glob("test_*.py") for name in DEFINED.findall(file.read_text())
+    }
+    for row, tests in shown.items():
+        assert set(WORD_OF_TEST.findall(tests)) <= there and "`" in tests, row
+
+
+DEFINED, WORD_OF_TEST = re.compile(r"^def (test_\w+)", re.MULTILINE), re.compile(r"`(test_\w+)`")
+
+
 def test_readme_shows_every_setting():
     """The block under "In full" is read as it stands, holds the defaults, and names every key and every choice."""
     block = README.partition("In full, with the defaults:\n\n```yaml\n")[2].partition("```")[0]

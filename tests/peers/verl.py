@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -39,6 +40,11 @@ class Settings(dict):
     """A config that is read both as `config.key` and as `config.get(key)`."""
 
     __getattr__ = dict.__getitem__
+
+
+def folder() -> Path:
+    """Of its yaml."""
+    return Path(load(PEERS["config"]).__file__ or "").parent
 
 
 def preset_names() -> list[str]:
