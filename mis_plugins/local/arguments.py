@@ -289,6 +289,8 @@ def build_parser() -> argparse.ArgumentParser:
         _add_asynchronous,
         _add_correction,
         _add_loss,
+        _add_advantage,
+        _add_clip,
         _add_kl,
         _add_optimizer,
         _add_ranks,
@@ -526,6 +528,13 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
         "loss of every token",
     )
     group.add_argument(
+        "--calculate-per-token-loss", action="store_true", help="average over tokens, not over samples"
+    )
+
+
+def _add_advantage(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("advantage")
+    group.add_argument(
         "--advantage-estimator",
         choices=("grpo", "reinforce"),
         default="grpo",
@@ -542,12 +551,13 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="reinforce: -1 punishes failures and leaves successes alone (default: %(default)s)",
     )
+
+
+def _add_clip(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("clip")
     group.add_argument("--eps-clip", type=float, default=0.2, help="PPO clip (default: %(default)s)")
     group.add_argument("--eps-clip-high", type=float, help="upper PPO clip (default: --eps-clip)")
     group.add_argument("--eps-clip-c", type=float, metavar="C", help="dual clip: at most -C A where A < 0")
-    group.add_argument(
-        "--calculate-per-token-loss", action="store_true", help="average over tokens, not over samples"
-    )
 
 
 def _add_kl(parser: argparse.ArgumentParser) -> None:
