@@ -158,6 +158,14 @@ def test_only_the_target_learns(terms: tuple[str, str]):
     assert not cispo_surrogate(ratio, torch.ones(2), torch.ones(2), Clip(0.2, 0.28)).requires_grad
 
 
+@pytest.mark.parametrize("terms", TERMS)
+def test_masked_tokens_have_no_loss(terms: tuple[str, str]):
+    """By themselves, whatever the host's average does with them."""
+    batch = random_responses(3)
+    loss, mask = term_of(batch, Spec(*terms)).loss, flat(batch, "mask").bool()
+    assert not loss[~mask].any() and loss[mask].any() and not mask.all()
+
+
 def test_without_an_advantage_nothing_is_held_back():
     """The clip takes a gradient only where A has one."""
     ratio = torch.tensor([0.1, 9.0])
