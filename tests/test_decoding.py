@@ -79,7 +79,8 @@ def test_every_token_is_drawn_by_the_weights_of_its_step(keep_cache: bool) -> No
 def test_a_cache_made_anew_is_what_a_resumed_response_makes() -> None:
     """`retract` and `abort` differ in who keeps the tokens meanwhile, not in a bit of what comes of them."""
     retracted, aborted = begun(OLD), begun(OLD)
-    drawn(retracted, 4), drawn(aborted, 4)
+    drawn(retracted, 4)
+    drawn(aborted, 4)
     by_cache = drawn(retracted.go_on(NEW.decoder, keep_cache=False))
     assert by_cache == drawn(NEW.begin(aborted.unfinished, FREE))
 

@@ -106,7 +106,3 @@ class Decoding:
         self._decoder = decoder
         self.stale_cache = self.stale_cache or self._cache.used > 0
         return self
-
-    def drop(self, numbers: set[int]) -> None:
-        """End these responses here."""
-        self._alive &= torch.tensor([one.number not in numbers for one in self._responses])
