@@ -37,8 +37,14 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     ]
     return torch.cat(parts)
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=None, causal=False, num_splits=0):
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False, num_splits=0
+):
     calls.append(num_splits)
+    if k is not None:
+        for row, n in enumerate(cache_seqlens):
+            k_cache[row, n : n + k.shape[1]], v_cache[row, n : n + v.shape[1]] = k[row], v[row]
+        cache_seqlens = cache_seqlens + k.shape[1]
     rows = zip(q, k_cache, v_cache, cache_seqlens, strict=True)
     out = [_attend(query, k[:n], v[:n], causal, num_splits) for query, k, v, n in rows]
     return torch.stack(out), None

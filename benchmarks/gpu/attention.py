@@ -1,0 +1,95 @@
+"""Is a token that decodes from a cache, to which it is appended, the token that was prefilled? FA3's own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.machine import Cuda
+from gpu.plan import CONTRACT, Plan
+from gpu.results import Result
+from true_on_policy.bitwise import first_mismatch
+from true_on_policy.errors import NotSeenError
+from true_on_policy.gpu_probes import drawing, mixed_failures
+from true_on_policy.kernels import flash_attention, gpu
+
+SPLITS = {"FA3 chooses the splits": 0, "one split": 1}
+
+
+def attention(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    library = flash_attention_3()
+    rows = [row for splits in SPLITS.items() for row in _appended(plan, machine, library, *splits)]
+    demanded = [row for row in rows if row[0] == "one split"]
+    yield Result(
+        "FlashAttention-3: appended and decoded, against prefilled",
+        ("splits", "heads, groups, width", "sequences x tokens", "values", "different", "first difference"),
+        tuple(rows),
+        all(row[4] == 0 for row in demanded),
+        "Demanded of one split alone.",
+    )
+    found = list(mixed_failures(CONTRACT.dtype, gpu.shapes(CONTRACT), machine.device, library))
+    yield Result(
+        "FlashAttention-3: one that decodes beside one that prefills, in one call",
+        ("company", "first difference"),
+        tuple((failure.company, str(failure.mismatch)) for failure in found) or (("all equal", ""),),
+        note="A finding, no demand: engines that mix the two in one batch are to know.",
+    )
+
+
+def flash_attention_3() -> ModuleType:
+    """Raises: NotSeenError: none is installed."""
+    name = flash_attention.interface()
+    if name is None:
+        raise NotSeenError("not seen: no FlashAttention-3 is installed")
+    return import_module(name)
+
+
+@torch.no_grad()
+def _appended(
+    plan: Plan, machine: Cuda, library: ModuleType, name: str, splits: int
+) -> Iterator[tuple[Any, ...]]:
+    count, length = plan.append
+    draw = drawing(CONTRACT.dtype, machine.device)
+    for heads, groups, width in gpu.shapes(CONTRACT).attention:
+        query, key, value = (draw(count, length, each, width) for each in (heads, groups, groups))
+        prefilled = prefill(library, query, key, value)
+        decoded = torch.cat(list(_decode(library, query, key, value, splits)), 1)
+        mismatch = first_mismatch(decoded, prefilled)
+        yield (
+            *(name, f"{heads}, {groups}, {width}", f"{count} x {length}", prefilled.numel()),
+            *(mismatch.count if mismatch else 0, str(mismatch or "")),
+        )
+
+
+def prefill(library: ModuleType, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention over B packed sequences of one length: [B, T, H, D] each."""
+    count, length = query.shape[:2]
+    starts = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device)
+    packed = (x.flatten(0, 1).contiguous() for x in (query, key, value))
+    out = library.flash_attn_varlen_func(*packed, starts, starts, length, length, causal=True)
+    return output(out).unflatten(0, (count, length))
+
+
+def _decode(library: ModuleType, query: Tensor, key: Tensor, value: Tensor, splits: int) -> Iterator[Tensor]:
+    """Token after token; each call writes the key and the value of its token into the cache."""
+    keys, values = torch.zeros_like(key), torch.zeros_like(value)
+    for t in range(query.shape[1]):
+        now = slice(t, t + 1)
+        seen = torch.full((len(query),), t, dtype=torch.int32, device=query.device)
+        out = library.flash_attn_with_kvcache(
+            *(query[:, now], keys, values),
+            **{"k": key[:, now], "v": value[:, now], "cache_seqlens": seen},
+            causal=True,
+            num_splits=splits,
+        )
+        yield output(out)
+
+
+def output(result: Any) -> Tensor:
+    """Builds differ in whether the logsumexp comes along."""
+    return result[0] if isinstance(result, tuple) else result

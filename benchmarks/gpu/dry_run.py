@@ -1,0 +1,91 @@
+"""The same session on a CPU, at tiny sizes: every line runs, kernels and clocks are swapped. No figure means anything.
+
+Triton's kernels are interpreted; FlashAttention-3 and DeepGEMM are the tests' stand-ins. Waits are those that operators
+would make on CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from tallies import Tallying, peak_bytes
+
+from gpu.machine import Call, Cuda
+from gpu.plan import TINY
+from true_on_policy.gpu_contract import GpuContract
+from true_on_policy.kernels.provider import Undo
+
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+DEVICE = torch.device("cpu")
+SHORTER = {"SIZES": (1, 40), "LENGTHS": (1, 3), "POSITIONS": (0, 2), "FEW": (1, 2)}
+
+
+class Cpu:
+    """Cuda's part; what it says of a clock is the host's."""
+
+    device = DEVICE
+
+    def name(self) -> str:
+        return "none: a dry run"
+
+    def milliseconds(self, call: Call, at_least: float = 100) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    def peak_bytes(self, call: Call) -> int:
+        return peak_bytes(call)
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        with Tallying() as counting:
+            yield
+        if counting.tally.waits:
+            raise RuntimeError(f"operators that wait on CUDA: {', '.join(counting.tally.waits)}")
+
+
+@contextmanager
+def swapped() -> Iterator[Cuda]:
+    """The machine; kernels are the stand-ins, and the contract's model is tiny, until the end."""
+    sys.path.append(str(TESTS))
+    import triton_interpreter
+    from stand_ins import FLASH_ATTENTION, deep_gemm_source
+
+    from true_on_policy import gpu_probes
+    from true_on_policy.kernels import deep_gemm, flash_attention, gpu, megatron
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for name, source in {"fa3_fwd_interface": FLASH_ATTENTION, "deep_gemm": deep_gemm_source()}.items():
+            Path(folder, f"{name}.py").write_text(source, encoding="utf-8")
+        sys.path.insert(0, folder)
+        for module in (megatron, flash_attention, deep_gemm, gpu):
+            stack.enter_context(mock.patch.object(module, "device", lambda: DEVICE))
+        for name, value in SHORTER.items():
+            stack.enter_context(mock.patch.object(gpu_probes, name, value))
+        stack.enter_context(mock.patch.object(gpu, "PROBED", TINY.size))
+        interpreted = _interpreted(megatron.pin, triton_interpreter.on_cpu)
+        stack.enter_context(mock.patch.object(megatron, "pin", interpreted))
+        yield cast(Cuda, Cpu())
+
+
+def _interpreted(
+    pin: Callable[[GpuContract], Undo], on_cpu: Callable[[], Any]
+) -> Callable[[GpuContract], Undo]:
+    """The same pin; while it stands, Triton is interpreted and tensors say that they lie on a GPU, and no longer."""
+
+    def interpreted(contract: GpuContract) -> Undo:
+        with ExitStack() as stack:
+            stack.enter_context(on_cpu())
+            stack.callback(pin(contract))
+            return stack.pop_all().close
+
+    return interpreted

@@ -1,0 +1,48 @@
+"""The accelerator as the sections use it; `dry_run` has the same on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The CUDA device of this process."""
+
+    device = torch.device("cuda")
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def milliseconds(self, call: Call, at_least: float = 100) -> float:
+        """Median of the calls that fit into `at_least` milliseconds, by device events, the L2 cache flushed between."""
+        from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
+
+        return do_bench(call, rep=at_least, return_mode="median")
+
+    def peak_bytes(self, call: Call) -> int:
+        """The most that a call held at once beside what was held before."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = call()
+        torch.cuda.synchronize()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        """A RuntimeError where the host waits for the device."""
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,16 @@
+"""The contract's kernels, switched on without the probes that `pinned` adds: those have a section of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from gpu.plan import CONTRACT
+from true_on_policy.kernels import gpu
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.callback(gpu.install(CONTRACT))
+        yield

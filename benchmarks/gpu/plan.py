@@ -1,0 +1,83 @@
+"""The sizes of a session: Qwen3-4B's on an accelerator, tiny ones in a dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from true_on_policy.gpu_contract import MODELS, GpuContract, Size, family
+
+
+@dataclass(frozen=True)
+class Network:
+    """A Qwen3 of so many layers."""
+
+    size: Size
+    layers: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        size: of the model whose kernels are probed and timed.
+        rows: numbers of rows in which the same rows are calculated; the last is the batch.
+        timed_rows: numbers of rows at which products, norms and log-softmax are timed.
+        append: sequences and tokens of each that are decoded by appending to a cache.
+        attention: sequences, tokens of each, sequences that decode and their cached tokens, as timed.
+        model: of the trainer and the decode path that are compared by bytes.
+        decoded: sequences, tokens of each prompt, tokens that are sampled.
+        timed_model: whose log-prob forward and training step are timed.
+        batch: sequences and tokens of each, as timed.
+        corrected: sequences and tokens of each whose mismatch is corrected.
+        copied: bytes of the copy that measures bandwidth.
+        product: rows and columns of the product that measures arithmetic.
+    """
+
+    size: Size
+    rows: tuple[int, ...]
+    timed_rows: tuple[int, ...]
+    append: tuple[int, int]
+    attention: tuple[int, int, int, int]
+    model: Network
+    decoded: tuple[int, int, int]
+    timed_model: Network
+    batch: tuple[int, int]
+    corrected: tuple[int, int]
+    copied: int
+    product: int
+
+
+# Nothing of it depends on the ranks: Qwen3-4B's full shapes on the kernels that Megatron's trainer pins.
+CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
+
+FULL = Plan(
+    size=MODELS["qwen3-4B"][1],
+    rows=(1, 2, 7, 64, 300, 1024, 8192),
+    timed_rows=(1, 64, 1024, 8192),
+    append=(4, 1024),
+    attention=(4, 2048, 32, 4096),
+    model=Network(Size(1024, 3072, 16, 8, 128, 8192), layers=4, tied=False),
+    decoded=(8, 64, 192),
+    timed_model=Network(MODELS["qwen3-4B"][1], layers=4, tied=True),
+    batch=(4, 1024),
+    corrected=(256, 8192),
+    copied=1 << 32,
+    product=8192,
+)
+
+TINY = Plan(
+    size=Size(32, 32, 2, 1, 16, 32),
+    rows=(1, 2, 40),
+    timed_rows=(1, 3),
+    append=(2, 5),
+    attention=(1, 6, 2, 5),
+    model=Network(Size(32, 32, 2, 1, 16, 32), layers=1, tied=False),
+    decoded=(2, 3, 3),
+    timed_model=Network(Size(32, 32, 2, 1, 16, 32), layers=1, tied=True),
+    batch=(2, 4),
+    corrected=(3, 20),
+    copied=1 << 12,
+    product=16,
+)

@@ -1,0 +1,67 @@
+"""A Qwen3 of random weights on the device, its attention SDPA's or FlashAttention-3's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+
+from gpu.attention import flash_attention_3, output, prefill
+from gpu.machine import Cuda
+from gpu.plan import Network
+from true_on_policy.models import Shape
+
+FA3 = "flash_attention_3_of_the_session"
+
+
+def build(network: Network, machine: Cuda, attention: str) -> Qwen3ForCausalLM:
+    """The same weights for every attention; norms are no ones, which would hide the order in which they cast."""
+    torch.manual_seed(0)
+    AttentionInterface.register(FA3, flash_attention)
+    with torch.device(machine.device):
+        model = Qwen3ForCausalLM._from_config(
+            _config(network), attn_implementation=attention, dtype=torch.bfloat16
+        )
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = torch.rand(len(parameter), device=machine.device).to(parameter.dtype) + 0.5
+        else:
+            parameter.data.normal_(std=parameter.shape[1] ** -0.5)
+    return model.eval()
+
+
+def _config(network: Network) -> Qwen3Config:
+    size = network.size
+    shape = Shape(
+        hidden=size.hidden_size,
+        ffn=size.intermediate_size,
+        layers=network.layers,
+        heads=size.num_attention_heads,
+        kv_heads=size.num_key_value_heads,
+        head_dim=size.head_dim,
+        vocab=size.vocab_size,
+        tied=network.tied,
+    )
+    return shape.config(torch.bfloat16)
+
+
+def flash_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **unused: Any
+) -> tuple[Tensor, None]:
+    """Whole sequences by the packed function, the next token of each by the one that reads a cache: [B, H, T, D]."""
+    assert mask is None and scaling == query.shape[-1] ** -0.5, "causal attention at the usual scale alone"
+    library = flash_attention_3()
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    if query.shape[1] == key.shape[1]:
+        return prefill(library, query, key, value), None
+    seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
+    out = library.flash_attn_with_kvcache(query, key, value, cache_seqlens=seen, causal=True)
+    return output(out), None
+
+
+def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
+    """Of each token but the first, given those before it, in float32: [B, T - 1]."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return logits.float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]

@@ -1,0 +1,84 @@
+"""What a section found, as one table; all tables of a session as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from provenance import as_markdown
+
+
+@dataclass(frozen=True)
+class Result:
+    """One table.
+
+    Attributes:
+        title: what was asked.
+        columns, rows: the answer; numbers stay numbers.
+        holds: whether what must be equal is; None where nothing was demanded (a cost, a control).
+        note: what the figures do and do not say.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    holds: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """How a section ended.
+
+    Attributes:
+        ended: `done`, or what kept it from finishing; what it had found by then is kept.
+    """
+
+    name: str
+    ended: str
+    seconds: float
+    results: tuple[Result, ...]
+
+
+def exit_code(sections: Sequence[Section]) -> int:
+    """0 where all that was demanded holds, 1 where something differs, 2 where a section did not finish."""
+    if any(result.holds is False for section in sections for result in section.results):
+        return 1
+    return 0 if sections and all(section.ended == "done" for section in sections) else 2
+
+
+def write(path: Path, measured: dict[str, str], sections: Sequence[Section]) -> None:
+    """FILE.json, and beside it FILE.md for people; each whole or not at all, since a session can be cut off."""
+    listed = [asdict(section) for section in sections]
+    text = json.dumps({"measured with": measured, "sections": listed}, indent=1)
+    _replace(path, f"{text}\n")
+    tables = "\n".join(_section(section) for section in sections)
+    _replace(path.with_suffix(".md"), f"{as_markdown(measured)}\n{tables}")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _section(section: Section) -> str:
+    tables = "\n".join(_table(result) for result in section.results)
+    return f"## {section.name}: {section.ended}, {section.seconds:.0f} s\n\n{tables}"
+
+
+def _table(result: Result) -> str:
+    verdict = {True: " All hold.", False: " **Not all hold.**", None: ""}[result.holds]
+    lines = [result.columns, ("---",) * len(result.columns), *result.rows]
+    body = "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+    return f"**{result.title}.**{verdict} {result.note}\n\n{body}\n"
+
+
+def cell(value: Any) -> str:
+    """Three significant digits, which is more than a second run repeats."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value).replace("|", "\\|")

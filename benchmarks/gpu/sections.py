@@ -1,0 +1,71 @@
+"""The sections by name, each in a process of its own: one that crashes or hangs takes no other with it."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection
+
+from gpu.machine import Cuda
+from gpu.plan import FULL, TINY, Plan
+from gpu.results import Result, Section
+from true_on_policy.errors import NotSeenError
+
+# The most seconds of each, in the order in which they run: what others are held to comes first.
+SECTIONS = {"ceilings": 60, "kernels": 150, "attention": 60, "model": 90, "cost": 150, "correction": 60}
+
+Work = Callable[[Plan, Cuda], Iterator[Result]]
+
+
+def run(name: str, seconds: float, dry_run: bool) -> Section:
+    """One section, ended after so many seconds at the latest; what it found by then is kept."""
+    start = time.monotonic()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, dry_run, sender))
+    process.start()
+    sender.close()
+    results, ended = _received(receiver, start + seconds)
+    process.kill()
+    process.join()
+    return Section(name, ended or f"cut off after {seconds:.0f} s", time.monotonic() - start, results)
+
+
+def _received(receiver: Connection, deadline: float) -> tuple[tuple[Result, ...], str]:
+    """The results, and how the section said it ended; nothing where it did not say in time."""
+    results: list[Result] = []
+    while receiver.poll(max(0, deadline - time.monotonic())):
+        try:
+            message = receiver.recv()
+        except EOFError:
+            return tuple(results), "crashed"
+        if isinstance(message, str):
+            return tuple(results), message
+        results.append(message)
+    return tuple(results), ""
+
+
+def _child(name: str, dry_run: bool, sender: Connection) -> None:
+    try:
+        with _machine(dry_run) as machine:
+            for result in load(name)(TINY if dry_run else FULL, machine):
+                sender.send(result)
+        sender.send("done")
+    except NotSeenError as error:
+        sender.send(str(error))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(f"failed: {type(error).__name__}: {error}")
+
+
+def load(name: str) -> Work:
+    return getattr(importlib.import_module(f"gpu.{name}"), name)
+
+
+def _machine(dry_run: bool) -> AbstractContextManager[Cuda]:
+    if dry_run:
+        return importlib.import_module("gpu.dry_run").swapped()
+    return nullcontext(Cuda())

@@ -1,0 +1,80 @@
+"""One session on a lent GPU, within nine minutes: are the pinned kernels what they promise, and what do they cost?
+
+Sections run one after the other, each in its own process with its own time limit. What was found is written after each.
+Exit code: 0 all that was demanded holds, 1 something differs, 2 a section did not finish.
+
+ceilings    a copy and a product: what the device can do at most
+kernels     the same rows in batches of 1 to 8192, stock, pinned by Megatron-core's mode, and DeepGEMM's, by bytes
+attention   FlashAttention-3: tokens appended to a cache and decoded, against prefilled, by bytes
+model       a Qwen3 that decodes, against itself as a trainer, by bytes
+cost        each pinned kernel, a log-prob forward and a training step, over stock
+correction  the correction of mis_plugins against the plain way and a copy; no wait for the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from gpu import sections
+from gpu.results import Section, exit_code, write
+from provenance import provenance
+
+from true_on_policy.kernels import gpu
+from true_on_policy.table import print_table
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    deadline = time.monotonic() + options.seconds
+    found: list[Section] = []
+    for name in options.sections:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        left = deadline - time.monotonic()
+        found.append(sections.run(name, min(sections.SECTIONS[name], left), options.dry_run))
+        write(options.json, measured_with(options), found)
+    rows = [(each.name, f"{each.seconds:.0f} s", each.ended, _verdict(each)) for each in found]
+    print_table(("section", "took", "ended", "demanded"), rows)
+    return exit_code(found)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, required=True, help="write the figures here, and beside it a .md"
+    )
+    parser.add_argument(
+        "--sections", nargs="+", choices=sections.SECTIONS, default=list(sections.SECTIONS), metavar="NAME"
+    )
+    parser.add_argument("--seconds", type=float, default=500, help="for all sections together")
+    parser.add_argument("--commit", help="of the working tree, where no git is there to ask")
+    parser.add_argument("--dry-run", action="store_true", help="on CPU, tiny sizes, kernels swapped")
+    return parser.parse_args(arguments)
+
+
+def measured_with(options: argparse.Namespace) -> dict[str, str]:
+    found = provenance() | {
+        "device": "none: a dry run, no figure means anything" if options.dry_run else _device()
+    }
+    found |= {name: version for name, module in gpu.PROVIDERS.items() if (version := module.version())}
+    return found | ({"mis-plugins commit": options.commit} if options.commit else {})
+
+
+def _device() -> str:
+    """By nvidia-smi: this process must not touch CUDA, or those forked from it could not."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _verdict(section: Section) -> str:
+    asked = [result.holds for result in section.results if result.holds is not None]
+    return f"{sum(asked)} of {len(asked)} hold" if asked else "nothing"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
