@@ -4,11 +4,11 @@ Sections run one after the other, each in its own process with its own time limi
 Exit code: 0 all that was demanded holds, 1 something differs, 2 a section did not finish.
 
 ceilings    a copy and a product: what the device can do at most
-kernels     the same rows in batches of 1 to 8192, stock, pinned by Megatron-core's mode, and DeepGEMM's, by bytes
+correction  the correction of mis_plugins against the plain way and a copy; no wait for the device
 attention   FlashAttention-3: tokens appended to a cache and decoded, against prefilled, by bytes
 model       a Qwen3 that decodes, against itself as a trainer, by bytes
+kernels     the same rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes
 cost        each pinned kernel, a log-prob forward and a training step, over stock
-correction  the correction of mis_plugins against the plain way and a copy; no wait for the device
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from true_on_policy.table import print_table
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     deadline = time.monotonic() + options.seconds
+    measured = measured_with(options)
     found: list[Section] = []
     for name in options.sections:
         print(f"{name} ...", file=sys.stderr, flush=True)
         left = deadline - time.monotonic()
         found.append(sections.run(name, min(sections.SECTIONS[name], left), options.dry_run))
-        write(options.json, measured_with(options), found)
+        write(options.json, measured, found)
     rows = [(each.name, f"{each.seconds:.0f} s", each.ended, _verdict(each)) for each in found]
     print_table(("section", "took", "ended", "demanded"), rows)
     return exit_code(found)
@@ -51,7 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sections", nargs="+", choices=sections.SECTIONS, default=list(sections.SECTIONS), metavar="NAME"
     )
-    parser.add_argument("--seconds", type=float, default=500, help="for all sections together")
+    parser.add_argument("--seconds", type=float, default=480, help="for all sections together")
     parser.add_argument("--commit", help="of the working tree, where no git is there to ask")
     parser.add_argument("--dry-run", action="store_true", help="on CPU, tiny sizes, kernels swapped")
     return parser.parse_args(arguments)

@@ -18,7 +18,7 @@ from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import check_environment, model_contract
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "scripts").glob("*.sh")) + [ROOT / ".ci" / "run"]
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]
 CORRECTIONS = {
     "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
     "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),

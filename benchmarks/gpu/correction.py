@@ -14,7 +14,7 @@ from gpu.results import Result
 
 # float32 log-probs of both engines and pg_loss with an int32 mask in, pg_loss and a float32 mask out.
 BYTES_A_TOKEN = 24
-AT_LEAST = 1000.0  # milliseconds: one call of the plain way may take as long
+AT_LEAST = 1000  # milliseconds: one call of the plain way may take as long
 
 
 def correction(plan: Plan, machine: Cuda) -> Iterator[Result]:

@@ -37,6 +37,7 @@ class Case:
 
 
 def cost(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    yield PUBLISHED
     yield _result("Kernels", machine, _kernels(plan, machine))
     yield _result("Attention", machine, _attention(plan, machine))
     yield _result(
@@ -46,7 +47,7 @@ def cost(plan: Plan, machine: Cuda) -> Iterator[Result]:
         f"{plan.timed_model.layers} layers of Qwen3-4B's widths and its LM head. The training step's attention is "
         "SDPA, forward and backward, on both sides: fa3-fwd has no backward.",
     )
-    yield PUBLISHED
+    yield _result("DeepGEMM", machine, _products(plan, machine))
 
 
 def _result(title: str, machine: Cuda, cases: Iterator[Case], note: str = "") -> Result:
@@ -69,7 +70,6 @@ def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
         for inner, outer in shapes.linear:
             named = f"{rows} x {inner} x {outer}"
             yield Case("linear", MODE, named, lambda r=rows, i=inner, o=outer: _linear(draw, r, i, o))
-            yield Case("linear", GEMM, named, lambda r=rows, i=inner, o=outer: _deep_gemm(draw, r, i, o))
         for width in shapes.hidden:
             yield Case("RMSNorm", MODE, f"{rows} x {width}", lambda r=rows, w=width: _both(_norm, draw(r, w)))
         width = plan.size.vocab_size
@@ -77,6 +77,14 @@ def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
             *("log_softmax, float32", MODE, f"{rows} x {width}"),
             lambda r=rows, w=width: _both(lambda x: x.log_softmax(-1), draw(r, w).float()),
         )
+
+
+def _products(plan: Plan, machine: Cuda) -> Iterator[Case]:
+    draw = drawing(CONTRACT.dtype, machine.device)
+    for rows in plan.timed_rows:
+        for inner, outer in gpu.shapes(CONTRACT).linear:
+            named = f"{rows} x {inner} x {outer}"
+            yield Case("linear", GEMM, named, lambda r=rows, i=inner, o=outer: _deep_gemm(draw, r, i, o))
 
 
 def _linear(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
@@ -119,8 +127,8 @@ def _attention(plan: Plan, machine: Cuda) -> Iterator[Case]:
 
 def _prefill(parts: list[torch.Tensor]) -> tuple[Call, Call]:
     library = flash_attention_3()
-    turned = [x.transpose(1, 2) for x in parts]
-    stock = lambda: F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)  # noqa: E731
+    query, key, value = (x.transpose(1, 2) for x in parts)
+    stock = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
     return stock, lambda: prefill(library, *parts)
 
 

@@ -36,7 +36,7 @@ class Cpu:
     def name(self) -> str:
         return "none: a dry run"
 
-    def milliseconds(self, call: Call, at_least: float = 100) -> float:
+    def milliseconds(self, call: Call, at_least: int = 100) -> float:
         start = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start)

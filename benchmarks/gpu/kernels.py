@@ -26,6 +26,7 @@ def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
     yield _result("Stock kernels", _in_company(plan, machine, F.linear), demanded=False)
     with installed():
         yield _result("Pinned: Megatron-core's mode", _in_company(plan, machine, F.linear))
+    yield from _contract()
     products = (case for case in _cases(plan, machine, deep_gemm.product) if case[0] == "linear")
     yield _result("Pinned: DeepGEMM", (_row(*case, plan.rows) for case in products))
     with installed():
@@ -35,7 +36,6 @@ def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
             demanded=False,
             note="Demanded of a contract only where the engine runs DeepGEMM and the trainer does not.",
         )
-    yield from _contract()
 
 
 def _contract() -> Iterator[Result]:

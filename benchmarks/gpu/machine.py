@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,11 +21,11 @@ class Cuda:
     def name(self) -> str:
         return torch.cuda.get_device_name()
 
-    def milliseconds(self, call: Call, at_least: float = 100) -> float:
+    def milliseconds(self, call: Call, at_least: int = 100) -> float:
         """Median of the calls that fit into `at_least` milliseconds, by device events, the L2 cache flushed between."""
         from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
 
-        return do_bench(call, rep=at_least, return_mode="median")
+        return cast(float, do_bench(call, rep=at_least, return_mode="median"))
 
     def peak_bytes(self, call: Call) -> int:
         """The most that a call held at once beside what was held before."""

@@ -13,7 +13,8 @@ from gpu.machine import Cuda
 from gpu.plan import Network
 from true_on_policy.models import Shape
 
-FA3 = "flash_attention_3_of_the_session"
+# No name with "flash" in it: transformers would look for a kernel of that name on its hub.
+FA3 = "fa3_of_the_session"
 
 
 def build(network: Network, machine: Cuda, attention: str) -> Qwen3ForCausalLM:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One session on an offline machine with a Hopper GPU, its own torch and the wheels of scripts/gpu/README.md:
 #   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]
-# Installs the wheels of the folder WHEELS beside the machine's packages, then writes RESULTS/gpu_session.{json,md}.
+# Installs the wheels of the folder WHEELS beside the machine's packages, writes RESULTS/gpu_session.{json,md}, and runs
+# the tests marked gpu. The exit code is gpu_session.py's.
 set -euo pipefail
 wheels=$1 results=$2
 shift 2
@@ -23,4 +24,10 @@ if command -v nvcc >/dev/null; then # for kernels that DeepGEMM compiles at run 
 fi
 
 mkdir -p "$results"
-exec python3 "$repository/benchmarks/gpu_session.py" --json "$results/gpu_session.json" "$@"
+code=0
+python3 "$repository/benchmarks/gpu_session.py" --json "$results/gpu_session.json" "$@" || code=$?
+if command -v nvidia-smi >/dev/null; then # the tests that need a device, as far as the time reaches
+    timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || true
+    tail -n 1 "$results/pytest.txt"
+fi
+exit $code

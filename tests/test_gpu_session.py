@@ -1,0 +1,192 @@
+"""The session for a lent GPU, as far as it can be seen without one: a dry run, and how its sections end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_session
+import pytest
+from gpu import results, sections
+from gpu.results import Result, Section, exit_code
+from triton_interpreter import UNAVAILABLE
+
+from true_on_policy.errors import NotSeenError
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = ROOT / "scripts" / "gpu" / "run.sh"
+EQUAL = Result("equal", ("what", "how many"), (("a | b", 3),), True)
+DIFFERENT = Result("different", ("what",), (("c",),), False)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every section by name, each with its tables by title."""
+    folder = tmp_path_factory.mktemp("session")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(RUN), str(folder / "no wheels"), str(folder / "results"), "--dry-run"],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((folder / "results" / "gpu_session.json").read_text())
+    assert written["measured with"]["device"].startswith("none: a dry run")
+    assert "## cost: done" in (folder / "results" / "gpu_session.md").read_text()
+    return {section["name"]: section for section in written["sections"]}
+
+
+def table(section: dict[str, Any], title: str) -> list[dict[str, Any]]:
+    found = next(result for result in section["results"] if result["title"].startswith(title))
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+needs_triton = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+
+
+@needs_triton
+def test_a_dry_run_runs_every_section(dry_run):
+    assert {name: section["ended"] for name, section in dry_run.items()} == dict.fromkeys(
+        sections.SECTIONS, "done"
+    )
+
+
+@needs_triton
+def test_what_is_demanded_is_compared_and_its_control_differs(dry_run):
+    pinned, stock = (table(dry_run["model"], f"A Qwen3 on {name}") for name in ("pinned", "stock"))
+    assert [(row["equal"], row["of"]) for row in pinned] == [(10, 10), (6, 6)]
+    assert stock[1]["equal"] < stock[1]["of"] == 6
+    split = {
+        row["splits"]: row["different"] for row in table(dry_run["attention"], "FlashAttention-3: appended")
+    }
+    assert split["one split"] == 0 < split["FA3 chooses the splits"]
+    for title in ("Pinned: Megatron-core's mode", "Pinned: DeepGEMM"):
+        assert all(row["comparisons"] == row["equal"] == 3 for row in table(dry_run["kernels"], title))
+    in_force = {row["setting"]: row["in force"] for row in table(dry_run["kernels"], "The pin")}
+    assert in_force["megatron: batch-invariant flag"] == "on"
+    assert in_force["flash_attention: FA3 module"] == "fa3_fwd_interface"
+
+
+@needs_triton
+def test_the_correction_does_not_wait_and_the_plain_one_does(dry_run):
+    waits = {
+        row["what"]: row["waits for the device"] for row in table(dry_run["correction"], "The correction")
+    }
+    assert waits["ours"] == "none"
+    assert "_local_scalar_dense" in waits["plain"]
+
+
+@needs_triton
+def test_every_kernel_has_its_cost(dry_run):
+    titles = ("Cost: Kernels", "Cost: Attention", "Cost: A model", "Cost: DeepGEMM")
+    rows = [row for title in titles for row in table(dry_run["cost"], title)]
+    kernels = {row["kernel"].partition(";")[0] for row in rows}
+    assert kernels == {
+        *("linear", "RMSNorm", "log_softmax, float32", "prefill", "decode"),
+        *("log-prob forward", "training step"),
+    }
+    for row in rows:
+        stock = (row["stock ms"] + row["again ms"]) / 2
+        assert row["pinned / stock"] == pytest.approx(row["pinned ms"] / stock)
+    assert any(row["times stock"] == "2.4 to 2.9" for row in table(dry_run["cost"], "Cost: published"))
+
+
+def section(ended: str, *found: Result) -> Section:
+    return Section("model", ended, 1.0, found)
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        ([section("done", EQUAL)], 0),
+        ([section("done", EQUAL, DIFFERENT)], 1),
+        ([section("crashed", DIFFERENT), section("done", EQUAL)], 1),
+        ([section("done", EQUAL), section("crashed", EQUAL)], 2),
+        ([section("not seen: no FlashAttention-3 is installed")], 2),
+        ([], 2),
+    ],
+)
+def test_exit_code(found: list[Section], code: int):
+    assert exit_code(found) == code
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, work, seconds: float = 60) -> Section:
+    """How a section ends that does this work, in a forked process as on the device."""
+    monkeypatch.setattr(sections, "load", lambda name: work)
+    return sections.run("model", seconds, dry_run=False)
+
+
+def raising(error: Exception):
+    def work(plan, machine) -> Iterator[Result]:
+        yield EQUAL
+        raise error
+
+    return work
+
+
+def test_a_section_that_fails_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch):
+    ended = ends(monkeypatch, raising(ValueError("no such shape")))
+    assert (ended.ended, ended.results) == ("failed: ValueError: no such shape", (EQUAL,))
+    assert ends(monkeypatch, raising(NotSeenError("not seen: no DeepGEMM"))).ended == "not seen: no DeepGEMM"
+
+
+def test_a_section_that_crashes_or_hangs_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch):
+    def crash(plan, machine) -> Iterator[Result]:
+        yield EQUAL
+        os._exit(139)
+
+    def hang(plan, machine) -> Iterator[Result]:
+        yield EQUAL
+        time.sleep(600)
+
+    assert ends(monkeypatch, crash).ended == "crashed"
+    hung = ends(monkeypatch, hang, seconds=1)
+    assert (hung.ended, hung.results) == ("cut off after 1 s", (EQUAL,))
+    assert hung.seconds < 30
+
+
+def test_sections_share_the_seconds_of_a_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A lent machine is taken back whatever still runs: none gets more than is left."""
+    asked: list[float] = []
+    monkeypatch.setattr(
+        sections, "run", lambda name, seconds, dry_run: asked.append(seconds) or section("done", EQUAL)
+    )
+    options = ["--json", str(tmp_path / "x.json"), "--dry-run", "--seconds", "50", "--commit", "abc"]
+    assert gpu_session.main([*options, "--sections", "ceilings", "cost"]) == 0
+    assert asked[0] == sections.SECTIONS["ceilings"] and asked[1] <= 50
+    assert json.loads((tmp_path / "x.json").read_text())["measured with"]["mis-plugins commit"] == "abc"
+
+
+def test_results_are_written_for_programs_and_people(tmp_path: Path):
+    path = tmp_path / "session.json"
+    measured = {"command": "python gpu_session.py", "torch": "2.11.0"}
+    results.write(path, measured, [section("done", EQUAL, DIFFERENT)])
+    assert json.loads(path.read_text())["sections"][0]["results"][0]["rows"] == [["a | b", 3]]
+    page = path.with_suffix(".md").read_text()
+    assert "**equal.** All hold." in page and "**different.** **Not all hold.**" in page
+    assert "| a \\| b | 3 |" in page
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["session.json", "session.md"]
+
+
+def test_the_whole_session_fits_into_a_command():
+    """600 seconds are the most that one command gets; run.sh installs before and tests for 70 seconds after."""
+    assert gpu_session.parse(["--json", "x"]).seconds + 70 <= 9 * 60 + 10
+
+
+def test_the_parent_never_touches_cuda():
+    """A process that forks after CUDA's start leaves its children without it; transformers and Triton may start it."""
+    code = (
+        "import sys, gpu_session; print({'torch', 'triton', 'transformers', 'megatron'} & set(sys.modules))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "{'torch'}"
