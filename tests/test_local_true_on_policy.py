@@ -15,7 +15,7 @@ from test_local_loop import MIS, records, run
 
 from mis_plugins.local.parallel import EXIT_USER_ERROR
 from mis_plugins.local.tasks import TASKS
-from mis_plugins.mis import compute_mis_weights_with_cp
+from mis_plugins.mis import Answer, compute_mis_weights_with_cp
 
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
 PUSHED = "--advantage-estimator reinforce --reward-shift -1"
@@ -37,9 +37,7 @@ def keep_log_probs(args: Namespace, rollout_id: int, data: dict[str, Any]) -> No
 EXTREMES = "extremes.txt"
 
 
-def note_extremes(
-    args: Namespace, **batch: Any
-) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+def note_extremes(args: Namespace, **batch: Any) -> Answer:
     """The --custom-tis-function-path hook; leaves the extremes of ratios and weights, which a host would average."""
     loss, masks, metrics = compute_mis_weights_with_cp(args, **batch)
     assert all(torch.equal(mask, before) for mask, before in zip(masks, batch["loss_masks"], strict=True))
