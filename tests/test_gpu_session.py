@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gpu_session
 import pytest
-from gpu import results, sections
+import torch
+from gpu import kernels, results, sections
+from gpu.machine import Cuda
 from gpu.results import Result, Section, exit_code
 from triton_interpreter import UNAVAILABLE
 
-from true_on_policy.errors import NotSeenError
+from true_on_policy.errors import NotSeenError, ProbeError
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "scripts" / "gpu" / "run.sh"
@@ -162,6 +166,45 @@ def test_sections_share_the_seconds_of_a_session(monkeypatch: pytest.MonkeyPatch
     assert gpu_session.main([*options, "--sections", "ceilings", "cost"]) == 0
     assert asked[0] == sections.SECTIONS["ceilings"] and asked[1] <= 50
     assert json.loads((tmp_path / "x.json").read_text())["measured with"]["mis-plugins commit"] == "abc"
+
+
+@contextmanager
+def refusing(contract) -> Iterator[None]:
+    raise ProbeError("'megatron' does not hold")
+    yield
+
+
+def test_a_pin_that_does_not_hold_is_a_difference(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "pinned", refusing)
+    (found,) = kernels._contract()
+    assert (found.holds, found.rows) == (False, (("probe", "'megatron' does not hold"),))
+
+
+def test_the_device_watches_for_waits_and_stops_to(monkeypatch: pytest.MonkeyPatch):
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(RuntimeError, match="synchronizing"), Cuda().without_waits():
+        assert modes == ["error"]
+        raise RuntimeError("called a synchronizing CUDA operation")
+    assert modes == ["error", "default"]
+
+
+@needs_triton
+def test_a_clock_is_asked_for_the_median(monkeypatch: pytest.MonkeyPatch):
+    """By Triton's own function, whose arguments are those of the installed version."""
+    from triton import testing  # pyright: ignore[reportMissingImports]
+
+    asked: dict[str, Any] = {}
+    real = inspect.signature(testing.do_bench)
+
+    def clock(*args, **kwargs) -> float:
+        asked.update(real.bind(*args, **kwargs).arguments)
+        return 1.5
+
+    monkeypatch.setattr(testing, "do_bench", clock)
+    assert Cuda().milliseconds(list, 250) == 1.5
+    assert (asked["fn"], asked["rep"], asked["return_mode"]) == (list, 250, "median")
 
 
 def test_results_are_written_for_programs_and_people(tmp_path: Path):

@@ -12,6 +12,7 @@ from gpu.pins import installed
 from gpu.plan import CONTRACT, Plan
 from gpu.results import Result
 from true_on_policy.contract import Shapes
+from true_on_policy.errors import ProbeError
 from true_on_policy.gpu_probes import drawing, in_company
 from true_on_policy.kernels import deep_gemm, gpu
 from true_on_policy.pin import pinned
@@ -40,9 +41,14 @@ def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
 
 def _contract() -> Iterator[Result]:
     """The pin as a trainer's init hook takes it: all providers, every probe, or an error."""
-    with pinned(CONTRACT):
-        observed = gpu.observe(CONTRACT)
-    yield Result("The pin and its own probes", ("setting", "in force"), tuple(observed.items()), True)
+    title, columns = "The pin and its own probes", ("setting", "in force")
+    try:
+        with pinned(CONTRACT):
+            observed = gpu.observe(CONTRACT)
+    except ProbeError as error:
+        yield Result(title, columns, (("probe", str(error)),), False)
+    else:
+        yield Result(title, columns, tuple(observed.items()), True)
 
 
 def _result(title: str, rows: Iterable[Row], demanded: bool = True, note: str = "") -> Result:
