@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+import triton_interpreter  # noqa: F401  (before anything imports triton)
 
 from mis_plugins import mis
 from mis_plugins.recorder import Recorder

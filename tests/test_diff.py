@@ -142,7 +142,7 @@ def test_another_command_that_cannot_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     """It stops nobody from comparing; asked for, it is an error, and an error is never "different"."""
-    monkeypatch.setattr("true_on_policy.__main__.COMMANDS", ("gone", "diff"))
+    monkeypatch.setattr("true_on_policy.__main__.COMMANDS", {"gone": "gone", "diff": "diff"})
     a = dump_all(tmp_path / "a", BASE)
     assert diff(a, a) == EQUAL
     assert main(["gone"]) == NOT_COMPARABLE

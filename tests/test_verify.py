@@ -181,7 +181,7 @@ def test_the_environment_of_sglang_missing_exits_with_2(
 ):
     monkeypatch.setenv("SGLANG_VENV", str(tmp_path))
     assert main(["verify", "--engine", "sglang", "--trainer", "hf", "--tokens", FEW]) == 2
-    assert "no SGLang there; run `bash" in capsys.readouterr().err
+    assert "no sglang there; run `bash" in capsys.readouterr().err
 
 
 # The pieces

@@ -2,7 +2,7 @@
 
 `tl.dot` of the interpreter multiplies the raw bits of bfloat16 as integers, and adds up float32 by a BLAS whose sum
 depends on the place of a row in a tile: a batch-invariant kernel would not be one. Kernels are interpreted if this file
-is imported before theirs, which pytest does when it collects tests.
+is imported before triton, as conftest.py does.
 """
 
 from __future__ import annotations

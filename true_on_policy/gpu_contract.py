@@ -160,10 +160,10 @@ class GpuContract:
     """
 
     family: Family
-    backend: TrainBackend = "megatron"
+    backend: str = "megatron"
     dtype: str = "bf16"
-    attention: AttentionName = "fa3"
-    engine_gemm: GemmName = "triton_persistent"
+    attention: str = "fa3"
+    engine_gemm: str = "triton_persistent"
     trainer_tp: int = 1
     engine_tp: int = 1
     context_parallel: int = 1

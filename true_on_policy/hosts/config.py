@@ -37,10 +37,6 @@ class BitwiseConfig:
             raise HostConfigError(
                 f"bitwise.on_difference: got {self.on_difference!r}; choose one of {choices}"
             )
-        for name in ("folder", "loss", "step_hook"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise HostConfigError(f"bitwise.{name}: got {value!r}; expected text")
 
     @classmethod
     def from_args(cls, args: Any) -> BitwiseConfig:
@@ -50,9 +46,11 @@ class BitwiseConfig:
             return cls()
         if not isinstance(given, Mapping):
             raise HostConfigError(f"bitwise: got {given!r}; expected a mapping of {', '.join(_KEYS)}")
-        for key in given:
+        for key, value in given.items():
             if key not in _KEYS:
                 raise HostConfigError(f"bitwise.{key}: unknown key; known are {', '.join(_KEYS)}")
+            if value is not None and not isinstance(value, str):
+                raise HostConfigError(f"bitwise.{key}: got {value!r}; expected text")
         return cls(**given)
 
     def place(self, args: Any) -> Path:
