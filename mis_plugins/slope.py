@@ -72,6 +72,8 @@ SLOPE_MARGIN = 0.02
 RATIO_MARGIN = 0.005
 STANDARD_ERRORS = 6.0
 LEAST_ESS = 0.5  # below, the ratios' own tail decides their mean
+# Below, a few unlikely tokens decide the slope, and its error, which takes noise to be alike everywhere, is too small.
+LEAST_TOKENS = 16_000
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def relation(sums: Mapping[str, float]) -> Relation | None:
 def scaled(found: Relation) -> bool:
     """Whether one side is scaled by a temperature."""
     off = found.nearest - 1
-    if abs(off) < max(SLOPE_MARGIN, STANDARD_ERRORS * found.slope_error):
+    if found.tokens < LEAST_TOKENS or abs(off) < max(SLOPE_MARGIN, STANDARD_ERRORS * found.slope_error):
         return False
     by_noise = off < 2 * found.unexplained and not not_sampled_from(found)
     return off < 0 or not (by_noise or cut_off(found))

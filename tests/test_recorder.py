@@ -199,8 +199,8 @@ def test_scaled_log_probs_are_told_once(
     caplog: pytest.LogCaptureFixture, weight: dict | None, metrics: str, started: tuple[int, int], times: int
 ):
     """Under `all` at any step, under `full` at the first of every tenth rollout, be it corrected or only watched."""
-    proximal, behavior = simulation.simulate("mixed", simulation.Error(temperature=0.8), 10000)
-    batch = Batch([proximal], [behavior], [torch.ones(10000, dtype=torch.int32)], [1])
+    proximal, behavior = simulation.simulate("mixed", simulation.Error(temperature=0.8), 20000)
+    batch = Batch([proximal], [behavior], [torch.ones(20000, dtype=torch.int32)], [1])
     recorder = Recorder()
     for _ in range(2):
         recorder.report(ARGS, *started)

@@ -366,6 +366,15 @@ def test_versions_that_do_not_fit(change: dict, message: str):
         drive(flags(mis={"segment_wise": {}}), step.batch() | change, step)
 
 
+@pytest.mark.parametrize("config", [{"segment_wise": {}}, {"weight": {"level": "token"}}])
+def test_a_host_that_stores_nothing(config: dict):
+    """Tokens that are two versions old would silently weigh 0."""
+    step = aged(random_step(0), 0)
+    message = r"recomputed_log_probs: none .*method: loglinear\}, or \{enabled: false\}"
+    with pytest.raises(InputError, match=message):
+        drive(flags(mis=config), step.batch() | {"recomputed_log_probs": None}, step)
+
+
 def test_the_interpolation_needs_nothing_stored():
     step = aged(random_step(0), 0)
     batch, config = step.batch(), {"segment_wise": {"method": "loglinear"}}

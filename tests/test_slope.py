@@ -11,7 +11,7 @@ from slope_simulation import BF16, INT3, INT8, KINDS, Error, Kind, found_in, sum
 
 from mis_plugins.slope import cut_off, not_sampled_from, relation, scaled, warnings
 
-TOKENS = 10000
+TOKENS = 20000
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,6 +69,17 @@ def test_lines_are_found_exactly():
     assert found.slope == pytest.approx(0.7) and found.inverse == pytest.approx(0.7)
     assert found.implied_temperature == pytest.approx(0.7)
     assert found.slope_error == pytest.approx(0, abs=1e-6)
+
+
+def test_a_handful_of_tokens_tells_no_temperature():
+    """One unlikely token among certain ones is a line of its own, without any residual."""
+    x = torch.full((1000,), -1e-4, dtype=torch.float64)
+    x[0] = -4.0
+    y = x.clone()
+    y[0] = -4.15
+    found = relation(sums(y, x))
+    assert found is not None and found.slope == pytest.approx(1.0375, abs=1e-3)
+    assert not warnings(found)
 
 
 def test_noise_of_the_trainer_brackets_one():

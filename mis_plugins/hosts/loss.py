@@ -276,6 +276,7 @@ def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionCo
         "ref_log_probs": getattr(args, "use_kl_loss", False),
         "log_probs": host.recomputes(args) and not config.bypass,
         VERSIONS: config.segment_wise_on,
+        "recomputed_log_probs": config.segment_wise_on and _stores(config),
     }
     why = {
         "rollout_log_probs": "the rollout engine must return one for each sampled token",
@@ -283,10 +284,17 @@ def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionCo
         "log_probs": "the trainer's log-probs were neither recomputed nor handed on",
         VERSIONS: "mis.segment_wise needs to know which version wrote each token, which this host does not say (see "
         "docs/async.md); leave mis.segment_wise out, and give its bounds as mis.weight",
+        "recomputed_log_probs": f"beside {VERSIONS}, segment-wise weights need what the version after each token's "
+        "gives it (see docs/async.md); without, say mis.segment_wise: {method: loglinear}, or {enabled: false}",
     }
     for name, is_wanted in wanted.items():
         if is_wanted and not batch.get(name):
             raise InputError(f"{name}: none in this micro-batch; {why[name]}")
+
+
+def _stores(config: CorrectionConfig) -> bool:
+    """Whether weights read what was recomputed while the batch was written."""
+    return config.segment_wise is not None and config.segment_wise.method == "recompute"
 
 
 def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
