@@ -18,6 +18,11 @@ AGES = 17  # 0, 1, ... 15 versions behind, and more
 COLUMNS = (*(f"age_{age}" for age in range(AGES - 1)), f"age_{AGES - 1}_up", "no_age")
 
 
+def age_column(age: int) -> str:
+    """The column of a token this many versions behind."""
+    return COLUMNS[min(age, AGES - 1)]
+
+
 @dataclass(frozen=True)
 class ByAge:
     """Of one micro-batch, or of many.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Segment-wise against standard decoupled PPO, three learning rates, three seeds: variance of the weights by age, the gradient's direction, rewards, throughput.
 #   bash scripts/experiment-async.sh            took 20 minutes, six runs at a time, on 2 cores that had other work; finished runs are not repeated
-#   bash scripts/experiment-async.sh --smoke --seeds 0 --runs runs/smoke --results runs/smoke    minutes, shows only that it works
+#   bash scripts/experiment-async.sh --smoke --seeds 0    minutes, shows only that it works, in runs/async-smoke
 # Results: benchmarks/results/async.{json,md,png}
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

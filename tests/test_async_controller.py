@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tolerances import FP32_LOG_PROB
@@ -19,8 +21,11 @@ from tolerances import FP32_LOG_PROB
 from mis_plugins.errors import InputError
 from mis_plugins.hooks import HookError
 from mis_plugins.local.asynchronous import controller as controller_module
+from mis_plugins.local.asynchronous import process as process_module
 from mis_plugins.local.asynchronous.controller import Controller, WorkerError
 from mis_plugins.local.asynchronous.ledger import Wanted
+from mis_plugins.local.asynchronous.messages import Pause, Publish
+from mis_plugins.local.asynchronous.process import WorkerProcess
 from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Sampling
@@ -285,6 +290,20 @@ def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) 
         assert [response.tokens for response in made.rollout(1)] == generated(1)
 
 
+@pytest.mark.parametrize("point", ["pre_resume", "post_resume"])
+def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_they_admit(point: str) -> None:
+    def broken() -> None:
+        raise ValueError("no room")
+
+    with running(bound=0) as made:
+        made.rollout(0)
+        getattr(made.hooks, f"register_{point}_hook")(broken, "mine")
+        with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
+            made.update(weights(1))
+        assert made.version == 1
+        assert [response.tokens for response in made.rollout(1)] == generated(1, version=1)
+
+
 # --- what is left behind --------------------------------------------------------------------------------------
 
 
@@ -293,6 +312,37 @@ def test_closed_in_mid_sequence_no_process_is_left() -> None:
         in_the_midst(made)
         pid = made.worker.pid
     assert not alive(pid)
+
+
+def test_a_worker_that_reads_no_more_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its pipe full, where whoever asks it to end would wait for it."""
+    monkeypatch.setattr(process_module, "STOP_SECONDS", 0.2)
+    settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), "retract")
+    worker = WorkerProcess(settings, lambda event: None, lambda: None)
+    os.kill(worker.pid, signal.SIGSTOP)
+    much = Publish(0, {"a": np.zeros(10**6)})
+    for call in (lambda: worker.send(much), worker.stop):
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(2)
+    thread.join(30)
+    assert not thread.is_alive() and not alive(worker.pid)
+
+
+def test_a_worker_that_nobody_hears_is_killed() -> None:
+    """What hearing it raised is kept for the trainer's thread."""
+
+    def deaf(event: object) -> None:
+        raise ValueError("not understood")
+
+    settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), "retract")
+    worker = WorkerProcess(settings, deaf, lambda: None)
+    try:
+        worker.send(Pause())
+        until(lambda: worker.gone)
+        assert worker.exit_code == -signal.SIGKILL and str(worker.fault) == "not understood"
+    finally:
+        worker.stop()
 
 
 def test_a_worker_outlives_no_trainer(tmp_path: Path) -> None:

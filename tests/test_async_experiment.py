@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,23 @@ from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.experiment import (
     BOUND,
     FULL,
+    MEASURED,
     METHODS,
     SEEDS,
+    SETTLED,
     SMOKE,
     Cell,
     Plan,
+    cell_arguments,
     cells,
     command_line,
     publish,
     result,
+    steady,
 )
 from mis_plugins.local.asynchronous.tables import spread
-from mis_plugins.local.report import METRICS, SUMMARY
+from mis_plugins.local.folders import add_folders, with_folders
+from mis_plugins.local.report import METRICS, SUMMARY, finished, write_json
 from mis_plugins.reading import from_args
 
 
@@ -107,10 +113,47 @@ def test_tables_and_picture(content: dict[str, Any], tmp_path: Path) -> None:
     assert "| 2 | 0.03 [0.03, 0.03] | 0.6 [0.6, 0.6] | 20.0 [20.0, 20.0] | 80 |" in text
     assert "| segment-wise | 0.900 [0.900, 0.900] | 0.500 [0.500, 0.500] | 1.100 [1.100, 1.100] |" in text
     assert "| 1e-4 | 0.50 [0.50, 0.50] | 0.75 [0.70, 0.80] | 0.75 [0.70, 0.80] | 0.75 [0.70, 0.80] |" in text
-    assert "| 0 s | 2 | 1500 | 1.50 | 25% | 3.1% |" in text and "of the mean over 2 rollouts" in text
+    assert "| 0 s | 2 | 1500 | 1.50 | 1.33 | 25% | 3.1% |" in text and "of the mean over 2 rollouts" in text
     assert (tmp_path / "results/async.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "results/async.json").read_text())["seeds"] == [0, 1]
 
 
 def test_a_spread_is_mean_smallest_and_largest() -> None:
     assert spread([1.0, 2.0, 6.0]) == "3 [1, 6]" and spread([]) == "-"
+
+
+@pytest.mark.parametrize("bound", [0, 8])
+def test_throughput_is_of_the_rollouts_with_work_left_to_begin(bound: int) -> None:
+    records = [{"rollout": rollout} for rollout in range(SETTLED + MEASURED + bound)]
+    assert [one["rollout"] for one in steady(records, bound)] == list(range(SETTLED, SETTLED + MEASURED))
+    assert steady(records[:3], bound) == records[:3], "a smoke run is too short"
+
+
+@pytest.mark.parametrize("name", ["async", "collapse"])
+def test_a_smoke_run_writes_nothing_where_a_full_one_looks(name: str) -> None:
+    def folders(line: str) -> tuple[Path, Path]:
+        parser = ArgumentParser()
+        parser.add_argument("--smoke", action="store_true")
+        add_folders(parser, name)
+        found = with_folders(parser.parse_args(line.split()), name)
+        return found.runs, found.results
+
+    assert folders("") == (Path("runs") / name, Path("benchmarks/results"))
+    assert folders("--smoke") == (Path(f"runs/{name}-smoke"),) * 2
+    assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
+
+
+def test_a_finished_run_of_other_arguments_is_run_again(tmp_path: Path) -> None:
+    def left(plan: Plan, status: str) -> None:
+        arguments = vars(cell_arguments(cell, plan, tmp_path))
+        write_json(folder / SUMMARY, {"status": status, "arguments": arguments})
+
+    cell = Cell("standard", "3e-4", 0)
+    folder = cell.folder(tmp_path)
+    wanted = cell_arguments(cell, FULL, tmp_path)
+    assert not finished(wanted)
+    for plan, status, expected in (
+        (FULL, "finished", True), (FULL, "interrupted", False), (SMOKE, "finished", False)
+    ):  # fmt: skip
+        left(plan, status)
+        assert finished(wanted) == expected

@@ -19,14 +19,17 @@ import pytest
 import torch
 from tolerances import FP32_LOG_PROB
 
+from mis_plugins.by_age import COLUMNS
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import report
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.asynchronous.source import ages as token_ages
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import Loop, run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.local.rollout import Rollout, derive_seed, draw
+from mis_plugins.versions import Response
 
 LEARNS = (
     "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
@@ -240,6 +243,7 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
     wait_for(tmp_path / "metrics.jsonl", lines=3)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == EXIT_INTERRUPTED
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
     assert not group(process.pid)
     rows = records(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -247,6 +251,7 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
     assert summary["behav_imp_weight/var/segment_wise"] >= 0
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert saved["next_rollout"] == len(rows) == rows[-1]["rollout"] + 1
+    assert summary["worker_restarts"] == 0, "the worker heard nothing of it"
 
 
 def test_killed_trainers_leave_no_worker(tmp_path: Path, warm: Path) -> None:
@@ -273,12 +278,14 @@ def start(output: Path, warm: Path) -> subprocess.Popen[bytes]:
         "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *flags.split()],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with (output / "stderr").open("w") as heard:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, *flags.split()],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=heard,
+            start_new_session=True,
+        )
 
 
 def group(leader: int) -> dict[int, str]:
@@ -351,6 +358,18 @@ def test_switched_off_nothing_is_recomputed_and_no_key_added(tmp_path: Path, war
     names = {name for row in records(tmp_path) for name in row}
     assert not [name for name in names if name.startswith(("behav_", "recompute", "loglinear"))]
     assert "staleness/tokens/age_2" in names, "ages are of the rollout, not of its weights"
+
+
+def test_ages_share_the_columns_of_the_weights() -> None:
+    """What is far behind is counted once, under the name that its weights have."""
+    responses = [Response((1,)).append([2, 3], [-1.0, -1.0], 0).append([4], [-1.0], 3)]
+    found = token_ages(18, responses, {})
+    assert found == {
+        "staleness/tokens/age_15": 1,
+        f"staleness/tokens/{COLUMNS[-2]}": 2,
+        "stale_cache_tokens": 0,
+    }
+    assert COLUMNS[-2] == "age_16_up"
 
 
 def test_a_synchronous_run_has_no_asynchronous_summary() -> None:

@@ -1,7 +1,7 @@
 """Does correction help, when, and by how much? Every method, both advantages, several seeds; the gradient's direction.
 
-Runs are processes of their own, two at a time and one thread each. A finished run is not repeated, so the experiment
-can be interrupted and taken up again.
+Runs are processes of their own, two at a time and one thread each. A finished run of the same arguments is not
+repeated, so the experiment can be interrupted and taken up again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from rich.progress import track
 from mis_plugins.divergence import k3
 from mis_plugins.local.arguments import PRECISIONS, parse_args
 from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.folders import add_folders, with_folders
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
-from mis_plugins.local.report import SUMMARY, plot_curves, write_json
+from mis_plugins.local.report import SUMMARY, finished, plot_curves, write_json
 from mis_plugins.local.rollout import Rollout, shard
 
 SEEDS = (0, 1, 2)
@@ -72,9 +73,6 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 def run_cell(cell: Cell, root: Path, smoke: bool) -> None:
     """Run one cell in a process of its own, unless it is finished. Its output goes to ``run.log`` beside its files."""
     folder = cell.folder(root)
-    if read_summary(folder) is not None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
     extra = [
         "--warmup-cache",
         str(root / "warm-start"),
@@ -83,6 +81,9 @@ def run_cell(cell: Cell, root: Path, smoke: bool) -> None:
         *(["--smoke"] if smoke else []),
     ]
     argv = command_line(cell.method, cell.estimator, cell.seed, folder, *extra)
+    if finished(parse_args(argv)):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "run.log").open("w") as log:
         command = [sys.executable, "-m", "mis_plugins.local", *argv]
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
@@ -250,14 +251,11 @@ def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.experiment", description=__doc__)
-    parser.add_argument("--runs", type=Path, default=Path("runs/collapse"), help="(default: %(default)s)")
-    parser.add_argument(
-        "--results", type=Path, default=Path("benchmarks/results"), help="(default: %(default)s)"
-    )
+    add_folders(parser, "collapse")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
-    options = parser.parse_args()
+    options = with_folders(parser.parse_args(), "collapse")
     with ThreadPoolExecutor(options.processes) as pool:
         work = pool.map(lambda cell: run_cell(cell, options.runs, options.smoke), cells(options.seeds))
         list(track(work, "runs", total=len(cells(options.seeds))))

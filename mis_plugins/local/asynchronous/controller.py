@@ -97,12 +97,15 @@ class Controller:
         """Move the worker's weights on by one version, under whatever it generates; then begin what now may.
 
         Raises:
-            HookError: of a hook with `on_error: stop`. Up to the post-pause hooks the weights are where they were.
+            HookError: of a hook with `on_error: stop`. Up to the post-pause hooks the weights are where they were;
+                after that they have moved, and what may begin by them has begun.
         """
-        with self.hooks.paused(self._pause, self._resume):
-            self._published = _publish(weights, self.version + 1)
-            self.worker.send(self._published)
-        self._admit()
+        try:
+            with self.hooks.paused(self._pause, self._resume):
+                self._published = _publish(weights, self.version + 1)
+                self.worker.send(self._published)
+        finally:
+            self._admit()
 
     def close(self) -> None:
         """End the worker; what it has not finished is lost."""

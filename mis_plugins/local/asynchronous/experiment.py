@@ -1,7 +1,7 @@
 """Segment-wise against standard decoupled PPO: variance of the weights by age, bias, rewards, and what both cost.
 
-Runs are processes of their own, two at a time, with one thread each. A finished run is not repeated, so the experiment
-can be interrupted and taken up again.
+Runs are processes of their own, two at a time, with one thread each. A finished run of the same arguments is not
+repeated, so the experiment can be interrupted and taken up again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch.multiprocessing.spawn import start_processes
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.picture import draw
 from mis_plugins.local.asynchronous.tables import markdown
-from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
+from mis_plugins.local.folders import add_folders, with_folders
+from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, finished, write_json
 
 RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 250 --num-rollout 33 --eval-interval 8 --eval-prompts 256 "
@@ -42,9 +43,8 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 }
 """What stands under `mis:`, and flags."""
 
-THROUGHPUT_ROLLOUTS = 20
-SETTLED = 10
-"""Rollouts before throughput is measured: the worker starts, and the first ones begin together."""
+SETTLED, MEASURED = 10, 20
+"""Rollouts before throughput is measured, in which the worker starts and the first ones begin together; and then."""
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,24 @@ def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: P
     return [*line, *loss, "--custom-config-path", str(path)]
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What a finished run left, else None."""
-    path = folder / SUMMARY
-    summary = json.loads(path.read_text()) if path.is_file() else {}
-    return summary if summary.get("status") == "finished" else None
-
-
 def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int) -> None:
     """Every cell that is not finished."""
-    missing = [cell for cell in cells(plan, seeds) if read_summary(cell.folder(root)) is None]
+    wanted = [cell_arguments(cell, plan, root) for cell in cells(plan, seeds)]
+    missing = [args for args in wanted if not finished(args)]
     # Forked, so that Megatron is imported once.
-    start_processes(_cell_share, (missing, processes, root, plan), nprocs=processes, start_method="fork")
+    start_processes(_cell_share, (missing, processes), nprocs=processes, start_method="fork")
 
 
-def _cell_share(share: int, missing: Sequence[Cell], shares: int, root: Path, plan: Plan) -> None:
-    for cell in missing[share::shares]:
-        config, flags = METHODS[cell.method]
-        argv = command_line(config, cell.lr, cell.seed, cell.folder(root), root)
-        _run(parse_args([*argv, *flags, *plan.flags]))
+def cell_arguments(cell: Cell, plan: Plan, root: Path) -> Namespace:
+    """The arguments of a cell's run."""
+    config, flags = METHODS[cell.method]
+    argv = command_line(config, cell.lr, cell.seed, cell.folder(root), root)
+    return parse_args([*argv, *flags, *plan.flags])
+
+
+def _cell_share(share: int, missing: Sequence[Namespace], shares: int) -> None:
+    for args in missing[share::shares]:
+        _run(args)
 
 
 def _run(args: Namespace) -> None:
@@ -166,12 +165,12 @@ def measure_throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[
     """Tokens a second of one run, one after the other, and how its time went."""
     folder = root / "throughput" / f"bound{bound}-step{step:g}"
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
-    length = ["--num-rollout", str(THROUGHPUT_ROLLOUTS), "--eval-interval", "1000"]
+    length = ["--num-rollout", str(SETTLED + MEASURED + bound), "--eval-interval", "1000"]
     argv = command_line({"segment_wise": {}}, plan.rates[0], 0, folder, root)
-    if read_summary(folder) is None:
-        _run(parse_args([*argv, *flags, *length, *plan.flags]))
-    records = MetricsLog(folder / METRICS).read()
-    settled = records[SETTLED:] or records
+    args = parse_args([*argv, *flags, *length, *plan.flags])
+    if not finished(args):
+        _run(args)
+    settled = steady(MetricsLog(folder / METRICS).read(), bound)
     seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
     return {
         "bound": bound,
@@ -180,6 +179,13 @@ def measure_throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[
         "waiting": seconds["wait_seconds"] / seconds["seconds"],
         "recompute": sum(record.get("recompute/seconds", 0) for record in settled) / seconds["seconds"],
     }
+
+
+def steady(records: Sequence[Mapping[str, Any]], bound: int) -> Sequence[Mapping[str, Any]]:
+    """Of a run of `measure_throughput`, the rollouts in which the worker has as much to do as ever: not the last
+    `bound`, in which it has nothing left to begin. All of a run too short to have such.
+    """
+    return records[SETTLED : len(records) - bound] or records
 
 
 def _tokens(record: Mapping[str, Any]) -> float:
@@ -255,14 +261,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mis_plugins.local.asynchronous.experiment", description=__doc__
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs/async"), help="(default: %(default)s)")
-    parser.add_argument(
-        "--results", type=Path, default=Path("benchmarks/results"), help="(default: %(default)s)"
-    )
+    add_folders(parser, "async")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
-    options = parser.parse_args()
+    options = with_folders(parser.parse_args(), "async")
     plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
     # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
     import mis_plugins.local.loop  # noqa: F401

@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 from mis_plugins.local.asynchronous.messages import Command, Event, Stop
@@ -26,7 +27,7 @@ class WorkerProcess:
         ended: called once the worker is gone and everything that it said was heard, on that thread.
 
     Attributes:
-        fault: what `heard` raised, after which nothing is heard any more.
+        fault: what `heard` raised, after which nothing is heard any more and the worker is killed.
     """
 
     def __init__(
@@ -69,11 +70,14 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """End it, and leave nothing of it behind."""
-        self.send(Stop())
+        # On a thread of its own: a worker that reads no more leaves the pipe full, and asking would wait for ever.
+        asking = threading.Thread(target=self.send, args=(Stop(),), daemon=True)
+        asking.start()
         self._process.join(STOP_SECONDS)
         if self._process.is_alive():
             self._process.kill()
         self._thread.join()
+        asking.join()
         self._process.join()
         self._connection.close()
 
@@ -83,6 +87,7 @@ class WorkerProcess:
                 heard(event)
         except Exception as error:  # of `heard`: the trainer's thread shall raise it, not this one
             self.fault = error
+            self._process.kill()  # nobody hears it any more
         finally:
             self._gone.set()
             ended()
@@ -97,6 +102,8 @@ class WorkerProcess:
 
 def _start_deaf_to_interrupts(process: BaseProcess) -> None:
     """Ctrl-C in a terminal reaches every process: the trainer decides when the worker ends, so it inherits a mask."""
+    # The tracker is started with the first process, and on 3.11 ends by unblocking SIGINT: not within the mask, then.
+    resource_tracker.ensure_running()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
+from mis_plugins.by_age import age_column
 from mis_plugins.local.asynchronous.controller import Controller
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.measure import measured, segment_wise
@@ -52,12 +53,12 @@ class AsynchronousRollouts:
         first: int,
     ) -> None:
         self.args, self.task, self.state, self.trainer = args, task, state, trainer
-        self.excluded, self.published, self.version = excluded, weights, first
+        self.excluded, self.published = excluded, weights
         self.measures = segment_wise(args)
         self.scoring = Scoring(trainer, state)
         self.row: Row = {}
         self._seconds_a_token: dict[int, float] = defaultdict(float)
-        self.controller = self._controller(config) if dist.get_rank() == 0 else None
+        self.controller = self._controller(config, first) if dist.get_rank() == 0 else None
         if self.controller is not None and self.recomputes:
             self.controller.hooks.register_pre_pause_hook(self._recompute, "recompute")
 
@@ -74,7 +75,7 @@ class AsynchronousRollouts:
         dist.broadcast_object_list(shared)
         responses = shared[0]
         assert responses is not None
-        self.row |= self._ages(rollout_id, responses)
+        self.row |= ages(rollout_id, responses, self._seconds_a_token)
         samples = samples_of(self.task, problems, responses, self.args.n_samples_per_prompt)
         return judged(self.args, samples, rollout_id)
 
@@ -90,7 +91,6 @@ class AsynchronousRollouts:
                 self._update(weights)
         else:
             self._update(weights)
-        self.published, self.version = weights, self.version + 1
 
     def take_row(self) -> Row:
         """What was noted since the last call."""
@@ -110,10 +110,17 @@ class AsynchronousRollouts:
             self.controller.close()
 
     def _update(self, weights: Mapping[str, Tensor]) -> None:
-        if self.controller is not None:
+        if self.controller is None:
+            self.published = weights
+            return
+        before = self.controller.version
+        try:
             self.controller.update(weights)
+        finally:  # a hook that raises may do so after the weights have moved
+            if self.controller.version != before:
+                self.published = weights
 
-    def _controller(self, config: ModelConfig) -> Controller:
+    def _controller(self, config: ModelConfig, first: int) -> Controller:
         args = self.args
         sampling = Sampling(self.task.max_response, args.rollout_temperature, self.task.eos)
         settings = WorkerSettings(
@@ -128,7 +135,7 @@ class AsynchronousRollouts:
             settings,
             HeadOffpolicyness(args.max_head_offpolicyness),
             self._wanted,
-            range(self.version, args.num_rollout),
+            range(first, args.num_rollout),
             self.published,
             shares=dist.get_world_size(),
         )
@@ -142,25 +149,29 @@ class AsynchronousRollouts:
     def _recompute(self) -> None:
         """The hook before a pause: the trainer holds the weights that the worker still has."""
         assert self.controller is not None
-        began = time.perf_counter()
-        done = recompute(
-            self.controller.ledger.pool, self.version, self.args.recompute_token_budget, self.scoring
-        )
+        began, version = time.perf_counter(), self.controller.version
+        done = recompute(self.controller.ledger.pool, version, self.args.recompute_token_budget, self.scoring)
         seconds = time.perf_counter() - began
-        self._seconds_a_token[self.version - 1] = seconds / max(1, done.tokens)
+        self._seconds_a_token[version - 1] = seconds / max(1, done.tokens)
         self.row |= _recompute_row(done, seconds)
 
-    def _ages(self, version: int, responses: Sequence[Response]) -> Row:
-        """How long ago its tokens were written, in versions, and what recomputing those of each age took."""
-        count: Row = defaultdict(int)
-        seconds: Row = defaultdict(float)
-        for response in responses:
-            for wrote, stored in zip(response.versions, response.recomputed, strict=True):
-                count[f"staleness/tokens/age_{version - wrote}"] += 1
-                if stored is not None:
-                    seconds[f"recompute/seconds/age_{version - wrote}"] += self._seconds_a_token[wrote]
-        stale = sum(sum(response.stale_cache) for response in responses)
-        return {**dict(sorted(count.items())), **dict(sorted(seconds.items())), "stale_cache_tokens": stale}
+
+def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[int, float]) -> Row:
+    """How long ago tokens were written, in versions, and what recomputing those of each age took.
+
+    Args:
+        seconds_a_token: by the version that wrote it.
+    """
+    count: Row = defaultdict(int)
+    seconds: Row = defaultdict(float)
+    for response in responses:
+        for wrote, stored in zip(response.versions, response.recomputed, strict=True):
+            column = age_column(version - wrote)
+            count[f"staleness/tokens/{column}"] += 1
+            if stored is not None:
+                seconds[f"recompute/seconds/{column}"] += seconds_a_token[wrote]
+    stale = sum(sum(response.stale_cache) for response in responses)
+    return {**dict(sorted(count.items())), **dict(sorted(seconds.items())), "stale_cache_tokens": stale}
 
 
 def _recompute_row(done: Recomputed, seconds: float) -> Row:

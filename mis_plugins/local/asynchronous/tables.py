@@ -19,7 +19,8 @@ VARIANCE = """\
 ## Variance of the weights, by age
 
 Of pi_{v+1} / pi_v (segment-wise) and of pi_V / pi_v (standard), before any bound, over the same tokens of one run. Age
-is V - v, in updates. At age 1 both are the same by definition; at age 0 either holds the engine's rounding alone.
+is V - v, in updates. At age 1 both are the same by definition; at age 0 either holds the engine's rounding alone. That
+of a run is the mean of the variances within its rollouts, by their tokens: not the variance of all its tokens together.
 """
 
 BIAS = """\
@@ -35,16 +36,22 @@ REWARDS = """\
 ## Reward on held-out prompts
 
 Of the trainer's policy at the last evaluation, after about as many tokens trained on (the picture has the tokens). 256
-prompts, sampled: standard error up to 0.03 a run. `start` is the same for all methods of a seed.
+prompts, sampled: standard error up to 0.03 a run. `start` is the same for all methods of a seed. Where the
+synchronous run ends near its start it learned nothing in so few rollouts, and the others show damage alone: not which
+method learns better.
 """
 
 THROUGHPUT = """\
 ## Throughput
 
+**Proves nothing yet.** Measured once, on a machine with many times the work that its two cores carry: the rows
+contradict each other by up to a factor of two. `at most` is what would be gained if the synchronous trainer's waiting
+were all that is saved; a row above it is an error of measurement.
+
 Tokens trained on a second, runs of one invocation one after the other; a bound of 0 is synchronous: the trainer waits
 for every rollout. `step` is the time that a decode step takes at least: 0 is this machine's own speed, at which
 sampling is cheaper than training; the other emulates an engine that is slower than the trainer. `waiting`, `recompute`:
-shares of the trainer's time. Timings are of two cores that had other work too, and vary between runs.
+shares of the trainer's time.
 """
 
 LOGLINEAR = """\
@@ -109,14 +116,15 @@ def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _throughput(runs: Sequence[Mapping[str, float]]) -> str:
-    alone = {run["step_seconds"]: run["tokens_a_second"] for run in runs if run["bound"] == 0}
+    alone = {run["step_seconds"]: run for run in runs if run["bound"] == 0}
 
     def row(run: Mapping[str, float]) -> tuple[str, ...]:
-        gain = run["tokens_a_second"] / alone[run["step_seconds"]]
+        synchronous = alone[run["step_seconds"]]
+        gain, most = run["tokens_a_second"] / synchronous["tokens_a_second"], 1 / (1 - synchronous["waiting"])
         numbers = (f"{run['step_seconds']:g} s", f"{run['bound']:.0f}", f"{run['tokens_a_second']:.0f}")
-        return (*numbers, f"{gain:.2f}", f"{run['waiting']:.0%}", f"{run['recompute']:.1%}")
+        return (*numbers, f"{gain:.2f}", f"{most:.2f}", f"{run['waiting']:.0%}", f"{run['recompute']:.1%}")
 
-    head = ("step", "bound", "tokens / s", "over synchronous", "waiting", "recompute")
+    head = ("step", "bound", "tokens / s", "over synchronous", "at most", "waiting", "recompute")
     return _table(head, map(row, runs))
 
 

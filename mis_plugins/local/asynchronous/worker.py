@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class WorkerSettings:
 
 def run(connection: Connection, settings: WorkerSettings) -> None:
     """The whole life of a worker process: until it is told to stop, or the trainer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     torch.set_num_threads(1)  # as a rank of the trainer: threads may change the last bits of a sum
     try:
         Worker(connection, settings).serve()
