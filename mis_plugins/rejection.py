@@ -15,7 +15,7 @@ from mis_plugins.config import Over, RejectRule, Statistic
 from mis_plugins.ratios import exp_clamped
 
 
-class Totals(dict[str, Float[Tensor, " N"]]):
+class Totals(dict[str, Tensor]):
     """What each unit adds up to, by the names of `totals.py`, and what follows from that, computed once.
 
     A unit is a sequence, or a segment of one.

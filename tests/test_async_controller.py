@@ -53,7 +53,8 @@ def wanted(rollout: int) -> list[Wanted]:
 def running(
     mode: PauseMode = "retract", bound: int = 1, step_seconds: float = 0.0, config: Any = CONFIG
 ) -> Iterator[Controller]:
-    settings = WorkerSettings(config, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds)
+    settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds)
+    object.__setattr__(settings, "config", config)  # which may be what its type forbids
     made = Controller(settings, HeadOffpolicyness(bound), wanted, range(ROLLOUTS), weights(0))
     try:
         yield made
@@ -242,7 +243,7 @@ def test_weights_that_have_diverged_end_the_run() -> None:
 def test_a_fault_of_the_worker_is_told_with_its_traceback() -> None:
     with running(bound=0) as made:
         made.rollout(0)
-        made.worker.send("nonsense")  # type: ignore[arg-type]
+        made.worker._connection.send("nonsense")
         with pytest.raises(WorkerError, match=r"Traceback[\s\S]*KeyError"):
             made.update(weights(1))
             made.rollout(1)
