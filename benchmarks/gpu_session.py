@@ -1,7 +1,7 @@
 """One session on a lent GPU, within nine minutes: are the pinned kernels what they promise, and what do they cost?
 
 Sections run one after the other, each in its own process with its own time limit. What was found is written after each.
-Exit code: 0 all that was demanded holds, 1 something differs, 2 a section did not finish.
+Exit code: 0 all that was demanded holds, 1 something differs, 2 a section did not finish, or nothing was demanded.
 
 ceilings    a copy and a product: what the device can do at most
 correction  the correction of mis_plugins against the plain way and a copy; no wait for the device
@@ -17,6 +17,7 @@ import argparse
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from gpu import sections
@@ -69,7 +70,10 @@ def measured_with(options: argparse.Namespace) -> dict[str, str]:
 def _device() -> str:
     """By nvidia-smi: this process must not touch CUDA, or those forked from it could not."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"not seen: {error}"
 
 
 def _verdict(section: Section) -> str:
@@ -77,5 +81,14 @@ def _verdict(section: Section) -> str:
     return f"{sum(asked)} of {len(asked)} hold" if asked else "nothing"
 
 
+def ended(arguments: list[str]) -> int:
+    """The exit code; an error of the session itself is no difference, Python's own code for it is that of one."""
+    try:
+        return main(arguments)
+    except Exception:
+        traceback.print_exc()
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(sys.argv[1:]))

@@ -52,6 +52,9 @@ def _commit(path: Path) -> str:
 
 
 def _git(path: Path, *words: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(path), *words], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Nothing where there is no git, or no repository."""
+    command = ["git", "-C", str(path), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

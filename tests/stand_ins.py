@@ -12,10 +12,13 @@ import pytest
 Write = Callable[[Mapping[str, str]], None]
 
 FLASH_ATTENTION = '''
-"""FlashAttention-3's interface. With another number of splits the sum of a row is that of two rounded parts."""
+"""FlashAttention-3's interface. A row is the sum of rounded tiles of 3 keys, or of two rounded parts if it is split.
+
+Like upstream's, a call whose longest query is one token counts as one without a causal mask: its tiles are of 5 keys.
+"""
 import torch
 
-def _attend(q, k, v, causal, num_splits):
+def _attend(q, k, v, causal, num_splits, longest):
     heads, groups = q.shape[1], k.shape[1]
     k, v = (x.double().repeat_interleave(heads // groups, 1) for x in (k, v))
     out = []
@@ -23,8 +26,9 @@ def _attend(q, k, v, causal, num_splits):
         seen = len(k) - len(q) + i + 1 if causal else len(k)
         scores = torch.stack([(row * key).sum(-1) for key in k[:seen]])
         weighted = (scores * q.shape[-1] ** -0.5).softmax(0)[..., None] * v[:seen]
-        cut = 0 if num_splits == 1 else seen // 2
-        out.append(sum(part.sum(0).to(q.dtype) for part in (weighted[:cut], weighted[cut:])))
+        tile = 3 if causal and longest > 1 else 5
+        parts = weighted.split(tile) if num_splits == 1 else weighted.tensor_split((seen // 2,))
+        out.append(sum(part.sum(0).to(q.dtype) for part in parts))
     return torch.stack(out)
 
 calls = []
@@ -32,22 +36,26 @@ calls = []
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, num_splits=1):
     calls.append(num_splits)
     parts = [
-        _attend(q[a:b], k[c:d], v[c:d], causal, num_splits)
+        _attend(q[a:b], k[c:d], v[c:d], causal, num_splits, max_seqlen_q)
         for a, b, c, d in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:], strict=False)
     ]
     return torch.cat(parts)
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False, num_splits=0
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, cu_seqlens_q=None, max_seqlen_q=None, causal=False,
+    num_splits=0,
 ):
     calls.append(num_splits)
     if k is not None:
         for row, n in enumerate(cache_seqlens):
             k_cache[row, n : n + k.shape[1]], v_cache[row, n : n + v.shape[1]] = k[row], v[row]
         cache_seqlens = cache_seqlens + k.shape[1]
-    rows = zip(q, k_cache, v_cache, cache_seqlens, strict=True)
-    out = [_attend(query, k[:n], v[:n], causal, num_splits) for query, k, v, n in rows]
-    return torch.stack(out), None
+    queries, longest = list(q), q.shape[1]
+    if cu_seqlens_q is not None:
+        queries, longest = q.split(cu_seqlens_q.diff().tolist()), max_seqlen_q
+    rows = zip(queries, k_cache, v_cache, cache_seqlens, strict=True)
+    out = [_attend(query, k[:n], v[:n], causal, num_splits, longest) for query, k, v, n in rows]
+    return torch.stack(out) if cu_seqlens_q is None else torch.cat(out), None
 
 def flash_attn_combine(out_partial, lse_partial):
     raise AssertionError

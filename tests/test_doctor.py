@@ -19,6 +19,7 @@ from test_settings import HOST
 from true_on_policy import doctor
 from true_on_policy.__main__ import main
 from true_on_policy.doctor import ANY, EXIT, MODE_FILES, Check, checks, diagnose
+from true_on_policy.engine_settings import UNTOLD
 from true_on_policy.engines.server import free_port
 from true_on_policy.gpu_contract import GpuContract, model_contract
 from true_on_policy.kernels import gpu
@@ -131,6 +132,12 @@ def test_deep_gemm_is_asked_for_where_the_trainer_runs_it() -> None:
         backend: {check.name for check in checks(contract, False)} for backend, contract in CONTRACTS.items()
     }
     assert "deep_gemm: DeepGEMM mode" in asked["fsdp"] - asked["megatron"]
+    mixed = {
+        check.name: check for check in checks(replace(CONTRACTS["megatron"], engine_gemm="deep_gemm"), False)
+    }
+    switch = mixed["deep_gemm: DeepGEMM mode"]
+    assert switch.trainer is None and "deterministic" in (switch.engine or ())
+    assert "megatron: te general_gemm" in mixed
     assert "megatron: aten::mm" in asked["megatron"] - asked["fsdp"]
 
 
@@ -156,8 +163,12 @@ SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_in_the_printed_environment_a_machine_without_an_accelerator_is_not_seen() -> None:
-    environment = os.environ | CONTRACTS["megatron"].environment
+@pytest.mark.parametrize("printed", [True, False])
+def test_a_machine_without_an_accelerator_is_not_seen_in_any_environment(printed: bool) -> None:
+    """A shell's environment is no trainer's: with it or without, those rows are not seen."""
+    names = CONTRACTS["megatron"].environment
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    environment |= names if printed else {}
     done = subprocess.run(
         [sys.executable, "-m", "true_on_policy", "doctor"],
         cwd=Path(__file__).parent.parent,
@@ -170,6 +181,9 @@ def test_in_the_printed_environment_a_machine_without_an_accelerator_is_not_seen
     rows = [line for line in done.stdout.splitlines() if KERNELS in line]
     assert len(rows) == 1 and rows[0].startswith("not seen") and "(no CUDA device)" in rows[0]
     assert " 0 red, " in done.stdout.splitlines()[-1]
+    for name in ("torch.compile", *names):
+        (row,) = [line for line in done.stdout.splitlines() if f" {name} " in line]
+        assert row.startswith("not seen") and "(no --trainer-dump)" in row
 
 
 def test_a_recorded_engine_and_a_file_stand_side_by_side(
@@ -184,6 +198,9 @@ def test_a_recorded_engine_and_a_file_stand_side_by_side(
     assert row.startswith("red") and "13 of 16 log-probs differ" in row
     assert row.endswith("--sglang-enable-deterministic-inference")
     assert next(line for line in lines if " tensor parallel " in line).startswith("green")
+    for name in (*UNTOLD, *CONTRACTS["fsdp"].environment):
+        row = next(line for line in lines if f" {name} " in line)
+        assert "(HTTP tells no" in row and not row.startswith("green")
     assert next(line for line in lines if " top-p " in line).split()[:3] == ["red", "top-p", "0.95"]
     assert lines[-1].endswith("not seen")
 

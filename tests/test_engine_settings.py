@@ -8,7 +8,7 @@ import pytest
 from replay import RECORDED, replayed
 
 from true_on_policy import engine_settings
-from true_on_policy.engine_settings import ALONE, ROWS, SCORED, SEEDS, observe_engine
+from true_on_policy.engine_settings import ALONE, ROWS, SCORED, SEEDS, UNTOLD, observe_engine
 from true_on_policy.engines.server import free_port
 from true_on_policy.gpu_contract import WHY
 from true_on_policy.settings import ALL
@@ -30,7 +30,7 @@ def test_a_pinned_engine_shows_that_it_is_invariant() -> None:
         "torch.compile": "off",
     }
     assert told.items() <= seen.settings.items()
-    assert set(seen.unseen) == set(WHY)
+    assert set(seen.unseen) == {*WHY, *UNTOLD}
 
 
 def test_a_stock_engine_shows_that_it_is_not() -> None:

@@ -10,10 +10,11 @@ import torch
 from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 
 from true_on_policy import gpu_probes
+from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import GpuContract, family
-from true_on_policy.gpu_probes import attention_failures, mixed_failures
+from true_on_policy.gpu_probes import decode_failures, mixed_failures
 from true_on_policy.kernels import flash_attention
 
 CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
@@ -41,20 +42,42 @@ def library(write: Write):  # noqa: F811
     return import_module("flash_attn_interface")
 
 
-def failures(library) -> list:
-    return list(attention_failures("bf16", SHAPES, CPU, library))
+def decoded(library, longest: int) -> list[str]:
+    return [failure.company for failure in decode_failures("bf16", SHAPES, CPU, library, longest)]
 
 
-def test_a_pin_makes_decode_equal_prefill(library):
-    assert {failure.company for failure in failures(library)} == {
-        f"token {t} decoded and prefilled" for t in (4, 8)
-    }
+LATE = [f"token {t} decoded and prefilled" for t in (4, 8)]
+
+
+def test_a_pin_makes_decode_in_causal_tiles_equal_prefill(library):
+    assert decoded(library, 2) == LATE
     undo = flash_attention.pin(CONTRACT)
-    assert failures(library) == []
-    assert list(mixed_failures("bf16", SHAPES, CPU, library)) == []
-    assert set(library.calls[-4:]) == {1}
+    assert decoded(library, 2) == []
+    assert set(library.calls[-3:]) == {1}
     undo()
-    assert len(failures(library)) == 2
+    assert decoded(library, 2) == LATE
+
+
+def test_a_pin_holds_where_a_lone_query_has_other_tiles(library, monkeypatch: pytest.MonkeyPatch):
+    """Upstream drops the causal mask of a lone query on a contiguous cache: a trainer makes no such call."""
+    monkeypatch.setattr(flash_attention, "device", lambda: CPU)
+    undo = flash_attention.pin(CONTRACT)
+    assert list(flash_attention.probe(CONTRACT, SHAPES)) == []
+    assert decoded(library, 1) == LATE
+    assert [failure.company for failure in mixed_failures("bf16", SHAPES, CPU, library)] == [
+        "a decoding sequence alone and in a mixed batch"
+    ]
+    undo()
+
+
+def test_the_two_calls_of_a_lone_query_are_one(library):
+    """As one row of a batch, and as a packed sequence of at most one token."""
+    q, k, v = torch.randn(1, 1, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    asked = {"cache_seqlens": torch.tensor([9]), "causal": True, "num_splits": 1}
+    starts = torch.tensor([0, 1])
+    row, _ = library.flash_attn_with_kvcache(q, k, v, **asked)
+    packed, _ = library.flash_attn_with_kvcache(q[0], k, v, cu_seqlens_q=starts, max_seqlen_q=1, **asked)
+    assert equal_bits(row[0], packed)
 
 
 def test_every_caller_is_pinned_under_its_own_name_and_restored(library):

@@ -110,6 +110,15 @@ def test_a_failing_probe_restores_everything(trainer: ModuleType, monkeypatch):
         pin(CONTRACT)
 
 
+def test_what_cannot_be_observed_is_undone(trainer: ModuleType, monkeypatch):
+    def broken() -> dict[str, str]:
+        raise RuntimeError("driver gone")
+
+    monkeypatch.setattr(flash_attention, "settings", broken)
+    with pytest.raises(RuntimeError, match="driver gone"):
+        pin(CONTRACT)
+
+
 def test_a_provider_that_cannot_be_pinned_undoes_the_first(trainer: ModuleType, monkeypatch):
     monkeypatch.setattr(flash_attention, "SPLITS", "splits")
     with pytest.raises(PinError, match="no function that takes splits"):

@@ -13,7 +13,15 @@ from torch import Tensor
 from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Shapes
-from true_on_policy.gpu_probes import agreement, attention_failures, drawing, in_company, mixed_failures
+from true_on_policy.gpu_probes import (
+    agreement,
+    attention_failures,
+    decode_failures,
+    drawing,
+    in_company,
+    mixed_failures,
+    product_failures,
+)
 
 CPU = torch.device("cpu")
 SHAPES = Shapes(linear=((8, 6),), attention=((4, 2, 8),))
@@ -75,11 +83,11 @@ def library(varies) -> Any:
             [nudged(part, 0) if varies(i, *lengths) else part for i, part in enumerate(parts)]
         ), None
 
-    def cached(q, k, v, cache_seqlens, causal):
-        assert causal and q.shape[1] == 1
+    def cached(q, k, v, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal):
+        assert causal and q.shape[0] == 1 and cu_seqlens_q.tolist() == [0, 1]
         seen = int(cache_seqlens)
-        out = attend(q[0], k[0, :seen], v[0, :seen])
-        return (nudged(out, 0) if varies(None, [1], [seen]) else out)[None]
+        out = attend(q, k[0, :seen], v[0, :seen])
+        return nudged(out, 0) if varies(None, [max_seqlen_q], [seen]) else out
 
     interface: Any = ModuleType("flash_attn_interface")
     interface.flash_attn_varlen_func, interface.flash_attn_with_kvcache = packed, cached
@@ -90,13 +98,17 @@ def found(varies) -> list[str]:
     return [failure.company for failure in attention_failures("fp32", SHAPES, CPU, library(varies))]
 
 
+def decoded(varies, longest: int = 2) -> list[str]:
+    return [failure.company for failure in decode_failures("fp32", SHAPES, CPU, library(varies), longest)]
+
+
 def mixed(varies) -> list[str]:
     return [failure.company for failure in mixed_failures("fp32", SHAPES, CPU, library(varies))]
 
 
 def test_attention_without_company_passes():
     never = lambda i, queries, keys: False  # noqa: E731
-    assert found(never) == mixed(never) == []
+    assert found(never) == mixed(never) == decoded(never) == []
 
 
 def test_attention_that_depends_on_its_neighbours_is_found():
@@ -112,10 +124,24 @@ def test_attention_that_depends_on_its_place_is_found():
 
 
 def test_decode_that_adds_up_otherwise_is_found():
-    assert found(lambda i, queries, keys: i is None and keys[0] > 4) == [
-        "token 4 decoded and prefilled",
-        "token 8 decoded and prefilled",
+    varies = lambda i, queries, keys: i is None and keys[0] > 4  # noqa: E731
+    assert decoded(varies) == ["token 4 decoded and prefilled", "token 8 decoded and prefilled"]
+    assert found(varies) == [], "not demanded of a trainer, which never decodes"
+
+
+def test_a_lone_query_is_told_from_one_that_keeps_the_causal_tiles():
+    lone = lambda i, queries, keys: i is None and queries == [1]  # noqa: E731
+    assert len(decoded(lone, 1)) == 3 and decoded(lone, 2) == []
+
+
+def test_a_product_is_named_by_the_columns_that_ran(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_probes, "COLUMNS", 4)
+    other = lambda x, weight: nudged(F.linear(x, weight), 0) if len(x) == 1 else F.linear(x, weight)  # noqa: E731
+    failures = [
+        *product_failures("linear", "fp32", SHAPES, CPU, other),
+        *agreement("two", "fp32", SHAPES, CPU, other),
     ]
+    assert [failure.shape for failure in failures] == [(8, 4)] * 2
 
 
 def test_a_mixed_batch_is_a_finding_of_its_own():

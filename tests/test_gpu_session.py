@@ -11,13 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_session
 import pytest
 import torch
+import torch.nn.functional as F
 from gpu import kernels, results, sections
 from gpu.machine import Cuda
+from gpu.plan import TINY
 from gpu.results import Result, Section, exit_code
 from triton_interpreter import UNAVAILABLE
 
@@ -26,6 +29,8 @@ from true_on_policy.errors import NotSeenError, ProbeError
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "scripts" / "gpu" / "run.sh"
 EQUAL = Result("equal", ("what", "how many"), (("a | b", 3),), True)
+HERE: Any = SimpleNamespace(device=torch.device("cpu"))
+COST = Result("cost", ("what",), (("d",),))
 DIFFERENT = Result("different", ("what",), (("c",),), False)
 
 
@@ -68,9 +73,10 @@ def test_what_is_demanded_is_compared_and_its_control_differs(dry_run):
     assert [(row["equal"], row["of"]) for row in pinned] == [(10, 10), (6, 6)]
     assert stock[1]["equal"] < stock[1]["of"] == 6
     split = {
-        row["splits"]: row["different"] for row in table(dry_run["attention"], "FlashAttention-3: appended")
+        row["call"]: row["different"] for row in table(dry_run["attention"], "FlashAttention-3: appended")
     }
-    assert split["one split"] == 0 < split["FA3 chooses the splits"]
+    assert split["one split, causal tiles"] == 0 < split["FA3 chooses the splits"]
+    assert split["one split, a lone query"] > 0
     for title in ("Pinned: Megatron-core's mode", "Pinned: DeepGEMM"):
         assert all(row["comparisons"] == row["equal"] == 3 for row in table(dry_run["kernels"], title))
     in_force = {row["setting"]: row["in force"] for row in table(dry_run["kernels"], "The pin")}
@@ -115,6 +121,8 @@ def section(ended: str, *found: Result) -> Section:
         ([section("done", EQUAL), section("crashed", EQUAL)], 2),
         ([section("not seen: no FlashAttention-3 is installed")], 2),
         ([], 2),
+        ([section("done", COST)], 2),
+        ([section("done", COST), section("done", EQUAL)], 0),
     ],
 )
 def test_exit_code(found: list[Section], code: int):
@@ -166,6 +174,78 @@ def test_sections_share_the_seconds_of_a_session(monkeypatch: pytest.MonkeyPatch
     assert gpu_session.main([*options, "--sections", "ceilings", "cost"]) == 0
     assert asked[0] == sections.SECTIONS["ceilings"] and asked[1] <= 50
     assert json.loads((tmp_path / "x.json").read_text())["measured with"]["mis-plugins commit"] == "abc"
+
+
+def test_an_error_of_the_session_is_no_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def broken(*asked):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(sections, "run", broken)
+    assert gpu_session.ended(["--json", str(tmp_path / "x.json"), "--dry-run"]) == 2
+
+
+def test_without_git_and_nvidia_smi_a_session_still_says_what_it_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = gpu_session.measured_with(gpu_session.parse(["--json", "x"]))
+    assert found["mis-plugins commit"] == "unknown"
+    assert found["device"].startswith("not seen: ") and "nvidia-smi" in found["device"]
+
+
+# Of python3: what it answers when asked for the session, for its tests, and to import pytest.
+PYTHON3 = """#!/bin/sh
+case "$*" in
+*--help*) exit {imported} ;;
+*gpu_session.py*) exit {session} ;;
+*"import pytest"*) exit {pytest} ;;
+*"-m pytest"*) echo tested; exit {tests} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ({}, 0),
+        ({"session": 1}, 1),
+        ({"session": 2}, 2),
+        ({"session": 137}, 2),
+        ({"tests": 1}, 1),
+        ({"tests": 124}, 2),
+        ({"tests": 5}, 2),
+        ({"session": 2, "tests": 1}, 1),
+        ({"session": 1, "tests": 124}, 1),
+        ({"pytest": 1}, 2),
+        ({"pytest": 1, "session": 1}, 1),
+        ({"imported": 1}, 2),
+    ],
+)
+def test_exit_code_of_the_script(tmp_path: Path, answers: dict[str, int], code: int):
+    """Around programs that end as told: 1 is a difference or a failed test, and nothing else."""
+    told = dict.fromkeys(("imported", "session", "pytest", "tests"), 0) | answers
+    for name, text in {"python3": PYTHON3.format(**told), "nvidia-smi": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(RUN), str(tmp_path / "no wheels"), str(tmp_path / "results")],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize("arguments", [(), ("wheels",)])
+def test_the_script_says_what_it_lacks(arguments: tuple[str, ...]):
+    done = subprocess.run(["bash", str(RUN), *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.startswith("usage: ")) == (2, True)
+
+
+def test_a_table_names_the_columns_that_ran(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "COLUMNS", 8)
+    monkeypatch.setattr(kernels.gpu, "PROBED", TINY.size)
+    monkeypatch.setattr(kernels.deep_gemm, "product", F.linear)
+    shapes = [shape for kernel, shape, _, x in kernels._cases(TINY, HERE, F.linear) if kernel == "linear"]
+    agreed = [shape for _, shape, *_ in kernels._agreement(TINY, HERE)]
+    assert shapes and all(width == 8 for _, width in shapes)
+    assert agreed == [f"{inner} x {outer}" for inner, outer in shapes]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """`python -m true_on_policy doctor`: what trainer and engine really run, next to each other, and what to set.
 
 Exit codes: 0 green; 1 red; 2 something that the contract needs could not be looked at. Without a trainer's file, this
-machine pins the contract for a moment and is looked at in the trainer's place.
+machine pins the contract for a moment and is looked at in the trainer's place; its environment, a shell's, is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from true_on_policy.errors import PinError
 from true_on_policy.flags import add_contract_arguments, contract_of
 from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.kernels import gpu
-from true_on_policy.settings import ALL, KERNELS, Observation, load, observe
+from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, load, observe
 from true_on_policy.table import print_table
 
 Verdict = Literal["green", "red", "not seen", ""]
@@ -83,9 +83,7 @@ def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     deterministic = "--sglang-enable-deterministic-inference"
     return (
         Check(KERNELS, ("batch-invariant",), None, pinned),
-        Check(
-            "products of trainer and engine", ("one kernel", "equal"), None, "leave --gemm at the trainer's"
-        ),
+        Check(PRODUCTS, ("one kernel", "equal"), ("one kernel", "equal"), "leave --gemm at the trainer's"),
         Check("a row alone and in a batch", None, ("equal",), deterministic),
         Check("decode and prefill", None, ANY if scored else ("equal",), "--recompute-logprobs-via-prefill"),
         Check(f"{mode}: batch-invariant flag", ANY, None),
@@ -110,14 +108,21 @@ TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.b
 
 
 def _gemm(contract: GpuContract) -> tuple[Check, ...]:
-    if contract.trainer_gemm != "deep_gemm":
-        return (Check("megatron: te general_gemm", TE_GEMMS, None, f"pin in the trainer: {INIT}"),)
+    """Of the products' library, on each side that multiplies by it."""
+    trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
+    own = Check("megatron: te general_gemm", TE_GEMMS, None, f"pin in the trainer: {INIT}")
+    rows = () if trainer else (own,)
+    if not trainer and not engine:
+        return rows
     switch = "deep_gemm.use_deterministic_algorithms(True)"
     off = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before SGLang is imported"
+    install = "install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1"
+    on_both = lambda *wanted: (wanted if trainer else None, wanted if engine else None)  # noqa: E731
     return (
-        Check("deep_gemm: DeepGEMM mode", ("deterministic", "always invariant"), None, switch),
-        Check("sglang: MM DeepGEMM", ("on",), None, "install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1"),
-        Check("sglang: MM fallback variant", ("off",), None, off),
+        *rows,
+        Check("deep_gemm: DeepGEMM mode", *on_both("deterministic", "always invariant"), switch),
+        Check("sglang: MM DeepGEMM", *on_both("on"), install),
+        Check("sglang: MM fallback variant", *on_both("off"), off),
     )
 
 
@@ -125,13 +130,11 @@ def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
     tf32 = "torch.backends.cuda.matmul.allow_tf32 = False"
     return (
         Check("TF32", ("off",), None, tf32),
-        Check(
-            "torch.compile", ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"
-        ),
+        Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
         Check("deterministic algorithms", ("on",), None, "--deterministic-mode"),
         Check("log-softmax", ("bf16",), None, "--true-on-policy-mode"),
         *(
-            Check(name, (value,), ANY, f"{name}={value} before the processes start")
+            Check(name, (value,), (value,), f"{name}={value} before the processes start")
             for name, value in contract.environment.items()
         ),
         Check("KV cache", None, ("auto", "bfloat16", "bf16"), "no --sglang-kv-cache-dtype"),
@@ -257,7 +260,9 @@ def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:
         return load(arguments.trainer_dump)
     contract = contract_of(arguments)
     seen = _pinned_here(contract)
-    return contract, Observation(seen.settings, {ALL: NO_DUMP, **seen.unseen})
+    of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE decides the first
+    settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
+    return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen})
 
 
 def _pinned_here(contract: GpuContract) -> Observation:

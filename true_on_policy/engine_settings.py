@@ -18,7 +18,7 @@ from torch import Tensor
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.gpu_contract import WHY
-from true_on_policy.settings import ALL, Observation
+from true_on_policy.settings import ALL, PRODUCTS, Observation
 
 SECONDS = 60
 # Ids that every vocabulary has.
@@ -39,6 +39,13 @@ ROWS = {
     "quantization": "quantization",
     "speculative decoding": "speculative_algorithm",
 }
+# Rows of the doctor that no answer over HTTP shows.
+UNTOLD = (
+    PRODUCTS,
+    "deep_gemm: DeepGEMM mode",
+    "sglang: MM DeepGEMM",
+    "sglang: MM fallback variant",
+)
 ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 
@@ -52,6 +59,7 @@ def observe_engine(url: str) -> Observation:
     settings = _told(told)
     unseen = {row: f"/server_info tells no {name}" for row, name in ROWS.items() if row not in settings}
     unseen |= dict.fromkeys(WHY, "HTTP tells no environment")
+    unseen |= dict.fromkeys(UNTOLD, "HTTP tells nothing of products")
     try:
         settings |= _probed(client)
     except EngineError as error:

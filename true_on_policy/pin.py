@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from true_on_policy.contract import Contract
 from true_on_policy.errors import PinError, ProbeError
@@ -17,6 +17,7 @@ from true_on_policy.kernels.provider import Undo
 from true_on_policy.probes import probe
 
 
+@runtime_checkable
 class _Kernels(Protocol):
     """The kernels of one contract."""
 
@@ -128,8 +129,7 @@ def _enter(contract: Contract | GpuContract) -> None:
     kernels: _Kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
     with _lock:
         if _active is None:
-            uninstall = kernels.install()
-            _active = _Active(kernels.name, kernels.observe(), uninstall)
+            _active = _installed(kernels)
         elif _active.name != kernels.name:
             raise PinError(
                 f"contract.backend: {kernels.name!r}, but {_active.name!r} is pinned in this process. "
@@ -142,6 +142,16 @@ def _enter(contract: Contract | GpuContract) -> None:
         except BaseException:
             _leave()
             raise
+
+
+def _installed(kernels: _Kernels) -> _Active:
+    """Nothing stays where what then runs cannot be told."""
+    uninstall = kernels.install()
+    try:
+        return _Active(kernels.name, kernels.observe(), uninstall)
+    except BaseException:
+        uninstall()
+        raise
 
 
 def _leave() -> None:

@@ -26,6 +26,8 @@ from true_on_policy.probes import Failure
 FORMAT = 1
 ABSENT = "absent"
 KERNELS = "kernels at the model's shapes"
+PRODUCTS = "products of trainer and engine"
+COMPILES = "torch.compile"
 ALL = "*"  # in `unseen`: nothing of this side could be looked at
 
 # Rows of the doctor, and the distribution that tells its version.
@@ -230,7 +232,7 @@ LOOKS: dict[str, Callable[[GpuContract], str]] = {
     "Apex": _apex,
     "norm of the local spec": _local_norm,
     KERNELS: _kernels,
-    "products of trainer and engine": _products,
+    PRODUCTS: _products,
     "TF32": _tf32,
-    "torch.compile": _compiles,
+    COMPILES: _compiles,
 }

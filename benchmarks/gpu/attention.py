@@ -18,19 +18,27 @@ from true_on_policy.errors import NotSeenError
 from true_on_policy.gpu_probes import drawing, mixed_failures
 from true_on_policy.kernels import flash_attention, gpu
 
-SPLITS = {"FA3 chooses the splits": 0, "one split": 1}
+# num_splits and max_seqlen_q. On a contiguous cache FlashAttention-3 takes a lone query (1) for one without a causal
+# mask, whose tiles of keys are wider than prefill's in heads of 128; with 2 it keeps prefill's tiles.
+CAUSAL_TILES = 2
+DEMANDED = "one split, causal tiles"
+WAYS = {
+    "FA3 chooses the splits": (0, CAUSAL_TILES),
+    DEMANDED: (1, CAUSAL_TILES),
+    "one split, a lone query": (1, 1),
+}
 
 
 def attention(plan: Plan, machine: Cuda) -> Iterator[Result]:
     library = flash_attention_3()
-    rows = [row for splits in SPLITS.items() for row in _appended(plan, machine, library, *splits)]
-    demanded = [row for row in rows if row[0] == "one split"]
+    rows = [row for name in WAYS for row in _appended(plan, machine, library, name)]
+    demanded = [row for row in rows if row[0] == DEMANDED]
     yield Result(
         "FlashAttention-3: appended and decoded, against prefilled",
-        ("splits", "heads, groups, width", "sequences x tokens", "values", "different", "first difference"),
+        ("call", "heads, groups, width", "sequences x tokens", "values", "different", "first difference"),
         tuple(rows),
         all(row[4] == 0 for row in demanded),
-        "Demanded of one split alone.",
+        f"Demanded of '{DEMANDED}' (max_seqlen_q={CAUSAL_TILES}) alone; the others are findings.",
     )
     found = list(mixed_failures(CONTRACT.dtype, gpu.shapes(CONTRACT), machine.device, library))
     yield Result(
@@ -50,15 +58,13 @@ def flash_attention_3() -> ModuleType:
 
 
 @torch.no_grad()
-def _appended(
-    plan: Plan, machine: Cuda, library: ModuleType, name: str, splits: int
-) -> Iterator[tuple[Any, ...]]:
+def _appended(plan: Plan, machine: Cuda, library: ModuleType, name: str) -> Iterator[tuple[Any, ...]]:
     count, length = plan.append
     draw = drawing(CONTRACT.dtype, machine.device)
     for heads, groups, width in gpu.shapes(CONTRACT).attention:
         query, key, value = (draw(count, length, each, width) for each in (heads, groups, groups))
         prefilled = prefill(library, query, key, value)
-        decoded = torch.cat(list(_decode(library, query, key, value, splits)), 1)
+        decoded = torch.cat(list(_decode(library, query, key, value, *WAYS[name])), 1)
         mismatch = first_mismatch(decoded, prefilled)
         yield (
             *(name, f"{heads}, {groups}, {width}", f"{count} x {length}", prefilled.numel()),
@@ -75,19 +81,36 @@ def prefill(library: ModuleType, query: Tensor, key: Tensor, value: Tensor) -> T
     return output(out).unflatten(0, (count, length))
 
 
-def _decode(library: ModuleType, query: Tensor, key: Tensor, value: Tensor, splits: int) -> Iterator[Tensor]:
+def _decode(
+    library: ModuleType, query: Tensor, key: Tensor, value: Tensor, splits: int, longest: int
+) -> Iterator[Tensor]:
     """Token after token; each call writes the key and the value of its token into the cache."""
     keys, values = torch.zeros_like(key), torch.zeros_like(value)
     for t in range(query.shape[1]):
         now = slice(t, t + 1)
         seen = torch.full((len(query),), t, dtype=torch.int32, device=query.device)
-        out = library.flash_attn_with_kvcache(
-            *(query[:, now], keys, values),
-            **{"k": key[:, now], "v": value[:, now], "cache_seqlens": seen},
-            causal=True,
-            num_splits=splits,
-        )
-        yield output(out)
+        new = {"k": key[:, now], "v": value[:, now], "num_splits": splits}
+        yield next_token(library, query[:, now], keys, values, seen, longest, **new)
+
+
+def next_token(
+    library: ModuleType,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    longest: int = CAUSAL_TILES,
+    **more: Any,
+) -> Tensor:
+    """One token of each of B sequences [B, 1, H, D], which reads a contiguous cache [B, S, G, D] of `seen` tokens."""
+    starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+    out = library.flash_attn_with_kvcache(
+        *(query[:, 0].contiguous(), keys, values),
+        **{"cache_seqlens": seen, "cu_seqlens_q": starts, "max_seqlen_q": longest},
+        causal=True,
+        **more,
+    )
+    return output(out)[:, None]
 
 
 def output(result: Any) -> Tensor:

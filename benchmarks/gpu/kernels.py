@@ -75,7 +75,7 @@ def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
     draw, shapes, most = drawing(CONTRACT.dtype, machine.device), _shapes(), plan.rows[-1]
     for inner, outer in shapes.linear:
         weight = draw(min(outer, COLUMNS), inner)
-        yield "linear", (inner, outer), lambda x, weight=weight: product(x, weight), draw(most, inner)
+        yield "linear", (inner, len(weight)), lambda x, weight=weight: product(x, weight), draw(most, inner)
     for width in shapes.hidden:
         yield "mean", (width,), lambda x: x.float().pow(2).mean(-1, keepdim=True), draw(most, width)
     width = max(outer for _, outer in shapes.linear)
@@ -87,15 +87,16 @@ def _agreement(plan: Plan, machine: Cuda) -> Iterator[Row]:
     draw = drawing(CONTRACT.dtype, machine.device)
     for inner, outer in _shapes().linear:
         weight, x = draw(min(outer, COLUMNS), inner), draw(plan.rows[-1], inner)
+        shape = inner, len(weight)
         found = [
             failure
             for size in plan.rows
             for failure in compare(
-                *("linear", (inner, outer), f"{size} rows"),
+                *("linear", shape, f"{size} rows"),
                 *(F.linear(x[:size], weight), deep_gemm.product(x[:size], weight)),
             )
         ]
-        yield "linear", _times((inner, outer)), len(plan.rows), len(plan.rows) - len(found), _first(found)
+        yield "linear", _times(shape), len(plan.rows), len(plan.rows) - len(found), _first(found)
 
 
 def _shapes() -> Shapes:

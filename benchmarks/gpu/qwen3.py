@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from gpu.attention import flash_attention_3, output, prefill
+from gpu.attention import flash_attention_3, next_token, prefill
 from gpu.machine import Cuda
 from gpu.plan import Network
 from true_on_policy.models import Shape
@@ -58,8 +58,7 @@ def flash_attention(
     if query.shape[1] == key.shape[1]:
         return prefill(library, query, key, value), None
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
-    out = library.flash_attn_with_kvcache(query, key, value, cache_seqlens=seen, causal=True)
-    return output(out), None
+    return next_token(library, query, key, value, seen), None
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:

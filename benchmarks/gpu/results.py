@@ -44,10 +44,13 @@ class Section:
 
 
 def exit_code(sections: Sequence[Section]) -> int:
-    """0 where all that was demanded holds, 1 where something differs, 2 where a section did not finish."""
-    if any(result.holds is False for section in sections for result in section.results):
+    """0: all that was demanded holds; 1: something differs; 2: a section did not finish, or nothing was demanded."""
+    demanded = [
+        result.holds for section in sections for result in section.results if result.holds is not None
+    ]
+    if not all(demanded):
         return 1
-    return 0 if sections and all(section.ended == "done" for section in sections) else 2
+    return 0 if demanded and all(section.ended == "done" for section in sections) else 2
 
 
 def write(path: Path, measured: dict[str, str], sections: Sequence[Section]) -> None:

@@ -2,8 +2,14 @@
 # One session on an offline machine with a Hopper GPU, its own torch and the wheels of scripts/gpu/README.md:
 #   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]
 # Installs the wheels of the folder WHEELS beside the machine's packages, writes RESULTS/gpu_session.{json,md}, and runs
-# the tests marked gpu. The exit code is gpu_session.py's.
-set -euo pipefail
+# the tests marked gpu. The exit code: 1 where gpu_session.py or a test found a difference; else 2 where either did not finish
+# or this script failed; else 0.
+set -Eeuo pipefail
+trap 'exit 2' ERR
+if [ $# -lt 2 ]; then
+    echo "usage: run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]" >&2
+    exit 2
+fi
 wheels=$1 results=$2
 shift 2
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -24,10 +30,22 @@ if command -v nvcc >/dev/null; then # for kernels that DeepGEMM compiles at run 
 fi
 
 mkdir -p "$results"
-code=0
+python3 "$repository/benchmarks/gpu_session.py" --help >/dev/null # what cannot be imported ends here
+code=0 tested=0
 python3 "$repository/benchmarks/gpu_session.py" --json "$results/gpu_session.json" "$@" || code=$?
 if command -v nvidia-smi >/dev/null; then # the tests that need a device, as far as the time reaches
-    timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || true
-    tail -n 1 "$results/pytest.txt"
+    if python3 -c 'import pytest'; then
+        timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || tested=$?
+        tail -n 1 "$results/pytest.txt"
+    else
+        tested=2
+    fi
 fi
+for each in $code $tested; do # 1 is a difference or a failed test; 124, 137 and others did not finish
+    case $each in
+    0) ;;
+    1) exit 1 ;;
+    *) code=2 ;;
+    esac
+done
 exit $code
