@@ -176,12 +176,16 @@ def final_max(c: Correction) -> Float[Tensor, " N"]:
 
 def ratio_max(c: Correction) -> Float[Tensor, ""]:
     """Largest token ratio before any bound, its log clamped at 20; 0 where no token is usable."""
-    return _largest(torch.where(c.totals.seen, exp_clamped(c.totals["log_ratio_max"]), -torch.inf))
+    row = c.totals["log_ratio_max"]
+    largest = row.amax() if row.numel() else row.new_full((), -torch.inf)
+    return exp_clamped(largest) * (largest > -torch.inf)
 
 
 def ratio_min(c: Correction) -> Float[Tensor, ""]:
     """Smallest token ratio before any bound, its log clamped at -20; 0 where no token is usable."""
-    return _smallest(torch.where(c.totals.seen, exp_clamped(c.totals["log_ratio_min"]), torch.inf))
+    row = c.totals["log_ratio_min"]
+    smallest = row.amin() if row.numel() else row.new_full((), torch.inf)
+    return exp_clamped(smallest) * (smallest < torch.inf)
 
 
 def weight_max(c: Correction) -> Float[Tensor, ""]:
