@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
@@ -16,7 +17,7 @@ from true_on_policy import gpu_probes
 from true_on_policy.contract import Contract
 from true_on_policy.errors import NotSeenError, PinError, ProbeError
 from true_on_policy.gpu_contract import MODELS, GpuContract, Size, family
-from true_on_policy.kernels import flash_attention, gpu, megatron, mode
+from true_on_policy.kernels import flash_attention, gpu, megatron, mode, precision, provider
 from true_on_policy.pin import active_backend, pin, pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
@@ -30,7 +31,7 @@ def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     """Where a Megatron trainer of a tiny model can be pinned; every test leaves it as it was."""
     for name, value in {"SIZES": (1, 2, 40), "LENGTHS": (1, 3, 5), "POSITIONS": (0, 4)}.items():
         monkeypatch.setattr(gpu_probes, name, value)
-    for module in (megatron, flash_attention):
+    for module in (megatron, flash_attention, gpu):
         monkeypatch.setattr(module, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(gpu, "PROBED", Size(64, 32, 4, 2, 16, 48))
     write({"flash_attn_interface.py": FLASH_ATTENTION})
@@ -41,17 +42,28 @@ def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     assert everything(library) == before and active_backend() is None
 
 
+@pytest.fixture
+def allowed() -> Iterator[Callable[[], None]]:
+    """Allows TF32."""
+    found = precision._found()
+    yield lambda: torch.set_float32_matmul_precision("high")
+    for switch, value in found:
+        switch.put(value)
+
+
 def everything(library: ModuleType) -> tuple:
     """What any of the providers touches."""
     aten = [torch._C._dispatch_dump(f"aten::{name}") for name in mode.OVERRIDABLE]
     flag = mode.load(megatron.MODE).is_batch_invariant_mode_enabled()
-    return aten, flag, library.flash_attn_varlen_func, library.flash_attn_with_kvcache
+    tf32 = [(switch.name, value) for switch, value in precision._found()]
+    return aten, flag, tf32, library.flash_attn_varlen_func, library.flash_attn_with_kvcache
 
 
 def test_all_providers_are_pinned_and_proven(trainer: ModuleType):
     with pinned(CONTRACT):
         assert active_backend() == "megatron+flash_attention"
         assert gpu.observe(CONTRACT) == {
+            "torch: TF32 allowed by": "nothing",
             "megatron: batch-invariant flag": "on",
             **{f"megatron: aten::{name}": "batch_invariant_kernels.py of megatron" for name in mode.SHARED},
             "megatron: te general_gemm": "absent",
@@ -76,6 +88,16 @@ def test_what_is_switched_inside_a_pin_is_found(trainer: ModuleType):
         with suppress(ModuleNotFoundError):  # which it raises without Transformer Engine when all is done
             mode.load(megatron.MODE).disable_batch_invariant_mode()
         with pytest.raises(PinError, match="megatron: batch-invariant flag was overridden inside a pin .off"):
+            pin(CONTRACT)
+
+
+def test_tf32_that_is_allowed_inside_a_pin_is_found(trainer: ModuleType, allowed: Callable[[], None]):
+    allowed()
+    with pinned(CONTRACT):
+        allowed()
+        with pytest.raises(
+            PinError, match="TF32 allowed by was overridden inside a pin .*cuda.matmul.fp32_prec"
+        ):
             pin(CONTRACT)
 
 
@@ -137,7 +159,7 @@ def test_what_is_not_installed_is_named_before_anything_is_touched(trainer: Modu
 
 
 def test_no_device_is_not_seen(trainer: ModuleType, monkeypatch):
-    monkeypatch.setattr(megatron, "device", gpu.device)
+    monkeypatch.setattr(megatron, "device", provider.device)
     with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
         pin(CONTRACT)
 

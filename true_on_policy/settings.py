@@ -20,7 +20,8 @@ import torch
 
 from true_on_policy.errors import NotSeenError, PinError, TrueOnPolicyError
 from true_on_policy.gpu_contract import GpuContract, Size, gpu_contract
-from true_on_policy.kernels import gpu
+from true_on_policy.kernels import gpu, precision
+from true_on_policy.kernels.provider import device
 from true_on_policy.probes import Failure
 
 FORMAT = 1
@@ -134,18 +135,13 @@ def _text(value: Any) -> str:
 
 
 def _device(contract: GpuContract) -> str:
-    _need_cuda()
+    device()
     return torch.cuda.get_device_name()
-
-
-def _need_cuda() -> None:
-    if not torch.cuda.is_available():
-        raise NotSeenError("no CUDA device")
 
 
 def _kernels(contract: GpuContract) -> str:
     """Whether the kernels that run here are batch-invariant at the model's shapes."""
-    _need_cuda()
+    device()
     return _found(gpu.failures(contract), "batch-invariant")
 
 
@@ -153,7 +149,7 @@ def _products(contract: GpuContract) -> str:
     """Whether the engine's product gives the trainer's bits."""
     if contract.engine_gemm == contract.trainer_gemm:
         return "one kernel"
-    _need_cuda()
+    device()
     return _found(gpu.disagreements(contract), "equal")
 
 
@@ -166,11 +162,8 @@ def _found(failures: Iterator[Failure], otherwise: str) -> str:
 
 
 def _tf32(contract: GpuContract) -> str:
-    """Whether float32 products lose their last bits; bmm is the product that no contract replaces."""
-    _need_cuda()
-    fine = 1 + 2.0**-12  # 12 bits of mantissa: TF32 keeps 10
-    x = torch.full((1, 64, 64), fine, device="cuda")
-    return "off" if torch.bmm(x, torch.eye(64, device="cuda")[None]).eq(fine).all() else "on"
+    """Whether float32 products lose their last bits."""
+    return "off" if next(precision.probe(device()), None) is None else "on"
 
 
 def _compiles(contract: GpuContract) -> str:
@@ -216,7 +209,7 @@ def _deterministic() -> str:
 
 
 def _nccl(contract: GpuContract) -> str:
-    _need_cuda()
+    device()
     from torch.cuda import nccl  # its import loads NCCL
 
     return ".".join(map(str, nccl.version()))

@@ -1,4 +1,4 @@
-"""What a GPU contract pins in the trainer: one batch-invariant mode, the library of its products, and its attention."""
+"""What a GPU contract pins in the trainer: a batch-invariant mode, a library of products, attention, and no TF32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from true_on_policy.contract import Shapes
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import MODELS, GpuContract, Size
 from true_on_policy.gpu_probes import agreement
-from true_on_policy.kernels import deep_gemm, flash_attention, megatron, sglang
+from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
 from true_on_policy.kernels.provider import Provider, Undo, device
 from true_on_policy.probes import Failure
 
@@ -51,14 +51,15 @@ def install(contract: GpuContract) -> Undo:
             f"contract.backend: {contract.backend!r} pins {name(contract)}, but {', '.join(missing)} is not installed"
         )
     with ExitStack() as stack:
+        stack.callback(precision.pin())
         for provider in providers(contract):
             stack.callback(provider.pin(contract))
         return stack.pop_all().close
 
 
 def observe(contract: GpuContract) -> dict[str, str]:
-    """What is in force now of each provider that a contract pins."""
-    return {
+    """What is in force now of each provider that a contract pins, and of TF32."""
+    return precision.settings() | {
         f"{provider.NAME}: {key}": value
         for provider in providers(contract)
         for key, value in provider.settings().items()
@@ -69,6 +70,7 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
     """What of the pinned kernels is not invariant at the contract's model, one finding after the other."""
     for provider in providers(contract):
         yield from provider.probe(contract, shapes(contract))
+    yield from precision.probe(device())
 
 
 def shapes(contract: GpuContract) -> Shapes:

@@ -1,0 +1,108 @@
+"""float32 products and convolutions in full: TF32 keeps 10 bits of mantissa, and torch has several places to allow it.
+
+Since torch 2.9 `fp32_precision` of each kind decides, and the older switches write to it. Where the two were set apart
+torch refuses to read the older one: that one is left alone then, and the newer ones are pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from true_on_policy.errors import PinError
+from true_on_policy.kernels.provider import Undo
+from true_on_policy.probes import Failure, compare
+
+FINE = 1 + 2.0**-12  # 12 bits of mantissa
+LOSSY = (True, "tf32", "bf16", "high", "medium")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One place to allow TF32.
+
+    Attributes:
+        name: as torch calls it.
+        get, put: `get` raises AttributeError or RuntimeError where this torch lacks it or cannot tell its value.
+        full: its value without TF32.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+    full: Any
+
+
+def _attribute(owner: str, name: str, full: Any) -> Switch:
+    module = partial(attrgetter(owner), torch.backends)
+    put = lambda value: setattr(module(), name, value)  # noqa: E731
+    return Switch(f"torch.backends.{owner}.{name}", lambda: getattr(module(), name), put, full)
+
+
+# The older ones first: what is written to them is written to the newer ones too.
+SWITCHES = (
+    Switch(
+        "torch.set_float32_matmul_precision",
+        *(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    ),
+    _attribute("cuda.matmul", "allow_tf32", False),
+    _attribute("cudnn", "allow_tf32", False),
+    *(
+        _attribute(owner, "fp32_precision", "ieee")
+        for owner in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")
+    ),
+)
+
+
+def settings() -> dict[str, str]:
+    """Which of the switches allow TF32 now."""
+    allowing = [switch.name for switch, value in _found() if value in LOSSY]
+    return {"torch: TF32 allowed by": ", ".join(allowing) or "nothing"}
+
+
+def pin() -> Undo:
+    """Turn every switch off; call what it returns to restore each.
+
+    Raises:
+        PinError: one of them does not stay off; nothing stays changed then.
+    """
+    found = _found()
+
+    def undo() -> None:
+        for switch, value in found:
+            switch.put(value)
+
+    try:
+        for switch, _ in found:
+            switch.put(switch.full)
+        if (allowed := settings()["torch: TF32 allowed by"]) != "nothing":
+            raise RuntimeError(f"still allowed by {allowed}")
+    except Exception as error:
+        undo()
+        raise PinError(f"torch: TF32 cannot be switched off ({error})") from error
+    return undo
+
+
+@torch.no_grad()
+def probe(where: torch.device) -> Iterator[Failure]:
+    """A float32 product that needs 12 bits; bmm is the one that no contract replaces."""
+    x, one = torch.full((1, 64, 64), FINE, device=where), torch.eye(64, device=where)
+    yield from compare(
+        "bmm in float32", (64, 64), "times the identity and itself", torch.bmm(x, one[None]), x
+    )
+
+
+def _found() -> list[tuple[Switch, Any]]:
+    """Those that can be read, with their values."""
+    found = []
+    for switch in SWITCHES:
+        try:
+            found.append((switch, switch.get()))
+        except (AttributeError, RuntimeError):
+            continue
+    return found
