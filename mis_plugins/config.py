@@ -309,7 +309,7 @@ class CorrectionConfig:
 
     segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. It is a
         weight of tokens by itself, and `weight` reads so; a `weight` of tokens beside it bounds and normalizes instead.
-        null leaves it to the host: on where it hands versions on and there is a weight of tokens, else off.
+        null leaves it to the host: on where it knows versions and there is a weight of tokens, else off.
     opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or

@@ -198,6 +198,7 @@ def mean_weight_of(
 ) -> Float[Tensor, ""]:
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
+    assert (numerator is not None) == config.segment_wise_on
     return _mean_weight(_verdict(proximal, behavior, ragged, config, numerator), ragged, config.weight)
 
 

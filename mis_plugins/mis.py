@@ -156,8 +156,11 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and hosts_loss.knows_versions(data):
         config = config.where_versions_are_known()
+    if config.segment_wise_on:
+        hosts_loss.check_versions(data, config)
         numerator = numerator_of(*log_probs, hosts_loss.written(data, layout.local_lengths), config)
     args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
+    args._mis_rollout_segment_wise = config.segment_wise_on
 
 
 def policy_loss(
@@ -187,7 +190,7 @@ def policy_loss(
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
         check_agreement(config, inputs.ragged.ranks.cp, logits.device)
-        rollout_mean = getattr(args, "_mis_rollout_mean", None)
+        rollout_mean = _rollout_mean(args, config)
         scored = scored_by(inputs, config)
         correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean, numerator)
     share = share_of(inputs, correction, config)
@@ -273,8 +276,21 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
 def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:
     check_agreement(config, batch.ranks.cp, batch.loss_masks[0].device)
     placed = batch.place()
-    rollout_mean = getattr(args, "_mis_rollout_mean", None)
+    rollout_mean = _rollout_mean(args, config)
     return correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean), placed
+
+
+def _rollout_mean(args: Any, config: CorrectionConfig) -> Tensor | None:
+    """What `normalize_rollout` left, which must be of weights of the same kind."""
+    mean = getattr(args, "_mis_rollout_mean", None)
+    if mean is not None and args._mis_rollout_segment_wise != config.segment_wise_on:
+        here, there = "the micro-batch", "rollout_data"
+        has, lacks = (here, there) if config.segment_wise_on else (there, here)
+        raise InputError(
+            f"{hosts_loss.VERSION}: of {has}, and not of {lacks}, so that with mis.weight.normalize.scope: rollout the "
+            "mean would be of other weights; hand it on with both, or with neither"
+        )
+    return mean
 
 
 def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from test_local_loop import ALONE, numbers, run
 
 from mis_plugins.errors import InputError
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.rollout import Rollout, shard
 from mis_plugins.local.sample import Sample, Status
 from mis_plugins.local.trainer import RolloutData
@@ -38,13 +40,19 @@ def sample(
     )
 
 
-def sharded(mis: dict, *samples: Sample, version: int | None = CURRENT, flags: str = LOSS) -> RolloutData:
+def sharded(
+    mis: dict,
+    *samples: Sample,
+    version: int | None = CURRENT,
+    flags: str = LOSS,
+    state: ParallelState = ALONE,
+) -> RolloutData:
     args: Namespace = parse_args(
         f"--rollout-batch-size 1 --n-samples-per-prompt {len(samples)} --advantage-estimator reinforce "
         f"{flags}".split()
     )
     args.mis = mis
-    return shard(args, ALONE, Rollout(list(samples), torch.ones(len(samples)), version))
+    return shard(args, state, Rollout(list(samples), torch.ones(len(samples)), version))
 
 
 def test_versions_reach_the_trainer_with_what_was_stored():
@@ -87,10 +95,21 @@ def test_a_loss_that_reads_no_versions_refuses_none():
     assert [x.sum() for x in sharded({"weight": {"upper": 3}}, *STALE, flags="")["loss_masks"]] == [3, 3]
 
 
-@pytest.mark.parametrize("version", [None, CURRENT])
-def test_what_nobody_knows_is_not_handed_on(version: int | None):
-    data = sharded({}, sample(0, None), sample(1, [5, 5, 5]), version=version)
+@pytest.mark.parametrize(("versions", "version"), [([5, 5, 5], None), (None, CURRENT)])
+def test_what_nobody_knows_is_not_handed_on(versions: list[int] | None, version: int | None):
+    data = sharded({}, sample(0, versions), sample(1, versions), version=version)
     assert not {"output_versions", "recomputed_log_probs", "proximal_version"} & data.keys()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sample_without_versions_beside_others(rank: int):
+    """Every rank refuses the rollout, whichever of them got the sample."""
+    state = dataclasses.replace(
+        ALONE, effective_dp=dataclasses.replace(ALONE.effective_dp, rank=rank, size=2)
+    )
+    message = r"sample 41: no output_versions, which other samples of the rollout have.*\(1 such samples\)"
+    with pytest.raises(InputError, match=message):
+        sharded({"segment_wise": {}}, sample(40, [5, 5, 5]), sample(41, None), state=state)
 
 
 def test_a_synchronous_run_is_that_of_standard_weights(tmp_path: Path):

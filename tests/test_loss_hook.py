@@ -867,7 +867,10 @@ PROMPTS = [3, 30, 1, 25, 8]
 
 def embedded_outcome(args: Namespace, step: Step, cp: int) -> dict[str, Any]:
     """This rank's loss, gradient with respect to the logits of the whole sequences, and metrics."""
-    layout, batch = embedded_batch(step, dist.get_rank(), cp)
+    return outcome_of(args, *embedded_batch(step, dist.get_rank(), cp))
+
+
+def outcome_of(args: Namespace, layout: Layout, batch: MicroBatch) -> dict[str, Any]:
     torch.manual_seed(0)
     logits = torch.randn(sum(layout.total_lengths), VOCABULARY, requires_grad=True)
     starts = torch.tensor([0, *itertools.accumulate(layout.total_lengths)])[layout.sequence]

@@ -30,9 +30,11 @@ from test_loss_hook import (
     Question,
     Step,
     assert_same,
+    embedded_batch,
     embedded_outcome,
     flags,
     hosts,  # noqa: F401
+    outcome_of,
     random_step,
     reducer,
 )
@@ -292,6 +294,44 @@ def test_the_mean_of_the_rollout_is_of_the_same_weights():
     assert_same(drive(args, batch, step), call(step, alone))
 
 
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("output_versions", r"output_versions: none here, and proximal_version: 7 says"),
+        ("proximal_version", r"proximal_version: none beside output_versions"),
+        ("recomputed_log_probs", r"recomputed_log_probs: none here; beside output_versions"),
+    ],
+)
+def test_the_mean_of_a_rollout_without_what_the_weights_read(lost: str, message: str):
+    """It would be that of the standard weights, which no micro-batch has."""
+    step = aged(random_step(3), 3)
+    args = flags(mis={"weight": {"normalize": {"scope": "rollout"}}}, loss_type="custom_loss")
+    with pytest.raises(InputError, match=message):
+        mis.normalize_rollout(args, 0, step.batch() | {lost: None})
+    assert not hasattr(args, "_mis_rollout_mean")
+
+
+def test_the_mean_of_a_rollout_whose_host_knows_no_versions():
+    args = flags(
+        mis={"segment_wise": {}, "weight": {"normalize": {"scope": "rollout"}}}, loss_type="custom_loss"
+    )
+    with pytest.raises(
+        InputError, match=r"output_versions: none here; mis\.segment_wise needs to know which version"
+    ):
+        mis.normalize_rollout(args, 0, random_step(3).batch())
+
+
+def test_the_mean_of_other_weights_than_the_micro_batches():
+    """The rollout-data hook saw no versions, the loss hook does."""
+    step = aged(random_step(3), 3)
+    config = {"weight": {"upper": 1.2, "normalize": {"scope": "rollout"}}}
+    args = flags(mis=config, loss_type="custom_loss")
+    mis.normalize_rollout(args, 0, random_step(3).batch())
+    message = r"proximal_version: of the micro-batch, and not of rollout_data.*normalize\.scope: rollout"
+    with pytest.raises(InputError, match=message):
+        drive(args, step.batch(), step)
+
+
 # ---------------------------------------------------------------------------------------------------- what is read
 
 
@@ -345,9 +385,7 @@ def test_areals_names_that_cannot_work(flat: dict, message: str):
 
 
 def test_versions_that_are_asked_for_and_not_there():
-    message = (
-        r"output_versions: none in this micro-batch; mis\.segment_wise needs .*docs/async\.md.*as mis\.weight"
-    )
+    message = r"output_versions: none here; mis\.segment_wise needs .*docs/async\.md.*as mis\.weight"
     with pytest.raises(InputError, match=message):
         call(random_step(0), {"segment_wise": {}})
 
@@ -364,6 +402,21 @@ def test_versions_that_do_not_fit(change: dict, message: str):
     step = aged(random_step(0), 0)
     with pytest.raises(InputError, match=message):
         drive(flags(mis={"segment_wise": {}}), step.batch() | change, step)
+
+
+@pytest.mark.parametrize("config", [{"segment_wise": {}}, {"weight": {"level": "token"}}, {"metrics": "all"}])
+def test_a_batch_without_versions_of_a_host_that_knows_them(config: dict):
+    """Its weights would be the standard ones, where the batches of other ranks have segment-wise ones."""
+    step = aged(random_step(0), 0)
+    message = r"output_versions: none here, and proximal_version: 7 says .*hand it on with every micro-batch"
+    with pytest.raises(InputError, match=message):
+        drive(flags(mis=config), step.batch() | {"output_versions": None}, step)
+
+
+def test_a_batch_without_versions_that_nobody_reads():
+    step, config = aged(random_step(0), 0), STANDARD
+    batch = step.batch() | {"output_versions": None, "recomputed_log_probs": None}
+    assert_same(drive(flags(mis=config), batch, step), call(step, config))
 
 
 @pytest.mark.parametrize("config", [{"segment_wise": {}}, {"weight": {"level": "token"}}])
@@ -569,3 +622,28 @@ def rank_outcome(args: Namespace, step: Aged, cp: int) -> dict[str, Any]:
     ages = recorded.over_ranks().ages
     assert ages is not None
     return found | {"ages": weight_metrics(ages)}
+
+
+@pytest.mark.parametrize("config", [{"segment_wise": {"weight_cap": 1.2}}, {"weight": {"upper": 1.2}}])
+def test_data_parallel_ranks_decide_alike(config: dict, tmp_path: Path):
+    """The samples of one rank came without versions: it says so, and takes no other weights than its neighbour."""
+    step = aged(random_step(11, (9, 1, 20, 13, 6)), 11)
+    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False)
+    first, second = run_ranks(2, 1, lambda rank: data_parallel_outcome(args, step, rank), tmp_path)
+    assert first["segment_wise"] and "error" not in first
+    assert second["error"].startswith("output_versions: none here, and proximal_version: 7 says")
+    assert not second["segment_wise"]
+
+
+def data_parallel_outcome(args: Namespace, step: Aged, rank: int) -> dict[str, Any]:
+    """What was raised, and whether segment-wise weights were recorded."""
+    mis.report_step(args, 0, 0)
+    layout, batch = embedded_batch(step, 0, 1)
+    if rank == 1:
+        batch = dataclasses.replace(batch, versions=None, recomputed=None)
+    found: dict[str, Any] = {}
+    try:
+        outcome_of(args, layout, batch)
+    except InputError as error:
+        found["error"] = str(error)
+    return found | {"segment_wise": [c.segment_wise_on for c in mis.RECORDER.pending] == [True]}

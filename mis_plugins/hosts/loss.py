@@ -241,33 +241,42 @@ def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: Correc
     )
 
 
-VERSIONS = "output_versions"  # the key under which a host that knows who wrote a token says so
+VERSIONS = "output_versions"  # which version wrote each token
+VERSION = "proximal_version"  # which one the proximal policy is
 
 
 def knows_versions(batch: Batch) -> bool:
-    return bool(batch.get(VERSIONS))
+    """Whether the host knows who wrote a token: it says which version the proximal policy is.
+
+    That number is the trainer's own, so that every rank decides alike. The versions of the tokens come with samples:
+    ranks that decided by them would weigh, and communicate, differently where one got samples without.
+
+    Raises:
+        InputError: versions of tokens without that of the proximal policy.
+    """
+    if batch.get(VERSION) is None and batch.get(VERSIONS):
+        raise InputError(
+            f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of"
+        )
+    return batch.get(VERSION) is not None
 
 
 def written(batch: Batch, lengths: Sequence[int]) -> Written:
     """Who wrote each token of a micro-batch, or of a rollout: three keys, which `docs/async.md` describes.
 
     Raises:
-        InputError: a list that does not fit, or no version of the proximal policy.
+        InputError: a list that does not fit.
     """
-    if batch.get("proximal_version") is None:
-        raise InputError(
-            f"proximal_version: none beside {VERSIONS}; hand on the version of the weights that log_probs are of"
-        )
     versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
     if batch.get("recomputed_log_probs"):
         recomputed = _flat("recomputed_log_probs", batch["recomputed_log_probs"], lengths).detach()
     else:
         recomputed = torch.full(versions.shape, torch.nan, device=versions.device)
-    return Written(versions, recomputed, batch["proximal_version"])
+    return Written(versions, recomputed, batch[VERSION])
 
 
 def _reads_versions(batch: Batch, config: CorrectionConfig) -> bool:
-    return knows_versions(batch) and (config.segment_wise_on or config.metrics == "all")
+    return config.segment_wise_on or (config.metrics == "all" and knows_versions(batch))
 
 
 def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionConfig) -> None:
@@ -275,21 +284,42 @@ def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionCo
         "rollout_log_probs": config.corrects or config.bypass,
         "ref_log_probs": getattr(args, "use_kl_loss", False),
         "log_probs": host.recomputes(args) and not config.bypass,
-        VERSIONS: config.segment_wise_on,
-        "recomputed_log_probs": config.segment_wise_on and _stores(config),
     }
     why = {
         "rollout_log_probs": "the rollout engine must return one for each sampled token",
         "ref_log_probs": "--use-kl-loss needs those of a reference policy",
         "log_probs": "the trainer's log-probs were neither recomputed nor handed on",
-        VERSIONS: "mis.segment_wise needs to know which version wrote each token, which this host does not say (see "
-        "docs/async.md); leave mis.segment_wise out, and give its bounds as mis.weight",
-        "recomputed_log_probs": f"beside {VERSIONS}, segment-wise weights need what the version after each token's "
-        "gives it (see docs/async.md); without, say mis.segment_wise: {method: loglinear}, or {enabled: false}",
     }
     for name, is_wanted in wanted.items():
         if is_wanted and not batch.get(name):
             raise InputError(f"{name}: none in this micro-batch; {why[name]}")
+    check_versions(batch, config)
+
+
+def check_versions(batch: Batch, config: CorrectionConfig) -> None:
+    """Of a micro-batch, or of a rollout: refuse it without what segment-wise weights and metrics by age read.
+
+    Raises:
+        InputError: it names the key.
+    """
+    if not _reads_versions(batch, config):
+        return
+    if not knows_versions(batch):
+        raise InputError(
+            f"{VERSIONS}: none here; mis.segment_wise needs to know which version wrote each token, which this host "
+            "does not say (see docs/async.md); leave mis.segment_wise out, and give its bounds as mis.weight"
+        )
+    if not batch.get(VERSIONS):
+        raise InputError(
+            f"{VERSIONS}: none here, and {VERSION}: {batch[VERSION]} says that this host knows who wrote each token; "
+            "hand it on with every micro-batch, and leave out, or refuse, samples without"
+        )
+    if config.segment_wise_on and _stores(config) and not batch.get("recomputed_log_probs"):
+        raise InputError(
+            f"recomputed_log_probs: none here; beside {VERSIONS}, segment-wise weights need what the version after "
+            "each token's gives it (see docs/async.md); without, say mis.segment_wise: {method: loglinear}, or "
+            "{enabled: false}"
+        )
 
 
 def _stores(config: CorrectionConfig) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mis_plugins import reading
 from mis_plugins.config import SegmentWiseConfig
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.local.advantages import ESTIMATORS
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.engine import Generation, RolloutEngine
@@ -134,7 +134,8 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     tokens whole.
 
     Raises:
-        InputError: a token that its segment-wise weight cannot be known of, by the sample's name.
+        InputError: a token that its segment-wise weight cannot be known of, or a sample without versions beside others
+            with them, by the sample's name.
     """
     order = training_order(
         len(rollout.samples), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
@@ -146,7 +147,7 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     behavior = torch.tensor([value for sample in samples for value in sample.rollout_log_probs or ()])
     advantages = rollout.advantages[torch.tensor(order)]
     masks = [torch.tensor(sample.mask, dtype=torch.int) for sample in samples]
-    versions, masks = _versions(args, rollout.version, samples, masks, layout)
+    versions, masks = _versions(args, rollout, samples, masks, layout)
     return versions | {
         "tokens": tokens,
         "total_lengths": [len(sequence) for sequence in tokens],
@@ -160,11 +161,20 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
 
 
 def _versions(
-    args: Namespace, current: int | None, samples: Sequence[Sample], masks: list[Tensor], layout: Layout
+    args: Namespace, rollout: Rollout, samples: Sequence[Sample], masks: list[Tensor], layout: Layout
 ) -> tuple[RolloutData, list[Tensor]]:
-    """What says who wrote each token, and the loss masks without those whose weight cannot be known."""
-    if current is None or any(sample.output_versions is None for sample in samples):
+    """What says who wrote each token, and the loss masks without those whose weight cannot be known.
+
+    Whether anybody knows is asked of the whole rollout, so that every rank has the same answer for its share.
+    """
+    current, nameless = rollout.version, [s.index for s in rollout.samples if s.output_versions is None]
+    if current is None or len(nameless) == len(rollout.samples):
         return {}, masks
+    if nameless:
+        raise InputError(
+            f"sample {nameless[0]}: no output_versions, which other samples of the rollout have; say of all of them "
+            f"who wrote each token, or of none ({len(nameless)} such samples)"
+        )
     written = [_written(sample, current) for sample in samples]
     config = _segment_wise(args)
     if config is not None:
