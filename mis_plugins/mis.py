@@ -300,4 +300,4 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
         return batch.loss_masks
     keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
     masks = batch.loss_mask
-    return list(torch.where(keep, masks, 0).to(masks.dtype).split(list(batch.layout.response_lengths)))
+    return list((masks * keep.to(masks.dtype)).split(list(batch.layout.response_lengths)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,13 @@ def log_ratio(
 
 def finite(x: Tensor) -> Bool[Tensor, " *"]:
     """Neither NaN nor infinite."""
-    return _flags(torch.lt, x.abs(), torch.inf).bool()
+    # As floats: a CPU writes those four times faster than bools, and narrows them in no time.
+    return x.abs().lt_(torch.inf).bool()
+
+
+def within(x: Tensor, lower: float | None, upper: float | None) -> Bool[Tensor, " *"]:
+    """lower <= x <= upper, and not NaN; None is no bound."""
+    return x.clamp(lower, upper).eq_(x).bool()
 
 
 def exp_clamped(log_ratio: Tensor) -> Tensor:
@@ -50,19 +55,14 @@ def log_bound(bound: float) -> float:
 
 def share_below(x: Tensor, bound: float) -> Tensor:
     """1 where x is strictly below the bound, else 0: to be averaged."""
-    return _flags(torch.lt, x, bound)
+    return torch.lt(x, bound, out=torch.empty_like(x))
 
 
 def share_above(x: Tensor, bound: float) -> Tensor:
     """1 where x is strictly above the bound, else 0."""
-    return _flags(torch.gt, x, bound)
+    return torch.gt(x, bound, out=torch.empty_like(x))
 
 
 def saturated(log_ratio: Tensor) -> Tensor:
     """1 where |log r|, of a token or of a sequence, exceeds the clamp: beyond it all ratios look alike."""
-    return _flags(torch.gt, log_ratio.abs(), LOG_RATIO_CLAMP)
-
-
-def _flags(compare: Callable[..., Tensor], x: Tensor, bound: float) -> Tensor:
-    # As floats: a CPU writes those four times faster than bools, and narrows them in no time.
-    return compare(x, bound, out=torch.empty_like(x))
+    return log_ratio.abs().gt_(LOG_RATIO_CLAMP)

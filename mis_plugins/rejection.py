@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Over, RejectRule, Statistic
-from mis_plugins.ratios import exp_clamped
+from mis_plugins.ratios import exp_clamped, within
 
 
 class Totals(dict[str, Tensor]):
@@ -73,4 +73,4 @@ def aggregate(totals: Totals, rule: RejectRule) -> Float[Tensor, " N"]:
 
 def passes(statistic: Tensor, rule: RejectRule, keep: Bool[Tensor, " *"]) -> Bool[Tensor, " *"]:
     """`keep`, less what the rule drops."""
-    return keep & (statistic.clamp(*rule.limits) == statistic)
+    return keep & within(statistic, *rule.limits)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Bound, WeightConfig
-from mis_plugins.ratios import log_bound
+from mis_plugins.ratios import log_bound, within
 
 
 def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
@@ -57,7 +57,7 @@ def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfi
     """`usable`, and for a mask or zero bound lower <= r <= upper."""
     if not config.drops:
         return usable
-    return usable & (log_ratio.clamp(log_bound(config.floor), log_bound(config.ceiling)) == log_ratio)
+    return usable & within(log_ratio, log_bound(config.floor), log_bound(config.ceiling))
 
 
 def normalization(total: Float[Tensor, " 2"]) -> Float[Tensor, ""]:
