@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from mis_plugins.local.asynchronous.controller import Controller, WorkerError
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.messages import Pause, Publish
 from mis_plugins.local.asynchronous.process import WorkerProcess
+from mis_plugins.local.asynchronous.watch import BEAT_SECONDS, Watch
 from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Sampling
@@ -36,6 +38,7 @@ from mis_plugins.versions import Response
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
 LENGTH, SAMPLES, ROLLOUTS = 8, 6, 5
+STUCK_SECONDS = 2.0
 PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9), (3, 3), (7, 1)]
 
 
@@ -51,11 +54,15 @@ def wanted(rollout: int) -> list[Wanted]:
 
 @contextmanager
 def running(
-    mode: PauseMode = "retract", bound: int = 1, step_seconds: float = 0.0, config: Any = CONFIG
+    mode: PauseMode = "retract",
+    bound: int = 1,
+    step_seconds: float = 0.0,
+    config: Any = CONFIG,
+    stuck_s: float = 60.0,
 ) -> Iterator[Controller]:
     settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds)
     object.__setattr__(settings, "config", config)  # which may be what its type forbids
-    made = Controller(settings, HeadOffpolicyness(bound), wanted, range(ROLLOUTS), weights(0))
+    made = Controller(settings, HeadOffpolicyness(bound), wanted, range(ROLLOUTS), weights(0), stuck_s)
     try:
         yield made
     finally:
@@ -175,12 +182,37 @@ def test_a_slow_engine_is_waited_for() -> None:
 # --- deaths ---------------------------------------------------------------------------------------------------
 
 
-def test_killed_in_mid_sequence_nothing_is_lost_or_counted_twice() -> None:
+def stop(made: Controller) -> None:
+    os.kill(made.worker.pid, signal.SIGSTOP)
+
+
+def kill(made: Controller) -> None:
+    os.kill(made.worker.pid, signal.SIGKILL)
+
+
+class Waiting:
+    """Keeps the thread that receives it waiting, as a lock that nobody opens, while the others go on."""
+
+    def __reduce__(self) -> tuple[Callable[[float], None], tuple[float]]:
+        return time.sleep, (1e6,)
+
+
+def lock(made: Controller) -> None:
+    made.worker._connection.send(Waiting())
+
+
+@pytest.mark.parametrize("harm", [kill, stop, lock])
+def test_harmed_in_mid_sequence_nothing_is_lost_or_counted_twice(
+    harm: Callable[[Controller], None], caplog: pytest.LogCaptureFixture
+) -> None:
     """The tokens of before stay, those of after are what they would have been, and every response comes once."""
-    with running(bound=2, step_seconds=0.05) as made:
+    with running(bound=2, step_seconds=0.05, stuck_s=STUCK_SECONDS) as made:
         in_the_midst(made)
-        os.kill(made.worker.pid, signal.SIGKILL)
+        first = made.worker.pid
+        harm(made)
         until(lambda: made.worker.gone)
+        assert not alive(first)
+        assert ("alive, but it used no processor time for" in caplog.text) == (harm is not kill)
         kept = {number: response.tokens for number, response in made.ledger.pool.snapshot().items()}
         assert any(0 < len(tokens) < LENGTH for tokens in kept.values())
         taken = [made.rollout(rollout) for rollout in range(3)]
@@ -193,15 +225,80 @@ def test_killed_in_mid_sequence_nothing_is_lost_or_counted_twice() -> None:
     assert len(kept) == 3 * SAMPLES
 
 
-def test_killed_during_a_pause_the_next_one_begins_with_the_new_weights() -> None:
-    with running(bound=2, step_seconds=0.05) as made:
+@pytest.mark.parametrize("harm", [kill, stop])
+def test_harmed_during_a_pause_the_next_one_begins_with_the_new_weights(
+    harm: Callable[[Controller], None],
+) -> None:
+    with running(bound=2, step_seconds=0.05, stuck_s=STUCK_SECONDS) as made:
         in_the_midst(made)
-        made.hooks.register_post_pause_hook(lambda: os.kill(made.worker.pid, signal.SIGKILL), "kill")
+        made.hooks.register_post_pause_hook(lambda: harm(made), "harm")
         made.update(weights(1))
         responses = made.rollout(0)
         assert made.take_tally().restarts == 1
     assert all(set(response.versions) == {0, 1} for response in responses)
     check_written(responses)
+
+
+def test_stopped_before_a_pause_the_update_goes_on() -> None:
+    """The trainer waits for the worker to pause, which it never will."""
+    with running(bound=2, step_seconds=0.05, stuck_s=STUCK_SECONDS) as made:
+        in_the_midst(made)
+        made.hooks.register_pre_pause_hook(lambda: stop(made), "stop")
+        made.update(weights(1))
+        check_written(made.rollout(0))
+        assert made.take_tally().restarts == 1
+
+
+class Computing:
+    """Keeps the thread that receives it computing for seconds, without a word."""
+
+    def __reduce__(self) -> tuple[Callable[..., bytes], tuple[str, bytes, bytes, int]]:
+        return hashlib.pbkdf2_hmac, ("sha256", b"", b"", 10_000_000)
+
+
+def test_a_step_longer_than_the_limit_is_no_stand_still() -> None:
+    """Neither one that waits for its time nor one that computes."""
+    with running(bound=0, step_seconds=2 * STUCK_SECONDS, stuck_s=STUCK_SECONDS) as made:
+        until(lambda: max(lengths(made)) == 2)
+        began = time.monotonic()
+        made.worker._connection.send(Computing())
+        until(lambda: made._failed)  # it is no command, once it is there
+        assert time.monotonic() - began > 1.5 * STUCK_SECONDS
+        assert made._failed is not None and "KeyError" in made._failed.reason
+
+
+def test_a_worker_with_nothing_to_do_is_not_stuck() -> None:
+    with running(bound=0, stuck_s=STUCK_SECONDS) as made:
+        made.rollout(0)
+        time.sleep(3 * STUCK_SECONDS)
+        assert not made.worker.gone
+
+
+@pytest.mark.parametrize(
+    ("heard", "expected"),
+    [
+        ([1, 1, 1, 1, 1], True),
+        ([1, 1, 1, 1, 2, 2, 2, 2], False),
+        ([1, 1, 2, 2, 2, 2, 2], True),
+        ([0, 0, 0, 0, 0, 0, 0], False),
+    ],
+)
+def test_only_silence_in_a_row_is_being_stuck_and_not_before_the_first_word(
+    heard: list[int], expected: bool
+) -> None:
+    """Counted in the watch's own turns, of which a trainer that was stopped has none."""
+    turns, stuck = iter(range(len(heard))), []
+    turn = next(turns)
+
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal turn
+            assert timeout == BEAT_SECONDS
+            turn = next(turns, -1)
+            return turn == -1
+
+    Watch(4 * BEAT_SECONDS, lambda: heard[turn], Over(), lambda: stuck.append(True)).run()
+    assert bool(stuck) == expected
 
 
 def test_killed_again_and_again() -> None:
@@ -319,7 +416,7 @@ def test_a_worker_that_reads_no_more_is_stopped_too(monkeypatch: pytest.MonkeyPa
     """With its pipe full, where whoever asks it to end would wait for it."""
     monkeypatch.setattr(process_module, "STOP_SECONDS", 0.2)
     settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), "retract")
-    worker = WorkerProcess(settings, lambda event: None, lambda: None)
+    worker = WorkerProcess(settings, lambda event: None, lambda: None, 60.0)
     os.kill(worker.pid, signal.SIGSTOP)
     much = Publish(0, {"a": np.zeros(10**6)})
     for call in (lambda: worker.send(much), worker.stop):
@@ -337,7 +434,7 @@ def test_a_worker_that_nobody_hears_is_killed() -> None:
         raise ValueError("not understood")
 
     settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), "retract")
-    worker = WorkerProcess(settings, deaf, lambda: None)
+    worker = WorkerProcess(settings, deaf, lambda: None, 60.0)
     try:
         worker.send(Pause())
         until(lambda: worker.gone)

@@ -25,6 +25,7 @@ from mis_plugins.local import report
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.source import ages as token_ages
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
+from mis_plugins.local.asynchronous.watch import LEAST_LIMIT_SECONDS
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import Loop, run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
@@ -210,21 +211,23 @@ def ages(row: dict[str, Any]) -> list[int]:
 
 
 def kill_the_worker(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """A --rollout-data-postprocess-path hook: dumps, and at rollout 1 kills what samples."""
+    """A --rollout-data-postprocess-path hook: dumps, and at rollout 1 kills or stops what samples."""
     dump(args, rollout_id, rollout_data)
     if rollout_id == 1:
         (worker,) = multiprocessing.active_children()
         assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGKILL)
+        stops = args.rollout_health_check_timeout == LEAST_LIMIT_SECONDS
+        os.kill(worker.pid, signal.SIGSTOP if stops else signal.SIGKILL)
 
 
-def test_killed_in_a_run_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm: Path) -> None:
-    """With weights that stand still, a run whose worker dies in mid-sequence trains on what the synchronous one has."""
+@pytest.mark.parametrize("timeout", ["", f"--rollout-health-check-timeout {LEAST_LIMIT_SECONDS:g}"])
+def test_killed_in_a_run_no_sample_is_lost_or_counted_twice(timeout: str, tmp_path: Path, warm: Path) -> None:
+    """With weights that stand still, a run whose worker dies or stops in mid-sequence trains as the synchronous one."""
     still = "--lr 0 --rollout-weights fp32"
     synchronous, killed = tmp_path / "synchronous", tmp_path / "killed"
     assert run(f"{still} {DUMP}", synchronous, warm, rollouts=5) == 0
     hook = f"--rollout-data-postprocess-path {__name__}.kill_the_worker"
-    pace = "--async --max-head-offpolicyness 2 --rollout-steps-per-update 2"
+    pace = f"--async --max-head-offpolicyness 2 --rollout-steps-per-update 2 {timeout}"
     assert run(f"{still} {pace} {hook}", killed, warm, rollouts=5) == 0
     rows = records(killed)
     assert sum(row["worker_restarts"] for row in rows) == 1
@@ -399,6 +402,11 @@ def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
         ("--max-head-offpolicyness 2", "--max-head-offpolicyness has no effect without --async"),
         ("--pause-generation-mode abort", "--pause-generation-mode has no effect without --async"),
         ("--async --recompute-token-budget 0", "--recompute-token-budget: got 0; give at least 1"),
+        (
+            "--async --rollout-health-check-timeout 1",
+            "--rollout-health-check-timeout: got 1; give at least 5 sec",
+        ),
+        ("--rollout-health-check-timeout 60", "--rollout-health-check-timeout has no effect without --async"),
         ("--async --rollout-step-seconds -1", "--rollout-step-seconds: got -1; give 0 or more"),
         ("--async --rollout-steps-per-update -1", "--rollout-steps-per-update: got -1; give 0 or more"),
         ("--async --grad-cosine-every 2", "--grad-cosine-every with --async"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.local.asynchronous.watch import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
 from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.reading import from_args
@@ -157,6 +158,11 @@ def _check_asynchronous(args: argparse.Namespace) -> None:
     HeadOffpolicyness(args.max_head_offpolicyness)
     if args.recompute_token_budget < 1:
         raise ConfigError(f"--recompute-token-budget: got {args.recompute_token_budget}; give at least 1")
+    if not args.rollout_health_check_timeout >= LEAST_LIMIT_SECONDS:
+        raise ConfigError(
+            f"--rollout-health-check-timeout: got {args.rollout_health_check_timeout:g}; give at least "
+            f"{LEAST_LIMIT_SECONDS:g} seconds, as a busy machine may keep a sound worker waiting"
+        )
     for name in ("rollout_step_seconds", "rollout_steps_per_update"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{_flag(name)}: got {getattr(args, name):g}; give 0 or more")
@@ -242,6 +248,7 @@ ASYNCHRONOUS = {
     "rollout_step_seconds": 0.0,
     "rollout_steps_per_update": 0,
     "recompute_token_budget": 8192,
+    "rollout_health_check_timeout": 120.0,
 }
 """What flags that need ``--async`` are where they are not given."""
 
@@ -483,6 +490,13 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens a forward pass when the waiting samples are scored before an update "
         f"(default: {ASYNCHRONOUS['recompute_token_budget']})",
+    )
+    group.add_argument(
+        "--rollout-health-check-timeout",
+        type=float,
+        metavar="S",
+        help="a worker that uses no processor time for this long is stuck, and replaced; one that computes, however "
+        f"slowly, is not (default: {ASYNCHRONOUS['rollout_health_check_timeout']:g})",
     )
 
 

@@ -6,6 +6,7 @@ Nothing here knows a trainer, a task or a rank.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mis_plugins.local.asynchronous.messages import (
     Begin,
     Event,
     Failed,
+    Moving,
     Pause,
     Paused,
     Publish,
@@ -29,6 +31,8 @@ from mis_plugins.local.asynchronous.process import WorkerProcess
 from mis_plugins.local.asynchronous.worker import WorkerSettings
 from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.versions import Response
+
+logger = logging.getLogger("mis_plugins")
 
 FRUITLESS_STARTS = 3
 """Workers in a row that may die without a word; another would die as well."""
@@ -55,6 +59,7 @@ class Controller:
     Args:
         wanted: the responses of a rollout. rollouts: those to be trained on, of which the first is trained on at the
             version of `weights`.
+        stuck_s: how long the worker may stand still before it is replaced.
         shares: batches that a rollout is decoded in.
     """
 
@@ -65,9 +70,11 @@ class Controller:
         wanted: Callable[[int], Sequence[Wanted]],
         rollouts: range,
         weights: Mapping[str, Tensor],
+        stuck_s: float,
         shares: int = 1,
     ) -> None:
         self.settings, self.bound, self.wanted, self.rollouts = settings, bound, wanted, rollouts
+        self.stuck_s = stuck_s
         self.hooks, self.ledger, self.tally = Hooks(), Ledger(shares), Tally()
         self._published = _publish(weights, rollouts.start)
         self._begun = rollouts.start
@@ -150,13 +157,14 @@ class Controller:
                 self.ledger.changed.wait_for(lambda: ready() or self.worker.gone)
 
     def _start(self) -> WorkerProcess:
-        worker = WorkerProcess(self.settings, self._heard, self._ended)
+        worker = WorkerProcess(self.settings, self._heard, self._ended, self.stuck_s)
         worker.send(self._published)
         return worker
 
     def _replace(self) -> None:
         """Another worker for one that is gone: it goes on from the last token that was heard."""
         self._raise_fault()
+        logger.warning("rollout worker: gone, exit code %s; starting another", self.worker.exit_code)
         self._fruitless += 1
         if self._fruitless > FRUITLESS_STARTS:
             raise WorkerError(
@@ -178,6 +186,8 @@ class Controller:
 
     def _heard(self, event: Event) -> None:
         """On the thread of the worker."""
+        if isinstance(event, Moving):
+            return
         if isinstance(event, Tokens):
             self._fruitless = 0
             self.ledger.write(event)

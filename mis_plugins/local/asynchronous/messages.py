@@ -68,4 +68,9 @@ class Failed:
     by_user: bool
 
 
-Event = Tokens | Paused | Failed
+@dataclass(frozen=True)
+class Moving:
+    """The worker has used processor time since it last said this; see `watch.py`."""
+
+
+Event = Tokens | Paused | Failed | Moving

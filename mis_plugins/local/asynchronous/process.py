@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import signal
 import threading
@@ -10,7 +11,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 from mis_plugins.local.asynchronous.messages import Command, Event, Stop
+from mis_plugins.local.asynchronous.watch import Watch
 from mis_plugins.local.asynchronous.worker import WorkerSettings, run
+
+logger = logging.getLogger("mis_plugins")
 
 STOP_SECONDS = 10.0
 """How long a worker may take to end when asked to, before it is killed."""
@@ -20,9 +24,11 @@ class WorkerProcess:
     """One worker process.
 
     A thread of the trainer receives all the time: the worker is never kept waiting by a trainer that steps, and neither
-    can wait for the other with both pipes full.
+    can wait for the other with both pipes full. Another kills a worker that is stuck, so that whoever waits for it
+    finds it gone.
 
     Args:
+        limit_s: how long it may stand still.
         heard: called with every event, on that thread.
         ended: called once the worker is gone and everything that it said was heard, on that thread.
 
@@ -31,7 +37,11 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, settings: WorkerSettings, heard: Callable[[Event], None], ended: Callable[[], None]
+        self,
+        settings: WorkerSettings,
+        heard: Callable[[Event], None],
+        ended: Callable[[], None],
+        limit_s: float,
     ) -> None:
         # Spawned: a fork would take along the trainer's threads, its process groups and its ends of the pipes.
         context = multiprocessing.get_context("spawn")
@@ -41,10 +51,12 @@ class WorkerProcess:
         )
         _start_deaf_to_interrupts(self._process)
         theirs.close()  # or its end would never be noticed
-        self._gone = threading.Event()
+        self._gone, self._events, self._limit_s = threading.Event(), 0, limit_s
         self.fault: Exception | None = None
         self._thread = threading.Thread(target=self._listen, args=(heard, ended), daemon=True)
         self._thread.start()
+        self._watch = Watch(limit_s, lambda: self._events, self._gone, self._stuck)
+        self._watch.start()
 
     @property
     def pid(self) -> int:
@@ -77,6 +89,7 @@ class WorkerProcess:
         if self._process.is_alive():
             self._process.kill()
         self._thread.join()
+        self._watch.join()
         asking.join()
         self._process.join()
         self._connection.close()
@@ -84,6 +97,7 @@ class WorkerProcess:
     def _listen(self, heard: Callable[[Event], None], ended: Callable[[], None]) -> None:
         try:
             while (event := self._next()) is not None:
+                self._events += 1
                 heard(event)
         except Exception as error:  # of `heard`: the trainer's thread shall raise it, not this one
             self.fault = error
@@ -91,6 +105,16 @@ class WorkerProcess:
         finally:
             self._gone.set()
             ended()
+
+    def _stuck(self) -> None:
+        """On the thread that watches."""
+        logger.warning(
+            "rollout worker, process %d: alive, but it used no processor time for %g s "
+            "(--rollout-health-check-timeout); killed, to be replaced",
+            self.pid,
+            self._limit_s,
+        )
+        self._process.kill()
 
     def _next(self) -> Event | None:
         """None once the worker is gone, even if that was in the midst of a word."""

@@ -137,6 +137,7 @@ class AsynchronousRollouts:
             self._wanted,
             range(first, args.num_rollout),
             self.published,
+            args.rollout_health_check_timeout,
             shares=dist.get_world_size(),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from mis_plugins.errors import MisError
 from mis_plugins.local.asynchronous.messages import (
     Begin,
     Command,
+    Event,
     Failed,
+    Moving,
     Pause,
     Paused,
     Publish,
@@ -24,6 +27,7 @@ from mis_plugins.local.asynchronous.messages import (
     Stop,
     Tokens,
 )
+from mis_plugins.local.asynchronous.watch import BEAT_SECONDS, Pulse
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Decoding, Sampling
 from mis_plugins.local.engine import DecodeEngine
@@ -53,13 +57,26 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
     """The whole life of a worker process: until it is told to stop, or the trainer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     torch.set_num_threads(1)  # as a rank of the trainer: threads may change the last bits of a sum
+    voice = Voice(connection)
+    Pulse(lambda: voice.say(Moving())).start()
     try:
-        Worker(connection, settings).serve()
+        Worker(connection, voice, settings).serve()
     except (EOFError, OSError):
         pass
     except Exception as error:
         by_user = isinstance(error, MisError)
-        connection.send(Failed(str(error) if by_user else traceback.format_exc(), by_user))
+        voice.say(Failed(str(error) if by_user else traceback.format_exc(), by_user))
+
+
+class Voice:
+    """The worker's end of the pipe, for threads to speak through one at a time."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def say(self, event: Event) -> None:
+        with self._lock:
+            self._connection.send(event)
 
 
 @dataclass
@@ -72,8 +89,8 @@ class Batch:
 
 
 class Worker:
-    def __init__(self, connection: Connection, settings: WorkerSettings) -> None:
-        self.connection, self.settings = connection, settings
+    def __init__(self, connection: Connection, voice: Voice, settings: WorkerSettings) -> None:
+        self.connection, self.voice, self.settings = connection, voice, settings
         self.engine = DecodeEngine(settings.config, settings.precision)
         self.batches: list[Batch] = []
         self.paused = False
@@ -86,12 +103,14 @@ class Worker:
         """
         due = 0.0
         while True:
-            if self.connection.poll(max(0.0, due - time.monotonic()) if self.moving else None):
+            ahead = due - time.monotonic() if self.moving else BEAT_SECONDS
+            # Never longer: waking up is what shows that it is not stuck.
+            if self.connection.poll(min(max(0.0, ahead), BEAT_SECONDS)):
                 command = self.connection.recv()
                 if isinstance(command, Stop):
                     return
                 self.obey(command)
-            else:
+            elif self.moving and time.monotonic() >= due:
                 due = time.monotonic() + self.settings.step_seconds
                 self.step()
 
@@ -108,7 +127,7 @@ class Worker:
         for batch in self.moving:
             drawn = batch.decoding.step()
             batch.steps += 1
-            self.connection.send(Tokens(drawn, self.engine.version, batch.decoding.stale_cache))
+            self.voice.say(Tokens(drawn, self.engine.version, batch.decoding.stale_cache))
         self.batches = [batch for batch in self.batches if not batch.decoding.ended]
 
     def obey(self, command: Command) -> None:
@@ -124,7 +143,7 @@ class Worker:
         if self.settings.pause_mode == "abort":
             aborted = frozenset(one.number for batch in self.batches for one in batch.decoding.unfinished)
             self.batches = []
-        self.connection.send(Paused(aborted))
+        self.voice.say(Paused(aborted))
 
     def publish(self, command: Publish) -> None:
         weights = {name: torch.from_numpy(array) for name, array in command.weights.items()}
