@@ -29,9 +29,18 @@ needs
 --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
 ```
 
-which reports a step when the next one begins. The last step of a run is reported when its process exits, if that is the
-only rank; with more, call `mis_plugins.mis.report_last_step(args)` on each when training is over. Warnings (everything
-rejected, too little kept, products that saturate, log-probs that are scaled) go to the log of one rank.
+which reports a step when the next one begins. Warnings (everything rejected, too little kept, products that saturate,
+log-probs that are scaled) go to the log of one rank. Where Miles replaced a rank meanwhile (`--use-fault-tolerance`),
+each rank warns of its own part of that step, and its metrics are not logged.
+
+The last step of a run has no next one. One process reports it when it exits. Of many ranks
+
+* a loop of your own calls `mis_plugins.mis.report_last_step(args)` on each when training is over;
+* slime with `--update-weight-transport disk --update-weight-mode full` can do so after each rollout:
+  `--custom-update-weight-post-write-path mis_plugins.mis.report_last_step` (read in its source, not run);
+* Miles, and slime otherwise, do not log it: neither calls a hook on all ranks after the last step. (Miles's post-save
+  hook is that of rank 0, and both call the hook of an update by deltas on rank 0 alone at first.) A rank that exits by
+  itself warns of its own micro-batches, one that Ray ends by force does not. Where it counts, train one step more.
 
 The `lag_` ones, and those of segment-wise weights, need the version that wrote each token, which the embedded host
 hands on, and Miles and slime do not yet: see [async.md](async.md).

@@ -27,7 +27,7 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import denominator, fsdp, miles, slime
+from mis_plugins.hosts import denominator, fsdp, miles, running, slime
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts.agreement import check_agreement
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
@@ -221,16 +221,18 @@ def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
     Raises:
         MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected.
     """
-    RECORDER.report(args, rollout_id, step_id)
+    RECORDER.report(args, rollout_id, step_id, running.ranks())
 
 
-def report_last_step(args: Any) -> None:
-    """At the end of a run, on every rank: what `report_step` does for the others. No host of ours has a hook there.
+def report_last_step(args: Any, *_: Any) -> None:
+    """At the end of a run, on every rank: what `report_step` does for the others.
+
+    slime can call it after each update of weights through the disk (`docs/metrics.md`); nobody else has a hook there.
 
     Raises:
         MisError: as `report_step`.
     """
-    RECORDER.flush(args)
+    RECORDER.flush(args, running.ranks())
 
 
 def config_in_force(args: Any) -> CorrectionConfig:

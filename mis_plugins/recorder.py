@@ -1,11 +1,12 @@
 """The one place where the host process reads what was computed on the device.
 
 While a step runs, its micro-batches are added up on the device (`record`). At the start of the next step a hook
-(`report`) adds them up over the ranks, copies them to the host, reads them, warns, logs the metrics and, if the config
-asks for it, stops the job. It waits for that copy: once a step, between two steps, where the hosts have just waited for
-their own loss and gradient norm. The last step of a run is reported by `flush`, a collective that whoever ends the run
-calls on every rank. Where nobody does, a process without other ranks reports it when it exits; one with others, which
-may be gone by then, warns of its own micro-batches and asks nobody.
+(`report`) sees whether all ranks recorded alike, adds up what they did, copies it to the host, reads it, warns, logs
+the metrics and, if the config asks for it, stops the job. It waits twice, for the one and for the other: once a step,
+between two steps, where the hosts have just waited for their own loss and gradient norm. What ranks recorded before
+one of them was replaced is not added up: each warns of its own. The last step of a run is reported by `flush`, a
+collective that whoever ends the run calls on every rank. Where nobody does, a process without other ranks reports it
+when it exits; one with others, which may be gone by then, warns of its own micro-batches and asks nobody.
 
 Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one late, as soon as
 their copy has arrived.
@@ -31,6 +32,7 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
+from mis_plugins.hosts.agreement import can_add_up
 from mis_plugins.notices import warn_once
 from mis_plugins.partials import Partials, partials, watch
 from mis_plugins.ragged import Ranks
@@ -45,6 +47,9 @@ from mis_plugins.transfer import Arrival, to_host
 # Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which
 # the sums are dear, the first one of every tenth rollout. Which that is, every rank knows, one that joins late too.
 ROLLOUTS_BETWEEN = 10
+ALONE = Ranks()
+LAST = "it was the last; end the run with mis_plugins.mis.report_last_step(args) on each of them"
+REGROUPED = "a rank joined or left since"
 HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 logger = logging.getLogger("mis_plugins")
@@ -178,20 +183,29 @@ class Recorder:
         finally:
             self.muted = before
 
-    def report(self, args: Any, rollout_id: int, step_id: int) -> None:
+    def report(self, args: Any, rollout_id: int, step_id: int, ranks: Ranks = ALONE) -> None:
         """Before each optimizer step, on every rank: read what the step before it recorded.
+
+        Args:
+            ranks: the host's groups as they are now.
 
         Raises:
             MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; on every rank alike
                 that computes a loss, which other pipeline stages do not.
+            InputError: ranks recorded under different configs.
         """
         if self.step is None:
             atexit.register(_at_exit, weakref.ref(self))
         ended, self.step, self.args = self.step, (rollout_id, step_id), args
-        pending, self.pending = self.pending, {}
-        if ended is not None:
-            for recorded in pending.values():
+        pending, self.pending = ({} if ended is None else self.pending), {}
+        same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
+        together = can_add_up(list(pending), ended is not None, same_ranks, ranks)
+        for recorded in pending.values():
+            assert ended is not None
+            if together:
                 self._report(recorded, *ended)
+            else:
+                self._report_alone(recorded, ranks, REGROUPED, *ended)
 
     def _report(self, pending: Recorded, *ended: int) -> None:
         recorded, where = Copy.begin(pending.over_ranks()).wait(), "rollout {}, step {}".format(*ended)
@@ -203,10 +217,10 @@ class Recorder:
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
             raise MisError(f"{_all_rejected(recorded.config, sums)}, in {where}")
 
-    def flush(self, args: Any) -> None:
+    def flush(self, args: Any, ranks: Ranks = ALONE) -> None:
         """Report the last step; on every rank, when nothing will be recorded any more."""
         if self.step is not None:
-            self.report(args, *self.step)
+            self.report(args, *self.step, ranks)
 
     def at_exit(self) -> None:
         """Report the last step as far as this process can alone. Nothing it meets is raised."""
@@ -214,21 +228,22 @@ class Recorder:
         if ended is None:
             return
         for recorded in pending.values():
-            report = self._report if recorded.ranks == Ranks() else self._report_alone
             try:
-                report(recorded, *ended)
+                if recorded.ranks == ALONE:
+                    self._report(recorded, *ended)
+                else:
+                    self._report_alone(recorded, recorded.ranks, LAST, *ended)
             except Exception as error:
                 logger.error("the last step, reported at exit: %s", error)
 
-    def _report_alone(self, pending: Recorded, *ended: int) -> None:
+    def _report_alone(self, pending: Recorded, ranks: Ranks, why: str, *ended: int) -> None:
         recorded, where = Copy.begin(pending).wait(), "rollout {}, step {}".format(*ended)
-        self._warn(recorded.config, recorded.sums, f"{where}, this rank")
-        if recorded.config.metrics == "all" and tracking.reports(recorded.ranks):
-            logger.warning(
-                "%s was the last, and its metrics are not logged, which takes all ranks: end the run with "
-                "mis_plugins.mis.report_last_step(args) on each of them",
-                where,
-            )
+        sums = recorded.sums
+        self._warn(recorded.config, sums, f"{where}, this rank")
+        if recorded.config.metrics == "all" and tracking.reports(ranks):
+            logger.warning("%s: its metrics are not logged, which takes all its ranks: %s", where, why)
+        if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
+            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {where}, on this rank")
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)

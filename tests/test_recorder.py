@@ -21,7 +21,7 @@ from test_partials import corrected
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins.correction import Correction, correct
-from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.layout import whole, zigzag
@@ -329,11 +329,11 @@ def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[lis
     group = lambda g: g if g.size() > 1 else None  # noqa: E731
     ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
     recorder, parsed = Recorder(), from_mapping(config)
-    recorder.report(ARGS, 0, 0)
+    recorder.report(ARGS, 0, 0, ranks)
     host = handed(batches[rank // cp], cp, rank % cp, ranks)
     recorder.record(correct(host.proximal, host.behavior, host.place().ragged, parsed))
     try:
-        recorder.flush(ARGS)
+        recorder.flush(ARGS, ranks)
     except MisError as error:
         return module.logged, str(error)
     finally:
@@ -374,6 +374,65 @@ def test_every_rank_raises_for_one(tmp_path: Path):
     config = VETO | {"on_all_rejected": "raise", "metrics": "full"}
     found = run_ranks(4, 2, lambda rank: of_rank(rank, batches, config, 2), tmp_path)
     assert all(error and "every sequence of 1 of 2 micro-batches" in error for _, error in found)
+
+
+def joined(rank: int, groups_changed: bool, on_all_rejected: str) -> tuple[list[dict], list[str]]:
+    """Rank 1 is new in the second step; what the tracking got in two steps, and what was warned of or raised."""
+    module, words = Tracking(), []
+    sys.modules[module.__name__] = module
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logging.getLogger("mis_plugins").addHandler(handler)
+    ranks = Ranks(dp=dist.group.WORLD)
+    config = VETO | {"metrics": "all", "on_all_rejected": on_all_rejected}
+
+    def record(ratio: float, among: Ranks) -> None:
+        host = handed(ratio_batch([[ratio, 1.0]]), 1, 0, among)
+        recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+
+    recorder = Recorder()
+    if rank == 0:
+        recorder.step = (0, 0)  # of the rank that is lost by now
+        record(0.01, Ranks() if groups_changed else ranks)
+    try:
+        recorder.report(ARGS, 1, 0, ranks)
+    except MisError as error:
+        words.append(f"raised: {error}")
+    record(1.0 + rank, ranks)
+    recorder.flush(ARGS, ranks)
+    dist.barrier()
+    return module.logged, words
+
+
+@pytest.mark.parametrize("groups_changed", [False, True])
+@pytest.mark.parametrize("on_all_rejected", ["skip", "raise"])
+def test_a_rank_that_joins_has_nothing_to_add(tmp_path: Path, groups_changed: bool, on_all_rejected: str):
+    """The others report the step before it each for itself, and the next one all together."""
+    work = partial(joined, groups_changed=groups_changed, on_all_rejected=on_all_rejected)
+    (logged, words), (nothing, silence) = run_ranks(2, 1, work, tmp_path)
+    assert [(row["train/step"], row["train/mis_step/tokens"]) for row in logged] == [(2, 4.0)]
+    assert nothing == silence == []
+    assert any("rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches" in x for x in words)
+    assert any("rollout 0, step 0: its metrics are not logged" in x and "joined or left" in x for x in words)
+    assert any("raised: " in x and "on this rank" in x for x in words) == (on_all_rejected == "raise")
+
+
+def under_two_configs(rank: int) -> str:
+    ranks = Ranks(dp=dist.group.WORLD)
+    recorder, config = Recorder(), EVERYTHING | ({"reject": VETO["reject"]} if rank else {})
+    recorder.report(ARGS, 0, 0, ranks)
+    host = handed(ratio_batch([[1.0]]), 1, 0, ranks)
+    recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+    with pytest.raises(InputError) as raised:
+        recorder.flush(ARGS, ranks)
+    return str(raised.value)
+
+
+def test_ranks_that_corrected_differently_do_not_wait_for_each_other(tmp_path: Path):
+    for message in run_ranks(2, 1, under_two_configs, tmp_path):
+        assert message.startswith(
+            "ranks corrected under different mis configs: this one under [CorrectionConfig("
+        )
 
 
 def test_two_configs_in_one_step(tracked: list[dict]):

@@ -89,3 +89,19 @@ def test_ranks_wait_for_nobody(tmp_path: Path):
         assert "train/mis_step" not in out
     assert "its metrics are not logged" in first and "mis_plugins.mis.report_last_step(args)" in first
     assert "not logged" not in second
+
+
+def test_after_an_update_of_weights(tmp_path: Path):
+    """As slime calls `--custom-update-weight-post-write-path`, on every rank: reported once, and not again at exit."""
+    ending = """
+    from megatron.core import parallel_state as mpu
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mpu.initialize_model_parallel()
+    step(Ranks(dp=mpu.get_data_parallel_group()))
+    mis.report_last_step(ARGS, "/weights/weight_v000001", [])
+    """
+    first, second = map(told, [run(ending, str(rank), str(tmp_path / "store")) for rank in range(2)])
+    assert first.count("'train/mis_step/tokens': 6.0") == first.count("train/mis_step/tokens") == 1
+    assert "every sequence of 2 of 2 micro-batches was rejected" in first
+    assert "train/mis_step" not in second and "not logged" not in first + second

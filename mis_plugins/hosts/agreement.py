@@ -1,15 +1,20 @@
-"""Ranks that read different config files would mix two corrections of one sequence, and nobody would see it."""
+"""Ranks that read different config files would mix two corrections of one sequence, and nobody would see it; ranks that
+recorded different things would wait for each other for ever.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.ragged import Ranks, to_device
+from mis_plugins.transfer import Arrival, to_host
 
 
 @functools.cache
@@ -30,5 +35,41 @@ def check_agreement(config: CorrectionConfig, group: dist.ProcessGroup | None, d
         raise ConfigError(f"context-parallel ranks have different mis configs; this one has {config}")
 
 
-def _digest(config: CorrectionConfig) -> int:
-    return int.from_bytes(hashlib.sha256(repr(config).encode()).digest()[:8], signed=True)
+def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bool, ranks: Ranks) -> bool:
+    """Whether what each rank recorded can be added up: a maximum of five numbers over each group, between two steps.
+
+    Not where a rank joined meanwhile, or took another's place: it has recorded nothing yet, and the groups that the
+    others recorded for may be gone.
+
+    Args:
+        recorded: the configs under which this rank recorded anything.
+        began: whether it was there when the step began.
+        same_ranks: whether it recorded among `ranks`.
+        ranks: the groups as they are now.
+
+    Raises:
+        InputError: on every rank alike: they were all there, and recorded under different configs.
+    """
+    groups = [group for group in (ranks.cp, ranks.dp) if group is not None]
+    if not groups:
+        return same_ranks
+    digest = _digest(sorted(map(repr, recorded)))
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    mine = to_device([digest, -digest, began, not began, not same_ranks], device)
+    for group in groups:
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+    found = to_host(mine)
+    Arrival.of_copies_from(mine).wait()
+    largest, negated_smallest, some_began, some_joined, some_moved = found.tolist()
+    if (some_began and some_joined) or some_moved:
+        return False
+    if largest != -negated_smallest:
+        raise InputError(
+            f"ranks corrected under different mis configs: this one under {list(recorded) or 'none'}; the batches of "
+            "some lack what those of others have (proximal_version, rollout_log_probs), or their config files differ"
+        )
+    return True
+
+
+def _digest(said: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7])
