@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from true_on_policy.commit import REPOSITORY, commit
 
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
@@ -40,21 +39,8 @@ def _cores(lines: list[str]) -> int:
     return sum(line.startswith("processor") for line in lines)
 
 
-def _commit(path: Path) -> str:
-    asked = _git(path, "rev-parse", "HEAD")
-    measured = (
-        ("mis_plugins", "true_on_policy", "benchmarks", ":!mis_plugins/local", ":!benchmarks/results")
-        if path == REPOSITORY
-        else (".",)
-    )
-    changed = _git(path, "status", "--porcelain", "--untracked-files=no", "--", *measured)
-    return (asked[:12] or "unknown") + (" (modified)" if changed else "")
-
-
-def _git(path: Path, *words: str) -> str:
-    """Nothing where there is no git, or no repository."""
-    command = ["git", "-C", str(path), *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
+def _commit(checkout: Path) -> str:
+    if checkout != REPOSITORY:
+        return commit(checkout, (".",))
+    measured = ("mis_plugins", "true_on_policy", "benchmarks", ":!mis_plugins/local", ":!benchmarks/results")
+    return commit(checkout, measured)

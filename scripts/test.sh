@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
 # Everything CI checks: lint, format, types, tests with shapes checked at run time. Arguments go to pytest.
-#   bash scripts/test.sh                      all of it
+#   bash scripts/test.sh                      all but the tests of rollout engines
 #   bash scripts/test.sh -k weights -x        the checks, then only these tests
-#   bash scripts/test.sh --engines            all of it, and the tests of rollout engines, which it installs (10 GB free)
+#   bash scripts/test.sh --engines            all of it; installs SGLang and vLLM (10 GB free)
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/cleanup.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
 
 if [ "${1:-}" = --engines ]; then
     shift
-    for engine in sglang vllm; do
-        PYTHON=$(command -v python) bash true_on_policy/engines/install.sh "$engine"
-    done
+    PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang vllm
     export MIS_TEST_ENGINES=1 # tests/engines/conftest.py collects its tests then
 fi
 

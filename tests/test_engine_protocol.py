@@ -17,7 +17,7 @@ import torch
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
 from true_on_policy.engines import sglang, sglang_plugin, vllm, vllm_plugin
-from true_on_policy.engines.environment import interpreter
+from true_on_policy.engines.environment import inherited, interpreter
 from true_on_policy.engines.handover import CONTRACT
 from true_on_policy.engines.hf import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
@@ -29,9 +29,10 @@ from true_on_policy.pin import pinned
 
 # Answers /health at once, /echo with what was posted, /slow never; leaves a child of its own running.
 SERVES = """
-import http.server, subprocess, sys, time
+import http.server, subprocess, sys, tempfile, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("child", child.pid, flush=True)
+left = tempfile.mkstemp()[1]
+print("child", child.pid, left, flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body=b"{}"):
         self.send_response(200); self.end_headers(); self.wfile.write(body)
@@ -68,10 +69,10 @@ def running(process: int) -> bool:
 
 def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
     assert server.post("/echo", {"tokens": [1, 2]}, SOON) == {"tokens": [1, 2]}
-    child = int(server.output().split()[1])
-    assert running(child)
+    child, left = server.output().split()[1:]
+    assert running(int(child)) and Path(left).exists()
     server.close()
-    assert not running(child)
+    assert not running(int(child)) and not Path(left).exists()
     with socket.socket() as prober:
         assert prober.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0
     server.close()  # a second time does nothing
@@ -191,6 +192,14 @@ def test_without_the_environment_the_error_says_what_to_run(
     monkeypatch.setenv(f"{engine.upper()}_VENV", str(tmp_path / "nowhere"))
     with pytest.raises(EngineError, match=rf"nowhere: no {engine} there; run `bash .*install.sh {engine}`"):
         interpreter(engine)
+
+
+def test_an_engine_inherits_neither_our_environment_nor_an_emulated_triton(monkeypatch: pytest.MonkeyPatch):
+    for name in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    given = inherited()
+    assert not {"PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET"} & set(given)
+    assert given["OMP_NUM_THREADS"] == given["TORCH_COMPILE_DISABLE"] == "1"
 
 
 def test_vllm_refuses_a_tree(tmp_path: Path):

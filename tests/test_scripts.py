@@ -10,6 +10,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from true_on_policy.gpu_contract import check_environment, model_contract
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]
+SOURCED = {"environment.sh", "cleanup.sh"}
 CORRECTIONS = {
     "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
     "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),
@@ -43,7 +45,7 @@ launch_script = pytest.mark.parametrize("script", sorted(CORRECTIONS))
 def test_syntax(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert os.access(script, os.X_OK) or script.name == "environment.sh"
+    assert os.access(script, os.X_OK) or script.name in SOURCED
 
 
 def test_every_launch_script_is_checked() -> None:
@@ -206,3 +208,58 @@ def test_environment_refuses_a_python_it_does_not_support(checkout: Path) -> Non
     )
     assert done.returncode != 0
     assert "is not Python 3.11 to 3.13" in done.stderr
+
+
+# The rollout engines
+
+
+def install(folder: Path, *engines: str, free_kb: int) -> subprocess.CompletedProcess[str]:
+    """On a disk of our making, by a python that only writes down what it was asked."""
+    executable(folder / "bin" / "df", f"printf 'Avail\\n{free_kb}\\n'")
+    executable(folder / "python", f'echo "$@" >>"{folder}/calls.txt"')
+    found = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
+    homes = {f"{engine}_VENV": str(folder / engine) for engine in ("SGLANG", "VLLM")}
+    return subprocess.run(
+        ["bash", str(ROOT / "true_on_policy" / "engines" / "install.sh"), *engines],
+        env=os.environ | found | homes,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_full_disk_is_said_before_any_engine_is_installed(tmp_path: Path) -> None:
+    done = install(tmp_path, "sglang", "vllm", free_kb=10 * 2**20 - 1)
+    assert done.returncode == 2
+    assert f"{tmp_path}/SGLANG: 9 GB free, 10 GB needed; free some, or let SGLANG_VENV" in done.stderr
+    assert "venv" not in (tmp_path / "calls.txt").read_text()
+
+
+def test_with_room_each_engine_gets_its_environment(tmp_path: Path) -> None:
+    done = install(tmp_path, "vllm", free_kb=10 * 2**20)
+    assert f"installing vllm into {tmp_path}/VLLM (once)" in done.stderr
+    assert f"-m venv {tmp_path}/VLLM" in (tmp_path / "calls.txt").read_text()
+
+
+@pytest.mark.parametrize("engines", [(), ("sglang", "trtllm")])
+def test_an_engine_that_there_is_not_is_a_usage_error(engines: tuple[str, ...], tmp_path: Path) -> None:
+    done = install(tmp_path, *engines, free_kb=10 * 2**20)
+    assert done.returncode == 2 and "usage: bash" in done.stderr
+    assert not (tmp_path / "calls.txt").exists()
+
+
+@pytest.mark.parametrize("ends", ["true", "false", "kill -TERM $$"])
+def test_what_a_script_started_ends_with_it(ends: str) -> None:
+    script = f'source "{ROOT}/scripts/cleanup.sh"; setsid sleep 600 & echo $!; {ends}'
+    done = subprocess.run(["bash", "-ec", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode == 0) == (ends == "true")
+    deadline = time.monotonic() + 20
+    while running(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(int(done.stdout))
+
+
+def running(process: int) -> bool:
+    """Whether it exists and is no zombie."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"

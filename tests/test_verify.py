@@ -14,6 +14,7 @@ from torch import Tensor
 
 from true_on_policy import verify
 from true_on_policy.__main__ import main
+from true_on_policy.commit import commit
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.links import Evidence
@@ -125,6 +126,7 @@ def test_the_certificate_says_what_ran(tmp_path: Path):
     assert said["verdict"] == "equal"
     assert said["engine"]["name"] == "hf" and said["trainer"] == "megatron"
     assert said["machine"]["packages"]["torch"] == torch.__version__
+    assert said["commit"] == commit()
     assert said["machine"]["cpu"] and said["machine"]["threads"] == torch.get_num_threads()
     assert said["contract"]["backend"] == "native"
     assert said["situations"]["sampled_tokens"] >= int(FEW)

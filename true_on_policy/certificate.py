@@ -30,6 +30,7 @@ class Certificate:
         situations: what occurred while the engine sampled, in numbers.
         hashes: SHA-256 of the log-probs of all tokens, by who computed them.
         engine: name and versions; its packages are those of its own environment.
+        commit: of this project, as the verification began.
     """
 
     engine: Mapping[str, str]
@@ -41,6 +42,7 @@ class Certificate:
     control: Link
     situations: Mapping[str, Any]
     hashes: Mapping[str, str]
+    commit: str
     seconds: float
 
     @property

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from true_on_policy.certificate import Certificate, Verdict, hashes, situations
+from true_on_policy.commit import commit
 from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Shapes, Side
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
@@ -206,7 +207,7 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     from true_on_policy.models import check_shares, checkpoint, kernel_shapes, read_config
     from true_on_policy.pin import pinned
 
-    started = time.monotonic()
+    started, ran = time.monotonic(), commit()
     source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)
     config = read_config(source)
     contract = plan.contract(kernel_shapes(config))
@@ -233,6 +234,7 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         control=conclusion(off, "control: stock engine decode == stock trainer"),
         situations=situations(on, UPDATES),
         hashes=hashes(on),
+        commit=ran,
         seconds=round(time.monotonic() - started, 1),
     )
     return certificate, off, on

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from true_on_policy.contract import Contract
-from true_on_policy.engines.sglang import Pool, SGLang
-from true_on_policy.models import checkpoint
+from true_on_policy.engines.protocol import Engine
+from true_on_policy.models import checkpoint, kernel_shapes, read_config
+from true_on_policy.norm_order import ORDERS
+from true_on_policy.verify import ENGINES
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
@@ -55,7 +57,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(tiny: Path) -> Iterator[SGLang]:
-    """One pinned server for every test that brings its own requests."""
-    with closing(SGLang(tiny, "bf16", Contract(dtype="bf16"), pool=Pool(prefill_chunk=64))) as engine:
+def engine(tiny: Path) -> Iterator[Engine]:
+    """One pinned server for every test that brings its own requests, and for the verification that would start it."""
+    contract = Contract(dtype="bf16", shapes=kernel_shapes(read_config(tiny)))
+    with closing(ENGINES["sglang"](tiny, contract, ORDERS["sglang"])) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def stock(tiny: Path) -> Iterator[Engine]:
+    """The same without our plugin: the control of every verification in bf16."""
+    with closing(ENGINES["sglang"](tiny, Contract(dtype="bf16"), None)) as engine:
         yield engine

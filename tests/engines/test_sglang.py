@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from alignments import COMPLETE, LEFT_OUT, equal_share
+from test_verify import OneBitOffTrainer, flipped
 
+from true_on_policy import verify
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
 from true_on_policy.engine_settings import ALONE, SCORED, SEEDS, observe_engine
 from true_on_policy.engines.environment import interpreter
-from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang
 from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import model_contract
+from true_on_policy.links import Evidence
 from true_on_policy.models import updated
-from true_on_policy.norm_order import ORDERS
+from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
 from true_on_policy.releases import FILES, RELEASES, declares
+from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.verify import ENGINES, TRAINERS
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -101,6 +109,29 @@ def test_without_one_alignment_it_has_not(sampled, tiny, what):
     assert equal_share(sampled, LEFT_OUT[what](tiny, sampled)) < 1.0
 
 
+def left_open(engine: SGLang) -> Mock:
+    """It, for a user who would end it."""
+    return Mock(wraps=engine, close=Mock())
+
+
+@pytest.fixture
+def shared(engine: SGLang, stock: SGLang, tiny: Path) -> Iterator[None]:
+    """A verification that would start a server like one that runs takes that one, with the first weights again."""
+    start = ENGINES["sglang"]
+
+    def serve(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
+        own_sums = (contract.engine_tensor_parallel, contract.leaves) == (1, 1)
+        alike = order is None or (order == ORDERS["sglang"] and own_sums)
+        if contract.dtype != "bf16" or not alike:
+            return start(checkpoint, contract, order)
+        running = engine if order else stock
+        running.update_weights(tiny, 0)
+        return left_open(running)
+
+    with patch.dict(ENGINES, sglang=serve):
+        yield
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -112,7 +143,7 @@ def test_without_one_alignment_it_has_not(sampled, tiny, what):
         "--trainer megatron --dtype fp32 --engine-tensor-parallel 2 --leaves 2",
     ],
 )
-def test_the_command_certifies_it(arguments: str, tmp_path: Path):
+def test_the_command_certifies_it(arguments: str, shared: None, tmp_path: Path):
     certificate = tmp_path / "c.json"
     command = ["verify", "--engine", "sglang", "--tokens", "1200", "--json", str(certificate)]
     assert main([*command, *arguments.split()]) == 0
@@ -122,21 +153,47 @@ def test_the_command_certifies_it(arguments: str, tmp_path: Path):
     assert said["situations"]["preemptions"] > 0 and said["situations"]["prompt_tokens_from_cache"] > 0
 
 
+def one_bit_off(samples: list[Sample]) -> list[Sample]:
+    return [*samples[:-1], replace(samples[-1], log_probs=flipped(samples[-1].log_probs))]
+
+
+@pytest.mark.parametrize(("side", "code"), [("neither", 0), ("engine", 1), ("trainer", 1)])
+def test_one_bit_of_either_process_is_seen(side: str, code: int, engine: SGLang, tiny: Path):
+    engine.update_weights(tiny, 0)
+    running = left_open(engine)
+    if side == "engine":
+        running.generate.side_effect = lambda requests: one_bit_off(engine.generate(requests))
+    trainer = OneBitOffTrainer if side == "trainer" else HuggingFace
+    unequal = Evidence([Sample(Request((1,), 1), (2,), torch.tensor([-1.0]), 0)])
+    unequal.trainer_tempered = [torch.tensor([-2.0])]
+    with (
+        patch.dict(ENGINES, sglang=lambda *_: running),
+        patch.dict(TRAINERS, hf=lambda path, contract, order: trainer(path, contract.dtype, order)),
+        patch.object(verify, "_control", lambda *_: unequal),
+    ):
+        command = "verify --engine sglang --trainer hf --dtype bf16 --tokens 60"
+        assert main(command.split()) == code
+
+
 def test_a_pin_that_cannot_hold_ends_the_server_with_its_reason(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "false")  # a compiler that compiles nothing
     with pytest.raises(EngineError, match=r"PinError: contract.backend: 'native'"):
         SGLang(tiny, "bf16", Contract(dtype="bf16"))
 
 
-def test_nothing_of_a_closed_server_is_left(tiny: Path):
-    engine = SGLang(tiny, "bf16")
-    group = engine._server._process.pid
-    assert members(group)
-    engine.close()
-    assert not members(group)
+def test_nothing_of_a_closed_server_is_left(stock: SGLang):
+    group, port = stock._server._process.pid, int(stock._server.url.rsplit(":", 1)[1])
+    assert members(group) and listening(port)
+    stock.close()
+    assert not members(group) and not listening(port)
 
 
 def members(group: int) -> list[str]:
     listed = subprocess.run(["ps", "-eo", "pgid=,stat=,pid="], capture_output=True, text=True, check=True)
     rows = (line.split() for line in listed.stdout.splitlines())
     return [pid for pgid, stat, pid in rows if int(pgid) == group and not stat.startswith("Z")]
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as prober:
+        return prober.connect_ex(("127.0.0.1", port)) == 0

@@ -35,8 +35,12 @@ def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
     return {name: found[name] for name in names}
 
 
+# PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU.
+WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
+
+
 def inherited() -> dict[str, str]:
-    """Our variables, but for what leads Python into our environment; compiled code has other bits than eager."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))}
+    """Our variables, but for what is withheld; compiled code has other bits than eager."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD)}
     eager = {"TORCH_COMPILE_DISABLE": "1"}
     return kept | eager | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

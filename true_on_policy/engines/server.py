@@ -21,7 +21,7 @@ from true_on_policy.engines.protocol import EngineError
 
 TAIL_LINES = 25
 POLL_SECONDS = 0.25
-GRACE_SECONDS = 5
+GRACE_SECONDS = 1  # SGLang looks every five seconds whether it was asked to end
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -37,10 +37,12 @@ class Server:
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
-        self._log = tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log")
+        # An engine that is killed leaves its sockets where TMPDIR says.
+        self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
+        self._log = Path(self._scratch.name, "log").open("wb")
         self._process = subprocess.Popen(
             command,
-            env=dict(environment),
+            env={**environment, "TMPDIR": self._scratch.name},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -100,6 +102,7 @@ class Server:
                 break
             _wait_for_group(self._process, seconds)
         self._log.close()
+        self._scratch.cleanup()
 
 
 def _telling(output: str) -> str:

@@ -164,7 +164,8 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool, ranks: int, port: int) 
         "port": port,
         "log-level": "info",
     }
-    flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup"]
+    # Without the last an idle scheduler keeps a core busy.
+    flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"]
     named = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return ["-m", "sglang.launch_server", *named, *flags]
 
