@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.versions import Response
 
-Score = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[float]]]
-"""Given whole sequences and how many tokens at the end of each to score: their log-probs, by the trainer's weights."""
+Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
+"""Whole sequences for one forward pass, and how many tokens at the end of each to score."""
+
+Score = Callable[[Sequence[Batch]], Sequence[Sequence[Sequence[float]]]]
+"""Given batches, one for each of the ranks that share the work: their log-probs, by the trainer's weights."""
 
 
 @dataclass
@@ -129,7 +132,7 @@ class Recomputed:
     batches: int = 0
 
 
-def recompute(pool: Pool, current: int, budget: int, score: Score) -> Recomputed:
+def recompute(pool: Pool, current: int, budget: int, score: Score, ranks: int = 1) -> Recomputed:
     """Store log pi_V of all tokens of version V - 1, once each; to be called before the weights move on from V.
 
     Until none waits: what workers that lag behind append meanwhile is scored too. Whatever `score` raises passes
@@ -138,19 +141,30 @@ def recompute(pool: Pool, current: int, budget: int, score: Score) -> Recomputed
     Args:
         current: V, the version of the weights that `score` uses.
         budget: tokens a batch may hold; a sequence longer than that goes alone.
+        ranks: batches that `score` is given at a time. It decides nothing about what a batch holds, so that a model
+            gives the same bits however many share them.
 
     Raises:
         InputError: `score` returned too few or too many.
     """
     done = Recomputed()
     while waiting := requests(pool, current - 1):
-        for batch in batches(waiting, budget):
-            done = _stored(pool, batch, done, score)
+        planned = batches(waiting, budget)
+        for first in range(0, len(planned), ranks):
+            together = planned[first : first + ranks]
+            answers = score([_asked(batch) for batch in together])
+            for batch, answer in zip(together, answers, strict=True):
+                done = _stored(pool, batch, answer, done)
     return done
 
 
-def _stored(pool: Pool, batch: Sequence[Request], done: Recomputed, score: Score) -> Recomputed:
-    answers = score([request.tokens for request in batch], [request.count for request in batch])
+def _asked(batch: Sequence[Request]) -> Batch:
+    return [request.tokens for request in batch], [request.count for request in batch]
+
+
+def _stored(
+    pool: Pool, batch: Sequence[Request], answers: Sequence[Sequence[float]], done: Recomputed
+) -> Recomputed:
     tokens = gone = 0
     for request, answer in zip(batch, answers, strict=True):
         positions, log_probs = request.positions, request.wanted(answer)

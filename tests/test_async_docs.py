@@ -55,8 +55,8 @@ class Engine:
 def test_example():
     """A response of three versions: the oldest tokens weigh by what was stored at version 1, the others by pi_2."""
 
-    def score(sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[float]]:
-        return [[-1.5] * count for count in counts]
+    def score(asked: Sequence[recompute_module.Batch]) -> list[list[list[float]]]:
+        return [[[-1.5] * count for count in counts] for _, counts in asked]
 
     pool, engine = recompute_module.Pool(), Engine()
     response = versions.Response((9,))

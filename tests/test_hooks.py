@@ -175,9 +175,7 @@ def test_the_recompute_is_a_pre_pause_hook():
     pool, engine, hooks = Pool(), Engine(), Hooks()
     number = pool.add(Response((0,)).append([1], [-1.0], 3))
     answers = iter([[]])
-    hooks.register_pre_pause_hook(
-        lambda: recompute(pool, 4, 8, lambda sequences, counts: next(answers)), "recompute"
-    )
+    hooks.register_pre_pause_hook(lambda: recompute(pool, 4, 8, lambda batches: [next(answers)]), "recompute")
     with pytest.raises(HookError, match="recompute raised"):
         cycle(engine, hooks)
     assert engine.log == [] and pool.snapshot()[number].lacking(3) == [0]

@@ -23,6 +23,7 @@ from mis_plugins.by_age import COLUMNS
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import report
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.asynchronous.scoring import Scoring
 from mis_plugins.local.asynchronous.source import ages as token_ages
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.asynchronous.watch import LEAST_LIMIT_SECONDS
@@ -30,6 +31,7 @@ from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import Loop, run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.local.rollout import Rollout, derive_seed, draw
+from mis_plugins.recompute import Pool, recompute
 from mis_plugins.versions import Response
 
 LEARNS = (
@@ -187,6 +189,52 @@ def check_rollout(loop: Loop, engines: list[DecodeEngine], current: int, rollout
             if value is not None:
                 assert value == pytest.approx(score[version + 1][place], abs=FP32_LOG_PROB)
     return ages
+
+
+@pytest.mark.parametrize("others", ["", "--context-parallel-size 2"])
+def test_data_parallel_ranks_share_the_recompute_to_the_bit(
+    others: str, tmp_path: Path, warm: Path, segment_wise: str
+) -> None:
+    """Whatever their number every batch holds the same; each of them scores about its part of the batches."""
+    found, shares = {}, {}
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        args = settings(f"{segment_wise} {others} --data-parallel-size {size}", folder, warm)
+        assert launch(args.world_size, lambda args=args: recompute_a_pool(args)) == 0
+        found[size] = torch.load(folder / "recomputed.pt")
+        shares[size] = {path.name: torch.load(path) for path in sorted(folder.glob("batches-*"))}
+    assert len(found[1]) == 24 and all(len(values) == 9 and None not in values for values in found[1])
+    assert same_bytes([torch.tensor(one) for one in found[2]], [torch.tensor(one) for one in found[1]])
+    (whole,) = {tuple(sizes) for sizes in shares[1].values()}
+    assert len(whole) > 4
+    for path, sizes in shares[2].items():
+        assert tuple(sizes) in (whole[0::2], whole[1::2]), path
+    assert len({tuple(sizes) for sizes in shares[2].values()}) == 2
+
+
+def recompute_a_pool(args: Namespace) -> None:
+    """Score responses of many lengths; leave what was stored, and the sizes of the batches of each rank."""
+    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    drawn, pool, rank = random.Random(3), Pool(), torch.distributed.get_rank()
+    for _ in range(24):
+        prompt = tuple(drawn.choices(range(10), k=drawn.randint(2, 20)))
+        pool.add(Response(prompt).append(drawn.choices(range(10), k=9), [-1.0] * 9, 3))
+    sizes, log_probs = [], loop.trainer.log_probs
+
+    def noted(data: dict[str, Any], micro_batch_size: int | None = None) -> list[torch.Tensor]:
+        sizes.append(sum(len(one) for one in data["tokens"]))
+        return log_probs(data, micro_batch_size)
+
+    loop.trainer.log_probs = noted
+    scoring = Scoring(loop.trainer, loop.state)
+    with scoring.serving():
+        if rank == 0:
+            recompute(pool, 4, 60, scoring, ranks=loop.state.effective_dp.size)
+    torch.save(sizes, Path(args.output) / f"batches-{rank}")
+    if rank == 0:
+        torch.save([one.recomputed for one in pool.snapshot().values()], Path(args.output) / "recomputed.pt")
+    loop.close()
 
 
 def test_a_trainer_slower_than_the_rollout_trains_at_the_bound(tmp_path: Path, warm: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.recompute import Pool, Recomputed, Request, batches, recompute, requests
+from mis_plugins.recompute import Batch, Pool, Recomputed, Request, Score, batches, recompute, requests
 from mis_plugins.segmentwise import SegmentWiseConfig, admitted
 from mis_plugins.versions import Response
 
@@ -23,6 +23,13 @@ BUDGET = 12
 def log_prob(version: int, tokens: Sequence[int]) -> float:
     """What version v gives the last of these tokens: a number that no other version, prefix or token has."""
     return -float(hash((version, *tokens)) % 2**30) - 1
+
+
+def each(
+    score: Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[float]]],
+) -> Score:
+    """Of what scores one batch, what scores those of all ranks."""
+    return lambda batches: [score(*batch) for batch in batches]
 
 
 class Model:
@@ -141,7 +148,8 @@ class Asynchronous(RuleBasedStateMachine):
                     self._take(number)
             return self.model(sequences, counts)
 
-        done = recompute(self.pool, self.current, BUDGET, score)
+        ranks = data.draw(st.integers(1, 3))
+        done = recompute(self.pool, self.current, BUDGET, each(score), ranks)
         after = self.pool.snapshot()
         assert after.keys() == before.keys() - self.gone.keys()
         stored = [
@@ -154,7 +162,7 @@ class Asynchronous(RuleBasedStateMachine):
         assert done.tokens == len(stored) and done.tokens + done.gone <= wanted
         for token in stored:
             self.asked[token] = self.asked.get(token, 0) + 1
-        assert recompute(self.pool, self.current, BUDGET, score) == Recomputed()
+        assert recompute(self.pool, self.current, BUDGET, each(score)) == Recomputed()
         self.current += 1
         self.model.version = self.current
 
@@ -192,7 +200,7 @@ def test_dropped_between_the_question_and_the_answer():
         late.append(pool.add(response(4, 2)))
         return model(sequences, counts)
 
-    done = recompute(pool, 4, 100, score)
+    done = recompute(pool, 4, 100, each(score))
     assert (done.tokens, done.gone) == (4, 2)
     assert pool.snapshot().keys() == {numbers[0], numbers[2], *late}
     for one in pool.snapshot().values():
@@ -210,7 +218,7 @@ def test_what_a_lagging_worker_appends_meanwhile():
             pool.update(number, lambda now: now.append([9], [-0.5], 3))
         return model(sequences, counts)
 
-    assert recompute(pool, 4, 100, score) == Recomputed(tokens=3, scored=3 + 4, batches=2)
+    assert recompute(pool, 4, 100, each(score)) == Recomputed(tokens=3, scored=3 + 4, batches=2)
     check(pool.snapshot()[number], 5)
 
 
@@ -218,7 +226,7 @@ def test_current_and_older_tokens_are_left_alone():
     pool, model = Pool(), Model(4)
     old = pool.add(response(2, 2))
     fresh = pool.add(response(4, 2))
-    assert recompute(pool, 4, 100, model) == Recomputed() and model.calls == []
+    assert recompute(pool, 4, 100, each(model)) == Recomputed() and model.calls == []
     assert pool.snapshot()[old].recomputed == pool.snapshot()[fresh].recomputed == (None, None)
 
 
@@ -246,16 +254,16 @@ def test_a_score_that_fails_costs_only_itself():
         return model(sequences, counts)
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        recompute(pool, 4, 10, score)
+        recompute(pool, 4, 10, each(score))
     assert sum(not one.lacking(3) for one in pool.snapshot().values()) == 2
-    assert recompute(pool, 4, 10, score) == Recomputed(tokens=8, scored=10, batches=1)
+    assert recompute(pool, 4, 10, each(score)) == Recomputed(tokens=8, scored=10, batches=1)
 
 
 def test_a_log_prob_that_is_not_finite_is_stored():
     """It counts as an answer, so that the recompute ends; the weight of its token will be 0."""
     pool = Pool()
     number = pool.add(response(3, 2))
-    recompute(pool, 4, 100, lambda sequences, counts: [[math.nan, -math.inf]])
+    recompute(pool, 4, 100, each(lambda sequences, counts: [[math.nan, -math.inf]]))
     stored = pool.snapshot()[number].recomputed
     assert stored[0] is not None and math.isnan(stored[0]) and stored[1] == -math.inf
 
@@ -293,8 +301,8 @@ def test_a_pool_of_threads():
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        recompute(pool, 4, 64, model)
-    recompute(pool, 4, 64, model)
+        recompute(pool, 4, 64, each(model))
+    recompute(pool, 4, 64, each(model))
     assert len(taken) == 4 * 10 and len(pool.snapshot()) == 4 * 20
     for one in pool.snapshot().values():
         check(one, 5 - 1)
@@ -305,7 +313,30 @@ def test_too_few_log_probs():
     pool = Pool()
     pool.add(response(3, 2))
     with pytest.raises(InputError, match="1 log-probs for a sequence of which 2 were asked for"):
-        recompute(pool, 4, 100, lambda sequences, counts: [[-1.0]])
+        recompute(pool, 4, 100, each(lambda sequences, counts: [[-1.0]]))
+
+
+def test_ranks_share_batches_that_are_the_same_for_any_number_of_them():
+    """Each call has as many batches as there are ranks, the last one what is left."""
+    asked, found = {}, {}
+    for ranks in (1, 2, 3):
+        pool, model, calls = Pool(), Model(4), []
+        for length in (3, 9, 4, 8, 5, 7):
+            pool.add(response(3, length))
+
+        def score(
+            batches: Sequence[Batch], model: Model = model, calls: list[int] = calls
+        ) -> list[list[list[float]]]:
+            calls.append(len(batches))
+            return [model(*batch) for batch in batches]
+
+        done = recompute(pool, 4, 10, score, ranks)
+        assert calls == {1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[ranks] and done.batches == 5
+        asked[ranks], found[ranks] = model.calls, pool.snapshot()
+        for one in found[ranks].values():
+            check(one, 5 - 1)
+            assert one.lacking(3) == []
+    assert asked[1] == asked[2] == asked[3] and found[1] == found[2] == found[3]
 
 
 def test_a_budget_of_nothing():
@@ -317,4 +348,4 @@ def test_nothing_precedes_the_first_version():
     """Version 0 has no predecessor, and a tool's tokens, of version -1, are not its."""
     pool, model = Pool(), Model(0)
     pool.add(Response((1,)).observe([2, 3]).append([4], [-1.0], 0))
-    assert recompute(pool, 0, 8, model) == Recomputed() and model.calls == []
+    assert recompute(pool, 0, 8, each(model)) == Recomputed() and model.calls == []

@@ -65,10 +65,14 @@ class Trainer:
         return self.naming.to_hf({name: parameter.detach() for name, parameter in self.parameters.items()})
 
     @torch.no_grad()
-    def log_probs(self, data: RolloutData) -> list[Tensor]:
-        """CP-local response log-probs of every sample under the weights as they are."""
+    def log_probs(self, data: RolloutData, micro_batch_size: int | None = None) -> list[Tensor]:
+        """CP-local response log-probs of every sample under the weights as they are.
+
+        Args:
+            micro_batch_size: in place of ``--micro-batch-size``.
+        """
         parts: list[Tensor] = []
-        for indices in self.micro_batches(range(len(data["tokens"]))):
+        for indices in self.micro_batches(range(len(data["tokens"])), micro_batch_size):
             layout = self._layout(data, indices)
             logits = packed_logits(self.ddp, layout)
             scores = response_log_probs(logits, layout, self.args)
@@ -87,8 +91,8 @@ class Trainer:
                 for name, parameter in self.parameters.items():
                     parameter.copy_(kept[name])
 
-    def micro_batches(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-        size = self.args.micro_batch_size
+    def micro_batches(self, indices: Sequence[int], size: int | None = None) -> Iterator[Sequence[int]]:
+        size = int(size or self.args.micro_batch_size)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
 

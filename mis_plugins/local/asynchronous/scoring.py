@@ -11,19 +11,24 @@ import torch.distributed as dist
 from mis_plugins.local.batch import pack
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.trainer import Trainer
+from mis_plugins.recompute import Batch
 
-Asked = tuple[Sequence[Sequence[int]], Sequence[int]]
+Scores = list[list[float]]
 
 
 class Scoring:
-    """A `recompute.Score`. Within `serving`, rank 0 calls it as often as it likes, while the others answer."""
+    """A `recompute.Score`, of up to as many batches as there are data-parallel ranks.
+
+    Within `serving`, rank 0 calls it as often as it likes, while the others answer.
+    """
 
     def __init__(self, trainer: Trainer, state: ParallelState) -> None:
         self.trainer, self.state = trainer, state
 
-    def __call__(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[float]]:
-        _broadcast((sequences, counts))
-        return self._score(sequences, counts)
+    def __call__(self, batches: Sequence[Batch]) -> list[Scores]:
+        assert 0 < len(batches) <= self.state.effective_dp.size
+        _broadcast(batches)
+        return self._answer(batches)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -36,11 +41,20 @@ class Scoring:
             return
         yield
         while (asked := _broadcast(None)) is not None:
-            self._score(*asked)
+            self._answer(asked)
 
-    def _score(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[float]]:
+    def _answer(self, batches: Sequence[Batch]) -> list[Scores]:
+        """Each data-parallel rank scores the batch that has its number; all of them are told everything."""
+        dp = self.state.effective_dp
+        mine = self._score(*batches[dp.rank]) if dp.rank < len(batches) else []
+        found: list[Scores] = [[] for _ in range(dp.size)]
+        dist.all_gather_object(found, mine, group=dp.group)
+        return found[: len(batches)]
+
+    def _score(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Scores:
         tokens = [torch.tensor(sequence) for sequence in sequences]
-        scored = self.trainer.log_probs({"tokens": tokens, "response_lengths": list(counts)})
+        data = {"tokens": tokens, "response_lengths": list(counts)}
+        scored = self.trainer.log_probs(data, micro_batch_size=len(tokens))
         cp = self.state.cp
         if cp.size > 1:
             whole = torch.zeros(sum(counts))
@@ -50,7 +64,7 @@ class Scoring:
         return [one.tolist() for one in scored]
 
 
-def _broadcast(asked: Asked | None) -> Asked | None:
+def _broadcast(asked: Sequence[Batch] | None) -> Sequence[Batch] | None:
     shared = [asked]
     dist.broadcast_object_list(shared)
     return shared[0]

@@ -151,7 +151,13 @@ class AsynchronousRollouts:
         """The hook before a pause: the trainer holds the weights that the worker still has."""
         assert self.controller is not None
         began, version = time.perf_counter(), self.controller.version
-        done = recompute(self.controller.ledger.pool, version, self.args.recompute_token_budget, self.scoring)
+        done = recompute(
+            self.controller.ledger.pool,
+            version,
+            self.args.recompute_token_budget,
+            self.scoring,
+            ranks=self.state.effective_dp.size,
+        )
         seconds = time.perf_counter() - began
         self._seconds_a_token[version - 1] = seconds / max(1, done.tokens)
         self.row |= _recompute_row(done, seconds)
