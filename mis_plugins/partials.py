@@ -7,7 +7,7 @@ sums to float64 rounding, maxima and histograms exactly.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -168,10 +168,13 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
     return Partials(tuple(names), (), sums, sums[:0], none.long(), none, none)
 
 
-def _units(correction: Correction) -> Iterator[tuple[Unit, Totals]]:
-    yield "sequence", correction.verdict.unit_totals
-    if correction.verdict.segments is not None:
-        yield "segment", correction.verdict.segments.totals
+def _looked_at(correction: Correction) -> Mapping[Unit, Mapping[Population, Totals]]:
+    """What units of each kind add up to, by which of their tokens; no segments where the config knows none."""
+    verdict = correction.verdict
+    segments: Mapping[Unit, Mapping[Population, Totals]] = (
+        {} if verdict.segments is None else {"segment": verdict.segments.looked_at}
+    )
+    return {"sequence": verdict.looked_at} | segments
 
 
 Named = tuple[list[str], Float[Tensor, " _"]]
@@ -180,13 +183,9 @@ Ruled = list[tuple[list[tuple[str, RejectRule]], Totals]]
 
 def _units_with_rules(correction: Correction) -> Ruled:
     """The rules over each kind of unit that has some, and what its units add up to, by which tokens they look at."""
-    verdict, config = correction.verdict, correction.config
-    kinds: dict[Unit, Mapping[Population, Totals]] = {"sequence": verdict.looked_at}
-    if verdict.segments is not None:
-        kinds["segment"] = verdict.segments.looked_at
     found = [
-        (unit_rules(config, unit, population), totals)
-        for unit, looked_at in kinds.items()
+        (unit_rules(correction.config, unit, population), totals)
+        for unit, looked_at in _looked_at(correction).items()
         for population, totals in looked_at.items()
     ]
     return [(rules, totals) for rules, totals in found if rules]
@@ -267,10 +266,11 @@ def _of_micro_batch(correction: Correction) -> Named:
 
 def _products(correction: Correction) -> Named:
     """Where the config multiplies ratios; nothing elsewhere."""
-    unit = multiplies(correction.config)
-    if unit is None:
+    product = multiplies(correction.config)
+    if product is None:
         return [], torch.zeros(0, dtype=torch.float64, device=correction.log_ratio.device)
-    totals = dict(_units(correction))[unit]
+    unit, population = product
+    totals = _looked_at(correction)[unit][population]
     return _summed(product_sums(totals["log_ratio"]), totals["usable"] > 0)
 
 

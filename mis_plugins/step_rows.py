@@ -415,15 +415,16 @@ def unit_rule_maxima(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows
 # What a warning needs, whatever `metrics` says.
 
 
-def multiplies(config: CorrectionConfig) -> Unit | None:
-    """The unit over which ratios are multiplied, be it for a weight or for a rule; None where they are not."""
-    weight, rules = (
-        config.weight,
-        [rule for rule in config.reject if (rule.statistic, rule.over) == ("ratio", "sum")],
-    )
-    if (weight and weight.level == "sequence") or any(rule.unit == "sequence" for rule in rules):
-        return "sequence"
-    return "segment" if (weight and weight.level == "segment") or rules else None
+def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
+    """Over which unit, and which tokens of it, a weight or a rule multiplies ratios: of several the longest product.
+
+    None where nothing does.
+    """
+    rules = [rule for rule in config.reject if (rule.statistic, rule.over) == ("ratio", "sum")]
+    products = [(rule.unit, config.population(rule)) for rule in rules]
+    if config.weight and config.weight.level in ("sequence", "segment"):
+        products.append((config.weight.level, config.aggregate))
+    return min(products, key=lambda product: (product[0] != "sequence", product[1] != "valid"), default=None)
 
 
 def product_sums(log_ratio: Float[Tensor, " N"]) -> Rows:

@@ -191,6 +191,34 @@ def test_what_is_not_multiplied_is_not_told(caplog: pytest.LogCaptureFixture, we
     assert said(caplog, "multiplied") == 0
 
 
+TOKENS = {"over": "token", "upper": 10.0}
+PRODUCT = {"over": "sum", "upper": 1e6}
+
+
+@pytest.mark.parametrize("metrics", ["full", "all"])
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        ({"reject": [TOKENS, PRODUCT | {"aggregate": "kept"}]}, False),
+        ({"reject": [TOKENS, PRODUCT]}, True),
+        ({"reject": [TOKENS, PRODUCT], "aggregate": "kept"}, False),
+        ({"reject": [TOKENS, {"over": "mean", "upper": 9}, PRODUCT | {"aggregate": "valid"}],
+          "aggregate": "kept"}, True),
+        ({"reject": [TOKENS, PRODUCT | {"aggregate": "kept"}, PRODUCT | {"lower": 1e-6}]}, True),
+        ({"reject": [TOKENS, PRODUCT | {"aggregate": "kept", "unit": "segment"}]}, False),
+        ({"reject": [TOKENS, PRODUCT | {"aggregate": "kept", "unit": "segment"}],
+          "weight": {"level": "sequence"}}, True),
+    ],
+)  # fmt: skip
+def test_products_are_of_the_tokens_that_the_rule_looks_at(
+    caplog: pytest.LogCaptureFixture, config: dict, warned: bool, metrics: str
+):
+    """One token of ratio 100, which a rule over tokens drops, beside one of 1."""
+    run_steps({"weight": None, "metrics": metrics} | config, [[100.0, 1.0]])
+    assert said(caplog, "|sum of log ratios| has a mean of 4.61 over 1 of them") == warned
+    assert said(caplog, "|sum of log ratios|") == warned
+
+
 @pytest.mark.parametrize(("metrics", "started", "times"), [("all", (3, 1), 1), ("full", (10, 0), 1),
                                                            ("full", (10, 1), 0), ("full", (3, 0), 0),
                                                            ("core", (10, 0), 0)])  # fmt: skip
