@@ -315,7 +315,8 @@ class CorrectionConfig:
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones.
     aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` ones, or those that
-        mask bound and rules over smaller units have `kept` (SkyRL). A rule may say so for itself.
+        mask bound and rules over smaller units (tokens; for a sequence segments too) have `kept` (SkyRL). A rule may
+        say so for itself.
     on_all_rejected: of a micro-batch whose every sequence is rejected: `skip` trains on nothing, `keep` rejects
         nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
@@ -344,14 +345,17 @@ class CorrectionConfig:
             )
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
-        if self.aggregate == "kept" and not (self.drops_tokens and self.looks_at_kept):
+        if self.aggregate == "kept" and not any(map(self._drops_below, self._units_that_follow)):
             raise ConfigError(
-                "{aggregate}: kept has no effect without a rule or mask bound on tokens and one on larger units"
+                "{aggregate}: kept has no effect without a rule or mask bound on tokens or segments, and a weight or "
+                "rule on larger units that does not say otherwise"
             )
-        if self.looks_at_kept and not self.drops_tokens:
-            raise ConfigError(
-                "{reject}: aggregate: kept has no effect without a rule or mask bound on tokens"
-            )
+        for i, rule in enumerate(self.reject):
+            if rule.aggregate == "kept" and not self._drops_below(rule.unit):
+                raise ConfigError(
+                    f"{{reject}}[{i}].aggregate: kept has no effect without a rule or mask bound on "
+                    f"{'tokens' if rule.unit == 'segment' else 'tokens or segments'}"
+                )
         if self.on_all_rejected != "skip" and not (self.can_end_empty or self.opsm):
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
@@ -422,11 +426,26 @@ class CorrectionConfig:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
 
+    def _drops_below(self, unit: Unit) -> bool:
+        """Whether less than such a unit can be dropped, by rules or by the bound of the weight."""
+        masks = self.weight is not None and self.weight.bound == "mask"
+        tokens = (masks and self.weight and self.weight.level == "token") or any(
+            rule.over == "token" for rule in self.reject
+        )
+        segments = (masks and self.weight and self.weight.by_segment) or any(
+            rule.unit == "segment" for rule in self.reject
+        )
+        return bool(tokens or (unit == "sequence" and segments))
+
     @property
-    def drops_tokens(self) -> bool:
-        """Whether single tokens can be dropped, by rules or by the bound of their weight."""
-        masks = self.weight is not None and (self.weight.level, self.weight.bound) == ("token", "mask")
-        return masks or any(rule.over == "token" for rule in self.reject)
+    def _units_that_follow(self) -> list[Unit]:
+        """Those of the weight and the rules that look at the tokens `aggregate` names."""
+        units: list[Unit] = [
+            rule.unit for rule in self.reject if rule.over != "token" and rule.aggregate is None
+        ]
+        if self.weight is not None and self.weight.level != "token":
+            units.append("segment" if self.weight.by_segment else "sequence")
+        return units
 
     @property
     def looks_at_kept(self) -> bool:

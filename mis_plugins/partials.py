@@ -171,10 +171,10 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
 def _looked_at(correction: Correction) -> Mapping[Unit, Mapping[Population, Totals]]:
     """What units of each kind add up to, by which of their tokens; no segments where the config knows none."""
     verdict = correction.verdict
-    segments: Mapping[Unit, Mapping[Population, Totals]] = (
-        {} if verdict.segments is None else {"segment": verdict.segments.looked_at}
-    )
-    return {"sequence": verdict.looked_at} | segments
+    kinds: dict[Unit, Mapping[Population, Totals]] = {"sequence": verdict.looked_at}
+    if verdict.segments is not None:
+        kinds["segment"] = verdict.segments.looked_at
+    return kinds
 
 
 Named = tuple[list[str], Float[Tensor, " _"]]

@@ -421,9 +421,10 @@ def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
     None where nothing does.
     """
     rules = [rule for rule in config.reject if (rule.statistic, rule.over) == ("ratio", "sum")]
-    products = [(rule.unit, config.population(rule)) for rule in rules]
-    if config.weight and config.weight.level in ("sequence", "segment"):
-        products.append((config.weight.level, config.aggregate))
+    products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in rules]
+    weight = config.weight
+    if weight and (weight.level == "sequence" or weight.level == "segment"):
+        products.append((weight.level, config.aggregate))
     return min(products, key=lambda product: (product[0] != "sequence", product[1] != "valid"), default=None)
 
 

@@ -120,6 +120,34 @@ def test_units_add_up_what_smaller_ones_leave(level: str, over: str):
     assert not all(map(torch.equal, outcome.weights, plain.weights))
 
 
+SEGMENTS = {"over": "mean", "unit": "segment", "lower": 0.8, "upper": 1.15}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"weight": None, "reject": [SEGMENTS, {"over": "sum", "lower": 0.7}], "aggregate": "kept"},
+        {"weight": None, "reject": [SEGMENTS, {"over": "sum", "lower": 0.7, "aggregate": "kept"}]},
+        {"weight": {"level": "sequence", "bound": "clip", "upper": 2.0}, "reject": [SEGMENTS], "aggregate": "kept"},
+        {"weight": {"level": "segment_geometric", "bound": "mask", "lower": 0.8, "upper": 1.15},
+         "reject": [{"over": "sum", "lower": 0.7, "aggregate": "kept"}]},
+    ],
+)  # fmt: skip
+def test_sequences_add_up_what_segments_alone_leave(config: dict):
+    """`aggregate: kept` without a rule or mask bound on tokens, and not the same as `valid` on this batch."""
+    batch = ratio_batch(
+        [[1.05, 0.95, 9.0, 0.3], [1.0, 1.1], [0.5, 2.0, 1.1, 1.02]], [[1, 1, 0, 1], [1, 1], [1, 0, 1, 1]]
+    )
+    expected = oracle.correct(batch.samples, config)
+    assert expected.margin > DECISION
+    outcome = run(batch, config)
+    assert_matches_oracle(outcome, batch, expected)
+    assert_batch_metrics_match(outcome, batch, config, expected)
+    rules = [{k: v for k, v in rule.items() if k != "aggregate"} for rule in config["reject"]]
+    plain = run(batch, config | {"reject": rules, "aggregate": "valid"})
+    assert not all(map(torch.equal, outcome.masks + outcome.weights, plain.masks + plain.weights))
+
+
 @given(batches(), configs())
 def test_loss_is_loss_times_weight(batch: Batch, config: dict):
     """The returned loss is the host's, times the weight, token by token; nothing else has a gradient."""
