@@ -9,9 +9,9 @@
 # TRAIN_BACKEND is megatron (TP 2 on both sides, 8 GPUs) or fsdp. MODEL_DIR holds Qwen3-4B (Hugging Face), and for
 # megatron Qwen3-4B_torch_dist (converted by Miles); DATA_DIR holds dapo-math-17k/dapo-math-17k.jsonl.
 # BITWISE_CONFIG names a file with the key `bitwise:`, for example to stop at the first difference (docs/gpu.md).
-# On Megatron the trainer refuses to start where the contract cannot hold, and writes what it runs to
-# SAVE_DIR/true_on_policy/trainer.json: python -m true_on_policy doctor --trainer-dump FILE reads it. Miles calls no
-# such hook on FSDP.
+# On Megatron the trainer refuses to start where the contract cannot hold. Trainers and engines write what they run to
+# D=SAVE_DIR/true_on_policy: python -m true_on_policy doctor --engine URL --engine-dump $D --trainer-dump $D reads it.
+# Miles calls no such hook on FSDP.
 # A Ray cluster must be up (ray start --head --num-gpus 8).
 set -euo pipefail
 
@@ -76,7 +76,7 @@ PARALLELISM=(
 ENGINE=(
     --sglang-mem-fraction-static 0.7
 )
-environment=("PYTHONPATH=$MILES_DIR" "${TRUE_ON_POLICY_ENV[@]}")
+environment=("PYTHONPATH=$MILES_DIR" "TRUE_ON_POLICY_ENGINE_DUMP=$SAVE_DIR/true_on_policy" "${TRUE_ON_POLICY_ENV[@]}")
 if [[ $TRAIN_BACKEND == megatron ]]; then
     COMPARISON+=(
         --custom-megatron-init-path true_on_policy.hosts.miles_init

@@ -19,11 +19,12 @@ from test_settings import HOST
 from true_on_policy import doctor
 from true_on_policy.__main__ import main
 from true_on_policy.doctor import ANY, EXIT, MODE_FILES, Check, checks, diagnose
-from true_on_policy.engine_settings import UNTOLD
+from true_on_policy.dumps import Dump, Process, dump, this_process
+from true_on_policy.dumps import write as write_dump
 from true_on_policy.engines.server import free_port
-from true_on_policy.gpu_contract import GpuContract, model_contract
+from true_on_policy.gpu_contract import WHY, GpuContract, model_contract
 from true_on_policy.kernels import gpu
-from true_on_policy.settings import ALL, KERNELS, Observation, dump
+from true_on_policy.settings import ALL, KERNELS, PRODUCTS, Observation
 
 CONTRACTS = {
     "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=2),
@@ -34,7 +35,7 @@ CASES = [
     for backend, contract in CONTRACTS.items()
     for check in checks(contract, scored=False)
     for side in ("trainer", "engine")
-    if getattr(check, side)
+    if getattr(check, side) or check.equal and getattr(check, side) is not None
 ]
 
 
@@ -156,7 +157,7 @@ def test_names_of_the_pin_are_those_that_the_providers_report() -> None:
 
 def checks_of(mode: str) -> list[str]:
     contract = next(contract for contract in CONTRACTS.values() if contract.mode == mode)
-    return [check.name for check in checks(contract, False) if "aten::" in check.name]
+    return [check.name for check in checks(contract, False) if check.name.startswith(f"{mode}: aten::")]
 
 
 SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
@@ -186,6 +187,99 @@ def test_a_machine_without_an_accelerator_is_not_seen_in_any_environment(printed
         assert row.startswith("not seen") and "(no --trainer-dump)" in row
 
 
+# What the recorded engine would have told on GPUs, with the contract's flags.
+ON_GPUS = {
+    "device": "cuda",
+    "tp_size": 2,
+    "true_on_policy_contract": "qwen3_dense_true_on_policy_v1",
+    "attention_backend": "fa3",
+}
+OVER_HTTP = ("decode and prefill", "a row alone and in a batch", "seeds of a prompt's samples", "contract",
+             "deterministic inference", "speculative decoding")  # fmt: skip
+
+
+def diagnosed(folder: Path, sides: dict[str, Observation]) -> int:
+    """The exit code beside an engine that answers; every rank of both sides has written what is in `sides`."""
+    contract = CONTRACTS["megatron"]
+    inside = {name: value for name, value in sides["engine"].settings.items() if name not in OVER_HTTP}
+    with replayed("pinned", ON_GPUS) as url:
+        for rank in (0, 1):
+            of_trainer, of_engine = Process(rank, 2), replace(this_process(url), rank=rank, ranks=2)
+            write_dump(folder / "trainer.json", Dump(of_trainer, sides["trainer"], contract))
+            write_dump(
+                folder / "engine-1.json",
+                Dump(of_engine, replace(sides["engine"], settings=inside | {"SGLang": "0.5.23"}), None),
+            )
+        arguments = ["--engine", url, "--trainer-dump", str(folder), "--engine-dump", str(folder)]
+        return main(["doctor", *arguments])
+
+
+def test_both_sides_seen_and_as_the_contract_wants_them_are_0(tmp_path: Path, capsys) -> None:
+    """GPU readings are the contract's own words; the engine's answers are those of a real one."""
+    assert diagnosed(tmp_path, healthy(CONTRACTS["megatron"])) == 0
+    assert " 0 red, 0 not seen" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+@pytest.mark.parametrize("name", ["TF32", "NCCL_ALGO", KERNELS])
+def test_one_row_of_a_file_decides(name: str, side: str, tmp_path: Path, capsys) -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    flipped = sides | {side: with_row(sides[side], name, "something else")}
+    assert diagnosed(tmp_path, flipped) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
+    remedy = next(check.remedy for check in checks(CONTRACTS["megatron"], False) if check.name == name)
+    assert name in row and "something else" in row and row.endswith(remedy)
+    missing = sides | {side: without_row(sides[side], name, "the lamp is broken")}
+    assert diagnosed(tmp_path, missing) == 2
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not seen")]
+    assert name in row and "(the lamp is broken)" in row
+
+
+def test_one_rank_with_another_environment_is_red(tmp_path: Path, capsys) -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    assert diagnosed(tmp_path, sides) == 0
+    other = Dump(Process(1, 2), with_row(sides["trainer"], "torch", "2.0"), CONTRACTS["megatron"])
+    write_dump(tmp_path / "trainer.json", other)
+    assert main(["doctor", "--trainer-dump", str(tmp_path)]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
+    assert row.split()[1] == "torch" and "shown on rank 0; 2.0 on rank 1" in row
+    assert row.endswith("the same on every rank")
+
+
+@pytest.mark.parametrize(("backend", "code"), [("megatron", 0), ("fsdp", 1)])
+def test_sglang_sets_the_algorithm_of_nccl_itself_on_several_ranks(backend: str, code: int) -> None:
+    """As seen of 0.5.23 with --tp-size 2; on one rank nothing but the launch sets it."""
+    sides = healthy(CONTRACTS[backend])
+    sides["engine"] = with_row(sides["engine"], "NCCL_ALGO", "allreduce:tree")
+    assert worst(diagnose(CONTRACTS[backend], **sides)) == code
+    sides["trainer"] = with_row(sides["trainer"], "NCCL_ALGO", "allreduce:tree")
+    assert worst(diagnose(CONTRACTS[backend], **sides)) == 1
+
+
+def test_a_file_of_another_server_is_red() -> None:
+    told, inside = (Observation({"tensor parallel": ranks, "SGLang": "1"}, {}) for ranks in ("2", "4"))
+    both = doctor.joined(told, inside)
+    assert both.split == ("tensor parallel",)
+    assert both.settings == {"SGLang": "1", "tensor parallel": "4 in the file; 2 over HTTP"}
+    assert doctor.joined(told, told).split == ()
+
+
+def test_what_was_observed_outweighs_what_was_configured() -> None:
+    told = Observation({"torch.compile": "off", "radix cache": "on"}, {}, ("torch.compile", "radix cache"))
+    both = doctor.joined(told, Observation({"torch.compile": "on"}, {"KV cache": "why"}, ()))
+    assert both.settings["torch.compile"] == "on" and both.how("torch.compile") == "observed"
+    assert both.how("radix cache") == "configured" and both.why("KV cache") == "why"
+
+
+def test_how_a_value_was_seen_stands_in_its_row() -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["trainer"] = replace(sides["trainer"], configured=tuple(WHY))
+    rows = {row.check.name: row for row in diagnose(CONTRACTS["megatron"], **sides)}
+    assert rows["NCCL_ALGO"].how == "configured / observed"
+    assert rows[KERNELS].how == "observed" and rows[KERNELS].cells[4] == "observed"
+    assert rows["temperature"].how == "observed"
+
+
 def test_a_recorded_engine_and_a_file_stand_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -198,9 +292,9 @@ def test_a_recorded_engine_and_a_file_stand_side_by_side(
     assert row.startswith("red") and "13 of 16 log-probs differ" in row
     assert row.endswith("--sglang-enable-deterministic-inference")
     assert next(line for line in lines if " tensor parallel " in line).startswith("green")
-    for name in (*UNTOLD, *CONTRACTS["fsdp"].environment):
+    for name in (PRODUCTS, "deep_gemm: DeepGEMM mode", *CONTRACTS["fsdp"].environment):
         row = next(line for line in lines if f" {name} " in line)
-        assert "(HTTP tells no" in row and not row.startswith("green")
+        assert "(HTTP does not tell it: no --engine-dump)" in row and not row.startswith("green")
     assert next(line for line in lines if " top-p " in line).split()[:3] == ["red", "top-p", "0.95"]
     assert lines[-1].endswith("not seen")
 

@@ -14,9 +14,9 @@ from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Shapes
 from true_on_policy.gpu_probes import (
-    agreement,
     attention_failures,
     decode_failures,
+    digest,
     drawing,
     in_company,
     mixed_failures,
@@ -137,11 +137,8 @@ def test_a_lone_query_is_told_from_one_that_keeps_the_causal_tiles():
 def test_a_product_is_named_by_the_columns_that_ran(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_probes, "COLUMNS", 4)
     other = lambda x, weight: nudged(F.linear(x, weight), 0) if len(x) == 1 else F.linear(x, weight)  # noqa: E731
-    failures = [
-        *product_failures("linear", "fp32", SHAPES, CPU, other),
-        *agreement("two", "fp32", SHAPES, CPU, other),
-    ]
-    assert [failure.shape for failure in failures] == [(8, 4)] * 2
+    failures = list(product_failures("linear", "fp32", SHAPES, CPU, other))
+    assert [failure.shape for failure in failures] == [(8, 4)]
 
 
 def test_a_mixed_batch_is_a_finding_of_its_own():
@@ -151,10 +148,13 @@ def test_a_mixed_batch_is_a_finding_of_its_own():
     assert found(varies) == []
 
 
-def test_two_kernels_of_one_product_are_compared_at_every_size():
-    assert list(agreement("two", "fp32", SHAPES, CPU, F.linear)) == []
-    other = lambda x, weight: nudged(F.linear(x, weight), 0) if len(x) == 7 else F.linear(x, weight)  # noqa: E731
-    assert [failure.company for failure in agreement("two", "fp32", SHAPES, CPU, other)] == ["7 rows"]
+def test_a_digest_is_of_every_bit(monkeypatch: pytest.MonkeyPatch):
+    here = digest("bf16", SHAPES, CPU)
+    assert digest("bf16", SHAPES, CPU) == here and len(here) == 12
+    assert digest("fp32", SHAPES, CPU) != here
+    stock = F.linear
+    monkeypatch.setattr(gpu_probes.F, "linear", lambda x, weight: nudged(stock(x, weight), 0))
+    assert digest("bf16", SHAPES, CPU) != here
 
 
 def test_numbers_are_the_same_in_each_process():

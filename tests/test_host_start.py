@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mis_plugins.errors import ConfigError
-from true_on_policy import settings
+from true_on_policy import dumps
 from true_on_policy.errors import ContractError, HostConfigError, NotSeenError, PinError
 from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import MODELS, GpuContract, model_contract
@@ -54,7 +54,7 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> list[GpuContract]:
 def test_what_is_checked_is_pinned_and_written_for_the_doctor(args: Namespace, pins: list[GpuContract]):
     miles_init(args)
     assert pins == [CONTRACT]
-    contract, seen = settings.load(Path(args.save) / "true_on_policy" / "trainer.json")
+    contract, seen = dumps.load(Path(args.save) / "true_on_policy" / "trainer.json")
     assert contract == CONTRACT
     assert seen.settings["log-probs come from"] == "prefill"
     assert seen.settings["NCCL_ALGO"] == "Ring"
@@ -66,20 +66,32 @@ def test_the_environment_may_name_the_file(
 ):
     monkeypatch.setenv(start.DUMP, str(tmp_path / "elsewhere.json"))
     miles_init(args)
-    assert settings.load(tmp_path / "elsewhere.json")[0] == CONTRACT
+    assert dumps.load(tmp_path / "elsewhere.json")[0] == CONTRACT
     assert not Path(args.save).exists()
 
 
-def test_it_is_written_after_the_pin_and_by_rank_0(
-    args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_is_written_after_the_pin_and_by_every_rank(
+    args: Namespace, pins: list[GpuContract], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr(start, "pin", lambda contract: None)
+    folder = Path(args.save) / "true_on_policy"
+    ranks = {"is_initialized": True, "get_world_size": 2}
+    for name, value in ranks.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
     for rank in (1, 0):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        assert not Path(args.save).exists()
         miles_init(args)
-    assert Path(args.save).exists()
+    assert sorted(file.name for file in folder.iterdir()) == ["trainer.json", "trainer.rank1.json"]
+    assert dumps.load(folder)[1].settings[dumps.RANKS] == "all"
+
+
+def test_a_rank_that_does_not_start_leaves_no_file_of_an_earlier_run(
+    args: Namespace, pins: list[GpuContract]
+):
+    miles_init(args)
+    args.sequence_parallel = True
+    with pytest.raises(ContractError):
+        miles_init(args)
+    assert not (Path(args.save) / "true_on_policy" / "trainer.json").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU may pin")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from true_on_policy.bitwise import first_mismatch
-from true_on_policy.errors import ContractError, PinError
-from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, family, model_contract
+from true_on_policy.errors import PinError
+from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, model_contract
 from true_on_policy.probes import Failure
-from true_on_policy.settings import KERNELS, LOOKS, DumpError, _found, dump, load, observe
+from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, found, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -75,11 +74,7 @@ def test_the_environment_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("disable", "found"), [("0", "on"), ("1", "off")])
 def test_compiling_is_tried_not_read(disable: str, found: str) -> None:
-    code = (
-        "from true_on_policy.settings import LOOKS\n"
-        "from true_on_policy.gpu_contract import gpu_contract\n"
-        "print(LOOKS['torch.compile'](gpu_contract('qwen3-dense', 'fsdp')))"
-    )
+    code = "from true_on_policy.settings import LOOKS\nprint(LOOKS['torch.compile']())"
     environment = os.environ | {"TORCH_COMPILE_DISABLE": disable}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
@@ -108,68 +103,43 @@ def test_the_two_packages_of_one_name(
         (tmp_path / "apex" / folder).mkdir(parents=True)
         (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
         monkeypatch.syspath_prepend(tmp_path)
-    assert LOOKS["Apex"](CONTRACT) == found
+    assert LOOKS["Apex"]() == found
 
 
 def test_the_norm_that_megatron_took() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    assert LOOKS["norm of the local spec"](CONTRACT) == gpt_layer_specs.LNImpl.__name__
+    assert LOOKS["norm of the local spec"]() == gpt_layer_specs.LNImpl.__name__
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_without_an_accelerator_it_says_what_it_could_not_look_at() -> None:
     seen = observe(CONTRACT, HOST)
-    for name in ("device", "NCCL", KERNELS, "TF32"):
+    for name in ("device", "NCCL", KERNELS, PRODUCTS, "TF32"):
         assert name not in seen.settings and seen.why(name) == "no CUDA device"
-    assert seen.settings["products of trainer and engine"] == "one kernel"
-    deep = GpuContract(CONTRACT.family, "megatron", engine_gemm="deep_gemm")
-    assert observe(deep).why("products of trainer and engine") == "no CUDA device"
+    unsized = GpuContract(CONTRACT.family, "megatron")
+    assert observe(unsized).why(PRODUCTS) == "the contract knows no sizes"
 
 
-def test_a_file_gives_back_what_was_seen(tmp_path: Path) -> None:
-    file = tmp_path / "made" / "trainer.json"
-    dump(file, CONTRACT, HOST)
-    contract, seen = load(file)
-    assert contract == CONTRACT
-    assert seen == observe(CONTRACT, HOST)
+def test_what_a_flag_or_a_variable_says_is_not_called_observed() -> None:
+    seen = observe(CONTRACT, HOST)
+    for name in ("NCCL_ALGO", "temperature", "log-probs come from", "log-softmax", "tensor parallel"):
+        assert seen.how(name) == "configured", name
+    for name in ("torch", "torch.compile", "Apex", "deterministic algorithms"):
+        assert seen.how(name) == "observed", name
+    assert seen.how("no such row") == ""
 
 
-def test_a_contract_without_sizes_too(tmp_path: Path) -> None:
-    contract = GpuContract(family("llama"), "fsdp", engine_gemm="deep_gemm")
-    dump(tmp_path / "trainer.json", contract)
-    assert load(tmp_path / "trainer.json")[0] == contract
+def test_ranks_are_those_of_megatrons_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
 
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda stated: stated.update(format=2), "format 2, this version reads 1"),
-        (lambda stated: stated.pop("settings"), "not written by true_on_policy.settings.dump .*settings"),
-        (lambda stated: stated["contract"].pop("size"), "not written by"),
-        (lambda stated: stated.update(unseen=3), "not written by"),
-    ],
-)
-def test_another_file_is_refused(change, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "trainer.json"
-    dump(file, CONTRACT)
-    stated = json.loads(file.read_text())
-    change(stated)
-    file.write_text(json.dumps(stated))
-    with pytest.raises(DumpError, match=message):
-        load(file)
-    file.write_text("not json")
-    with pytest.raises(DumpError, match="not written by"):
-        load(file)
-
-
-def test_a_contract_that_cannot_hold_is_refused_from_a_file_too(tmp_path: Path) -> None:
-    dump(tmp_path / "trainer.json", CONTRACT)
-    stated = json.loads((tmp_path / "trainer.json").read_text())
-    stated["contract"]["engine_tp"] = 1
-    (tmp_path / "trainer.json").write_text(json.dumps(stated))
-    with pytest.raises(ContractError, match="two orders"):
-        load(tmp_path / "trainer.json")
+    assert observe(CONTRACT, HOST).how("tensor parallel") == "configured"
+    for name, value in {"model_parallel_is_initialized": True, "get_tensor_model_parallel_world_size": 4,
+                        "get_context_parallel_world_size": 1}.items():  # fmt: skip
+        monkeypatch.setattr(parallel_state, name, lambda value=value: value)
+    seen = observe(CONTRACT, HOST)
+    assert [seen.settings[name] for name in ("tensor parallel", "context parallel")] == ["4", "1"]
+    assert seen.how("tensor parallel") == "observed"
 
 
 @pytest.mark.gpu
@@ -181,7 +151,7 @@ def test_tf32_is_seen_in_a_product() -> None:
     try:
         for allowed, seen in ((True, "on"), (False, "off")):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert LOOKS["TF32"](CONTRACT) == seen
+            assert LOOKS["TF32"]() == seen
     finally:
         torch.backends.cuda.matmul.allow_tf32 = found
 
@@ -191,9 +161,9 @@ def test_kernels_that_are_not_those_of_the_contract_are_told() -> None:
         raise PinError("linear falls back to Triton")
         yield
 
-    assert _found(failures(), "batch-invariant") == "linear falls back to Triton"
+    assert found(failures(), "batch-invariant") == "linear falls back to Triton"
     mismatch = first_mismatch(torch.zeros(2), torch.ones(2))
     assert mismatch is not None
     failure = Failure("linear", (2, 3), "a row alone", mismatch)
-    assert _found(iter([failure]), "batch-invariant") == str(failure)
-    assert _found(iter([]), "batch-invariant") == "batch-invariant"
+    assert found(iter([failure]), "batch-invariant") == str(failure)
+    assert found(iter([]), "batch-invariant") == "batch-invariant"

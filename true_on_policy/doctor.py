@@ -1,14 +1,18 @@
 """`python -m true_on_policy doctor`: what trainer and engine really run, next to each other, and what to set.
 
-Exit codes: 0 green; 1 red; 2 something that the contract needs could not be looked at. Without a trainer's file, this
-machine pins the contract for a moment and is looked at in the trainer's place; its environment, a shell's, is not.
+Exit codes: 0 green; 1 red; 2 something that the contract needs could not be looked at. Every rank of each side writes
+what it runs: the trainer's by its init hook, SGLang's by our plugin where TRUE_ON_POLICY_ENGINE_DUMP names a folder.
+Without a trainer's file, this machine pins the contract for a moment and is looked at in the trainer's place; its
+environment, a shell's, is not. `how`: a value was observed, or it was configured, which is read from an argument or a
+variable.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +20,14 @@ from typing import Literal
 
 import torch
 
-from true_on_policy.engine_settings import observe_engine
+from true_on_policy.dumps import RANKS, load, load_engine
+from true_on_policy.engine_settings import VERSION, observe_engine
+from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import PinError
 from true_on_policy.flags import add_contract_arguments, contract_of
-from true_on_policy.gpu_contract import GpuContract
+from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
-from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, load, observe
+from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
 from true_on_policy.table import print_table
 
 Verdict = Literal["green", "red", "not seen", ""]
@@ -30,7 +36,10 @@ EXIT: dict[Verdict, int] = {"green": 0, "": 0, "not seen": 2, "red": 1}
 # What one side must show: nothing is asked of it, anything will do, or one of these.
 Wanted = tuple[str, ...] | None
 ANY: Wanted = ()
-INIT = "--custom-megatron-init-path true_on_policy.hosts.miles_init"
+INIT = {
+    "megatron": "--custom-megatron-init-path true_on_policy.hosts.miles_init",
+    "fsdp": "--true-on-policy-mode",
+}
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,12 @@ def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
 
 def _versions(contract: GpuContract) -> tuple[Check, ...]:
     own = contract.mode == "sglang"
-    shown = ("torch", "CUDA", "NCCL", "Triton", "transformers", "Megatron-core", "Transformer Engine")
+    each = "start all ranks with one environment; a rank that wrote nothing has failed"
     return (
         Check("device", ANY, ("cuda",), "start the engine on a GPU"),
-        *(Check(name, ANY, None) for name in shown),
+        Check(RANKS, ("all",), ("all",), each),
+        *(Check(name, ANY, ANY) for name in ("torch", "CUDA", "NCCL", "Triton", "transformers")),
+        *(Check(name, ANY, None) for name in ("Megatron-core", "Transformer Engine")),
         Check("SGLang", ANY, ANY, "one SGLang: the trainer runs the engine's kernels", equal=own),
         Check(
             "Apex", ("absent", "NVIDIA's"), None, "pip uninstall apex: it has NVIDIA's name and nothing of it"
@@ -76,24 +87,42 @@ def _versions(contract: GpuContract) -> tuple[Check, ...]:
     )
 
 
+DETERMINISTIC = "--sglang-enable-deterministic-inference"
+PREFILL = "--recompute-logprobs-via-prefill"
+
+
+def _pinned(contract: GpuContract) -> str:
+    return f"pin in the trainer: {INIT[contract.backend]}"
+
+
 def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    mode, file = contract.mode, MODE_FILES[contract.mode]
-    pinned = f"pin in the trainer: {INIT}" if contract.backend == "megatron" else "--true-on-policy-mode"
-    operators = ("mm", "addmm", "_log_softmax", "mean.dim")
-    deterministic = "--sglang-enable-deterministic-inference"
+    pinned = _pinned(contract)
+    both = f"{pinned}; in the engine: {DETERMINISTIC}"
     return (
-        Check(KERNELS, ("batch-invariant",), None, pinned),
-        Check(PRODUCTS, ("one kernel", "equal"), ("one kernel", "equal"), "leave --gemm at the trainer's"),
-        Check("a row alone and in a batch", None, ("equal",), deterministic),
-        Check("decode and prefill", None, ANY if scored else ("equal",), "--recompute-logprobs-via-prefill"),
-        Check(f"{mode}: batch-invariant flag", ANY, None),
-        *(Check(f"{mode}: aten::{name}", (file,), None, pinned) for name in operators),
+        Check(KERNELS, ("batch-invariant",), ("batch-invariant",), both),
+        Check(PRODUCTS, ANY, ANY, "leave --gemm at the trainer's; one GPU kind on both sides", equal=True),
+        Check("a row alone and in a batch", None, ("equal",), DETERMINISTIC),
+        Check("decode and prefill", None, ANY if scored else ("equal",), PREFILL),
+        *_mode(contract),
         *_gemm(contract),
-        Check("flash_attention: FA3 default num_splits", ("1",), None, pinned),
+        Check("flash_attention: FA3 default num_splits", ("1",), ("1",), both),
         Check("attention", None, (contract.attention,), f"--sglang-attention-backend {contract.attention}"),
         Check("radix cache", None, ANY),
         Check("CUDA graph", None, ANY),
     )
+
+
+def _mode(contract: GpuContract) -> Iterator[Check]:
+    """What the dispatcher runs on each side: the engine's kernels are SGLang's, the trainer's its own mode's."""
+    for mode, file in MODE_FILES.items():
+        trainer, engine = mode == contract.mode, mode == "sglang"
+        if not (trainer or engine):
+            continue
+        yield Check(f"{mode}: batch-invariant flag", ANY if trainer else None, ANY if engine else None)
+        for name in ("mm", "addmm", "_log_softmax", "mean.dim"):
+            wanted = ((file,) if trainer else None), ((file,) if engine else None)
+            remedy = " ".join([_pinned(contract)] * trainer + [f"in the engine: {DETERMINISTIC}"] * engine)
+            yield Check(f"{mode}: aten::{name}", *wanted, remedy)
 
 
 # The last part of the path of each copy of the batch-invariant mode, as kernels.dispatcher describes it.
@@ -110,31 +139,38 @@ TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.b
 def _gemm(contract: GpuContract) -> tuple[Check, ...]:
     """Of the products' library, on each side that multiplies by it."""
     trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
-    own = Check("megatron: te general_gemm", TE_GEMMS, None, f"pin in the trainer: {INIT}")
-    rows = () if trainer else (own,)
-    if not trainer and not engine:
-        return rows
-    switch = "deep_gemm.use_deterministic_algorithms(True)"
-    off = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before SGLang is imported"
-    install = "install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1"
-    on_both = lambda *wanted: (wanted if trainer else None, wanted if engine else None)  # noqa: E731
+    rows = () if trainer else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
+    if trainer or engine:
+        modes, switch = ("deterministic", "always invariant"), "deep_gemm.use_deterministic_algorithms(True)"
+        on_each = modes if trainer else None, modes if engine else None
+        rows += (Check("deep_gemm: DeepGEMM mode", *on_each, switch),)
     return (
         *rows,
-        Check("deep_gemm: DeepGEMM mode", *on_both("deterministic", "always invariant"), switch),
-        Check("sglang: MM DeepGEMM", *on_both("on"), install),
-        Check("sglang: MM fallback variant", *on_both("off"), off),
+        Check(
+            *("sglang: MM DeepGEMM", ("on",) if trainer else None, ("on" if engine else "off",)),
+            f"{DEEP_GEMM}={int(engine)} before the processes start"
+            + "; install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1" * engine,
+        ),
+        Check(
+            *("sglang: MM fallback variant", ("off",) if contract.mode == "sglang" else None, ("off",)),
+            "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before the processes start",
+        ),
     )
 
 
 def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
-    tf32 = "torch.backends.cuda.matmul.allow_tf32 = False"
     return (
-        Check("TF32", ("off",), None, tf32),
+        Check(
+            *("TF32", ("off",), ("off",)),
+            f"{_pinned(contract)}; in the engine: no --sglang-enable-tf32-matmul; no NVIDIA_TF32_OVERRIDE",
+        ),
         Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
         Check("deterministic algorithms", ("on",), None, "--deterministic-mode"),
         Check("log-softmax", ("bf16",), None, "--true-on-policy-mode"),
         *(
-            Check(name, (value,), (value,), f"{name}={value} before the processes start")
+            Check(
+                name, (value,), _engines(contract, name, value), f"{name}={value} before the processes start"
+            )
             for name, value in contract.environment.items()
         ),
         Check("KV cache", None, ("auto", "bfloat16", "bf16"), "no --sglang-kv-cache-dtype"),
@@ -143,13 +179,19 @@ def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
     )
 
 
+def _engines(contract: GpuContract, name: str, value: str) -> tuple[str, ...]:
+    """SGLang sets the algorithm itself where it has several ranks; the contract's sums over them are no NCCL sums."""
+    own = name == "NCCL_ALGO" and contract.engine_tp > 1
+    return (value, "allreduce:tree") if own else (value,)
+
+
 def _layout(contract: GpuContract) -> tuple[Check, ...]:
     name = str(contract.family.host_contract)
     tensor, context, engine = map(str, (contract.trainer_tp, contract.context_parallel, contract.engine_tp))
     own = "--rollout-num-gpus-per-engine"
     return (
         Check("contract", (name,), (name,), f"--sglang-true-on-policy-contract {name}"),
-        Check("deterministic inference", None, ("on",), "--sglang-enable-deterministic-inference"),
+        Check("deterministic inference", None, ("on",), DETERMINISTIC),
         *(
             (Check("tensor parallel", None, (engine,), f"{own} {engine}"),)
             if contract.backend == "fsdp"
@@ -165,7 +207,7 @@ def _layout(contract: GpuContract) -> tuple[Check, ...]:
 
 
 def _sampling() -> tuple[Check, ...]:
-    seeded = "--sglang-enable-deterministic-inference: without a seed each, all samples of a prompt are one"
+    seeded = f"{DETERMINISTIC}: without a seed each, all samples of a prompt are one"
     return (
         Check("temperature", ("1",), None, "--rollout-temperature 1"),
         Check("top-p", ("1",), None, "--rollout-top-p 1"),
@@ -177,17 +219,26 @@ def _sampling() -> tuple[Check, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A check and what was found: the value of each side, or in brackets why it was not seen."""
+    """A check and what was found.
+
+    Attributes:
+        trainer, engine: the value of each side, or in brackets why it was not seen.
+        how: `observed` or `configured`, of each side that has a value, once where they are alike.
+    """
 
     check: Check
     verdict: Verdict
     trainer: str
     engine: str
+    how: str
 
     @property
     def cells(self) -> tuple[str, ...]:
-        remedy = self.check.remedy if self.verdict == "red" else ""
-        return self.verdict, self.check.name, self.trainer, self.engine, remedy
+        remedy = self.check.remedy or "the same on every rank"
+        return (
+            *(self.verdict, self.check.name, self.trainer, self.engine, self.how),
+            remedy if self.verdict == "red" else "",
+        )
 
 
 def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -> list[Row]:
@@ -203,7 +254,9 @@ def _judge(check: Check, trainer: Observation, engine: Observation) -> Row:
     ]
     if check.equal:
         verdicts.append(_equal(check.name, trainer, engine))
-    return Row(check, _worst(verdicts), *(_cell(check.name, wanted, side) for wanted, side in sides))
+    cells = [_cell(check.name, wanted, side) for wanted, side in sides]
+    how = dict.fromkeys(side.how(check.name) for wanted, side in sides if wanted is not None)
+    return Row(check, _worst(verdicts), cells[0], cells[1], " / ".join(filter(None, how)))
 
 
 SEVERITY: tuple[Verdict, ...] = ("", "green", "not seen", "red")
@@ -214,6 +267,8 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _verdict(name: str, wanted: tuple[str, ...], side: Observation) -> Verdict:
+    if name in side.split:
+        return "red"
     if not wanted:
         return ""
     if name not in side.settings:
@@ -241,7 +296,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--engine", metavar="URL", help="a running SGLang, for example http://127.0.0.1:30000"
     )
     parser.add_argument(
-        "--trainer-dump", metavar="FILE", type=Path, help="what the trainer's init hook wrote"
+        *("--engine-dump",),
+        metavar="PATH",
+        type=Path,
+        default=os.environ.get(FOLDER),
+        help=f"what our plugin wrote inside SGLang: a file, or a folder of several engines (${FOLDER})",
+    )
+    parser.add_argument(
+        "--trainer-dump",
+        metavar="PATH",
+        type=Path,
+        help="what the trainer's init hook wrote: a file or its folder",
     )
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
@@ -249,9 +314,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     contract, trainer = _trainer(arguments)
-    engine = _engine(arguments.engine)
+    engine = _engine(arguments.engine, arguments.engine_dump)
     rows = diagnose(contract, trainer, engine)
-    print_table(("", "setting", "trainer", "engine", "set"), [row.cells for row in rows])
+    print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in rows])
     return _conclude(rows)
 
 
@@ -262,7 +327,7 @@ def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:
     seen = _pinned_here(contract)
     of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE decides the first
     settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
-    return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen})
+    return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
 
 
 def _pinned_here(contract: GpuContract) -> Observation:
@@ -279,14 +344,40 @@ def _pinned_here(contract: GpuContract) -> Observation:
 
 
 NO_DUMP = "no --trainer-dump"
-NO_ENGINE = Observation({}, {ALL: "no --engine"})
+NOT_OVER_HTTP = "HTTP does not tell it: no --engine-dump"
 
 
-def _engine(url: str | None) -> Observation:
-    if url is None:
-        return NO_ENGINE
-    _tell(f"asking {url} for a few tokens")
-    return observe_engine(url)
+def _engine(url: str | None, path: Path | None) -> Observation:
+    """Over HTTP and from inside, as far as each is given."""
+    if url is not None:
+        _tell(f"asking {url} for a few tokens")
+    told = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
+    if path is None:
+        return Observation(told.settings, {ALL: NOT_OVER_HTTP, **told.unseen}, told.configured)
+    return joined(told, load_engine(path, url))
+
+
+# Rows of which both ways tell the same thing, in the same words.
+TOLD_TWICE = (VERSION, "tensor parallel")
+
+
+def joined(told: Observation, inside: Observation) -> Observation:
+    """What the server tells and what its processes wrote; of a row that both have, the latter.
+
+    A server that tells another version or number of ranks is not the one that wrote: such a row is split.
+    """
+    other = [
+        name
+        for name in TOLD_TWICE
+        if name in told.settings and told.settings[name] != inside.settings.get(name, told.settings[name])
+    ]
+    twice = {name: f"{inside.settings[name]} in the file; {told.settings[name]} over HTTP" for name in other}
+    return Observation(
+        {**told.settings, **inside.settings, **twice},
+        {**inside.unseen, **told.unseen},
+        (*(set(told.configured) - inside.settings.keys()), *inside.configured),
+        (*inside.split, *other),
+    )
 
 
 def _conclude(rows: Sequence[Row]) -> int:

@@ -1,6 +1,7 @@
 """What a running SGLang does, seen over HTTP: what its server tells, and what its log-probs show.
 
-The requests are few and short, but they are real ones: an engine that serves a training run answers them in between.
+Its environment and its kernels show from inside alone (`engines/sglang_settings.py`). The requests are few and short,
+but they are real ones: an engine that serves a training run answers them in between.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.engines.protocol import EngineError
-from true_on_policy.gpu_contract import WHY
-from true_on_policy.settings import ALL, PRODUCTS, Observation
+from true_on_policy.settings import ALL, Observation
 
 SECONDS = 60
 # Ids that every vocabulary has.
@@ -27,8 +27,9 @@ COMPANY = tuple(tuple(range(20 + n, 40 + 9 * n)) for n in range(7))
 LENGTH = 16
 
 # Row of the doctor and name in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
+VERSION = "SGLang"  # the one row of these that is no argument of the server
 ROWS = {
-    "SGLang": "version",
+    VERSION: "version",
     "device": "device",
     "tensor parallel": "tp_size",
     "contract": "true_on_policy_contract",
@@ -39,13 +40,6 @@ ROWS = {
     "quantization": "quantization",
     "speculative decoding": "speculative_algorithm",
 }
-# Rows of the doctor that no answer over HTTP shows.
-UNTOLD = (
-    PRODUCTS,
-    "deep_gemm: DeepGEMM mode",
-    "sglang: MM DeepGEMM",
-    "sglang: MM fallback variant",
-)
 ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 
@@ -58,13 +52,12 @@ def observe_engine(url: str) -> Observation:
         return Observation({}, {ALL: str(error)})
     settings = _told(told)
     unseen = {row: f"/server_info tells no {name}" for row, name in ROWS.items() if row not in settings}
-    unseen |= dict.fromkeys(WHY, "HTTP tells no environment")
-    unseen |= dict.fromkeys(UNTOLD, "HTTP tells nothing of products")
+    configured = tuple(settings.keys() - {VERSION})
     try:
         settings |= _probed(client)
     except EngineError as error:
         unseen |= dict.fromkeys((ALONE, SCORED, SEEDS), str(error))
-    return Observation(settings, unseen)
+    return Observation(settings, unseen, configured)
 
 
 def _told(told: Mapping[str, Any]) -> dict[str, str]:

@@ -241,10 +241,11 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
         raise ContractError(
             f"{config}: {', '.join(architectures) or 'no architecture'} is not covered. {'; '.join(why)}"
         )
-    return known[0], _size(stated.get("text_config", stated))
+    return known[0], stated_size(stated.get("text_config", stated))
 
 
-def _size(stated: dict[str, Any]) -> Size:
+def stated_size(stated: dict[str, Any]) -> Size:
+    """Of a model's config, as Hugging Face writes it."""
     heads = stated["num_attention_heads"]
     fallback = {"head_dim": stated["hidden_size"] // heads, "num_key_value_heads": heads}
     return Size(**{name: stated.get(name) or fallback[name] for name in Size.__dataclass_fields__})

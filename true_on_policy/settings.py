@@ -1,6 +1,6 @@
-"""What is in force in this process: seen by a probe, a getter or the host's arguments, never assumed.
+"""What is in force in this process: seen by a probe or a getter, or read from what configured it, and named so.
 
-A trainer writes its side with `dump` once it is pinned; `python -m true_on_policy doctor --trainer-dump FILE` reads it.
+`dumps` writes it down for the doctor.
 """
 
 from __future__ import annotations
@@ -8,23 +8,22 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from true_on_policy.errors import NotSeenError, PinError, TrueOnPolicyError
-from true_on_policy.gpu_contract import GpuContract, Size, gpu_contract
+from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.gpu_contract import GpuContract
+from true_on_policy.gpu_probes import digest
 from true_on_policy.kernels import gpu, precision
 from true_on_policy.kernels.provider import device
 from true_on_policy.probes import Failure
 
-FORMAT = 1
 ABSENT = "absent"
 KERNELS = "kernels at the model's shapes"
 PRODUCTS = "products of trainer and engine"
@@ -41,10 +40,6 @@ VERSIONS = {
 }
 
 
-class DumpError(TrueOnPolicyError):
-    """A file that `dump` did not write."""
-
-
 @dataclass(frozen=True)
 class Observation:
     """What one side runs.
@@ -52,60 +47,54 @@ class Observation:
     Attributes:
         settings: value by the name of a row.
         unseen: why a row could not be looked at.
+        configured: rows whose value was read from an argument or a variable and not seen at work.
+        split: rows in which the processes of this side differ.
     """
 
     settings: Mapping[str, str]
     unseen: Mapping[str, str]
+    configured: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
 
     def why(self, name: str) -> str:
         """Why `name` is not among the settings."""
         return self.unseen.get(name) or self.unseen.get(ALL) or "not stated"
 
+    def how(self, name: str) -> str:
+        """`observed`, `configured`, or nothing where it was not seen."""
+        if name not in self.settings:
+            return ""
+        return "configured" if name in self.configured else "observed"
+
+
+Look = Callable[[], str]
+
 
 def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Observation:
     """This process, which is the trainer's, or one that pinned what the trainer would; `args`: the host's own."""
-    settings, unseen = {}, {}
-    for name, look in LOOKS.items():
-        try:
-            settings[name] = look(contract)
-        except NotSeenError as error:
-            unseen[name] = str(error).removeprefix("not seen: ")
-    settings |= {name: os.environ.get(name, "unset") for name in contract.environment}
+    of_contract: dict[str, Look] = {
+        KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
+        PRODUCTS: lambda: _products(contract),
+    }
+    settings, unseen = looked(LOOKS | of_contract)
+    configured = {name: os.environ.get(name, "unset") for name in contract.environment}
     if torch.cuda.is_available():
         settings |= gpu.observe(contract)
     if args is not None:
-        settings |= of_host(args) | {"deterministic algorithms": _deterministic()}
-    return Observation(settings, unseen)
+        configured |= of_host(args)
+        settings |= {"deterministic algorithms": _deterministic()} | _parallel()
+    return Observation(configured | settings, unseen, tuple(configured.keys() - settings.keys()))
 
 
-def dump(path: Path, contract: GpuContract, args: argparse.Namespace | None = None) -> None:
-    """Write this process's side to `path`, whose folder is made: for a host's init hook, once it has pinned."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stated = asdict(contract) | {"family": contract.family.name}
-    seen = asdict(observe(contract, args))
-    path.write_text(json.dumps({"format": FORMAT, "contract": stated, **seen}, indent=2) + "\n")
-
-
-def load(path: Path) -> tuple[GpuContract, Observation]:
-    """What `dump` wrote.
-
-    Raises:
-        DumpError: it is something else.
-        ContractError: its contract cannot hold.
-    """
-    try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
-        if stated["format"] != FORMAT:
-            raise DumpError(f"{path}: format {stated['format']}, this version reads {FORMAT}")
-        agreed = dict(stated["contract"])
-        seen = Observation(dict(stated["settings"]), dict(stated["unseen"]))
-        size = Size(**agreed.pop("size")) if agreed["size"] else agreed.pop("size")
-        names = agreed.pop("family"), agreed.pop("backend")
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DumpError):
-            raise
-        raise DumpError(f"{path}: not written by true_on_policy.settings.dump ({error!r})") from error
-    return gpu_contract(*names, size=size, **agreed), seen
+def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
+    """What was seen, and why the rest was not, by the name of a row."""
+    settings, unseen = {}, {}
+    for name, look in looks.items():
+        try:
+            settings[name] = look()
+        except NotSeenError as error:
+            unseen[name] = str(error).removeprefix("not seen: ")
+    return settings, unseen
 
 
 def of_host(args: argparse.Namespace) -> dict[str, str]:
@@ -134,26 +123,20 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _device(contract: GpuContract) -> str:
+def _device() -> str:
     device()
     return torch.cuda.get_device_name()
 
 
-def _kernels(contract: GpuContract) -> str:
-    """Whether the kernels that run here are batch-invariant at the model's shapes."""
-    device()
-    return _found(gpu.failures(contract), "batch-invariant")
-
-
 def _products(contract: GpuContract) -> str:
-    """Whether the engine's product gives the trainer's bits."""
-    if contract.engine_gemm == contract.trainer_gemm:
-        return "one kernel"
-    device()
-    return _found(gpu.disagreements(contract), "equal")
+    """What the products of this model are, in few letters: an engine that multiplies alike has the same."""
+    if contract.size is None:
+        raise NotSeenError("the contract knows no sizes")
+    return digest(contract.dtype, gpu.shapes_of(contract.size, ranks=1), device())
 
 
-def _found(failures: Iterator[Failure], otherwise: str) -> str:
+def found(failures: Iterator[Failure], otherwise: str) -> str:
+    """What the first failure says, a kernel that is not the contract's too; `otherwise` where there is none."""
     try:
         failure = next(failures, None)
     except PinError as error:
@@ -161,12 +144,12 @@ def _found(failures: Iterator[Failure], otherwise: str) -> str:
     return otherwise if failure is None else str(failure)
 
 
-def _tf32(contract: GpuContract) -> str:
+def _tf32() -> str:
     """Whether float32 products lose their last bits."""
     return "off" if next(precision.probe(device()), None) is None else "on"
 
 
-def _compiles(contract: GpuContract) -> str:
+def _compiles() -> str:
     """Whether torch.compile really compiles here: a backend of ours is called, or it is not."""
     graphs = []
 
@@ -178,7 +161,7 @@ def _compiles(contract: GpuContract) -> str:
     return "on" if graphs else "off"
 
 
-def _apex(contract: GpuContract) -> str:
+def _apex() -> str:
     """NVIDIA's, or the unrelated toolkit that the package index calls apex."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -188,14 +171,14 @@ def _apex(contract: GpuContract) -> str:
     return "NVIDIA's" if nvidia else "the index's apex, a web toolkit"
 
 
-def _local_norm(contract: GpuContract) -> str:
+def _local_norm() -> str:
     """Which norm Megatron's local spec takes: NVIDIA Apex's where it could import it."""
     specs = sys.modules.get("megatron.core.models.gpt.gpt_layer_specs")
     return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
 
 
-def _version(distribution: str) -> Callable[[GpuContract], str]:
-    def look(contract: GpuContract) -> str:
+def _version(distribution: str) -> Look:
+    def look() -> str:
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -208,7 +191,18 @@ def _deterministic() -> str:
     return "on" if torch.are_deterministic_algorithms_enabled() else "off"
 
 
-def _nccl(contract: GpuContract) -> str:
+def _parallel() -> dict[str, str]:
+    """The ranks of Megatron's groups, where this process has any."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    return {
+        "tensor parallel": str(state.get_tensor_model_parallel_world_size()),
+        "context parallel": str(state.get_context_parallel_world_size()),
+    }
+
+
+def _nccl() -> str:
     device()
     from torch.cuda import nccl  # its import loads NCCL
 
@@ -216,16 +210,14 @@ def _nccl(contract: GpuContract) -> str:
 
 
 # Row of the doctor and how to look; NotSeenError says why one could not.
-LOOKS: dict[str, Callable[[GpuContract], str]] = {
+LOOKS: dict[str, Look] = {
     "device": _device,
-    "torch": lambda contract: torch.__version__,
-    "CUDA": lambda contract: str(torch.version.cuda),
+    "torch": lambda: torch.__version__,
+    "CUDA": lambda: str(torch.version.cuda),
     "NCCL": _nccl,
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
-    KERNELS: _kernels,
-    PRODUCTS: _products,
     "TF32": _tf32,
     COMPILES: _compiles,
 }

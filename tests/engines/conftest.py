@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from true_on_policy.contract import Contract
+from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.models import checkpoint, kernel_shapes, read_config
 from true_on_policy.norm_order import ORDERS
@@ -57,7 +58,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(tiny: Path) -> Iterator[Engine]:
+def engine_dump(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which engines say what they run, for the doctor."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("engines")
+        patch.setenv(FOLDER, str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def engine(tiny: Path, engine_dump: Path) -> Iterator[Engine]:
     """One pinned server for every test that brings its own requests, and for the verification that would start it."""
     contract = Contract(dtype="bf16", shapes=kernel_shapes(read_config(tiny)))
     with closing(ENGINES["sglang"](tiny, contract, ORDERS["sglang"])) as engine:

@@ -19,17 +19,21 @@ from true_on_policy import verify
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
+from true_on_policy.dumps import RANKS, load_engine
 from true_on_policy.engine_settings import ALONE, SCORED, SEEDS, observe_engine
 from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang
-from true_on_policy.flags import launch_flags
+from true_on_policy.flags import launch_flags, stated_size
 from true_on_policy.gpu_contract import model_contract
+from true_on_policy.gpu_probes import digest
+from true_on_policy.kernels import gpu
 from true_on_policy.links import Evidence
 from true_on_policy.models import updated
 from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
 from true_on_policy.releases import FILES, RELEASES, declares
+from true_on_policy.settings import KERNELS, PRODUCTS
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import ENGINES, TRAINERS
@@ -56,6 +60,25 @@ def test_decode_is_prefill_also_where_the_prompt_comes_from_the_cache(engine: SG
     assert second[0].cached >= len(PROMPT) and second[1].cached > len(PROMPT) + 2
     assert equal_bits(first[0].log_probs, second[0].log_probs)
     assert equal_bits(joined(second), torch.cat(engine.score(second)))
+
+
+def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, engine_dump: Path, tiny: Path):
+    """The products have the bits of a trainer that is pinned here, in another process and another environment."""
+    seen = load_engine(engine_dump, engine._server.url)
+    told = {KERNELS: "batch-invariant", "sglang: aten::mm": "cpu.py of true_on_policy", RANKS: "all"}
+    told |= {
+        "attention": "torch_native",
+        "KV cache": "bfloat16",
+        "tensor parallel": "1",
+        "torch.compile": "off",
+    }
+    assert told.items() <= seen.settings.items()
+    assert all(seen.how(name) == "observed" for name in told)
+    size = stated_size(json.loads((tiny / "config.json").read_text()))
+    digested = lambda: digest("bf16", gpu.shapes_of(size, 1), torch.device("cpu"))  # noqa: E731
+    assert seen.settings[PRODUCTS] != digested()
+    with pinned(Contract(dtype="bf16")):
+        assert seen.settings[PRODUCTS] == digested()
 
 
 def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang):

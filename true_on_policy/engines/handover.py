@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
 ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine does not follow its own
+FOLDER = (
+    "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
+)
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes held
 
 

@@ -1,14 +1,15 @@
 """Our plugin inside SGLang's processes, by its own entry point group `sglang.srt.plugins`.
 
-SGLang calls `activate` early in each process and applies the hooks that it registered. Without a contract in the
+SGLang calls `activate` early in each process and applies the hooks that it registered. Without our variables in the
 environment it does nothing, so an SGLang that shares our environment is left alone.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-from true_on_policy.engines.handover import asked_for, ordered_norm, pin_as_asked, stated_contract
+from true_on_policy.engines.handover import FOLDER, asked_for, ordered_norm, pin_as_asked, stated_contract
 
 if TYPE_CHECKING:
     from true_on_policy.contract import Contract
@@ -16,8 +17,23 @@ if TYPE_CHECKING:
 
 def activate() -> None:
     """Register what the contract needs. Called by SGLang, which survives and hides what a plugin raises."""
-    if not asked_for():
-        return
+    if FOLDER in os.environ:
+        _look()
+    if asked_for():
+        _align()
+
+
+def _look() -> None:
+    """Where the doctor shall be told what this engine runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    from true_on_policy.engines.sglang_settings import TARGET, written
+
+    HookRegistry.register(TARGET, written, HookType.AFTER)
+
+
+def _align() -> None:
+    """The CPU's kernels and orders in place of SGLang's."""
     from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 

@@ -81,8 +81,8 @@ def miles_init(args: Any) -> None:
     """The init hook of Miles on Megatron: pins the trainer's kernels, or keeps the trainer from starting.
 
     Checked first are the host's arguments, the environment, and the configs of the hooks on the other flags. What then
-    runs is written, by rank 0, where `doctor --trainer-dump` reads it: to the file that TRUE_ON_POLICY_DUMP names, else
-    to `true_on_policy/trainer.json` in the folder of `--save`.
+    runs is written where `doctor --trainer-dump` reads it: to the file that TRUE_ON_POLICY_DUMP names, else to
+    `true_on_policy/trainer.json` in the folder of `--save`; ranks but the first write beside it, `trainer.rank1.json`.
 
     Raises:
         ContractError: an argument or a variable with which the contract cannot hold; it says what to set.

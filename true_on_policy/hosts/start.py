@@ -10,16 +10,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from mis_plugins import mis, reading
 from mis_plugins.hosts import loss as hosts_loss
+from true_on_policy import dumps
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags import check_host
 from true_on_policy.gpu_contract import check_environment
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.pin import pin
-from true_on_policy.settings import dump
 
 DUMP = "TRUE_ON_POLICY_DUMP"  # the variable that names the file
 LOSS = "true_on_policy.hosts.policy_loss"
@@ -30,14 +28,15 @@ logger = logging.getLogger("true_on_policy")
 
 def start(args: Any) -> None:
     """See `true_on_policy.hosts.miles_init`."""
+    path = dump_path(args)
+    dumps.remove(path)
     contract = check_host(args)
     check_environment(contract, os.environ)
     check_configs(args)
     pin(contract)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        place = dump_path(args)
-        dump(place, contract, args)
-        logger.info("pinned; see: python -m true_on_policy doctor --trainer-dump %s", place)
+    written = dumps.dump(path, contract, args)
+    if written == path:
+        logger.info("pinned; see: python -m true_on_policy doctor --trainer-dump %s", path)
 
 
 def check_configs(args: Any) -> None:
@@ -72,6 +71,6 @@ def _check_mis(args: Any, config: BitwiseConfig) -> None:
 
 
 def dump_path(args: Any) -> Path:
-    """Where the trainer's side goes: the file that TRUE_ON_POLICY_DUMP names, else beside the checkpoints."""
+    """Where the trainer's rank 0 writes: the file that TRUE_ON_POLICY_DUMP names, else beside the checkpoints."""
     save = Path(getattr(args, "save", None) or ".")
     return Path(os.environ.get(DUMP) or save / "true_on_policy" / "trainer.json")

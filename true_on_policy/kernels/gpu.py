@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from true_on_policy.contract import Shapes
-from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.errors import PinError
 from true_on_policy.gpu_contract import MODELS, GpuContract, Size
-from true_on_policy.gpu_probes import agreement
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
 from true_on_policy.kernels.provider import Provider, Undo, device
 from true_on_policy.probes import Failure
@@ -74,8 +73,12 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
 
 
 def shapes(contract: GpuContract) -> Shapes:
-    """The shapes of one tensor-parallel rank: fused qkv, o, fused gate and up, down, and the LM head."""
-    size, ranks = contract.size or PROBED, contract.trainer_tp
+    """The shapes of one tensor-parallel rank of the trainer."""
+    return shapes_of(contract.size or PROBED, contract.trainer_tp)
+
+
+def shapes_of(size: Size, ranks: int) -> Shapes:
+    """The shapes of one of so many tensor-parallel ranks: fused qkv, o, fused gate and up, down, and the LM head."""
     heads, groups = size.num_attention_heads // ranks, max(size.num_key_value_heads // ranks, 1)
     inner = size.intermediate_size // ranks
     return Shapes(
@@ -90,15 +93,3 @@ def shapes(contract: GpuContract) -> Shapes:
         hidden=(size.hidden_size, size.head_dim),
         activated=(inner,),
     )
-
-
-def disagreements(contract: GpuContract) -> Iterator[Failure]:
-    """Where the pinned products of the trainer and DeepGEMM's, which an engine may run, differ in a bit.
-
-    Raises:
-        NotSeenError: no accelerator here, or DeepGEMM is not installed.
-    """
-    where = device()
-    if deep_gemm.version() is None:
-        raise NotSeenError("not seen: deep_gemm is not installed")
-    yield from agreement("aten::mm and DeepGEMM", contract.dtype, shapes(contract), where, deep_gemm.product)

@@ -62,13 +62,13 @@ def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
 
 
 @contextmanager
-def counted(owner: Any, name: str) -> Iterator[list[None]]:
-    """A list that grows by one with each call of the function."""
+def counted(owner: Any, name: str, note: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
+    """A list that grows by one `note` with each call of the function, taken before it runs."""
     found, calls = held(owner, name), []
     function = getattr(owner, name)
 
     def counting(*args, **kwargs):
-        calls.append(None)
+        calls.append(note())
         return function(*args, **kwargs)
 
     setattr(owner, name, counting)

@@ -1,0 +1,157 @@
+"""What our plugin sees inside SGLang's processes, on a stand-in of its ModelRunner; kernels are torch's own on CPU.
+
+tests/engines/test_sglang.py has the real one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stand_ins import Write, deep_gemm_source, write  # noqa: F401
+
+from true_on_policy import gpu_probes
+from true_on_policy.dumps import load_engine
+from true_on_policy.engines import sglang_settings
+from true_on_policy.engines.handover import FOLDER
+from true_on_policy.engines.sglang_settings import MODE, SPLITS, observe, written
+from true_on_policy.gpu_contract import WHY, Size
+from true_on_policy.kernels import gpu
+from true_on_policy.settings import KERNELS, PRODUCTS
+
+SIZE = Size(32, 48, 4, 2, 16, 64)
+SWITCH = ("use_deterministic_algorithms", "get_deterministic_algorithms")
+
+
+class FlashAttentionBackend:
+    fa_impl_ver, num_splits, decode_num_splits = 3, 1, 1
+
+
+class FlashInferAttnBackend:
+    pass
+
+
+def runner(**changed: Any) -> Any:
+    config = SimpleNamespace(to_dict=lambda: vars(SIZE))
+    parts = {
+        "model": torch.nn.Linear(4, 4, dtype=torch.bfloat16),
+        "model_config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=config),
+        "attn_backend": FlashAttentionBackend(),
+        "kv_cache_dtype": torch.bfloat16,
+        "server_args": SimpleNamespace(host="0.0.0.0", port=30000),
+    }
+    return SimpleNamespace(**parts | changed)
+
+
+@pytest.fixture(autouse=True)
+def shorter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    for name, value in {"SIZES": (1, 2, 7), "FEW": (1, 2), "DIGESTED": (3, 16)}.items():
+        monkeypatch.setattr(gpu_probes, name, value)
+    write(
+        {
+            "sglang/srt/distributed/parallel_state.py": "def get_tensor_model_parallel_world_size():\n    return 2\n"
+        }
+    )
+
+
+def test_what_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    seen = observe(runner())
+    wanted = {
+        "device": "cpu", "tensor parallel": "2", "attention": "fa3", SPLITS: "1", "KV cache": "bfloat16",
+        "quantization": "None", "TF32": "off", "NCCL_ALGO": "Tree", "torch": torch.__version__,
+    }  # fmt: skip
+    assert wanted.items() <= seen.settings.items()
+    assert set(seen.configured) == set(WHY) and seen.how("attention") == "observed"
+    assert seen.why(MODE) == "deep_gemm is not imported"
+
+
+def test_kernels_are_tried_on_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = F.linear
+    assert observe(runner()).settings[PRODUCTS] == gpu_probes.digest(
+        "bf16", gpu.shapes_of(SIZE, 1), torch.device("cpu")
+    )
+    alone = lambda x, *rest: stock(x, *rest) + (len(x) == 1)  # noqa: E731
+    monkeypatch.setattr(gpu_probes.F, "linear", alone)
+    assert "1 of 7 rows and all" in observe(runner()).settings[KERNELS]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "value"),
+    [
+        ({"attn_backend": SimpleNamespace(prefill_backend=FlashAttentionBackend(),
+                                          decode_backend=FlashInferAttnBackend())}, "attention", "fa3 and flashinfer"),
+        ({"attn_backend": SimpleNamespace(num_splits=1, decode_num_splits=0)}, SPLITS, "0, 1"),
+        ({"attn_backend": SimpleNamespace(num_splits=1, decode_num_splits=0)}, "attention", "SimpleNamespace"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "KV cache", "float8_e4m3fn"),
+    ],
+)  # fmt: skip
+def test_what_decides_is_the_object_not_the_flag(changed: dict[str, Any], name: str, value: str) -> None:
+    assert observe(runner(**changed)).settings[name] == value
+
+
+def test_narrow_weights_are_told() -> None:
+    model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    model.scale = torch.nn.Parameter(torch.zeros(1).to(torch.float8_e4m3fn), requires_grad=False)
+    assert observe(runner(model=model)).settings["quantization"] == "float8_e4m3fn"
+
+
+def test_what_another_release_holds_elsewhere_costs_one_row() -> None:
+    changed = runner()
+    del changed.kv_cache_dtype
+    seen = observe(changed)
+    assert "KV cache" not in seen.settings and "no attribute 'kv_cache_dtype'" in seen.why("KV cache")
+    assert seen.settings["attention"] == "fa3"
+
+
+def test_a_backend_without_splits_is_not_seen() -> None:
+    seen = observe(runner(attn_backend=FlashInferAttnBackend()))
+    assert SPLITS not in seen.settings and seen.why(SPLITS) == "FlashInferAttnBackend tells no num_splits"
+
+
+def around_each_call(library: Any) -> Callable[..., torch.Tensor]:
+    """As SGLang 0.5.23 multiplies: the switch is on during a call, and off again after it."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
+        library.use_deterministic_algorithms(True)
+        out = torch.empty(len(x), len(weight), dtype=x.dtype)
+        library.bf16_gemm_nn(x, weight.t(), out)
+        library.use_deterministic_algorithms(False)
+        return out
+
+    return linear
+
+
+def test_deep_gemms_mode_is_that_of_the_call(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    write({"deep_gemm.py": deep_gemm_source(SWITCH)})
+    library = import_module("deep_gemm")
+    assert observe(runner()).why(MODE) == "SGLang's product did not call deep_gemm"
+    monkeypatch.setattr(gpu_probes.F, "linear", around_each_call(library))
+    assert not library.get_deterministic_algorithms()
+    where, shapes = torch.device("cpu"), gpu.shapes_of(SIZE, 1)
+    assert sglang_settings._deep_gemm_mode("bf16", shapes, where) == "deterministic"
+
+
+def test_it_is_written_where_the_doctor_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "written"
+    monkeypatch.setenv(FOLDER, str(folder))
+    written(None, runner())
+    assert [file.name for file in folder.iterdir()] == ["engine-30000.json"]
+    assert load_engine(folder, "http://127.0.0.1:30000").settings["attention"] == "fa3"
+
+
+def test_an_engine_that_cannot_be_looked_at_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "written"))
+    with caplog.at_level(logging.ERROR, "true_on_policy"):
+        written(None, SimpleNamespace())
+    assert not (tmp_path / "written").exists()
+    assert "nothing written for the doctor" in caplog.text

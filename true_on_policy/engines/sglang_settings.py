@@ -1,0 +1,154 @@
+"""What is in force in the processes of SGLang that run its model, seen from inside them: what HTTP cannot tell.
+
+Our plugin calls `written` in each of them where TRUE_ON_POLICY_ENGINE_DUMP names a folder, for the doctor. The probes
+run before the server is up, on its own kernels and beside its key-value cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from true_on_policy.contract import Shapes
+from true_on_policy.dumps import Dump, this_process
+from true_on_policy.dumps import write as write_dump
+from true_on_policy.engines.handover import FOLDER
+from true_on_policy.errors import NotSeenError
+from true_on_policy.flags import stated_size
+from true_on_policy.gpu_contract import WHY
+from true_on_policy.gpu_probes import aten_failures, digest, linear_once
+from true_on_policy.kernels import deep_gemm, gpu, precision, sglang
+from true_on_policy.kernels.symbols import counted
+from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked
+
+# Where SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
+TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
+SPLITS = "flash_attention: FA3 default num_splits"
+MODE = "deep_gemm: DeepGEMM mode"
+WIDE = (torch.bfloat16, torch.float16, torch.float32)
+
+logger = logging.getLogger("true_on_policy")
+
+
+def written(result: Any, runner: Any) -> None:
+    """The hook: an engine that cannot be looked at starts all the same, and is not seen."""
+    try:
+        write(runner)
+    except Exception:
+        logger.exception("true_on_policy: nothing written for the doctor")
+
+
+def write(runner: Any) -> Path:
+    """The file of this rank, named by the server's port."""
+    args = runner.server_args
+    process = this_process(f"http://{args.host}:{args.port}")
+    return write_dump(
+        Path(os.environ[FOLDER]) / f"engine-{args.port}.json", Dump(process, observe(runner), None)
+    )
+
+
+def observe(runner: Any) -> Observation:
+    """`runner`: SGLang's ModelRunner."""
+    parameters = [*runner.model.parameters()]
+    where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]
+    size = stated_size(runner.model_config.hf_text_config.to_dict())
+    ranks = _tensor_parallel()
+    whole, own = gpu.shapes_of(size, 1), gpu.shapes_of(size, ranks)
+    looks: dict[str, Look] = LOOKS | {
+        "device": lambda: where.type,
+        "TF32": lambda: found(precision.probe(where), "off"),
+        KERNELS: lambda: found(aten_failures(dtype, own, where), "batch-invariant"),
+        PRODUCTS: lambda: digest(dtype, whole, where),
+        "tensor parallel": lambda: str(ranks),
+        "attention": lambda: " and ".join(sorted({_attention(each) for each in _backends(runner)})),
+        SPLITS: lambda: ", ".join(sorted({_splits(each) for each in _backends(runner)})),
+        "KV cache": lambda: str(runner.kv_cache_dtype).removeprefix("torch."),
+        "quantization": lambda: _narrow(parameters),
+        MODE: lambda: _deep_gemm_mode(dtype, own, where),
+    }
+    settings, unseen = looked({name: _surviving(look) for name, look in looks.items()})
+    settings |= precision.settings() | {f"sglang: {key}": value for key, value in sglang.settings().items()}
+    variables = {name: os.environ.get(name, "unset") for name in WHY}
+    return Observation(variables | settings, unseen, tuple(variables))
+
+
+def _surviving(look: Look) -> Look:
+    """One row that another release of SGLang holds elsewhere costs that row alone."""
+
+    def survived() -> str:
+        try:
+            return look()
+        except NotSeenError:
+            raise
+        except Exception as error:
+            raise NotSeenError(f"{type(error).__name__}: {error}") from error
+
+    return survived
+
+
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def _tensor_parallel() -> int:
+    from sglang.srt.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
+        get_tensor_model_parallel_world_size,
+    )
+
+    return get_tensor_model_parallel_world_size()
+
+
+def _backends(runner: Any) -> list[Any]:
+    """Of prefill and decode, where SGLang holds two."""
+    backend = runner.attn_backend
+    parts = [getattr(backend, f"{phase}_backend", None) for phase in ("prefill", "decode")]
+    return [part for part in parts if part is not None] or [backend]
+
+
+# SGLang's classes by its own names for them.
+ATTENTIONS: dict[str, Callable[[Any], str]] = {
+    "FlashAttentionBackend": lambda backend: f"fa{backend.fa_impl_ver}",
+    "FlashInferAttnBackend": lambda backend: "flashinfer",
+    "TritonAttnBackend": lambda backend: "triton",
+    "TorchNativeAttnBackend": lambda backend: "torch_native",
+}
+
+
+def _attention(backend: Any) -> str:
+    name = type(backend).__name__
+    return ATTENTIONS.get(name, lambda backend: name)(backend)
+
+
+def _splits(backend: Any) -> str:
+    """Raises: NotSeenError: it tells no number of splits."""
+    told = {getattr(backend, name, None) for name in ("num_splits", "decode_num_splits")} - {None}
+    if not told:
+        raise NotSeenError(f"{type(backend).__name__} tells no num_splits")
+    return ", ".join(sorted(map(str, told)))
+
+
+def _narrow(parameters: list[torch.Tensor]) -> str:
+    """Dtypes of weights that are no floating-point numbers of 16 bits or more."""
+    narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype not in WIDE}
+    return ", ".join(sorted(narrow)) or "None"
+
+
+def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:
+    """While SGLang multiplies: since DeepGEMM 0.2 it turns the switch for each call alone.
+
+    Raises:
+        NotSeenError: SGLang does not multiply by DeepGEMM.
+    """
+    library = sys.modules.get("deep_gemm")
+    if library is None:
+        raise NotSeenError("deep_gemm is not imported")
+    with counted(library, "bf16_gemm_nn", lambda: deep_gemm.settings()["DeepGEMM mode"]) as modes:
+        linear_once(dtype, shapes.linear[0], where)
+    if not modes:
+        raise NotSeenError("SGLang's product did not call deep_gemm")
+    return ", ".join(sorted(set(modes)))
