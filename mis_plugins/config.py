@@ -32,13 +32,18 @@ LEVEL_OVER: dict[Level, Over] = {
     "geometric": "mean",
 }
 
+LEAST = 1e-6  # probability that `binary_kl` knows, of the token and of all others
+LARGEST_BINARY_KL = (1 - 2 * LEAST) * (
+    math.log1p(-LEAST) - math.log(LEAST)
+)  # of LEAST against 1 - LEAST: 13.8155
+
 # What a statistic of one token can be: a bound outside would drop nothing or everything.
 RANGE: dict[Statistic, tuple[float, float]] = {
     "ratio": (0, math.inf),
     "k1": (-math.inf, math.inf),
     "k2": (0, math.inf),
     "k3": (0, math.inf),
-    "binary_kl": (0, math.inf),
+    "binary_kl": (0, LARGEST_BINARY_KL),
     "prob_diff": (-1, 1),
     "abs_prob_diff": (0, 1),
     "proximal_prob": (0, 1),

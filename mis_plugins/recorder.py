@@ -87,12 +87,14 @@ class Recorded:
 
     @property
     def sums(self) -> dict[str, float]:
-        """Those of the partials, and how many tokens of the loss mask have a segment-wise weight that is not known.
-
-        Reads them.
+        """Those of the partials, and how many tokens of the loss mask have a segment-wise weight that is not known:
+        because a log-prob is not finite, or for lack of one. Reads them.
         """
-        unknown = 0.0 if self.ages is None else self.ages.groups[""]["unknown"]
-        return self.partials.named_sums | {"unknown_weights": unknown}
+        if self.ages is None:
+            return self.partials.named_sums
+        row = self.ages.groups[""]
+        why = {"nonfinite_weights": row["nonfinite"], "lacking_weights": row["unknown"] - row["nonfinite"]}
+        return self.partials.named_sums | why
 
     def metrics(self) -> dict[str, float]:
         """What goes to the host's log. Reads them: on the host, by now."""
@@ -334,11 +336,19 @@ def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     return slope_warnings(found) if found else []
 
 
-def unknown_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("unknown_weights", 0.0)
+def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("lacking_weights", 0.0)
     return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs: "
-        "see mis.segment_wise.too_old, and drop or refuse them before training (mis_plugins.segmentwise.admitted)"
+        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs, or "
+        "knows which version wrote them: drop or refuse them before training (mis_plugins.segmentwise.admitted)"
+    ] * bool(count)
+
+
+def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("nonfinite_weights", 0.0)
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as a log-prob of theirs is not finite, the trainer's or "
+        "the rollout engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose"
     ] * bool(count)
 
 
@@ -348,7 +358,8 @@ ALARMS: dict[str, Alarm] = {
     "few_kept": few_kept,
     "product_too_long": product_too_long,
     "processed_log_probs": processed_log_probs,
-    "unknown_weights": unknown_weights,
+    "lacking_weights": lacking_weights,
+    "nonfinite_weights": nonfinite_weights,
 }
 ONCE = {"product_too_long", "processed_log_probs"}  # of a run
 EACH_TIME = {"all_rejected"}  # the others when they begin to hold

@@ -29,7 +29,8 @@ def weights_by_age(
 ) -> ByAge:
     """What one micro-batch adds to `weight_metrics`.
 
-    Only tokens of which both ratios are known enter a ratio; `unknown` counts the others of the loss mask.
+    Only tokens of which both ratios are known enter a ratio; `unknown` counts the others of the loss mask, and
+    `nonfinite` those of them that have a log-prob which is not finite: the rest lacks what should have been stored.
 
     Args:
         proximal_t: log pi_{v+1}. proximal: log pi_V.
@@ -49,10 +50,11 @@ def weights_by_age(
         "age": written.age,
     }
     weights = {"kept": one, "weight_excess": weight_excess, "weight_excess_squared": weight_excess.square()}
+    nonfinite = ~finite(standard) | proximal_t.isinf()  # proximal_t is NaN where it is not known
     parts = (
         Rows(both, ratios),
         Rows(both & applied.keep, weights, {"largest": weight, "smallest": -weight}),
-        Rows(loss_mask & ~both, {"unknown": one}),
+        Rows(loss_mask & ~both, {"unknown": one, "nonfinite": nonfinite}),
     )
     return by_age(parts, written)
 
@@ -229,7 +231,8 @@ def staleness_unknown(row: Mapping[str, float]) -> float:
 
     Range: 0 and above.
     Bad: above 0.
-    Do: recompute before every update; drop or refuse such tokens before training (mis.segment_wise.too_old).
+    Do: read the warning in the log, which says of how many a log-prob is not finite. For the others recompute before
+        every update; drop or refuse such tokens before training (mis.segment_wise.too_old).
     """
     return row["unknown"]
 

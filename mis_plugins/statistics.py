@@ -8,11 +8,11 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.config import Statistic
+from mis_plugins.config import LEAST, Statistic
 from mis_plugins.divergence import k1, k2, k3
 from mis_plugins.ratios import LogProbs
 
-PROBABLE = math.log(1e-6), math.log1p(-1e-6)
+PROBABLE = math.log(LEAST), math.log1p(-LEAST)
 
 
 def prob_diff(log_probs: LogProbs) -> Float[Tensor, " T"]:
@@ -23,7 +23,7 @@ def prob_diff(log_probs: LogProbs) -> Float[Tensor, " T"]:
 def binary_kl(log_probs: LogProbs) -> Float[Tensor, " T"]:
     """mu log(mu / pi_old) + (1 - mu) log((1 - mu) / (1 - pi_old)): what the sampled token alone shows of the KL.
 
-    Probabilities are taken to lie in [1e-6, 1 - 1e-6], as in OpenRLHF; it is at most 13.8.
+    Probabilities are taken to lie in [1e-6, 1 - 1e-6], as in OpenRLHF; it is at most `LARGEST_BINARY_KL`, 13.8.
     """
     mu, pi = (x.float().clamp(*PROBABLE) for x in (log_probs.behavior, log_probs.proximal))
     others_mu, others_pi = -mu.expm1(), -pi.expm1()

@@ -72,6 +72,10 @@ NESTED = [
       "on_all_rejected": "keep"}, r"mis\.on_all_rejected: keep has nothing to add up"),
     ({"weight": None, "reject": [{"over": "mean", "upper": 9, "aggregate": "all"}]},
      r"mis\.reject\[0\]\.aggregate: got 'all'; choose one of valid, kept"),
+    ({"weight": None, "reject": [{"statistic": "binary_kl", "upper": 13.8156}]},
+     r"mis\.reject\[0\]\.upper: got 13\.8156; binary_kl over token lies between 0 and 13\.8155, so that nothing or"),
+    ({"weight": None, "reject": [{"statistic": "binary_kl", "over": "mean", "lower": 14}]},
+     r"mis\.reject\[0\]\.lower: got 14; binary_kl over mean lies between 0 and 13\.8155"),
     ({"reject": [{"over": "min", "lower": 1e-4}]}, r"mis\.weight: missing beside mis\.reject"),
 ]  # fmt: skip
 

@@ -554,11 +554,34 @@ def test_a_weight_that_is_not_known_is_warned_of(
     found = call(lost, CAP)
     with caplog.at_level(logging.WARNING, "mis_plugins"):
         mis.report_step(flags(), 0, 1)
-    assert f"{old} of {sum(sum(x.mask) for x in step.responses)} tokens weigh 0" in caplog.text
+    tokens = sum(sum(x.mask) for x in step.responses)
+    assert (
+        f"{old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs"
+        in caplog.text
+    )
+    assert "not finite" not in caplog.text
     assert logged[0]["staleness/unknown"] == old > 0
     ages = [CURRENT - v if v >= 0 else -1 for row in step.versions for v in row]
     assert all(g == 0 for g, age in zip(found.gradient.tolist(), ages, strict=True) if age >= 2)
     assert found.gradient.any() and found.loss.isfinite()
+
+
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+def test_a_log_prob_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(
+    logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture, method: str
+):
+    step = aged(random_step(9), 9)
+    i, t, token = next((i, t, x) for i, row in enumerate(step.tokens) for t, x in enumerate(row) if x.live)
+    assert math.isfinite(token.behavior)
+    step.behavior[i][t] = -math.inf
+    mis.report_step(flags(), 0, 0)
+    call(step, {"segment_wise": {"method": method}})
+    with caplog.at_level(logging.WARNING, "mis_plugins"):
+        mis.report_step(flags(), 0, 1)
+    tokens = sum(sum(x.mask) for x in step.responses)
+    assert f"1 of {tokens} tokens weigh 0, as a log-prob of theirs is not finite" in caplog.text
+    assert "stored" not in caplog.text
+    assert logged[0]["staleness/unknown"] == 1
 
 
 # -------------------------------------------------------------------------------------------- over ranks, on devices
