@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Segment-wise against standard decoupled PPO, three learning rates, three seeds: variance of the weights by age, the gradient's direction, rewards, throughput.
-#   bash scripts/experiment-async.sh            took 20 minutes, six runs at a time, on 2 cores that had other work; finished runs are not repeated
+#   bash scripts/experiment-async.sh            what the same committed code finished with the same settings is not repeated
+#   bash scripts/experiment-async.sh --throughput         throughput alone, put into the results that are there; wants a machine without other work
 #   bash scripts/experiment-async.sh --smoke --seeds 0    minutes, shows only that it works, in runs/async-smoke
 # Results: benchmarks/results/async.{json,md,png}
 set -euo pipefail

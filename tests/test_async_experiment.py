@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from argparse import ArgumentParser
+import subprocess
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mis_plugins.local import provenance
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.asynchronous import experiment
 from mis_plugins.local.asynchronous.experiment import (
     BOUND,
     FULL,
@@ -19,14 +24,19 @@ from mis_plugins.local.asynchronous.experiment import (
     SETTLED,
     SMOKE,
     Cell,
+    Directions,
     Plan,
     cell_arguments,
     cells,
     command_line,
+    held,
+    measure_throughput,
     publish,
     result,
     steady,
 )
+from mis_plugins.local.asynchronous.reuse import made_of, stamp, unstamp
+from mis_plugins.local.asynchronous.tables import _throughput as throughput_table
 from mis_plugins.local.asynchronous.tables import spread
 from mis_plugins.local.folders import add_folders, with_folders
 from mis_plugins.local.report import METRICS, SUMMARY, finished, write_json
@@ -83,11 +93,23 @@ def content(tmp_path: Path) -> dict[str, Any]:
         leave_a_run(Cell(method, "1e-4", seed).folder(tmp_path), (0.7, 0.8)[seed])
     numbers = {"pooled": 0.9, "single": 0.5, "norm": 1.1}
     names = ("on-policy", "standard", "segment-wise", "no weights")
-    throughput = [
-        {"bound": bound, "step_seconds": 0.0, "tokens_a_second": rate, "waiting": 0.25, "recompute": 0.031}
-        for bound, rate in ((0, 1000.0), (2, 1500.0))
+    measured_with = {
+        "command": "bash scripts/experiment-async.sh",
+        "mis-plugins commit": "0123456789ab (modified)",
+    }
+    rows = [
+        {
+            "bound": bound,
+            "step_seconds": 0.0,
+            "tokens_a_second": rates,
+            "waiting": [0.25, 0.5],
+            "recompute": [0.031] * 2,
+        }
+        for bound, rates in ((0, [1000.0, 2000.0]), (2, [1500.0, 2000.0]))
     ]
+    throughput = {"load_before": 0.3, "processors": 2, "rows": rows, "measured_with": measured_with}
     measured = {
+        "measured_with": measured_with,
         "bias_rollouts": 2,
         "bias": {"1e-4": [dict.fromkeys(names, numbers)] * 2},
         "throughput": throughput,
@@ -113,9 +135,82 @@ def test_tables_and_picture(content: dict[str, Any], tmp_path: Path) -> None:
     assert "| 2 | 0.03 [0.03, 0.03] | 0.6 [0.6, 0.6] | 20.0 [20.0, 20.0] | 80 |" in text
     assert "| segment-wise | 0.900 [0.900, 0.900] | 0.500 [0.500, 0.500] | 1.100 [1.100, 1.100] |" in text
     assert "| 1e-4 | 0.50 [0.50, 0.50] | 0.75 [0.70, 0.80] | 0.75 [0.70, 0.80] | 0.75 [0.70, 0.80] |" in text
-    assert "| 0 s | 2 | 1500 | 1.50 | 1.33 | 25% | 3.1% |" in text and "of the mean over 2 rollouts" in text
+    row = "| 0 s | 2 | 1750 [1500, 2000] | 1.25 [1.00, 1.50] | 1.67 [1.33, 2.00] | 38% [25%, 50%] | 3.1% [3.1%, 3.1%] |"
+    assert row in text and "of the mean over 2 rollouts" in text
+    assert text.count("| mis-plugins commit | 0123456789ab (modified) |") == 2
     assert (tmp_path / "results/async.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "results/async.json").read_text())["seeds"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("load", "rate", "expected"),
+    [
+        (0.9, 1300.0, "on 2 processors."),
+        (1.1, 1300.0, "too busy a machine to prove anything"),
+        (0.9, 1400.0, "is an error of measurement"),
+    ],
+)
+def test_throughput_says_what_it_proves(load: float, rate: float, expected: str) -> None:
+    """Of a synchronous run that waits a quarter of its time, 4 / 3 is the most that waiting less can make."""
+    rows = [
+        {"bound": bound, "step_seconds": 0.0, "tokens_a_second": [one], "waiting": [0.25], "recompute": [0.0]}
+        for bound, one in ((0, 1000.0), (2, rate))
+    ]
+    text, table = throughput_table({"load_before": load, "processors": 2, "rows": rows})
+    assert expected in text and "1.33" in table
+
+
+def test_throughput_alone_is_put_into_the_results_that_are_there(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(content, tmp_path / "results")
+    rates = itertools.count(100.0)
+    measured = dict.fromkeys(("waiting", "recompute"), 0.5)
+    monkeypatch.setattr(
+        experiment, "_throughput", lambda *setting: {"tokens_a_second": next(rates), **measured}
+    )
+    line = f"async --smoke --throughput --results {tmp_path}/results --runs {tmp_path}/runs"
+    monkeypatch.setattr("sys.argv", line.split())
+    assert experiment.main() == 0
+    found = json.loads((tmp_path / "results/async.json").read_text())
+    assert [row["tokens_a_second"] for row in found["throughput"]["rows"]] == [[100.0], [101.0]]
+    made_with = found["throughput"]["measured_with"]
+    assert (
+        made_with["command"]
+        == "bash scripts/experiment-async.sh --smoke --throughput --results results --runs runs"
+    )
+    assert {
+        "python",
+        "cpu",
+        "torch",
+        "megatron-core",
+        "mis-plugins commit",
+        "load average",
+    } < made_with.keys()
+    others = content.keys() - {"throughput"}
+    assert {name: found[name] for name in others} == json.loads(
+        json.dumps({name: content[name] for name in others})
+    )
+
+
+def test_throughput_alone_needs_results(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--throughput: no .*async.json to put it into; run the whole"):
+        held(tmp_path / "async.json")
+
+
+def test_rounds_are_of_all_settings_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+
+    def run(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
+        asked.append((bound, step))
+        return {"tokens_a_second": float(len(asked))}
+
+    monkeypatch.setattr(experiment, "_throughput", run)
+    rows = measure_throughput(Plan((), (0, 2), (0.0, 0.1), 1, (), rounds=2), tmp_path)["rows"]
+    settings = [(0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1)]
+    assert asked == settings * 2
+    assert [(row["bound"], row["step_seconds"]) for row in rows] == settings
+    assert [row["tokens_a_second"] for row in rows] == [[1, 5], [2, 6], [3, 7], [4, 8]]
 
 
 def test_a_spread_is_mean_smallest_and_largest() -> None:
@@ -143,17 +238,87 @@ def test_a_smoke_run_writes_nothing_where_a_full_one_looks(name: str) -> None:
     assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
 
 
-def test_a_finished_run_of_other_arguments_is_run_again(tmp_path: Path) -> None:
-    def left(plan: Plan, status: str) -> None:
-        arguments = vars(cell_arguments(cell, plan, tmp_path))
-        write_json(folder / SUMMARY, {"status": status, "arguments": arguments})
-
+def test_a_run_is_finished_with_its_own_arguments_alone(tmp_path: Path) -> None:
     cell = Cell("standard", "3e-4", 0)
-    folder = cell.folder(tmp_path)
     wanted = cell_arguments(cell, FULL, tmp_path)
     assert not finished(wanted)
     for plan, status, expected in (
         (FULL, "finished", True), (FULL, "interrupted", False), (SMOKE, "finished", False)
     ):  # fmt: skip
-        left(plan, status)
+        arguments = vars(cell_arguments(cell, plan, tmp_path))
+        write_json(cell.folder(tmp_path) / SUMMARY, {"status": status, "arguments": arguments})
         assert finished(wanted) == expected
+
+
+def test_what_is_made_of_other_settings_or_code_is_made_again(tmp_path: Path) -> None:
+    """Runs and directions alike; and nothing of code that no commit holds is ever taken for another."""
+    cell = Cell("standard", "3e-4", 0)
+    folder = cell.folder(tmp_path)
+    full, smoke = (vars(cell_arguments(cell, plan, tmp_path)) for plan in (FULL, SMOKE))
+    assert not made_of(folder, full, "a")
+    stamp(folder, smoke, "a")
+    assert made_of(folder, smoke, "a") and not made_of(folder, full, "a")
+    stamp(folder, full, "a")
+    assert made_of(folder, full, "a") and not made_of(folder, full, "b")
+    unstamp(folder)
+    assert not made_of(folder, full, "a")
+    stamp(folder, full, None)
+    assert not made_of(folder, full, None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"bias_rollouts": 3}, {"flags": ("--adam-beta1", "0.8")}, {"rates": ("1e-4",)}]
+)
+def test_directions_of_other_settings_are_measured_again(change: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever their settings their file has one name; what does not concern them repeats nothing."""
+    one, other = (Directions("1e-4", 0, tmp_path, plan) for plan in (FULL, replace(FULL, **change)))
+    assert one.file == other.file
+    stamp(one.folder, one.settings(), "a")
+    assert made_of(other.folder, other.settings(), "a") == ("rates" in change)
+    assert not made_of(one.folder, {**one.settings(), "bound": BOUND + 1}, "a")
+
+
+def test_an_interrupted_experiment_repeats_what_it_has_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fails leaves no stamp, not even that of an earlier one in its folder."""
+    run: list[str] = []
+
+    def fails_second(args: Namespace) -> None:
+        run.append(args.output)
+        if len(run) == 2:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(experiment, "_run", fails_second)
+    wanted = [cell_arguments(cell, FULL, tmp_path) for cell in cells(FULL, (0,))[:3]]
+    stamp(Path(wanted[1].output), vars(wanted[1]), "a")
+    with pytest.raises(RuntimeError, match="killed"):
+        experiment._cell_share(0, wanted, 1, "a")
+    assert [made_of(Path(one.output), vars(one), "a") for one in wanted] == [True, False, False]
+
+
+def test_a_tree_that_no_commit_holds_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    assert provenance.committed_tree("code") is None, "no repository"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    first = provenance.committed_tree("code")
+    assert first is not None and len(first) == 40
+    (tmp_path / "notes").write_text("elsewhere")
+    assert provenance.committed_tree("code") == first
+    (tmp_path / "code/b.py").write_text("2")
+    assert provenance.committed_tree("code") is None, "a file that git does not know"
+    (tmp_path / "code/b.py").unlink()
+    (tmp_path / "code/a.py").write_text("2")
+    assert provenance.committed_tree("code") is None
+    assert provenance.measured_with("c", ("code",))["mis-plugins commit"].endswith(" (modified)")
+    assert not provenance.measured_with("c", ("notes",))["mis-plugins commit"].endswith(" (modified)")
+    git("commit", "-qam", "two")
+    assert provenance.committed_tree("code") not in (None, first)

@@ -369,6 +369,34 @@ def test_a_resumed_run_begins_where_it_stopped(tmp_path: Path, warm: Path) -> No
     assert [max(ages(row)) for row in rows] == [0, 1, 0, 1, 2]
 
 
+def test_across_a_resume_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm: Path) -> None:
+    """With weights that stand still all samples are those of the synchronous run; what was under way has no token of
+    the versions before the checkpoint.
+    """
+    still = f"--lr 0 --rollout-weights fp32 {DUMP}"
+    synchronous, resumed = tmp_path / "synchronous", tmp_path / "resumed"
+    assert run(still, synchronous, warm, rollouts=5) == 0
+    pace = f"{still} --async --max-head-offpolicyness 2 --rollout-steps-per-update 2 --save {resumed}"
+    interrupted = f"--rollout-data-postprocess-path {__name__}.interrupt_at_rollout_1"
+    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == EXIT_INTERRUPTED
+    assert [row["rollout"] for row in records(resumed)] == [0, 1], "two rollouts more were under way"
+    assert run(f"{pace} --load {resumed}", resumed, warm, rollouts=5) == 0
+    assert [row["rollout"] for row in records(resumed)] == [0, 1, 2, 3, 4]
+    expected, found = dumps(synchronous), dumps(resumed)
+    assert expected.keys() == found.keys() and len(found) == 5
+    for name, data in expected.items():
+        assert same_bytes(found[name]["tokens"], data["tokens"]) and found[name]["rewards"] == data["rewards"]
+    versions = {name: torch.cat(data["output_versions"]) for name, data in found.items()}
+    assert [int(versions[f"rollout-{rollout}-0.pt"].min()) for rollout in range(5)] == [0, 0, 2, 2, 2]
+
+
+def interrupt_at_rollout_1(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """A --rollout-data-postprocess-path hook: dumps, and at rollout 1 does what Ctrl-C does."""
+    dump(args, rollout_id, rollout_data)
+    if rollout_id == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 # --- what is recorded -----------------------------------------------------------------------------------------
 
 

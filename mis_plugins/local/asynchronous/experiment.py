@@ -1,7 +1,7 @@
 """Segment-wise against standard decoupled PPO: variance of the weights by age, bias, rewards, and what both cost.
 
-Runs are processes of their own, two at a time, with one thread each. A finished run of the same arguments is not
-repeated, so the experiment can be interrupted and taken up again.
+Runs are processes of their own, two at a time, with one thread each. What the same committed code finished with the
+same settings is not repeated, so the experiment can be interrupted and taken up again; throughput always is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -24,12 +25,14 @@ from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.picture import draw
+from mis_plugins.local.asynchronous.reuse import made_of, stamp, unstamp
 from mis_plugins.local.asynchronous.tables import markdown
 from mis_plugins.local.folders import add_folders, with_folders
-from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, finished, write_json
+from mis_plugins.local.provenance import committed_tree, measured_with
+from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
 
 RECIPE = (
-    "--task reverse --num-digits 8 --warmup-steps 250 --num-rollout 33 --eval-interval 8 --eval-prompts 256 "
+    "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
     "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
 ).split()
 SEEDS = (0, 1, 2)
@@ -46,22 +49,36 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 SETTLED, MEASURED = 10, 20
 """Rollouts before throughput is measured, in which the worker starts and the first ones begin together; and then."""
 
+ROUNDS = 3
+"""Measurements of throughput, each of all settings one after the other, so that whatever slows the machine for a while
+does not slow one of them alone."""
+
+MEASURED_CODE = ("mis_plugins", "scripts/experiment-async.sh")
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. bounds, step_seconds: for throughput, each with each. bias_rollouts: pooled into a gradient."""
+    """What is run. bounds, step_seconds: for throughput, each with each, `rounds` times. bias_rollouts: pooled into a
+    gradient.
+    """
 
     rates: Sequence[str]
     bounds: Sequence[int]
     step_seconds: Sequence[float]
     bias_rollouts: int
     flags: Sequence[str]
+    rounds: int = ROUNDS
 
 
-FULL = Plan(("3e-5", "1e-4", "3e-4"), (0, 2, 8), (0.0, 0.1), 8, ())
+FULL = Plan(("5e-5", "1e-4", "2e-4"), (0, 2, 8), (0.0, 0.05), 8, ())
 # Failures push: a policy that never succeeds has a gradient too.
 SMOKE = Plan(
-    ("3e-4",), (0, 2), (0.0,), 2, "--smoke --advantage-estimator reinforce --reward-shift -1".split()
+    ("3e-4",),
+    (0, 2),
+    (0.0,),
+    2,
+    "--smoke --advantage-estimator reinforce --reward-shift -1".split(),
+    rounds=1,
 )
 
 
@@ -95,12 +112,12 @@ def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: P
     return [*line, *loss, "--custom-config-path", str(path)]
 
 
-def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int) -> None:
+def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None) -> None:
     """Every cell that is not finished."""
     wanted = [cell_arguments(cell, plan, root) for cell in cells(plan, seeds)]
-    missing = [args for args in wanted if not finished(args)]
+    missing = [args for args in wanted if not made_of(Path(args.output), vars(args), code)]
     # Forked, so that Megatron is imported once.
-    start_processes(_cell_share, (missing, processes), nprocs=processes, start_method="fork")
+    start_processes(_cell_share, (missing, processes, code), nprocs=processes, start_method="fork")
 
 
 def cell_arguments(cell: Cell, plan: Plan, root: Path) -> Namespace:
@@ -110,9 +127,12 @@ def cell_arguments(cell: Cell, plan: Plan, root: Path) -> Namespace:
     return parse_args([*argv, *flags, *plan.flags])
 
 
-def _cell_share(share: int, missing: Sequence[Namespace], shares: int) -> None:
+def _cell_share(share: int, missing: Sequence[Namespace], shares: int, code: str | None) -> None:
     for args in missing[share::shares]:
+        settings = dict(vars(args))  # as they were given: a hook may keep its own things on args
+        unstamp(Path(args.output))
         _run(args)
+        stamp(Path(args.output), settings, code)
 
 
 def _run(args: Namespace) -> None:
@@ -124,30 +144,58 @@ def _run(args: Namespace) -> None:
     print(args.output, flush=True)
 
 
-def measure_bias(plan: Plan, seeds: Sequence[int], root: Path, processes: int) -> dict[str, list[Any]]:
-    """By learning rate, a seed each: `bias.directions` of standard, segment-wise and no weights."""
-    pairs = [(lr, seed) for lr in plan.rates for seed in seeds]
-    missing = [pair for pair in pairs if not _directions(root, *pair).is_file()]
-    start_processes(_bias_share, (missing, processes, root, plan), nprocs=processes, start_method="fork")
-    return {lr: [json.loads(_directions(root, lr, seed).read_text()) for seed in seeds] for lr in plan.rates}
+@dataclass(frozen=True)
+class Directions:
+    """One measurement of the gradient's direction."""
 
+    lr: str
+    seed: int
+    root: Path
+    plan: Plan
 
-def _directions(root: Path, lr: str, seed: int) -> Path:
-    return root / "bias" / f"lr{lr}-seed{seed}" / "directions.json"
+    @property
+    def folder(self) -> Path:
+        return self.root / "bias" / f"lr{self.lr}-seed{self.seed}"
 
+    @property
+    def file(self) -> Path:
+        return self.folder / "directions.json"
 
-def _bias_share(share: int, pairs: Sequence[tuple[str, int]], shares: int, root: Path, plan: Plan) -> None:
-    from mis_plugins.local.parallel import launch
-
-    for lr, seed in pairs[share::shares]:
-        path = _directions(root, lr, seed)
+    def methods(self) -> dict[str, Namespace]:
+        """The arguments of each."""
         configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
-        methods = {
-            name: parse_args([*command_line(config, lr, seed, path.parent / name, root), *plan.flags])
+        lines = {
+            name: command_line(config, self.lr, self.seed, self.folder / name, self.root)
             for name, config in configs.items()
         }
-        if launch(1, partial(_write_directions, methods, plan.bias_rollouts, path)):
-            raise RuntimeError(f"measuring the gradient's direction failed for --lr {lr}, seed {seed}")
+        return {name: parse_args([*line, *self.plan.flags]) for name, line in lines.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """All that the directions follow from, code aside."""
+        methods = {name: vars(args) for name, args in self.methods().items()}
+        return {"methods": methods, "bound": BOUND, "rollouts": self.plan.bias_rollouts}
+
+
+def measure_bias(
+    plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None
+) -> dict[str, list[Any]]:
+    """By learning rate, a seed each: `bias.directions` of standard, segment-wise and no weights."""
+    wanted = {lr: [Directions(lr, seed, root, plan) for seed in seeds] for lr in plan.rates}
+    flat = [one for ones in wanted.values() for one in ones]
+    missing = [one for one in flat if not made_of(one.folder, one.settings(), code)]
+    start_processes(_bias_share, (missing, processes, code), nprocs=processes, start_method="fork")
+    return {lr: [json.loads(one.file.read_text()) for one in ones] for lr, ones in wanted.items()}
+
+
+def _bias_share(share: int, missing: Sequence[Directions], shares: int, code: str | None) -> None:
+    from mis_plugins.local.parallel import launch
+
+    for one in missing[share::shares]:
+        unstamp(one.folder)
+        if launch(1, partial(_write_directions, one.methods(), one.plan.bias_rollouts, one.file)):
+            raise RuntimeError(f"{one.folder}: measuring the gradient's direction failed; see above")
+        stamp(one.folder, one.settings(), code)
+        print(one.folder, flush=True)
 
 
 def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Path) -> None:
@@ -161,20 +209,33 @@ def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Pat
         write_json(path, found)
 
 
-def measure_throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
-    """Tokens a second of one run, one after the other, and how its time went."""
+def measure_throughput(plan: Plan, root: Path) -> dict[str, Any]:
+    """A row a setting, a list a column with a number a round; and what the machine had to do before and after."""
+    settings = list(itertools.product(plan.step_seconds, plan.bounds))
+    before = os.getloadavg()[0]
+    rounds = [[_throughput(plan, bound, step, root) for step, bound in settings] for _ in range(plan.rounds)]
+    rows = [
+        {"bound": bound, "step_seconds": step, **_columns([one[place] for one in rounds])}
+        for place, (step, bound) in enumerate(settings)
+    ]
+    return {"load_before": before, "processors": os.cpu_count(), "rows": rows}
+
+
+def _columns(measured: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    return {name: [one[name] for one in measured] for name in measured[0]}
+
+
+def _throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
+    """Tokens a second of one run, alone on the machine as far as we know, and how its time went."""
     folder = root / "throughput" / f"bound{bound}-step{step:g}"
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
     length = ["--num-rollout", str(SETTLED + MEASURED + bound), "--eval-interval", "1000"]
     argv = command_line({"segment_wise": {}}, plan.rates[0], 0, folder, root)
     args = parse_args([*argv, *flags, *length, *plan.flags])
-    if not finished(args):
-        _run(args)
+    _run(args)
     settled = steady(MetricsLog(folder / METRICS).read(), bound)
     seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
     return {
-        "bound": bound,
-        "step_seconds": step,
         "tokens_a_second": sum(_tokens(record) for record in settled) / seconds["seconds"],
         "waiting": seconds["wait_seconds"] / seconds["seconds"],
         "recompute": sum(record.get("recompute/seconds", 0) for record in settled) / seconds["seconds"],
@@ -265,18 +326,46 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
+    parser.add_argument(
+        "--throughput",
+        action="store_true",
+        help="measure throughput alone, and put it into the results that are there",
+    )
     options = with_folders(parser.parse_args(), "async")
     plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
     # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
     import mis_plugins.local.loop  # noqa: F401
 
-    run_cells(plan, seeds, root, options.processes)
-    bias = measure_bias(plan, seeds, root, options.processes)
-    settings = itertools.product(plan.step_seconds, plan.bounds)
-    throughput = [measure_throughput(plan, bound, step, root) for step, bound in settings]
-    measured = {"bias_rollouts": plan.bias_rollouts, "bias": bias, "throughput": throughput}
-    publish({**result(plan, root, seeds), **measured}, options.results)
+    code = committed_tree("mis_plugins")
+    made_with = provenance(sys.argv[1:])
+    content = held(options.results / "async.json") if options.throughput else {}
+    content |= {"throughput": {**measure_throughput(plan, root), "measured_with": made_with}}
+    if not options.throughput:
+        run_cells(plan, seeds, root, options.processes, code)
+        bias = measure_bias(plan, seeds, root, options.processes, code)
+        content |= result(plan, root, seeds) | {"bias_rollouts": plan.bias_rollouts, "bias": bias}
+        content["measured_with"] = made_with
+    publish(content, options.results)
     return 0
+
+
+def held(path: Path) -> dict[str, Any]:
+    """The results that are there.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    if not path.is_file():
+        sys.exit(f"error: --throughput: no {path} to put it into; run the whole experiment first")
+    return json.loads(path.read_text())
+
+
+def provenance(words: Sequence[str]) -> dict[str, str]:
+    """What is measured with, from now on; paths are cut to their last part."""
+    shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    command = " ".join(["bash scripts/experiment-async.sh", *shown])
+    load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, before the start"
+    return {**measured_with(command, MEASURED_CODE), "load average": load}
 
 
 def publish(content: Mapping[str, Any], results: Path) -> None:

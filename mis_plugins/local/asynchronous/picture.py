@@ -25,9 +25,9 @@ def draw(content: Mapping[str, Any], output: Path) -> None:
         _rewards(axes[1][column], lr, content["rewards"][lr])
     _bias(axes[2][0], content["bias"])
     for axis, step in zip(
-        axes[2][1:], sorted({run["step_seconds"] for run in content["throughput"]}), strict=False
+        axes[2][1:], sorted({run["step_seconds"] for run in content["throughput"]["rows"]}), strict=False
     ):
-        _throughput(axis, step, [run for run in content["throughput"] if run["step_seconds"] == step])
+        _throughput(axis, step, [run for run in content["throughput"]["rows"] if run["step_seconds"] == step])
     figure.savefig(output, dpi=150, format="png")
 
 
@@ -39,14 +39,14 @@ def _variance(axis: Axes, lr: str, runs: Sequence[Mapping[str, Any]]) -> None:
     _dress(axis, f"Variance of the weights, --lr {lr}", "age, updates")
 
 
-def _rewards(axis: Axes, lr: str, methods: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> None:
+def _rewards(axis: Axes, lr: str, methods: Mapping[str, Sequence[Sequence[Sequence[float]]]]) -> None:
     for name, runs in methods.items():
         _curves(axis, name, [[(tokens / 1000, reward) for tokens, reward in run] for run in runs])
     axis.set_ylim(-0.03, 1.03)
     _dress(axis, f"Held-out reward, --lr {lr}", "thousand tokens trained on")
 
 
-def _curves(axis: Axes, name: str, curves: Sequence[Sequence[tuple[float, float]]]) -> None:
+def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) -> None:
     """One thin line a seed, and their mean: over the points of the shortest, which differ little in their places."""
     for curve in curves:
         axis.plot(*zip(*curve, strict=True), color=COLOR[name], alpha=0.3, linewidth=0.8)
@@ -69,10 +69,11 @@ def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, floa
     _dress(axis, "Cosine to the on-policy gradient", "--lr")
 
 
-def _throughput(axis: Axes, step: float, runs: Sequence[Mapping[str, float]]) -> None:
-    axis.bar(
-        [f"{run['bound']:.0f}" for run in runs], [run["tokens_a_second"] for run in runs], color=COLORS[4]
-    )
+def _throughput(axis: Axes, step: float, runs: Sequence[Mapping[str, Any]]) -> None:
+    names = [str(run["bound"]) for run in runs]
+    axis.bar(names, [fmean(run["tokens_a_second"]) for run in runs], color=COLORS[4])
+    for name, run in zip(names, runs, strict=True):
+        axis.plot([name] * len(run["tokens_a_second"]), run["tokens_a_second"], ".", color=TEXT, markersize=3)
     engine = f"{step:g} s a decode step" if step else "engine at full speed"
     _dress(axis, f"Tokens a second, {engine}", "--max-head-offpolicyness")
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from mis_plugins.local.provenance import as_markdown
+
 HEAD = """\
 # Segment-wise against standard decoupled PPO
 
@@ -44,15 +46,17 @@ method learns better.
 THROUGHPUT = """\
 ## Throughput
 
-**Proves nothing yet.** Measured once, on a machine with many times the work that its two cores carry: the rows
-contradict each other by up to a factor of two. `at most` is what would be gained if the synchronous trainer's waiting
-were all that is saved; a row above it is an error of measurement.
+Tokens trained on a second, runs of one invocation one after the other; rounds of all settings: {rounds}. A bound of 0
+is synchronous: the trainer waits for every rollout. `step` is the time that a decode step takes at least: 0 is this
+machine's own speed, at which sampling is cheaper than training; the other emulates an engine that is slower than the
+trainer. `over synchronous`: of the same round. `at most`: what would be gained if the synchronous trainer's waiting
+were all that is saved. `waiting`, `recompute`: shares of the trainer's time.
 
-Tokens trained on a second, runs of one invocation one after the other; a bound of 0 is synchronous: the trainer waits
-for every rollout. `step` is the time that a decode step takes at least: 0 is this machine's own speed, at which
-sampling is cheaper than training; the other emulates an engine that is slower than the trainer. `waiting`, `recompute`:
-shares of the trainer's time.
+{verdict}
 """
+
+QUIET = 0.5
+"""Load average a processor, before the start, up to which a machine counts as free."""
 
 LOGLINEAR = """\
 ## Interpolation in place of the recompute
@@ -70,10 +74,13 @@ def markdown(content: Mapping[str, Any]) -> str:
         BIAS.format(rollouts=content["bias_rollouts"]),
         *(_bias(lr, runs) for lr, runs in content["bias"].items()),
     ]
-    parts += [REWARDS, _rewards(content["rewards"]), THROUGHPUT, _throughput(content["throughput"])]
+    parts += [REWARDS, _rewards(content["rewards"]), *_throughput(content["throughput"])]
     shares = {lr: spread(values, "{:.1%}") for lr, values in content["recompute_share"].items()}
     parts.append(_table(("lr", "recompute, share of the runs above"), shares.items()))
     parts += [LOGLINEAR, *(_loglinear(lr, runs) for lr, runs in content["loglinear"].items())]
+    made_with = content["measured_with"], content["throughput"]["measured_with"]
+    heads = ("## Measured with\n", "Throughput:\n")
+    parts += [f"{head}\n{as_markdown(one)}" for head, one in zip(heads, made_with, strict=True)]
     return "\n".join(parts)
 
 
@@ -115,17 +122,37 @@ def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
     return _table(("lr", "start", *names), (row(lr, methods) for lr, methods in rewards.items()))
 
 
-def _throughput(runs: Sequence[Mapping[str, float]]) -> str:
-    alone = {run["step_seconds"]: run for run in runs if run["bound"] == 0}
+def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
+    """The text, with what to think of it, and the table."""
+    rows = measured["rows"]
+    alone = {one["step_seconds"]: one for one in rows if one["bound"] == 0}
 
-    def row(run: Mapping[str, float]) -> tuple[str, ...]:
-        synchronous = alone[run["step_seconds"]]
-        gain, most = run["tokens_a_second"] / synchronous["tokens_a_second"], 1 / (1 - synchronous["waiting"])
-        numbers = (f"{run['step_seconds']:g} s", f"{run['bound']:.0f}", f"{run['tokens_a_second']:.0f}")
-        return (*numbers, f"{gain:.2f}", f"{most:.2f}", f"{run['waiting']:.0%}", f"{run['recompute']:.1%}")
+    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
+        gain, most = gains(one, alone[one["step_seconds"]])
+        numbers = (f"{one['step_seconds']:g} s", str(one["bound"]), spread(one["tokens_a_second"], "{:.0f}"))
+        shares = (spread(one["waiting"], "{:.0%}"), spread(one["recompute"], "{:.1%}"))
+        return (*numbers, spread(gain, "{:.2f}"), spread(most, "{:.2f}"), *shares)
 
     head = ("step", "bound", "tokens / s", "over synchronous", "at most", "waiting", "recompute")
-    return _table(head, map(row, runs))
+    text = THROUGHPUT.format(rounds=len(rows[0]["waiting"]), verdict=_verdict(measured, alone))
+    return text, _table(head, map(row, rows))
+
+
+def gains(run: Mapping[str, Any], synchronous: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """By round: throughput over that of the synchronous run, and what it can be if only its waiting is saved."""
+    pairs = zip(run["tokens_a_second"], synchronous["tokens_a_second"], strict=True)
+    return [ours / theirs for ours, theirs in pairs], [1 / (1 - share) for share in synchronous["waiting"]]
+
+
+def _verdict(measured: Mapping[str, Any], alone: Mapping[float, Mapping[str, Any]]) -> str:
+    load, processors = measured["load_before"], measured["processors"]
+    said = f"The load average before was {load:.1f} on {processors} processors"
+    if load > QUIET * processors:
+        return f"{said}: **too busy a machine to prove anything.**"
+    pairs = [gains(one, alone[one["step_seconds"]]) for one in measured["rows"] if one["bound"]]
+    if any(fmean(gain) > fmean(most) for gain, most in pairs):
+        return f"{said}. **A gain above `at most` is an error of measurement.**"
+    return f"{said}."
 
 
 def _loglinear(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
