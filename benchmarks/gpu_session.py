@@ -33,11 +33,15 @@ def main(arguments: list[str]) -> int:
     deadline = time.monotonic() + options.seconds
     measured = measured_with(options)
     found: list[Section] = []
-    for name in options.sections:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        left = deadline - time.monotonic()
-        found.append(sections.run(name, min(sections.SECTIONS[name], left), options.dry_run))
-        write(options.json, measured, found)
+    write(
+        options.json, measured, found
+    )  # a place that cannot be written to is told before any second is spent
+    with sections.warming(options.dry_run):
+        for name in options.sections:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            left = deadline - time.monotonic()
+            found.append(sections.run(name, min(sections.SECTIONS[name], left), options.dry_run))
+            write(options.json, measured, found)
     rows = [(each.name, f"{each.seconds:.0f} s", each.ended, _verdict(each)) for each in found]
     print_table(("section", "took", "ended", "demanded"), rows)
     return exit_code(found)

@@ -18,7 +18,7 @@ import gpu_session
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import kernels, results, sections
+from gpu import cost, kernels, results, sections, warm
 from gpu.machine import Cuda
 from gpu.plan import TINY
 from gpu.results import Result, Section, exit_code
@@ -174,6 +174,58 @@ def test_sections_share_the_seconds_of_a_session(monkeypatch: pytest.MonkeyPatch
     assert gpu_session.main([*options, "--sections", "ceilings", "cost"]) == 0
     assert asked[0] == sections.SECTIONS["ceilings"] and asked[1] <= 50
     assert json.loads((tmp_path / "x.json").read_text())["measured with"]["mis-plugins commit"] == "abc"
+
+
+def test_a_place_that_cannot_be_written_to_costs_no_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sections, "run", lambda *asked: pytest.fail("ran"))
+    monkeypatch.setattr(sections, "warming", lambda *asked: pytest.fail("warmed"))
+    with pytest.raises(OSError):
+        gpu_session.main(["--json", str(tmp_path / "file" / "x.json"), "--dry-run"])
+    results.write(tmp_path / "made" / "x.json", {"command": "c"}, [])
+    assert (tmp_path / "made" / "x.md").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_beside_the_sections_and_may_fail(
+    fails: bool, monkeypatch, tmp_path: Path, capfd
+):
+    def warm(plan, machine) -> None:
+        (tmp_path / "warm").touch()
+        if fails:
+            raise RuntimeError("no nvcc")
+        time.sleep(600)
+
+    monkeypatch.setitem(sys.modules, "gpu.warm", SimpleNamespace(warm=warm))
+    start = time.monotonic()
+    with sections.warming(dry_run=False):
+        while not (tmp_path / "warm").exists():
+            assert time.monotonic() - start < 60
+            time.sleep(0.01)
+        if fails:
+            time.sleep(0.5)
+    assert time.monotonic() - start < 60
+    assert ("no nvcc" in capfd.readouterr().err) == fails
+
+
+def test_what_is_compiled_is_what_is_measured(monkeypatch: pytest.MonkeyPatch):
+    asked: set[tuple[int, ...]] = set()
+    monkeypatch.setattr(kernels, "COLUMNS", 8)
+    monkeypatch.setattr(warm, "COLUMNS", 8)
+    monkeypatch.setattr(kernels.gpu, "PROBED", TINY.size)
+    monkeypatch.setattr(warm.deep_gemm, "version", lambda: "here")
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        asked.add((len(x), *weight.shape))
+        return F.linear(x, weight)
+
+    monkeypatch.setattr(warm.deep_gemm, "product", product)
+    warm.warm(TINY, HERE)
+    warmed, asked = asked, set()
+    list(kernels._agreement(TINY, HERE))
+    for case in cost._products(TINY, HERE):
+        case.make()[1]()
+    assert asked and asked <= warmed
 
 
 def test_an_error_of_the_session_is_no_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

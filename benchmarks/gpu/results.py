@@ -55,6 +55,7 @@ def exit_code(sections: Sequence[Section]) -> int:
 
 def write(path: Path, measured: dict[str, str], sections: Sequence[Section]) -> None:
     """FILE.json, and beside it FILE.md for people; each whole or not at all, since a session can be cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     listed = [asdict(section) for section in sections]
     text = json.dumps({"measured with": measured, "sections": listed}, indent=1)
     _replace(path, f"{text}\n")

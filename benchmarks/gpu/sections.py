@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 
 from gpu.machine import Cuda
@@ -19,19 +20,45 @@ from true_on_policy.errors import NotSeenError
 SECTIONS = {"ceilings": 40, "correction": 60, "attention": 60, "model": 90, "kernels": 180, "cost": 180}
 
 Work = Callable[[Plan, Cuda], Iterator[Result]]
+FORK = multiprocessing.get_context("fork")
 
 
 def run(name: str, seconds: float, dry_run: bool) -> Section:
     """One section, ended after so many seconds at the latest; what it found by then is kept."""
     start = time.monotonic()
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, dry_run, sender))
+    process = FORK.Process(target=_child, args=(name, dry_run, sender))
     process.start()
     sender.close()
     results, ended = _received(receiver, start + seconds)
     process.kill()
     process.join()
     return Section(name, ended or f"cut off after {seconds:.0f} s", time.monotonic() - start, results)
+
+
+@contextmanager
+def warming(dry_run: bool) -> Iterator[None]:
+    """Kernels that are compiled at run time are, beside the body; what fails there fails again where it is measured."""
+    process = FORK.Process(target=_warm, args=(dry_run,))
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _warm(dry_run: bool) -> None:
+    try:
+        with _machine(dry_run) as machine:
+            importlib.import_module("gpu.warm").warm(_plan(dry_run), machine)
+        print("warm", file=sys.stderr, flush=True)
+    except Exception:
+        traceback.print_exc()
+
+
+def _plan(dry_run: bool) -> Plan:
+    return TINY if dry_run else FULL
 
 
 def _received(receiver: Connection, deadline: float) -> tuple[tuple[Result, ...], str]:
@@ -51,7 +78,7 @@ def _received(receiver: Connection, deadline: float) -> tuple[tuple[Result, ...]
 def _child(name: str, dry_run: bool, sender: Connection) -> None:
     try:
         with _machine(dry_run) as machine:
-            for result in load(name)(TINY if dry_run else FULL, machine):
+            for result in load(name)(_plan(dry_run), machine):
                 sender.send(result)
         sender.send("done")
     except NotSeenError as error:
