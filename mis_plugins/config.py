@@ -346,7 +346,7 @@ class CorrectionConfig:
         normalize = self.weight and self.weight.normalize
         if normalize and normalize.over == "kept" and not self.rejects:
             raise ConfigError(
-                "{weight}.normalize.over: kept has no effect where nothing is rejected; use valid"
+                "{weight.normalize.over}: kept has no effect where nothing is rejected; use valid"
             )
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
@@ -366,7 +366,7 @@ class CorrectionConfig:
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
             )
         if self.on_all_rejected == "keep" and self.weight and self.weight.drops:
-            bound = "{segment_wise}.mode" if self.weighs_by_segment_wise else "{weight}.bound"
+            bound = "{segment_wise.mode}" if self.weighs_by_segment_wise else "{weight.bound}"
             raise ConfigError(
                 f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no "
                 f"bounded weight; use skip, or {bound}: clip"
@@ -380,7 +380,7 @@ class CorrectionConfig:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
-                "{weight}: with {objective}.old: behavior the clipped ratio is pi_theta / mu already, and a weight "
+                "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
                 "would count it twice; set {weight}: null"
             )
 
@@ -388,21 +388,21 @@ class CorrectionConfig:
         """Refuse what contradicts it, and bounds that something else decides."""
         if segment_wise.enabled and self.bypass:
             raise ConfigError(
-                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective}.old: proximal; with behavior pi_theta "
-                "is compared with mu itself: use proximal, or {segment_wise}.enabled: false"
+                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective.old}: proximal; with behavior pi_theta "
+                "is compared with mu itself: use proximal, or {segment_wise.enabled}: false"
             )
         weight = self.weight
         if segment_wise.enabled and weight and weight.level != "token":
             raise ConfigError(
-                f"{{weight}}.level: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
-                "token, or {segment_wise}.enabled: false"
+                f"{{weight.level}}: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
+                "token, or {segment_wise.enabled}: false"
             )
         if weight == segment_wise.weight or (weight is None and not self.bypass):
             return
         for name in WEIGHT_BOUNDS:
             if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
-                why = "beside {weight}, which has bounds" if weight else "with {objective}.old: behavior"
-                raise ConfigError(f"{{segment_wise}}.{name}: has no effect {why}; drop it")
+                why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
+                raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
 
     @property
     def bypass(self) -> bool:

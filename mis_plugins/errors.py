@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+Error = TypeVar("Error", bound="MisError")
+FIELD = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class MisError(ValueError):
-    """Base of every error that a user of mis_plugins can cause and mend."""
+    """Base of every error that a user of mis_plugins can cause and mend.
 
-
-class ConfigError(MisError):
-    """A setting that cannot work.
-
-    `message` names fields in braces (`"{lower}: 3.0 is above {upper}: 2.0"`), so that one check can quote
-    whichever spelling the user typed: `mis.weight.lower`, or Miles's `tis_lower_bound`.
+    `message` names fields of the config in braces (`"{weight.lower}: 3.0 is above {weight.upper}: 2.0"`), so that one
+    check can quote whichever spelling the user typed: `mis.weight.lower`, or Miles's `tis_lower_bound`.
     """
 
     def __init__(self, message: str):
         self.template = message
-        super().__init__(re.sub(r"\{(\w+)\}", r"\1", message))
+        super().__init__(FIELD.sub(r"\1", message))
 
-    def spelled(self, names: dict[str, str], prefix: str = "") -> ConfigError:
-        """The same error with each `{field}` replaced by `names[field]`, else by `prefix + field`."""
-        quote = lambda match: names.get(match[1]) or prefix + match[1]  # noqa: E731
-        return ConfigError(re.sub(r"\{(\w+)\}", quote, self.template))
+    def spelled(self: Error, names: Mapping[str, str], prefix: str = "") -> Error:
+        """The same error with each `{field}` replaced by `names[field]`, else by `prefix + field`.
+
+        Of a field of a field, `{a.b}`, the name may also be that of `a`.
+        """
+
+        def quote(match: re.Match[str]) -> str:
+            field = match[1]
+            head, _, rest = field.partition(".")
+            return names.get(field) or (f"{names[head]}.{rest}" if head in names else prefix + field)
+
+        return type(self)(FIELD.sub(quote, self.template))
+
+
+class ConfigError(MisError):
+    """A setting that cannot work."""
 
 
 class InputError(MisError):

@@ -157,7 +157,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     if by_loss_hook and hosts_loss.knows_versions(data):
         config = config.where_versions_are_known()
     if config.segment_wise_on:
-        hosts_loss.check_versions(data, config)
+        hosts_loss.check_versions(args, data, config)
         numerator = numerator_of(*log_probs, hosts_loss.written(data, layout.local_lengths), config)
     args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
     args._mis_rollout_segment_wise = config.segment_wise_on
@@ -248,9 +248,9 @@ def config_in_force(args: Any) -> CorrectionConfig:
             "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
         )
         raise ConfigError(
-            f"mis.{key}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
+            f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
             "mis_plugins.mis.policy_loss in place of --use-tis"
-        )
+        ).spelled(reading.spelling(args), "mis.")
     if config.denominator == "kept":
         denominator.check(args)
     if not args.use_tis:

@@ -192,6 +192,32 @@ def from_args(args: Any) -> CorrectionConfig:
     return config
 
 
+def spelling(args: Any) -> dict[str, str]:
+    """What the user of flat keys calls the fields of the config: for `MisError.spelled`."""
+    areal = [key for key in AREAL_KEYS if getattr(args, key, None) is not None]
+    if areal:
+        bounds = [key for key in areal if key.startswith("behav_imp_")]
+        return AREAL_NAMES | {"weight": (bounds or areal)[0]}
+    if any(getattr(args, key, None) is not None for key in FLAT_KEYS):
+        return FLAT_NAMES
+    return {}
+
+
+# Fields without a flat key are said under `mis:`, which excludes the flat keys.
+AREAL_NAMES = {
+    "segment_wise": "enable_segment_wise_ppo",
+    "segment_wise.enabled": "enable_segment_wise_ppo",
+    "segment_wise.method": "mis.segment_wise.method (in place of AReaL's keys)",
+    "objective": "use_decoupled_loss",
+    "objective.old": "mis.objective.old",
+}
+FLAT_NAMES = {
+    "segment_wise.enabled": "mis.segment_wise.enabled (in place of Miles's flat keys)",
+    "segment_wise.method": "mis.segment_wise.method (in place of Miles's flat keys)",
+    "weight": "tis_upper_bound",
+}
+
+
 def _check_one_spelling(nested: Any, *flat: Mapping[str, Any]) -> None:
     said = ["`mis:`"] if isinstance(nested, Mapping) and set(nested) - {"metrics"} else []
     said += [f"the flat key {next(iter(keys))}" for keys in flat if keys]

@@ -384,6 +384,62 @@ def test_areals_names_that_cannot_work(flat: dict, message: str):
         drive(flags(**flat), step.batch(), step)
 
 
+AREALS = {"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2}
+FLAT = {"tis_upper_bound": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "lost", "message"),
+    [
+        (AREALS, ("proximal_version", "output_versions"),
+         r"output_versions: none here; enable_segment_wise_ppo needs .*leave enable_segment_wise_ppo out, and give its "
+         r"bounds as behav_imp_weight_cap$"),
+        (AREALS, ("recomputed_log_probs",),
+         r"mis\.segment_wise\.method \(in place of AReaL's keys\): loglinear, or enable_segment_wise_ppo: false$"),
+        ({"behav_imp_weight_cap": 1.2}, ("recomputed_log_probs",), r"or enable_segment_wise_ppo: false$"),
+        (FLAT, ("recomputed_log_probs",), r"or mis\.segment_wise\.enabled \(in place of Miles's flat keys\): false$"),
+    ],
+)  # fmt: skip
+def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict, lost: tuple[str, ...], message: str):
+    step = aged(random_step(0), 0)
+    with pytest.raises(InputError, match=message):
+        drive(flags(**said), step.batch() | dict.fromkeys(lost), step)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (AREALS, r"^enable_segment_wise_ppo: a weight .*use proximal, or enable_segment_wise_ppo: false "
+                 r"\(--use-rollout-logprobs means mis\.objective\.old: behavior\)$"),
+        ({"behav_imp_weight_cap": 1.2}, r"^behav_imp_weight_cap: with mis\.objective\.old: behavior .*set "
+                                        r"behav_imp_weight_cap: null \(--use-rollout-logprobs means"),
+        ({"use_decoupled_loss": True}, r"^use_decoupled_loss: with mis\.objective\.old: behavior"),
+        (FLAT, r"^tis_upper_bound: with mis\.objective\.old: behavior"),
+        ({"mis": {"weight": {"upper": 2}, "objective": {"old": "behavior"}}}, r"^mis\.weight: with .*null$"),
+    ],
+)  # fmt: skip
+def test_what_a_flag_contradicts_is_told_in_the_users_words(said: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        drive(flags(use_rollout_logprobs=True, **said), random_step(0).batch(), random_step(0))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [(AREALS, "^enable_segment_wise_ppo: the TIS hook does not see which version"),
+     ({"use_decoupled_loss": False}, "^use_decoupled_loss: the TIS hook does not see advantages")],
+)  # fmt: skip
+def test_what_the_tis_hook_cannot_serve_is_told_in_the_users_words(said: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        mis.config_in_force(Namespace(use_tis=True, **said))
+
+
+def test_areals_coupled_loss_leaves_the_rest_to_the_flags():
+    """It says what pi_theta is compared with, and nothing of GSPO's ratio."""
+    step, gspo = random_step(0), {"advantage_estimator": "gspo"}
+    ours = call(step, {"objective": {"old": "behavior", "ratio": "sequence"}}, **gspo)
+    assert_same(drive(flags(use_decoupled_loss=False, **gspo), step.batch(), step), ours)
+
+
 def test_versions_that_are_asked_for_and_not_there():
     message = r"output_versions: none here; mis\.segment_wise needs .*docs/async\.md.*as mis\.weight"
     with pytest.raises(InputError, match=message):
@@ -423,7 +479,7 @@ def test_a_batch_without_versions_that_nobody_reads():
 def test_a_host_that_stores_nothing(config: dict):
     """Tokens that are two versions old would silently weigh 0."""
     step = aged(random_step(0), 0)
-    message = r"recomputed_log_probs: none .*method: loglinear\}, or \{enabled: false\}"
+    message = r"recomputed_log_probs: none .*mis\.segment_wise\.method: loglinear, or mis\.segment_wise\.enabled: false"
     with pytest.raises(InputError, match=message):
         drive(flags(mis=config), step.batch() | {"recomputed_log_probs": None}, step)
 

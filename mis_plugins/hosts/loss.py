@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import denominator, miles, slime
@@ -122,7 +123,8 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
     Raises:
         ConfigError: it quotes both.
     """
-    objective, opsm = _objective(args, config.objective), config.opsm
+    asked, opsm = config.objective, config.opsm
+    objective = _objective(args, asked)
     if getattr(args, "use_opsm", False):
         if opsm is not None:
             raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
@@ -138,7 +140,12 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
     try:
         config = dataclasses.replace(config, objective=objective, opsm=opsm)
     except ConfigError as error:
-        raise error.spelled({}, "mis.") from None
+        implied = (
+            ""
+            if asked or not args.use_rollout_logprobs
+            else " (--use-rollout-logprobs means mis.objective.old: behavior)"
+        )
+        raise ConfigError(error.template + implied).spelled(reading.spelling(args), "mis.") from None
     return config.where_versions_are_known() if versions_known else config
 
 
@@ -155,13 +162,14 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
         {"surrogate": "cispo"},
     ),
     ("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, {"old": "behavior"}),
+    ("use_decoupled_loss: false", lambda args: _coupled(args), {"old": "behavior"}),
     ("--use-unbiased-kl", lambda args: getattr(args, "use_unbiased_kl", False), {"unbiased_kl": True}),
 )
 
 
 def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
     said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
-    if asked is None:
+    if asked is None or _coupled(args):
         return ObjectiveConfig(**{name: value for _, fields in said for name, value in fields.items()})
     for flag, fields in said:
         for name, value in fields.items():
@@ -174,6 +182,11 @@ def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
         if getattr(asked, name) and not getattr(args, "use_kl_loss", False):
             raise ConfigError(f"mis.objective.{name}: true has no effect without --use-kl-loss")
     return asked
+
+
+def _coupled(args: Any) -> bool:
+    """AReaL's key, which speaks of `old` alone: the rest is the flags'."""
+    return getattr(args, "use_decoupled_loss", None) is False
 
 
 def _yaml(value: Any) -> str:
@@ -293,33 +306,38 @@ def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionCo
     for name, is_wanted in wanted.items():
         if is_wanted and not batch.get(name):
             raise InputError(f"{name}: none in this micro-batch; {why[name]}")
-    check_versions(batch, config)
+    check_versions(args, batch, config)
 
 
-def check_versions(batch: Batch, config: CorrectionConfig) -> None:
+def check_versions(args: Any, batch: Batch, config: CorrectionConfig) -> None:
     """Of a micro-batch, or of a rollout: refuse it without what segment-wise weights and metrics by age read.
 
     Raises:
         InputError: it names the key.
     """
-    if not _reads_versions(batch, config):
-        return
+    lacks = _lacking(batch, config) if _reads_versions(batch, config) else None
+    if lacks is not None:
+        raise InputError(lacks).spelled(reading.spelling(args), "mis.")
+
+
+def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
     if not knows_versions(batch):
-        raise InputError(
-            f"{VERSIONS}: none here; mis.segment_wise needs to know which version wrote each token, which this host "
-            "does not say (see docs/async.md); leave mis.segment_wise out, and give its bounds as mis.weight"
+        return (
+            f"{VERSIONS}: none here; {{segment_wise}} needs to know which version wrote each token, which this host "
+            "does not say (see docs/async.md); leave {segment_wise} out, and give its bounds as {weight}"
         )
     if not batch.get(VERSIONS):
-        raise InputError(
+        return (
             f"{VERSIONS}: none here, and {VERSION}: {batch[VERSION]} says that this host knows who wrote each token; "
             "hand it on with every micro-batch, and leave out, or refuse, samples without"
         )
     if config.segment_wise_on and _stores(config) and not batch.get("recomputed_log_probs"):
-        raise InputError(
+        return (
             f"recomputed_log_probs: none here; beside {VERSIONS}, segment-wise weights need what the version after "
-            "each token's gives it (see docs/async.md); without, say mis.segment_wise: {method: loglinear}, or "
-            "{enabled: false}"
+            "each token's gives it (see docs/async.md); without, say {segment_wise.method}: loglinear, or "
+            "{segment_wise.enabled}: false"
         )
+    return None
 
 
 def _stores(config: CorrectionConfig) -> bool:
