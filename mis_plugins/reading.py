@@ -173,6 +173,11 @@ def from_args(args: Any) -> CorrectionConfig:
     for name in attributes:
         if name.startswith(("tis_", "rs_", "mis_")) and name not in FLAT_KEYS + HOST_KEYS:
             raise ConfigError(f"{name}: unknown key{_suggest(name, FLAT_KEYS)}")
+        if name == "rejection_sampling":
+            raise ConfigError(
+                "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
+                "areal-rejection-sampling does (docs/peers.md tells where the answers differ)"
+            )
         if name.startswith("behav_imp_") and name not in AREAL_KEYS:
             raise ConfigError(f"{name}: unknown key{_suggest(name, AREAL_KEYS)}")
     nested = attributes.get("mis")

@@ -120,6 +120,22 @@ def test_areal_k3_differs():
     assert "r - log(r) - 1" in areal.help_of("metric")
 
 
+def test_areal_clamp_by_the_largest_ratio_differs():
+    """AReaL's clamp of a sequence by `agg: max` leaves a weight below `lower`, if no token's ratio is above `upper`.
+
+    Two sequences of weight 0.2: that with an outlier of 8 is lifted to 0.5, that without stays. Its help promises to
+    clamp the weight to [lower, upper]: our `clip` does. Without a lower bound both are min(weight, upper).
+    """
+    batch = fixed_rows([[math.log(1.0), math.log(0.04)], [math.log(8.0), math.log(0.005)]])
+    config = areal.settings(level="sequence", action="clamp", agg="max", lower=0.5, upper=5.0)
+    for packed in (False, True):
+        weights, mask, _ = areal.correction(batch, config, packed)
+        assert weights.flatten().tolist() == pytest.approx([0.2, 0.2, 0.5, 0.5], rel=WRITTEN)
+        assert mask.all()
+    assert ours(batch, areal.mapping_of(config)).weights.tolist() == [0.5] * 4
+    assert "clamp importance weight to [lower, upper] bounds" in areal.help_of("action")
+
+
 def test_areal_default_differs():
     """AReaL weighs by nothing unless `rejection_sampling` is set, decoupled loss or not; `tis` weighs at once."""
     batch = fixed_rows([[1.0]])

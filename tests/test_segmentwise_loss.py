@@ -376,6 +376,8 @@ def test_areals_names(areal: dict, ours: dict):
          r"both `mis:` and the flat key behav_imp_weight_cap are set; keep one"),
         ({"behav_imp_weight_cap": 5, "tis_upper_bound": 2.0},
          r"both the flat key tis_upper_bound and the flat key behav_imp_weight_cap are set"),
+        ({"rejection_sampling": {"action": "clamp", "agg": "max"}},
+         r"rejection_sampling: AReaL's block is not read; say it under `mis:`"),
     ],
 )  # fmt: skip
 def test_areals_names_that_cannot_work(flat: dict, message: str):

@@ -75,7 +75,7 @@ def metric_table(config: Any) -> dict[str, Metric]:
 
 
 def mapping_of(config: Any) -> dict:
-    """Our words for the settings that we can say: a ratio, or masking by k1 or k2."""
+    """Our words for the settings that we can say: a ratio, or masking by k1 or k2; a clamp is as its help says."""
     over = "token" if config.level == "token" else config.agg
     if config.metric == "ratio":
         level = "token" if config.level == "token" else "geometric"
