@@ -35,9 +35,10 @@ from mis_plugins.local.asynchronous.experiment import (
     result,
     steady,
 )
+from mis_plugins.local.asynchronous.readme import BEGIN, END, with_figures
 from mis_plugins.local.asynchronous.reuse import made_of, stamp, unstamp
 from mis_plugins.local.asynchronous.tables import _throughput as throughput_table
-from mis_plugins.local.asynchronous.tables import spread
+from mis_plugins.local.asynchronous.tables import markdown, spread
 from mis_plugins.local.folders import add_folders, with_folders
 from mis_plugins.local.report import METRICS, SUMMARY, finished, write_json
 from mis_plugins.reading import from_args
@@ -193,8 +194,32 @@ def test_throughput_alone_is_put_into_the_results_that_are_there(
     )
 
 
+def test_the_readme_has_the_figures_of_the_results() -> None:
+    root = Path(__file__).resolve().parents[1]
+    text, content = (
+        (root / "README.md").read_text(),
+        json.loads((root / "benchmarks/results/async.json").read_text()),
+    )
+    assert with_figures(text, content) == text, "bash scripts/experiment-async.sh --tables"
+    assert (root / "benchmarks/results/async.md").read_text() == markdown(content)
+
+
+def test_figures_of_the_readme(content: dict[str, Any]) -> None:
+    text = with_figures(f"before\n{BEGIN}old\n{END}after\n", content)
+    assert text.startswith(f"before\n{BEGIN}|") and text.endswith(f"{END}after\n") and "old" not in text
+    assert "| 1e-4 | 0.02 / 0.4 | 0.90 / 0.90 / 0.90 / 0.90 | 0.50, then 0.75 / 0.75 / 0.75 |" in text
+    assert "falls 20 to 20 times" in text and "took 10% to 10% of" in text
+    assert "  * 0 s a decode step, a bound of 2: 1.25 [1.00, 1.50]\n" in text
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, END + BEGIN, BEGIN + BEGIN + END])
+def test_a_readme_without_marks_is_left_alone(text: str, content: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="wants one line <!-- written by"):
+        with_figures(text, content)
+
+
 def test_throughput_alone_needs_results(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--throughput: no .*async.json to put it into; run the whole"):
+    with pytest.raises(SystemExit, match=r"there is no .*async.json; run the whole experiment first"):
         held(tmp_path / "async.json")
 
 

@@ -25,9 +25,10 @@ from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.picture import draw
+from mis_plugins.local.asynchronous.readme import README, with_figures
 from mis_plugins.local.asynchronous.reuse import made_of, stamp, unstamp
 from mis_plugins.local.asynchronous.tables import markdown
-from mis_plugins.local.folders import add_folders, with_folders
+from mis_plugins.local.folders import RESULTS, add_folders, with_folders
 from mis_plugins.local.provenance import committed_tree, measured_with
 from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
 
@@ -331,22 +332,36 @@ def main() -> int:
         action="store_true",
         help="measure throughput alone, and put it into the results that are there",
     )
+    parser.add_argument(
+        "--tables",
+        action="store_true",
+        help="measure nothing: tables and picture of the results that are there",
+    )
     options = with_folders(parser.parse_args(), "async")
+    content = held(options.results / "async.json") if options.throughput or options.tables else {}
+    if not options.tables:
+        content |= measure(options)
+    publish(content, options.results)
+    if options.results == RESULTS:
+        README.write_text(with_figures(README.read_text(), content))
+    return 0
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    """Everything, or throughput alone: first, before our own work burdens the machine."""
     plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
     # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
     import mis_plugins.local.loop  # noqa: F401
 
     code = committed_tree("mis_plugins")
     made_with = provenance(sys.argv[1:])
-    content = held(options.results / "async.json") if options.throughput else {}
-    content |= {"throughput": {**measure_throughput(plan, root), "measured_with": made_with}}
-    if not options.throughput:
-        run_cells(plan, seeds, root, options.processes, code)
-        bias = measure_bias(plan, seeds, root, options.processes, code)
-        content |= result(plan, root, seeds) | {"bias_rollouts": plan.bias_rollouts, "bias": bias}
-        content["measured_with"] = made_with
-    publish(content, options.results)
-    return 0
+    throughput = {"throughput": {**measure_throughput(plan, root), "measured_with": made_with}}
+    if options.throughput:
+        return throughput
+    run_cells(plan, seeds, root, options.processes, code)
+    bias = measure_bias(plan, seeds, root, options.processes, code)
+    others = {"measured_with": made_with, "bias_rollouts": plan.bias_rollouts, "bias": bias}
+    return {**result(plan, root, seeds), **throughput, **others}
 
 
 def held(path: Path) -> dict[str, Any]:
@@ -356,7 +371,9 @@ def held(path: Path) -> dict[str, Any]:
         SystemExit: there are none.
     """
     if not path.is_file():
-        sys.exit(f"error: --throughput: no {path} to put it into; run the whole experiment first")
+        sys.exit(
+            f"error: there is no {path}; run the whole experiment first, without --throughput and --tables"
+        )
     return json.loads(path.read_text())
 
 

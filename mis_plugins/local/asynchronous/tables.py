@@ -76,7 +76,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     ]
     parts += [REWARDS, _rewards(content["rewards"]), *_throughput(content["throughput"])]
     shares = {lr: spread(values, "{:.1%}") for lr, values in content["recompute_share"].items()}
-    parts.append(_table(("lr", "recompute, share of the runs above"), shares.items()))
+    parts.append(table(("lr", "recompute, share of the runs above"), shares.items()))
     parts += [LOGLINEAR, *(_loglinear(lr, runs) for lr, runs in content["loglinear"].items())]
     made_with = content["measured_with"], content["throughput"]["measured_with"]
     heads = ("## Measured with\n", "Throughput:\n")
@@ -101,7 +101,7 @@ def _variance(lr: str, runs: Sequence[Mapping[str, Any]]) -> str:
 
     ages = sorted({age for run in runs for age in run}, key=lambda age: (age == "all", age))
     head = ("age", "segment-wise", "standard", "standard / segment-wise", "tokens")
-    return f"--lr {lr}\n\n" + _table(head, map(row, ages))
+    return f"--lr {lr}\n\n" + table(head, map(row, ages))
 
 
 def _bias(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
@@ -109,7 +109,7 @@ def _bias(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     rows = (
         (name, *(spread([run[name][kind] for run in runs], "{:.3f}") for kind in kinds)) for name in runs[0]
     )
-    return f"--lr {lr}\n\n" + _table(("weights", *kinds), rows)
+    return f"--lr {lr}\n\n" + table(("weights", *kinds), rows)
 
 
 def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
@@ -119,7 +119,7 @@ def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
         return (lr, spread(starts, "{:.2f}"), *finals)
 
     names = next(iter(rewards.values()))
-    return _table(("lr", "start", *names), (row(lr, methods) for lr, methods in rewards.items()))
+    return table(("lr", "start", *names), (row(lr, methods) for lr, methods in rewards.items()))
 
 
 def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
@@ -134,8 +134,8 @@ def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
         return (*numbers, spread(gain, "{:.2f}"), spread(most, "{:.2f}"), *shares)
 
     head = ("step", "bound", "tokens / s", "over synchronous", "at most", "waiting", "recompute")
-    text = THROUGHPUT.format(rounds=len(rows[0]["waiting"]), verdict=_verdict(measured, alone))
-    return text, _table(head, map(row, rows))
+    text = THROUGHPUT.format(rounds=len(rows[0]["waiting"]), verdict=verdict(measured))
+    return text, table(head, map(row, rows))
 
 
 def gains(run: Mapping[str, Any], synchronous: Mapping[str, Any]) -> tuple[list[float], list[float]]:
@@ -144,10 +144,17 @@ def gains(run: Mapping[str, Any], synchronous: Mapping[str, Any]) -> tuple[list[
     return [ours / theirs for ours, theirs in pairs], [1 / (1 - share) for share in synchronous["waiting"]]
 
 
-def _verdict(measured: Mapping[str, Any], alone: Mapping[float, Mapping[str, Any]]) -> str:
+def busy(measured: Mapping[str, Any]) -> bool:
+    """Whether the machine had other work."""
+    return measured["load_before"] > QUIET * measured["processors"]
+
+
+def verdict(measured: Mapping[str, Any]) -> str:
+    """What a measurement of throughput proves."""
+    alone = {one["step_seconds"]: one for one in measured["rows"] if one["bound"] == 0}
     load, processors = measured["load_before"], measured["processors"]
     said = f"The load average before was {load:.1f} on {processors} processors"
-    if load > QUIET * processors:
+    if busy(measured):
         return f"{said}: **too busy a machine to prove anything.**"
     pairs = [gains(one, alone[one["step_seconds"]]) for one in measured["rows"] if one["bound"]]
     if any(fmean(gain) > fmean(most) for gain, most in pairs):
@@ -161,10 +168,12 @@ def _loglinear(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> st
         return (age, *(spread([one[kind] for one in known]) for kind in ("rms", "step_rms")))
 
     ages = sorted({age for run in runs for age in run})
-    return f"--lr {lr}\n\n" + _table(("age", "error", "log pi_{v+1} - log pi_v"), map(row, ages))
+    return f"--lr {lr}\n\n" + table(("age", "error", "log pi_{v+1} - log pi_v"), map(row, ages))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of markdown."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 
