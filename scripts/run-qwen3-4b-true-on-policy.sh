@@ -9,9 +9,9 @@
 # TRAIN_BACKEND is megatron (TP 2 on both sides, 8 GPUs) or fsdp. MODEL_DIR holds Qwen3-4B (Hugging Face), and for
 # megatron Qwen3-4B_torch_dist (converted by Miles); DATA_DIR holds dapo-math-17k/dapo-math-17k.jsonl.
 # BITWISE_CONFIG names a file with the key `bitwise:`, for example to stop at the first difference (docs/gpu.md).
-# On Megatron the trainer refuses to start where the contract cannot hold. Trainers and engines write what they run to
+# The trainer pins, and refuses to start where the contract cannot hold: on Megatron by an init hook of Miles, which calls
+# none on FSDP; there by Ray's setup hook of worker processes. Trainers and engines write what they run to
 # D=SAVE_DIR/true_on_policy: python -m true_on_policy doctor --engine URL --engine-dump $D --trainer-dump $D reads it.
-# Miles calls no such hook on FSDP.
 # A Ray cluster must be up (ray start --head --num-gpus 8).
 set -euo pipefail
 
@@ -95,10 +95,11 @@ if [[ $TRAIN_BACKEND == megatron ]]; then
 else
     CHECKPOINT+=(--ref-load "$MODEL_DIR/Qwen3-4B")
     BACKEND=(--gradient-checkpointing)
+    hook=', "worker_process_setup_hook": "true_on_policy.fsdp_worker.watch"'
 fi
 
 variables=$(printf ', "%s"' "${environment[@]/=/\": \"}")
-runtime="{\"env_vars\": {${variables#, }}}"
+runtime="{\"env_vars\": {${variables#, }}${hook:-}}"
 ray job submit --address "$RAY_ADDRESS" --runtime-env-json "$runtime" -- python3 "$MILES_DIR/train.py" \
     "${BACKEND[@]}" "${TRUE_ON_POLICY_ARGS[@]}" "${COMPARISON[@]}" "${CHECKPOINT[@]}" "${ROLLOUT[@]}" \
     "${OBJECTIVE[@]}" "${OPTIMIZER[@]}" "${PARALLELISM[@]}" "${ENGINE[@]}" "$@"

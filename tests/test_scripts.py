@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from true_on_policy.flags import launch_flags
+from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import check_environment, model_contract
 
 ROOT = Path(__file__).parent.parent
@@ -139,8 +140,11 @@ def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path
         place = arguments.index(flag.words[0])
         assert tuple(arguments[place : place + len(flag.words)]) == flag.words
     words = (tmp_path / "ray.txt").read_text().splitlines()
-    environment = json.loads(words[words.index("--runtime-env-json") + 1])["env_vars"]
+    runtime = json.loads(words[words.index("--runtime-env-json") + 1])
+    environment = runtime["env_vars"]
     check_environment(contract, environment)
+    assert environment["TRUE_ON_POLICY_ENGINE_DUMP"].endswith("/true_on_policy")
+    assert runtime.get("worker_process_setup_hook") == (HOOK if backend == "fsdp" else None)
     assert environment["PYTHONPATH"].startswith(str(tmp_path / "a host"))
     assert arguments[arguments.index("--custom-config-path") + 1] == str(config)
     for flag, hook in hooks_of(arguments).items():

@@ -25,6 +25,7 @@ from true_on_policy.engine_settings import VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import PinError
 from true_on_policy.flags import add_contract_arguments, contract_of
+from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
@@ -38,7 +39,7 @@ Wanted = tuple[str, ...] | None
 ANY: Wanted = ()
 INIT = {
     "megatron": "--custom-megatron-init-path true_on_policy.hosts.miles_init",
-    "fsdp": "--true-on-policy-mode",
+    "fsdp": f"Ray's worker_process_setup_hook {HOOK}",
 }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from true_on_policy.errors import ContractError
+from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import (
     DEEP_GEMM,
     FAMILIES,
@@ -307,7 +308,15 @@ def run(arguments: argparse.Namespace) -> int:
         else [word for flag in flags for word in flag.words]
     )
     print("\n".join(lines))
+    if arguments.backend == "fsdp":
+        print(f"pins in the trainer: {_FSDP_PIN}", file=sys.stderr)
     return 0
+
+
+_FSDP_PIN = (
+    f'Ray, by --runtime-env-json \'{{"worker_process_setup_hook": "{HOOK}", ...}}\'; '
+    "Miles itself switches SGLang's mode on and no more"
+)
 
 
 def _refuse_host(host: str) -> None:

@@ -1,0 +1,89 @@
+"""The pin of Miles's FSDP trainer: Miles calls no hook of ours there before the model runs, Ray does.
+
+    ray job submit --runtime-env-json '{"worker_process_setup_hook": "true_on_policy.fsdp_worker.watch", ...}' ...
+
+Ray calls the function in each worker process of the job before an actor is made there. It costs nothing where Miles's
+FSDP trainer is not imported. Where it is, what `true_on_policy.hosts.miles_init` does on Megatron follows Miles's own
+step: once that has switched SGLang's mode on, and before a model is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from true_on_policy.errors import ContractError
+
+# Of Miles v0.1.0 and main (31f1ca96): the step of FSDPTrainRayActor.init between its process groups and its model.
+MODULE = "miles.backends.fsdp_utils.actor"
+ACTOR = "FSDPTrainRayActor"
+STEP = "_enable_true_on_policy_optimizations"
+HOOK = "true_on_policy.fsdp_worker.watch"
+
+
+def watch() -> None:
+    """Pin in this process as soon as it imports Miles's FSDP trainer, or at once where it has."""
+    if MODULE in sys.modules:
+        pin_in(sys.modules[MODULE])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds nothing itself: it lets `pin_in` follow the import of one module, and goes."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _then(spec.loader.exec_module, pin_in)  # type: ignore[method-assign]
+        return spec
+
+
+def _then(load: Callable[[ModuleType], None], follow: Callable[[ModuleType], None]):
+    def loaded(module: ModuleType) -> None:
+        load(module)
+        follow(module)
+
+    return loaded
+
+
+def pin_in(module: ModuleType) -> None:
+    """Let the pin follow the step of Miles; a second call changes nothing.
+
+    Raises:
+        ContractError: this Miles has no such step.
+    """
+    actor = getattr(module, ACTOR, None)
+    step = getattr(actor, STEP, None)
+    if actor is None or step is None:
+        raise ContractError(
+            f"{MODULE} has no {ACTOR}.{STEP}: nothing would pin in its trainer; seen in Miles v0.1.0 and main "
+            "(31f1ca96)"
+        )
+    if hasattr(step, "pins"):
+        return
+
+    @wraps(step)
+    def pinning(self: Any, args: Any) -> None:
+        import torch
+
+        from true_on_policy.hosts.start import start
+
+        step(self, args)
+        # Miles's FSDP trainer declares --deterministic-mode, and nothing in it reads the flag.
+        torch.use_deterministic_algorithms(args.deterministic_mode)
+        start(args)
+
+    pinning.pins = True  # type: ignore[attr-defined]
+    setattr(actor, STEP, pinning)
