@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -34,18 +35,29 @@ def no_process_outlives_the_session() -> Iterator[None]:
     """What was started here inherited a mark, and so did its children; a process that is gone holds no port."""
     os.environ[MARK] = mark = uuid.uuid4().hex
     yield
+    end_helpers()
     deadline = time.monotonic() + GRACE_SECONDS
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not marked(mark), f"engine processes that nothing ended: {marked(mark)}"
+    assert not marked(mark), f"processes that nothing ended: {marked(mark)}"
+
+
+def end_helpers() -> None:
+    """Python's own, from which Megatron's ranks are forked; they would end with this process."""
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+    resource_tracker._resource_tracker._stop()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def marked(mark: str) -> list[str]:
-    """Process ids whose environment, as they were started, holds the mark; zombies have none."""
-    return [path.parent.name for path in Path("/proc").glob("[0-9]*/environ") if mark in _environment(path)]
+    """Processes whose environment, as they were started, holds the mark; zombies have none."""
+    return [_told(path.parent) for path in Path("/proc").glob("[0-9]*/environ") if mark in _read(path)]
 
 
-def _environment(path: Path) -> str:
+def _told(process: Path) -> str:
+    return f"{process.name}: {_read(process / 'cmdline')}".replace("\0", " ")[:200]
+
+
+def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:  # it ended meanwhile, or is another user's
