@@ -38,7 +38,7 @@ from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import ENGINES, TRAINERS
 
-pytestmark = pytest.mark.timeout(1200)  # two servers start in one; each has 300 s
+pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 
 PROMPT = tuple(range(2, 150))  # longer than a chunk of the prefill
 REQUESTS = [Request((5, 6, 7), 40, seed=1), Request(PROMPT, 30, seed=2), Request((9,), 35, seed=3)]

@@ -23,7 +23,7 @@ from true_on_policy.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.protocol import sampled_log_probs
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 
 CONTRACT = Contract(dtype="bf16")
 

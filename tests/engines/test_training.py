@@ -17,7 +17,7 @@ import torch
 from test_local_loop import records
 from test_local_true_on_policy import EXTREMES, PUSHED, corrected, sides, weights
 
-pytestmark = pytest.mark.timeout(900)  # two runs at most, each of 400 s at most
+pytestmark = pytest.mark.timeout(1800)  # two runs at most, each of 800 s at most
 
 TESTS = Path(__file__).resolve().parents[1]
 HOOKS = "test_local_true_on_policy"
@@ -35,7 +35,7 @@ def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
     )
 
 

@@ -18,7 +18,7 @@ from true_on_policy.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 
 PROMPT = tuple(range(2, 150))  # longer than a chunk of the prefill
 REQUESTS = [Request((5, 6, 7), 40), Request(PROMPT, 30), Request((9,), 35, temperature=0.7)]

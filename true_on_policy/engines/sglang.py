@@ -19,7 +19,7 @@ from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, free_port
 from true_on_policy.norm_order import NormOrder
 
-START_SECONDS = 300
+START_SECONDS = 600  # 15 s on two idle cores; more than 300 were seen on overloaded ones
 GENERATE_SECONDS = 300
 Target = Literal["fsdp"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -19,7 +19,7 @@ from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, free_port
 from true_on_policy.norm_order import ORDERS, NormOrder
 
-START_SECONDS = 300
+START_SECONDS = 600
 GENERATE_SECONDS = 300
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ABSENT = -9999.0  # what its server says in place of a log-prob that it does not have
