@@ -206,6 +206,19 @@ def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"}, "rollout_rs_threshold: got 0"),
         (GEO | {"rollout_rs_threshold_lower": 0.9}, "rollout_rs_threshold_lower: verl 0.9.1 has no such key"),
         ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of ppo_clip, reinforce"),
+        (
+            FLAT | {"rollout_is": True, "rollout_rs": "geometric"},
+            "rollout_rs: of another verl than rollout_is",
+        ),
+        (
+            {"rollout_is": True, "rollout_token_veto_threshold": 1e-4},
+            "rollout_token_veto_threshold: of another verl than rollout_is: True, .*rollout_is: token",
+        ),
+        (
+            {"algorithm": {"gamma": 1.0, "rollout_iss": True}},
+            "rollout_iss: no key of verl's.*did you mean rollout_is",
+        ),
+        ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, "nothing to translate"),
         ({"algorithm": {"gamma": 1.0}}, "nothing to translate: no algorithm.rollout_correction"),
     ],
 )

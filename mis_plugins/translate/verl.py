@@ -113,7 +113,8 @@ def _section(tree: Any) -> dict[str, Any]:
         if isinstance(holder.get("rollout_correction"), Mapping):
             return dict(holder["rollout_correction"])
     if "algorithm" in tree:
-        return {key: value for key, value in algorithm.items() if key in KNOWN}
+        ours = [key for key in algorithm if key in KNOWN or str(key).startswith("rollout_")]
+        return {key: algorithm[key] for key in ours if key != SECTION[1]}
     return dict(tree)
 
 
@@ -261,6 +262,16 @@ def _translate_bypass(draft: Draft) -> None:
 def _translate_boolean(draft: Draft) -> None:
     """`rollout_is_threshold` switches it on; `rollout_is` says whether the weights apply, beside rejection."""
     given = draft.given
+    for key in given:
+        if key not in (*BOOLEAN_DIALECT, "rollout_is", "rollout_is_threshold") and given[key] not in (
+            None,
+            False,
+        ):
+            sign = next(name for name in given if name in BOOLEAN_DIALECT or name == "rollout_is")
+            raise ConfigError(
+                f"{key}: of another verl than {sign}: {given[sign]}, whose release would ignore it; write rollout_is: "
+                f"token | sequence, as since, or drop {key}"
+            )
     if given.get("rollout_is_threshold") is None:
         return
     level = choice(given.get("rollout_is_level", "token"), "rollout_is_level", tuple(OVER_LEVEL))
