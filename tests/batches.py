@@ -240,8 +240,7 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
         if draw(st.booleans()):
             rule["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
     if narrow and (
-        any(rule.get("aggregate") != "valid" for rule in larger)
-        or (weight is not None and weight["level"] != "token")
+        any("aggregate" not in rule for rule in larger) or (weight is not None and weight["level"] != "token")
     ):
         config["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
     kept = {config.get("aggregate"), *(rule.get("aggregate") for rule in reject)}
