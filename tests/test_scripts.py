@@ -267,3 +267,7 @@ def running(process: int) -> bool:
     """Whether it exists and is no zombie."""
     stat = Path(f"/proc/{process}/stat")
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_ci_runs_the_engines_too() -> None:
+    assert 'bash "$scripts/test.sh" --engines' in (ROOT / ".ci" / "run").read_text()
