@@ -5,6 +5,7 @@ export MIS_TEST_RUN="$$-$RANDOM"
 
 kill_started() {
     local status=$? process
+    kill -KILL $(jobs -p) 2>/dev/null || true # just forked, and without the mark until it executes
     for process in $(grep -lsz "^MIS_TEST_RUN=$MIS_TEST_RUN\$" /proc/[0-9]*/environ | cut -d/ -f3); do
         kill -KILL "$process" 2>/dev/null || true # the search itself has ended by now
     done
