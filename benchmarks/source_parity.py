@@ -44,6 +44,10 @@ class Padded:
     mask: Tensor
 
 
+class Different(Exception):
+    """A preset keeps other tokens than its source."""
+
+
 Answer = tuple[Tensor, Tensor]  # weights, and what is kept, of each token
 Peer = Callable[[Padded], Answer]
 
@@ -144,7 +148,8 @@ def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     weights, kept = peer(x)
     theirs = torch.where(kept, weights, 0)[x.mask]
     mine = torch.where(ours.keep, ours.weights, 0).view_as(x.mask)[x.mask]
-    assert torch.equal(theirs > 0, mine > 0), f"{name}: other tokens are kept"
+    if not torch.equal(theirs > 0, mine > 0):
+        raise Different(f"{name}: other tokens are kept")
     return ((theirs - mine).abs() / theirs.clamp(min=1)).max().item(), int((mine > 0).sum())
 
 
@@ -164,7 +169,7 @@ def main() -> int:
     for name, peer in peers.items():
         try:
             rows = [difference(name, peer, x) for x in batches(BATCHES)]
-        except AssertionError as error:
+        except Different as error:
             print(error)
             return 1
         largest, weighed = max(row[0] for row in rows), sum(row[1] for row in rows)

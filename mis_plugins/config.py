@@ -32,10 +32,9 @@ LEVEL_OVER: dict[Level, Over] = {
     "geometric": "mean",
 }
 
-LEAST = 1e-6  # probability that `binary_kl` knows, of the token and of all others
-LARGEST_BINARY_KL = (1 - 2 * LEAST) * (
-    math.log1p(-LEAST) - math.log(LEAST)
-)  # of LEAST against 1 - LEAST: 13.8155
+LEAST_PROBABILITY = 1e-6  # that `binary_kl` knows, of the token and of all others
+# Of the least against all the rest: 13.8155.
+LARGEST_BINARY_KL = (1 - 2 * LEAST_PROBABILITY) * -math.log(LEAST_PROBABILITY / (1 - LEAST_PROBABILITY))
 
 # What a statistic of one token can be: a bound outside would drop nothing or everything.
 RANGE: dict[Statistic, tuple[float, float]] = {
@@ -350,13 +349,13 @@ class CorrectionConfig:
             )
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
-        if self.aggregate == "kept" and not any(map(self._drops_below, self._units_that_follow)):
+        if self.aggregate == "kept" and not any(map(self.drops_below, self._units_that_follow)):
             raise ConfigError(
                 "{aggregate}: kept has no effect without a rule or mask bound on tokens or segments, and a weight or "
                 "rule on larger units that does not say otherwise"
             )
         for i, rule in enumerate(self.reject):
-            if rule.aggregate == "kept" and not self._drops_below(rule.unit):
+            if rule.aggregate == "kept" and not self.drops_below(rule.unit):
                 raise ConfigError(
                     f"{{reject}}[{i}].aggregate: kept has no effect without a rule or mask bound on "
                     f"{'tokens' if rule.unit == 'segment' else 'tokens or segments'}"
@@ -431,15 +430,11 @@ class CorrectionConfig:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
 
-    def _drops_below(self, unit: Unit) -> bool:
+    def drops_below(self, unit: Unit) -> bool:
         """Whether less than such a unit can be dropped, by rules or by the bound of the weight."""
-        masks = self.weight is not None and self.weight.bound == "mask"
-        tokens = (masks and self.weight and self.weight.level == "token") or any(
-            rule.over == "token" for rule in self.reject
-        )
-        segments = (masks and self.weight and self.weight.by_segment) or any(
-            rule.unit == "segment" for rule in self.reject
-        )
+        masks = self.weight if self.weight and self.weight.bound == "mask" else None
+        tokens = any(rule.over == "token" for rule in self.reject) or (masks and masks.level == "token")
+        segments = any(rule.unit == "segment" for rule in self.reject) or (masks and masks.by_segment)
         return bool(tokens or (unit == "sequence" and segments))
 
     @property

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.config import LEAST, Statistic
+from mis_plugins.config import LEAST_PROBABILITY, Statistic
 from mis_plugins.divergence import k1, k2, k3
 from mis_plugins.ratios import LogProbs
 
-PROBABLE = math.log(LEAST), math.log1p(-LEAST)
+PROBABLE = math.log(LEAST_PROBABILITY), math.log1p(-LEAST_PROBABILITY)
 
 
 def prob_diff(log_probs: LogProbs) -> Float[Tensor, " T"]:

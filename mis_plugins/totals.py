@@ -101,7 +101,7 @@ def token_stage(
         passing=passing,
         keep=None,
     )
-    if not drops_tokens(config):
+    if not config.drops_below("sequence"):
         return stage
     keep = passing if weight and weight.bound == "mask" else usable
     for rule in config.reject:
@@ -216,7 +216,7 @@ def needed(config: CorrectionConfig) -> set[str]:
     if config.can_end_empty:
         names |= {"valid", _kept_row(config)}
     if config.denominator == "kept":
-        names |= {"valid", "kept" if drops_tokens(config) else "usable"}
+        names |= {"valid", "kept" if config.drops_below("sequence") else "usable"}
     if config.on_all_rejected == "keep":
         names |= {UNREJECTED[name] for name in names & set(UNREJECTED)}
     return names
@@ -240,12 +240,6 @@ def segment_rules(config: CorrectionConfig) -> list[RejectRule]:
     return [rule for rule in config.reject if rule.unit == "segment"]
 
 
-def drops_tokens(config: CorrectionConfig) -> bool:
-    """Whether less than a whole sequence can be rejected."""
-    masks = weighs_tokens(config) and config.weight is not None and config.weight.bound == "mask"
-    return masks or len(sequence_rules(config)) < len(config.reject)
-
-
 def monotone(config: CorrectionConfig) -> bool:
     """Whether the extreme weights of a sequence are those of its extreme token ratios."""
     weight = config.weight
@@ -264,7 +258,7 @@ def _kept_row(config: CorrectionConfig) -> str:
     """What tells whether anything of a sequence is kept, sequence rules aside."""
     if weighs_tokens(config):
         return "applied"
-    return "kept" if drops_tokens(config) else "usable"
+    return "kept" if config.drops_below("sequence") else "usable"
 
 
 def _needed_for_mean(config: CorrectionConfig) -> set[str]:
@@ -272,7 +266,7 @@ def _needed_for_mean(config: CorrectionConfig) -> set[str]:
     if weight is None or weight.normalize is None:
         return set()
     if weight.normalize.over == "kept":
-        kept = {"kept" if drops_tokens(config) else "usable"}
+        kept = {"kept" if config.drops_below("sequence") else "usable"}
         return kept | ({"applied"} if weight.level == "token" else set())
     if weight.level != "token":
         return set()
@@ -285,7 +279,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
     names = {"valid", "usable", "log_ratio", "log_ratio_max"} | set(COUNTS)
     if weighs_tokens(config):
         names |= {"applied", "applied_squared"}
-    elif drops_tokens(config):
+    elif config.drops_below("sequence"):
         names |= {"kept"}
     if config.metrics == "core":
         return names
@@ -297,7 +291,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
 def _needed_for_step(config: CorrectionConfig) -> set[str]:
     """For the rows of `step_rows.py`."""
     names = {"weighed"}
-    if drops_tokens(config):
+    if config.drops_below("sequence"):
         names |= {"kept"}
     for rule in config.reject:
         row = row_of(rule.statistic)

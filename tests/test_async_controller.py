@@ -27,7 +27,7 @@ from mis_plugins.local.asynchronous.controller import Controller, WorkerError
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.messages import Pause, Publish
 from mis_plugins.local.asynchronous.process import WorkerProcess
-from mis_plugins.local.asynchronous.watch import BEAT_SECONDS, Watch
+from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Watchdog
 from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Sampling
@@ -302,7 +302,7 @@ def test_only_silence_in_a_row_is_being_stuck_and_not_before_the_first_word(
             turn = next(turns, -1)
             return turn == -1
 
-    Watch(4 * BEAT_SECONDS, lambda: heard[turn], Over(), lambda: stuck.append(True)).run()
+    Watchdog(4 * BEAT_SECONDS, lambda: heard[turn], Over(), lambda: stuck.append(True)).run()
     assert bool(stuck) == expected
 
 

@@ -26,7 +26,7 @@ from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.scoring import Scoring
 from mis_plugins.local.asynchronous.source import ages as token_ages
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
-from mis_plugins.local.asynchronous.watch import LEAST_LIMIT_SECONDS
+from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import Loop, run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch

@@ -13,13 +13,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def commit(checkout: Path = REPOSITORY, paths: Sequence[str] = ("true_on_policy", "constraints.txt")) -> str:
     """Twelve digits, and `(modified)` where a tracked file among `paths` differs; unknown outside a checkout."""
     # An installed package may lie in another project's checkout.
-    if Path(_git(checkout, "rev-parse", "--show-toplevel") or "/").resolve() != checkout.resolve():
+    if Path(git(checkout, "rev-parse", "--show-toplevel") or "/").resolve() != checkout.resolve():
         return UNKNOWN
-    changed = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *paths)
-    return _git(checkout, "rev-parse", "HEAD")[:12] + (" (modified)" if changed else "")
+    changed = git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *paths)
+    return git(checkout, "rev-parse", "HEAD")[:12] + (" (modified)" if changed else "")
 
 
-def _git(checkout: Path, *words: str) -> str:
+def git(checkout: Path, *words: str) -> str:
     """Nothing where there is no git, or no repository."""
     command = ["git", "-C", str(checkout), *words]
     try:

@@ -148,12 +148,16 @@ def _gemm(contract: GpuContract) -> tuple[Check, ...]:
     return (
         *rows,
         Check(
-            *("sglang: MM DeepGEMM", ("on",) if trainer else None, ("on" if engine else "off",)),
+            "sglang: MM DeepGEMM",
+            ("on",) if trainer else None,
+            ("on" if engine else "off",),
             f"{DEEP_GEMM}={int(engine)} before the processes start"
             + "; install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1" * engine,
         ),
         Check(
-            *("sglang: MM fallback variant", ("off",) if contract.mode == "sglang" else None, ("off",)),
+            "sglang: MM fallback variant",
+            ("off",) if contract.mode == "sglang" else None,
+            ("off",),
             "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before the processes start",
         ),
     )
@@ -162,7 +166,9 @@ def _gemm(contract: GpuContract) -> tuple[Check, ...]:
 def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
     return (
         Check(
-            *("TF32", ("off",), ("off",)),
+            "TF32",
+            ("off",),
+            ("off",),
             f"{_pinned(contract)}; in the engine: no --sglang-enable-tf32-matmul; no NVIDIA_TF32_OVERRIDE",
         ),
         Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
@@ -297,7 +303,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--engine", metavar="URL", help="a running SGLang, for example http://127.0.0.1:30000"
     )
     parser.add_argument(
-        *("--engine-dump",),
+        "--engine-dump",
         metavar="PATH",
         type=Path,
         default=os.environ.get(FOLDER),

@@ -178,8 +178,12 @@ class _Packed:
         query, key, value = self.sequences[i]
         starts, seen = (torch.tensor(n, dtype=torch.int32, device=query.device) for n in ([0, 1], [t + 1]))
         out = library.flash_attn_with_kvcache(
-            *(query[t : t + 1], key[None], value[None]),
-            **{"cache_seqlens": seen, "cu_seqlens_q": starts, "max_seqlen_q": longest},
+            query[t : t + 1],
+            key[None],
+            value[None],
+            cache_seqlens=seen,
+            cu_seqlens_q=starts,
+            max_seqlen_q=longest,
             causal=True,
         )
         return _output(out)

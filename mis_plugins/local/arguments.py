@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.local.asynchronous.watch import LEAST_LIMIT_SECONDS
+from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
 from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.reading import from_args

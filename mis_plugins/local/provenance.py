@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from true_on_policy.commit import REPOSITORY, commit, git
 
 
 def measured_with(
@@ -22,8 +21,8 @@ def measured_with(
     """
     found = {"command": command, "python": platform.python_version(), "cpu": _cpu()}
     found |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
-    found["mis-plugins commit"] = _commit(REPOSITORY, measured)
-    return found | {f"{name} commit": _commit(path, (".",)) for name, path in (checkouts or {}).items()}
+    found["mis-plugins commit"] = commit(REPOSITORY, measured)
+    return found | {f"{name} commit": commit(path, (".",)) for name, path in (checkouts or {}).items()}
 
 
 def as_markdown(found: Mapping[str, str]) -> str:
@@ -35,21 +34,6 @@ def committed_tree(folder: str) -> str | None:
     """A name of all that a folder of this repository holds; None where it holds what no commit does."""
     changed = git(REPOSITORY, "status", "--porcelain", "--", folder)
     return None if changed else git(REPOSITORY, "rev-parse", "--quiet", "--verify", f"HEAD:{folder}") or None
-
-
-def git(path: Path, *words: str) -> str:
-    """Nothing where there is no git, or no repository."""
-    command = ["git", "-C", str(path), *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
-def _commit(path: Path, measured: Sequence[str]) -> str:
-    asked = git(path, "rev-parse", "HEAD")
-    changed = git(path, "status", "--porcelain", "--untracked-files=no", "--", *measured)
-    return (asked[:12] or "unknown") + (" (modified)" if changed else "")
 
 
 def _cpu() -> str:

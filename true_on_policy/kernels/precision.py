@@ -48,7 +48,9 @@ def _attribute(owner: str, name: str, full: Any) -> Switch:
 SWITCHES = (
     Switch(
         "torch.set_float32_matmul_precision",
-        *(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "highest",
     ),
     _attribute("cuda.matmul", "allow_tf32", False),
     _attribute("cudnn", "allow_tf32", False),

@@ -17,10 +17,10 @@ from mis_plugins.errors import InputError
 from mis_plugins.hooks import Hooks
 from mis_plugins.local.asynchronous.ledger import Ledger, Wanted
 from mis_plugins.local.asynchronous.messages import (
+    Beat,
     Begin,
     Event,
     Failed,
-    Moving,
     Pause,
     Paused,
     Publish,
@@ -186,7 +186,7 @@ class Controller:
 
     def _heard(self, event: Event) -> None:
         """On the thread of the worker."""
-        if isinstance(event, Moving):
+        if isinstance(event, Beat):
             return
         if isinstance(event, Tokens):
             self._fruitless = 0

@@ -69,8 +69,8 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Moving:
-    """The worker has used processor time since it last said this; see `watch.py`."""
+class Beat:
+    """The worker has used processor time since it last said this; see `watchdog.py`."""
 
 
-Event = Tokens | Paused | Failed | Moving
+Event = Tokens | Paused | Failed | Beat

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 from mis_plugins.local.asynchronous.messages import Command, Event, Stop
-from mis_plugins.local.asynchronous.watch import Watch
+from mis_plugins.local.asynchronous.watchdog import Watchdog
 from mis_plugins.local.asynchronous.worker import WorkerSettings, run
 
 logger = logging.getLogger("mis_plugins")
@@ -55,8 +55,8 @@ class WorkerProcess:
         self.fault: Exception | None = None
         self._thread = threading.Thread(target=self._listen, args=(heard, ended), daemon=True)
         self._thread.start()
-        self._watch = Watch(limit_s, lambda: self._events, self._gone, self._stuck)
-        self._watch.start()
+        self._watchdog = Watchdog(limit_s, lambda: self._events, self._gone, self._stuck)
+        self._watchdog.start()
 
     @property
     def pid(self) -> int:
@@ -89,7 +89,7 @@ class WorkerProcess:
         if self._process.is_alive():
             self._process.kill()
         self._thread.join()
-        self._watch.join()
+        self._watchdog.join()
         asking.join()
         self._process.join()
         self._connection.close()

@@ -71,13 +71,10 @@ def _rest(content: Mapping[str, Any]) -> str:
 
 
 def _throughput(measured: Mapping[str, Any]) -> str:
-    rows = measured["rows"]
-    alone = {one["step_seconds"]: one for one in rows if one["bound"] == 0}
     said = [
-        f"  * {one['step_seconds']:g} s a decode step, a bound of {one['bound']}: "
-        f"{spread(gains(one, alone[one['step_seconds']])[0], '{:.2f}')}"
-        for one in rows
-        if one["bound"]
+        f"  * {row['step_seconds']:g} s a decode step, a bound of {row['bound']}: {spread(gain, '{:.2f}')}"
+        for row, gain, _ in gains(measured)
+        if row["bound"]
     ]
     return "\n".join([*said, f"  * {verdict(measured)}"])
 

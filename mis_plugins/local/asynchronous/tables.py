@@ -124,24 +124,27 @@ def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
     """The text, with what to think of it, and the table."""
-    rows = measured["rows"]
-    alone = {one["step_seconds"]: one for one in rows if one["bound"] == 0}
 
-    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
-        gain, most = gains(one, alone[one["step_seconds"]])
+    def row(one: Mapping[str, Any], gain: Sequence[float], most: Sequence[float]) -> tuple[str, ...]:
         numbers = (f"{one['step_seconds']:g} s", str(one["bound"]), spread(one["tokens_a_second"], "{:.0f}"))
         shares = (spread(one["waiting"], "{:.0%}"), spread(one["recompute"], "{:.1%}"))
         return (*numbers, spread(gain, "{:.2f}"), spread(most, "{:.2f}"), *shares)
 
     head = ("step", "bound", "tokens / s", "over synchronous", "at most", "waiting", "recompute")
-    text = THROUGHPUT.format(rounds=len(rows[0]["waiting"]), verdict=verdict(measured))
-    return text, table(head, map(row, rows))
+    text = THROUGHPUT.format(rounds=len(measured["rows"][0]["waiting"]), verdict=verdict(measured))
+    return text, table(head, (row(*one) for one in gains(measured)))
 
 
-def gains(run: Mapping[str, Any], synchronous: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """By round: throughput over that of the synchronous run, and what it can be if only its waiting is saved."""
-    pairs = zip(run["tokens_a_second"], synchronous["tokens_a_second"], strict=True)
-    return [ours / theirs for ours, theirs in pairs], [1 / (1 - share) for share in synchronous["waiting"]]
+def gains(measured: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], list[float], list[float]]]:
+    """Each row, and by round: its throughput over the synchronous run's, and what saving only the waiting can give."""
+    rows = measured["rows"]
+    synchronous = {row["step_seconds"]: row for row in rows if row["bound"] == 0}
+
+    def gain(row: Mapping[str, Any], alone: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+        pairs = zip(row["tokens_a_second"], alone["tokens_a_second"], strict=True)
+        return [ours / theirs for ours, theirs in pairs], [1 / (1 - share) for share in alone["waiting"]]
+
+    return [(row, *gain(row, synchronous[row["step_seconds"]])) for row in rows]
 
 
 def busy(measured: Mapping[str, Any]) -> bool:
@@ -151,13 +154,11 @@ def busy(measured: Mapping[str, Any]) -> bool:
 
 def verdict(measured: Mapping[str, Any]) -> str:
     """What a measurement of throughput proves."""
-    alone = {one["step_seconds"]: one for one in measured["rows"] if one["bound"] == 0}
     load, processors = measured["load_before"], measured["processors"]
     said = f"The load average before was {load:.1f} on {processors} processors"
     if busy(measured):
         return f"{said}: **too busy a machine to prove anything.**"
-    pairs = [gains(one, alone[one["step_seconds"]]) for one in measured["rows"] if one["bound"]]
-    if any(fmean(gain) > fmean(most) for gain, most in pairs):
+    if any(fmean(gain) > fmean(most) for row, gain, most in gains(measured) if row["bound"]):
         return f"{said}. **A gain above `at most` is an error of measurement.**"
     return f"{said}."
 

@@ -15,11 +15,11 @@ import torch
 
 from mis_plugins.errors import MisError
 from mis_plugins.local.asynchronous.messages import (
+    Beat,
     Begin,
     Command,
     Event,
     Failed,
-    Moving,
     Pause,
     Paused,
     Publish,
@@ -27,7 +27,7 @@ from mis_plugins.local.asynchronous.messages import (
     Stop,
     Tokens,
 )
-from mis_plugins.local.asynchronous.watch import BEAT_SECONDS, Pulse
+from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Heartbeat
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Decoding, Sampling
 from mis_plugins.local.engine import DecodeEngine
@@ -58,7 +58,7 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     torch.set_num_threads(1)  # as a rank of the trainer: threads may change the last bits of a sum
     voice = Voice(connection)
-    Pulse(lambda: voice.say(Moving())).start()
+    Heartbeat(lambda: voice.say(Beat())).start()
     try:
         Worker(connection, voice, settings).serve()
     except (EOFError, OSError):

@@ -21,15 +21,15 @@ START_SECONDS = 300.0
 """To the first word, at least: a process that imports its libraries from a slow disk cannot speak yet."""
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Calls `tell` while the thread that made this one moves.
 
     Args:
-        tell: what it raises ends the pulse.
+        tell: what it raises ends it.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:
-        super().__init__(name="pulse", daemon=True)
+        super().__init__(name="heartbeat", daemon=True)
         self._tell = tell
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
@@ -45,7 +45,7 @@ class Pulse(threading.Thread):
             time.sleep(BEAT_SECONDS)
 
 
-class Watch(threading.Thread):
+class Watchdog(threading.Thread):
     """Calls `stuck`, once, when nothing was heard for `limit_s` seconds; for `START_SECONDS` before the first word.
 
     Only seconds in which this thread itself ran are counted: a trainer that was stopped for an hour has not heard what
@@ -59,7 +59,7 @@ class Watch(threading.Thread):
     def __init__(
         self, limit_s: float, heard: Callable[[], int], over: threading.Event, stuck: Callable[[], None]
     ) -> None:
-        super().__init__(name="watch", daemon=True)
+        super().__init__(name="watchdog", daemon=True)
         self._limit_s, self._heard, self._over, self._stuck = limit_s, heard, over, stuck
 
     def run(self) -> None:
