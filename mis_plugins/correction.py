@@ -69,6 +69,17 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class LogPerplexity:
+    """Mean over the usable tokens of each sequence, 0 where there are none: of -log pi_old, of -log mu, and by how much
+    the first exceeds the second.
+    """
+
+    training: Float[Tensor, " N"]
+    rollout: Float[Tensor, " N"]
+    excess: Float[Tensor, " N"]
+
+
+@dataclass(frozen=True)
 class Correction:
     """What a micro-batch's loss is multiplied by and what of it stays.
 
@@ -112,10 +123,16 @@ class Correction:
         return self.verdict.all_rejected
 
     @cached_property
-    def means(self) -> dict[str, Float[Tensor, " N"]]:
-        """Mean over the usable tokens of each sequence, 0 where there are none; of the totals summed for metrics."""
-        count = self.totals["usable"].clamp(min=1)
-        return {name: self.totals[name] / count for name in ("log_ratio", "proximal", "ratio_squared")}
+    def usable_count(self) -> Float[Tensor, " N"]:
+        """How many tokens a metric's mean is taken over; 1 where there are none."""
+        return self.totals["usable"].clamp(min=1)
+
+    @cached_property
+    def log_ppl(self) -> LogPerplexity:
+        """Needs metrics."""
+        count = -self.usable_count
+        training, excess = (self.totals[name] / count for name in ("proximal", "log_ratio"))
+        return LogPerplexity(training, training - excess, excess)
 
     @cached_property
     def live(self) -> Bool[Tensor, " N"]:

@@ -85,6 +85,7 @@ def diagnose(correction: Correction, prefix: str = "mis_") -> TokenMetrics:
     return TokenMetrics(correction, catalogue(correction.config), prefix)
 
 
+@cache
 def catalogue(config: CorrectionConfig) -> Catalogue:
     """Which metrics a config has."""
     if config.metrics == "none":
@@ -130,22 +131,22 @@ def kept_fraction(c: Correction) -> Tensor:
 
 def training_log_ppl(c: Correction) -> Float[Tensor, " N"]:
     """Mean of -log pi_old over the sequence."""
-    return -c.means["proximal"]
+    return c.log_ppl.training
 
 
 def rollout_log_ppl(c: Correction) -> Float[Tensor, " N"]:
     """Mean of -log mu over the sequence."""
-    return c.means["log_ratio"] - c.means["proximal"]
+    return c.log_ppl.rollout
 
 
 def log_ppl_diff(c: Correction) -> Float[Tensor, " N"]:
     """Mean of log mu - log pi_old: above 0 where the trainer is the more surprised."""
-    return -c.means["log_ratio"]
+    return c.log_ppl.excess
 
 
 def chi2_token(c: Correction) -> Float[Tensor, " N"]:
     """Mean of r_t^2, less 1."""
-    return c.means["ratio_squared"] - 1
+    return c.totals["ratio_squared"] / c.usable_count - 1
 
 
 def chi2_seq(c: Correction) -> Float[Tensor, " N"]:
@@ -163,7 +164,7 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
 
 def final_min(c: Correction) -> Float[Tensor, " N"]:
     """Smallest of them."""
-    return torch.where(c.totals["usable"] == c.totals["valid"], _extreme_weight(c, "min"), 0)
+    return torch.where(c.totals.known, _extreme_weight(c, "min"), 0)
 
 
 def final_max(c: Correction) -> Float[Tensor, " N"]:
@@ -176,9 +177,7 @@ def final_max(c: Correction) -> Float[Tensor, " N"]:
 
 def ratio_max(c: Correction) -> Float[Tensor, ""]:
     """Largest token ratio before any bound, its log clamped at 20; 0 where no token is usable."""
-    row = c.totals["log_ratio_max"]
-    largest = row.amax() if row.numel() else row.new_full((), -torch.inf)
-    return exp_clamped(largest) * (largest > -torch.inf)
+    return _largest(c.totals["ratio_max"])
 
 
 def ratio_min(c: Correction) -> Float[Tensor, ""]:
@@ -232,7 +231,7 @@ SEQUENCE: dict[str, Metric] = {
     "rollout_log_ppl": rollout_log_ppl,
     "rollout_ppl": lambda c: rollout_log_ppl(c).exp(),
     "log_ppl_diff": log_ppl_diff,
-    "log_ppl_abs_diff": lambda c: c.means["log_ratio"].abs(),
+    "log_ppl_abs_diff": lambda c: log_ppl_diff(c).abs(),
     "ppl_ratio": lambda c: log_ppl_diff(c).exp(),
     "chi2_token": chi2_token,
     "chi2_seq": chi2_seq,
@@ -371,9 +370,10 @@ def _extreme_weight(c: Correction, side: Literal["min", "max"]) -> Float[Tensor,
     if c.sequence_weight is not None:
         return _normalized(c, c.sequence_weight)
     if weight is None:
-        return torch.ones_like(c.totals[f"log_ratio_{side}"])
+        return torch.ones_like(c.totals["valid"])
     if monotone(c.config):
-        return _normalized(c, BOUNDS[weight.bound](exp_clamped(c.totals[f"log_ratio_{side}"]), weight))
+        ratio = c.totals["ratio_max"] if side == "max" else c.totals.ratio_min
+        return _normalized(c, BOUNDS[weight.bound](ratio, weight))
     row = c.totals[f"{'weight' if zero_weights(c.config) else 'passing_weight'}_{side}"]
     return _normalized(c, row.nan_to_num(posinf=0.0, neginf=0.0))
 

@@ -27,29 +27,29 @@ class Layout:
     """The response tokens that this rank holds.
 
     response_lengths: of each whole sequence.
-    spans: this rank's pieces of each response, in order; one for a whole response.
+    spans: this rank's pieces of each response, in order; None where every response is whole.
     """
 
     response_lengths: Sequence[int]
-    spans: Sequence[Sequence[Span]]
+    spans: Sequence[Sequence[Span]] | None = None
 
     @cached_property
     def local_lengths(self) -> list[int]:
-        if not self.sharded:
+        if self.spans is None:
             return list(self.response_lengths)
         return [sum(stop - start for start, stop in pieces) for pieces in self.spans]
 
-    @cached_property
-    def sharded(self) -> bool:
-        return any(len(pieces) > 1 for pieces in self.spans)
+    def pieces(self, sequence: int) -> Sequence[Span]:
+        """Of one response, those on this rank."""
+        return [(0, self.response_lengths[sequence])] if self.spans is None else self.spans[sequence]
 
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
         """The host's full-response masks, concatenated, placed on this rank."""
         ends = [0, *accumulate(self.local_lengths)]
-        if not self.sharded:
+        if self.spans is None:
             return Placed(Ragged(to_device(ends, loss_mask.device), loss_mask.bool(), ranks))
         full_ends = [0, *accumulate(self.response_lengths)]
-        parts = [ends, full_ends, *self._pieces()]
+        parts = [ends, full_ends, *self._shifts(self.spans)]
         table = to_device([number for part in parts for number in part], loss_mask.device)
         cu_seqlens, starts, counts, offsets = table.split([len(part) for part in parts])
         index = torch.arange(ends[-1], device=loss_mask.device)
@@ -57,10 +57,10 @@ class Layout:
         whole = Responses(starts, loss_mask.bool(), index)
         return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole))
 
-    def _pieces(self) -> tuple[list[int], list[int]]:
+    def _shifts(self, spans: Sequence[Sequence[Span]]) -> tuple[list[int], list[int]]:
         """Length of each piece, and what to add to a local position in it to find it among all responses."""
         lengths, shifts, local, full = [], [], 0, 0
-        for response, pieces in zip(self.response_lengths, self.spans, strict=True):
+        for response, pieces in zip(self.response_lengths, spans, strict=True):
             for start, stop in pieces:
                 lengths.append(stop - start)
                 shifts.append(full + start - local)
@@ -96,7 +96,7 @@ class Placed:
 
 def whole(response_lengths: Sequence[int]) -> Layout:
     """Every response whole on this rank."""
-    return Layout(response_lengths, [[(0, length)] for length in response_lengths])
+    return Layout(response_lengths)
 
 
 def zigzag(

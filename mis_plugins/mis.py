@@ -302,4 +302,5 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
         return batch.loss_masks
     keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
     masks = batch.loss_mask
-    return list((masks * keep.to(masks.dtype)).split(list(batch.layout.response_lengths)))
+    # Times the host's own numbers, in a copy, which bools would not be without asking.
+    return list(keep.to(masks.dtype, copy=True).mul_(masks).split(list(batch.layout.response_lengths)))

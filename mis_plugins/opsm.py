@@ -47,7 +47,7 @@ def sequence_means(
     The first is a sum over policies: mean(log mu - log pi_old), once a rollout, plus mean(log pi_old - log pi_theta).
     """
     mask = ragged.loss_mask
-    log_r, usable = log_ratio(reference, target, mask)
+    log_r, usable, _ = log_ratio(reference, target, mask)
     rows, _ = ragged.over_sequence((log_r, torch.where(mask, advantages, 0), usable, mask))
     total, advantage, known, valid = rows.unbind()
     return torch.where(known == valid, total / valid.clamp(min=1), torch.inf), advantage / valid.clamp(min=1)

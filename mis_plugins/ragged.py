@@ -118,9 +118,9 @@ class Ragged:
         # unsafe skips a check of the offsets that would wait for the device.
         reduce = functools.partial(torch.segment_reduce, reduce="sum", offsets=self.cu_seqlens, unsafe=True)
         totals = [reduce(wide.copy_(as_bytes(x))) for x in sums]
-        totals += [reduce(wide.copy_(x).square_()) for x in squares]
+        totals += [reduce(wide.copy_(x).mul_(wide)) for x in squares]
         for x in both:
-            totals += [reduce(wide.copy_(x)), reduce(wide.square_())]
+            totals += [reduce(wide.copy_(x)), reduce(wide.mul_(wide))]
         return totals
 
     def _extreme(self, x: Float[Tensor, " T"], op: Literal["amin", "amax"]) -> Float[Tensor, " N"]:

@@ -50,6 +50,8 @@ AREAL_KEYS = (
     "use_decoupled_loss",
 )  # `max_head_offpolicyness` bounds the rollout, and is the host's own
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
+OUR_PREFIXES = ("tis_", "rs_", "mis_", "behav_imp_")
+KNOWN_KEYS = frozenset(FLAT_KEYS + AREAL_KEYS + HOST_KEYS)
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
@@ -171,15 +173,14 @@ def from_args(args: Any) -> CorrectionConfig:
     """
     attributes = vars(args)
     for name in attributes:
-        if name.startswith(("tis_", "rs_", "mis_")) and name not in FLAT_KEYS + HOST_KEYS:
-            raise ConfigError(f"{name}: unknown key{_suggest(name, FLAT_KEYS)}")
-        if name == "rejection_sampling":
-            raise ConfigError(
-                "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
-                "areal-rejection-sampling does (docs/peers.md tells where the answers differ)"
-            )
-        if name.startswith("behav_imp_") and name not in AREAL_KEYS:
-            raise ConfigError(f"{name}: unknown key{_suggest(name, AREAL_KEYS)}")
+        if name.startswith(OUR_PREFIXES) and name not in KNOWN_KEYS:
+            known = AREAL_KEYS if name.startswith("behav_imp_") else FLAT_KEYS
+            raise ConfigError(f"{name}: unknown key{_suggest(name, known)}")
+    if "rejection_sampling" in attributes:
+        raise ConfigError(
+            "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
+            "areal-rejection-sampling does (docs/peers.md tells where the answers differ)"
+        )
     nested = attributes.get("mis")
     flat = {key: attributes[key] for key in FLAT_KEYS if key in attributes}
     areal = {key: attributes[key] for key in AREAL_KEYS if attributes.get(key) is not None}

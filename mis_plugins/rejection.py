@@ -41,6 +41,11 @@ class Totals(dict[str, Tensor]):
         return torch.where(self.known, exp_clamped(self.mean_log_ratio), 0)
 
     @cached_property
+    def ratio_min(self) -> Float[Tensor, " N"]:
+        """The smallest ratio of its tokens, clamped."""
+        return exp_clamped(self["log_ratio_min"])
+
+    @cached_property
     def seen(self) -> Bool[Tensor, " N"]:
         """Units with a usable token."""
         return self["usable"] > 0

@@ -24,7 +24,7 @@ from torch import Tensor
 from mis_plugins.config import SegmentWiseConfig
 from mis_plugins.errors import InputError
 from mis_plugins.loglinear import loglinear
-from mis_plugins.ratios import exp_clamped, log_ratio
+from mis_plugins.ratios import exp_clamped, log_ratio, only_
 from mis_plugins.weights import bounded_weight, in_bounds
 
 NO_VERSION = -1  # of a token that no version wrote: of a prompt, a tool
@@ -107,9 +107,9 @@ def behavior_weight(
 
     What `correct` makes of the same log-probs with `config.weight`.
     """
-    log_r, usable = log_ratio(proximal_t, behavior, loss_mask)
+    log_r, usable, known = log_ratio(proximal_t, behavior, loss_mask)
     passing = in_bounds(log_r, usable, config.weight)
-    ratio = torch.where(usable, exp_clamped(log_r), 0)
+    ratio = only_(exp_clamped(log_r), known)
     weights = bounded_weight(ratio, usable, passing, config.weight)
     return BehaviorWeight(weights, passing if config.mode == "mask" else loss_mask)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule, Statistic
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import LogProbs, exp_clamped, log_ratio
+from mis_plugins.ratios import LogProbs, bits, exp_clamped, log_ratio, nonfinite, only, only_
 from mis_plugins.rejection import Totals, passes, row_of, total_of
 from mis_plugins.statistics import STATISTICS
 from mis_plugins.weights import bounded_weight, in_bounds
@@ -22,7 +23,7 @@ class TokenStage:
     """What is known of each local token before its sequence is.
 
     log_ratio: log pi_old - log mu; 0 where it is not usable.
-    usable: in loss_mask, and both log-probs finite.
+    usable: in loss_mask, and both log-probs finite. known: the same as `bits`.
     ratio: exp(log_ratio), clamped; 0 where it is not usable.
     unit_log_ratio: log ratio of what weighs the token, itself or its segment; None at the other levels. With
         segment-wise weights log pi_{v+1} - log mu, and a token of which that is not known is not usable either.
@@ -36,6 +37,7 @@ class TokenStage:
     loss_mask: Bool[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
+    known: Int[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     unit_log_ratio: Float[Tensor, " T"] | None
     weight: Float[Tensor, " T"] | None
@@ -54,7 +56,7 @@ class TokenStage:
         if not self.config.segment_wise_on:
             return self.ratio
         assert self.unit_log_ratio is not None
-        return torch.where(self.usable, exp_clamped(self.unit_log_ratio), 0)
+        return only_(exp_clamped(self.unit_log_ratio), self.known)
 
     @property
     def applied(self) -> Float[Tensor, " T"]:
@@ -65,7 +67,7 @@ class TokenStage:
     def statistic(self, name: Statistic) -> Float[Tensor, " T"]:
         """What a rule looks at, 0 where it is not known."""
         value = STATISTICS[name](self.log_ratio, self.log_probs)
-        return torch.where(self.usable, value, 0) if name.endswith(("prob", "diff", "_kl")) else value
+        return only(value, self.known) if name.endswith(("prob", "diff", "_kl")) else value
 
 
 def token_stage(
@@ -80,21 +82,22 @@ def token_stage(
     Args:
         numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
     """
-    log_r, usable = log_ratio(proximal, behavior, loss_mask)
+    log_r, usable, known = log_ratio(proximal, behavior, loss_mask)
     weighed = log_r
     if numerator is not None:
-        weighed, usable = log_ratio(numerator, behavior, usable)
-        log_r = torch.where(usable, log_r, 0)
-    ratio = torch.where(usable, exp_clamped(log_r), 0)
+        weighed, usable, known = log_ratio(numerator, behavior, usable)
+        log_r = only_(log_r, known)
+    ratio = only_(exp_clamped(log_r), known)
     weight = config.weight if config.weight and config.weight.level == "token" else None
     passing = in_bounds(weighed, usable, weight) if weight else usable
-    bounds = ratio if numerator is None else torch.where(usable, exp_clamped(weighed), 0)
+    bounds = ratio if numerator is None else only_(exp_clamped(weighed), known)
     stage = TokenStage(
         config=config,
         log_probs=LogProbs(proximal, behavior),
         loss_mask=loss_mask,
         log_ratio=log_r,
         usable=usable,
+        known=known,
         ratio=ratio,
         unit_log_ratio=weighed if weight else None,
         weight=bounded_weight(bounds, usable, passing, weight) if weight else None,
@@ -114,7 +117,9 @@ def narrowed(stage: TokenStage) -> TokenStage:
     """The same with nothing but the kept tokens in it."""
     assert stage.keep is not None
     log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
-    return replace(stage, loss_mask=stage.keep, usable=stage.keep, log_ratio=log_ratio)
+    return replace(
+        stage, loss_mask=stage.keep, usable=stage.keep, known=bits(stage.keep), log_ratio=log_ratio
+    )
 
 
 Row = Callable[[TokenStage], Tensor | None]
@@ -122,7 +127,7 @@ Row = Callable[[TokenStage], Tensor | None]
 SUMS: dict[str, Row] = {
     "valid": lambda stage: stage.loss_mask,
     "usable": lambda stage: stage.usable,
-    "proximal": lambda stage: torch.where(stage.usable, stage.log_probs.proximal.float(), 0),
+    "proximal": lambda stage: only(stage.log_probs.proximal.float(), stage.known),
     "weighed": lambda stage: stage.weighed,
     "weight": lambda stage: stage.weight,
     "counted": lambda stage: stage.counted,
@@ -147,9 +152,8 @@ COUNTS: dict[str, Callable[[TokenStage], Tensor]] = {
 }
 
 
-def _nonfinite(x: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """Not 0, in fact NaN, where x is NaN or infinite at a valid token."""
-    return torch.where(loss_mask, x - x, 0)
+def _nonfinite(x: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Bool[Tensor, " T"]:
+    return loss_mask & nonfinite(x)
 
 
 def _extremes(suffix: str, none: float) -> dict[str, Row]:
@@ -166,7 +170,7 @@ def _extremes(suffix: str, none: float) -> dict[str, Row]:
 
 
 MINIMA: dict[str, Row] = _extremes("_min", torch.inf)
-MAXIMA: dict[str, Row] = _extremes("_max", -torch.inf)
+MAXIMA: dict[str, Row] = {"ratio_max": lambda stage: stage.ratio} | _extremes("_max", -torch.inf)
 
 
 def over_sequences(stage: TokenStage, ragged: Ragged, config: CorrectionConfig) -> Totals:
@@ -207,7 +211,8 @@ def _row(row: Row, stage: TokenStage) -> Tensor:
     return value
 
 
-def needed(config: CorrectionConfig) -> set[str]:
+@cache
+def needed(config: CorrectionConfig) -> frozenset[str]:
     """Names of the tables above: none for token level without mean, rejection and metrics."""
     names = _needed_for_mean(config) | _needed_for_metrics(config)
     rules = sequence_rules(config)
@@ -219,7 +224,7 @@ def needed(config: CorrectionConfig) -> set[str]:
         names |= {"valid", "kept" if config.drops_below("sequence") else "usable"}
     if config.on_all_rejected == "keep":
         names |= {UNREJECTED[name] for name in names & set(UNREJECTED)}
-    return names
+    return frozenset(names)
 
 
 def needed_for_units(rules: Iterable[RejectRule]) -> set[str]:
@@ -276,7 +281,7 @@ def _needed_for_mean(config: CorrectionConfig) -> set[str]:
 def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
     if config.metrics == "none":
         return set()
-    names = {"valid", "usable", "log_ratio", "log_ratio_max"} | set(COUNTS)
+    names = {"valid", "usable", "log_ratio", "ratio_max"} | set(COUNTS)
     if weighs_tokens(config):
         names |= {"applied", "applied_squared"}
     elif config.drops_below("sequence"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -62,7 +63,7 @@ class HostBatch:
     def behavior(self) -> Float[Tensor, " T"]:
         return _cat(self.rollout_log_probs)
 
-    @property
+    @cached_property
     def loss_mask(self) -> Tensor:
         """`[R]`, in the host's dtype."""
         return torch.cat(list(self.loss_masks))

@@ -101,7 +101,7 @@ class MicroBatch:
 
     def positions(self, sequence: int) -> list[int]:
         """In its response, of each token of a sequence that lies here."""
-        return [position for start, stop in self.layout.spans[sequence] for position in range(start, stop)]
+        return [position for start, stop in self.layout.pieces(sequence) for position in range(start, stop)]
 
     def locate(self, index: int) -> tuple[int, int]:
         """(sequence, position in its response) of a token of this rank."""
