@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.describe import describe
-from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.errors import MisError
+from mis_plugins.files import keys_of
 from mis_plugins.formula import formula
 from mis_plugins.translate import miles, ms_swift, verl
 
@@ -60,7 +62,8 @@ def check(arguments: argparse.Namespace) -> str:
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
     understood too.
     """
-    return describe(load(_file(arguments.target)))
+    file = _file(arguments.target)
+    return "\n".join([describe(load(file)), *(f"warning: {text}" for text in _switched(keys_of(file)))])
 
 
 def path(arguments: argparse.Namespace) -> str:
@@ -81,7 +84,7 @@ def from_miles(arguments: argparse.Namespace) -> str:
 
     The flat file works as it is; ours can say more. Each setting stands beside the key it comes from.
     """
-    return miles.translate(_keys(arguments.target)).text()
+    return miles.translate(keys_of(arguments.target)).text()
 
 
 def from_verl(arguments: argparse.Namespace) -> str:
@@ -109,18 +112,18 @@ def load(file: Path) -> CorrectionConfig:
 
     Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
     """
-    keys = _keys(file)
+    keys = keys_of(file)
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
-    arguments = {"use_tis": not only_metrics} | {str(key): value for key, value in keys.items()}
-    return reading.from_args(argparse.Namespace(**arguments))
+    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics} | keys))
 
 
-def _keys(file: Path | str) -> dict:
-    keys = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(keys, dict):
-        raise ConfigError(f"got {keys!r}; expected a mapping with the key `mis:` or Miles's flat keys")
-    return keys
+def _switched(keys: Mapping[str, Any]) -> Iterator[str]:
+    """What the file does to the host's own flags: a host sets its keys after it has read the command line."""
+    if keys.get("use_tis") is False:
+        yield "use_tis: false wins over --use-tis: with --get-mismatch-metrics metrics alone, else nothing at all"
+    if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
+        yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
 
 
 def _file(target: str) -> Path:

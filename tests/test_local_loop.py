@@ -122,6 +122,23 @@ def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> 
     assert args.qkv_format == "thd"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 0.5\nlr: 0.25", "lr: in line 1 and again in line 2"),
+        ("[1, 2]", r"got \[1, 2\]; expected a mapping"),
+        ("weight: {upper: 2}", "weight: stands beside `mis:`"),
+    ],
+)
+def test_a_yaml_that_hosts_would_misread_is_refused_by_its_name(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"--custom-config-path {path}: {message}"):
+        parse_args(["--custom-config-path", str(path)])
+
+
 def micro_batch(*, rejected: bool) -> tuple[MicroBatch, list[torch.Tensor], torch.Tensor]:
     """Two samples, 3 and 2 response tokens; what a hook that rejects the second sample returns; target log-probs."""
     lengths, prompt = [3, 2], 2

@@ -159,6 +159,14 @@ def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
         ("miss: {weight: {upper: 2.0}}", "nothing says how to correct"),  # a typo of the key itself
         ("tis_level: sequence", "tis_upper_bound"),
         ("{}", "nothing says how to correct"),
+        ("", "empty"),
+        ("# nothing yet\n", "empty"),
+        ("mis: {weight: {upper: 2}}\nmis: {weight: {upper: 5}}", "mis: in line 1 and again in line 2"),
+        ("mis: {weight: {upper: 2, upper: 5}}", "upper: in line 1 and again"),
+        ("tis_upper_bound: 2\n\ntis_upper_bound: 5", "tis_upper_bound: in line 1 and again in line 3"),
+        ("mis: {weight: {upper: 2}}\nreject: [{over: min, lower: 1e-4}]", "reject: stands beside `mis:`"),
+        ("use_tis: 'false'\ntis_upper_bound: 2", "use_tis: got 'false'; expected true or false"),
+        ("get_mismatch_metrics: 1\ntis_upper_bound: 2", "get_mismatch_metrics: got 1"),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "show"])
@@ -176,6 +184,44 @@ def test_check_passes_a_file_for_metrics_alone(tmp_path: Path, capsys: pytest.Ca
     file.write_text("mis: {metrics: core}")
     assert main(["config", "check", str(file)]) == 0
     assert "core" in capsys.readouterr().out
+
+
+def test_check_refuses_what_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "broken.yaml"
+    file.write_bytes("mis: {weight: {upper: 2}}".encode("utf-16"))
+    assert main(["config", "check", str(file)]) == 2
+    assert "byte 0 is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_merged_key_may_be_overridden(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """`<<` puts in keys that others win over: no key stands twice, nor where the same anchor is merged again."""
+    file = tmp_path / "merged.yaml"
+    file.write_text(
+        "one: &one {upper: 3}\ntwo: {deeper: &two {<<: *one, upper: 4, bound: clip}}\n"
+        "mis: {weight: {<<: *two, <<: *one, upper: 5}}"
+    )
+    assert main(["config", "check", str(file)]) == 0
+    assert "clipped to [0.2, 5]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("use_tis: true", None),
+        ("use_tis: false", "use_tis: false wins over --use-tis"),
+        ("use_tis: true\nget_mismatch_metrics: true", "both true: the loss is corrected"),
+        ("use_tis: false\nget_mismatch_metrics: true", "use_tis: false wins over --use-tis"),
+    ],
+)
+def test_check_warns_of_the_hosts_own_switches(
+    text: str, warning: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """A host sets its arguments from the file last, whatever the command line said."""
+    file = tmp_path / "flat.yaml"
+    file.write_text(f"tis_upper_bound: 2.0\n{text}")
+    assert main(["config", "check", str(file)]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == (warning is not None) and (warning or "") in "".join(warnings)
 
 
 def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):

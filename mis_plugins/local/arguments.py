@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.files import keys_of
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
 from mis_plugins.offpolicyness import HeadOffpolicyness
@@ -90,12 +90,10 @@ def _fill_defaults(args: argparse.Namespace) -> None:
 def merge_custom_config(args: argparse.Namespace, path: str) -> None:
     """Set every top-level key of a YAML file on ``args``, as Miles and slime do: without a schema."""
     try:
-        loaded = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        keys = keys_of(path)
+    except (OSError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"--custom-config-path {path}: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"--custom-config-path {path}: give a mapping of keys at the top level")
-    for key, value in loaded.items():
+    for key, value in keys.items():
         setattr(args, key, value)
 
 

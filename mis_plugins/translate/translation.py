@@ -13,6 +13,7 @@ from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.describe import flags
 from mis_plugins.errors import ConfigError
+from mis_plugins.files import StrictLoader
 
 COLUMNS = 100
 
@@ -73,7 +74,7 @@ class Unquoted(str):
     """A number to YAML that no one means: `0.5_5` without quotes is 0.55."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(StrictLoader):
     def number(self, node: yaml.ScalarNode) -> Any:
         if "_" in node.value:
             return Unquoted(node.value)
