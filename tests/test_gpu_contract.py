@@ -8,11 +8,15 @@ import sys
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from true_on_policy.__main__ import main
+from true_on_policy.bitwise import equal_bits
 from true_on_policy.errors import ContractError
 from true_on_policy.gpu_contract import (
+    CHOICES,
     FAMILIES,
+    LAYOUTS,
     MODELS,
     WHY,
     check_environment,
@@ -20,6 +24,7 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
     model_contract,
 )
+from true_on_policy.operations import COMPILED, COMPILED_ALIKE
 
 QWEN3 = [name for name, (kind, _) in MODELS.items() if kind == "qwen3-dense"]
 
@@ -80,7 +85,8 @@ def test_a_family_that_no_host_knows_says_what_is_missing(name: str, backend: st
     assert bool(contract.family.missing) == (contract.family.host_contract is None)
     names = [operation.name for operation in contract.operations]
     assert ("q and k norm" in names) == contract.family.qk_norm
-    assert any("+ bias" in name for name in names) == contract.family.qkv_bias
+    products = {operation.name: operation.bits for operation in contract.operations}
+    assert ("+ bias" in products["q, k, v product"]) == contract.family.qkv_bias
     assert ("sum over tensor-parallel ranks" in names) == (backend == "megatron")
     assert len(names) == len(set(names))
 
@@ -125,6 +131,52 @@ def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFi
         assert f"{variable}={value}" in printed
     for gap in (*contract.family.missing, "no row for the router", "has not run it on a GPU"):
         assert gap in printed
+    for row in (*LAYOUTS[backend].items(), *COMPILED[backend], *COMPILED_ALIKE):
+        assert all(cell in printed for cell in row)
+    assert ("No release launches this family" in printed) == bool(contract.family.missing)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_what_is_printed_as_refused_is_refused_and_the_rest_holds(backend: str) -> None:
+    contract = gpu_contract("qwen3-dense", backend)
+    asked = {f"attention {name}": {"attention": name} for name in CHOICES["attention"]}
+    asked |= {f"engine's products {name}": {"engine_gemm": name} for name in CHOICES["engine_gemm"]}
+    assert set(asked) - set(contract.alternatives) == {
+        "attention fa3",
+        f"engine's products {contract.engine_gemm}",
+    }
+    for name, told in contract.alternatives.items():
+        if told.startswith("refused"):
+            with pytest.raises(ContractError, match="has no twin"):
+                gpu_contract("qwen3-dense", backend, **asked[name])
+        else:
+            gpu_contract("qwen3-dense", backend, **asked[name])
+
+
+# By the words of a row: the dtype that a norm is given, and what becomes of x / rms and an fp32 weight.
+ROUNDINGS = {
+    "x / rms * weight, all fp32": (torch.float32, lambda x, weight: x * weight),
+    "x / rms in fp32, rounded to bf16, times the weight in fp32": (
+        torch.bfloat16,
+        lambda x, weight: x.bfloat16() * weight,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["RMSNorm of a layer", "q and k norm"])
+def test_norms_round_as_hugging_faces_do_on_the_trainers_dtypes(name: str) -> None:
+    """The FSDP trainer's own class. Each of the two roundings gives other bits than the other row's."""
+    (row,) = (row for row in gpu_contract("qwen3-dense", "fsdp").operations if row.name == name)
+    given, rounded = ROUNDINGS[row.bits.partition(";")[0]]
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randn(64, 128, generator=generator).to(given)
+    norm = Qwen3RMSNorm(128)
+    norm.weight.data = torch.rand(128, generator=generator) + 0.5
+    wide = stream.float()
+    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    assert equal_bits(norm(stream), rounded(normalized, norm.weight))
+    (other,) = (each for _, each in ROUNDINGS.values() if each is not rounded)
+    assert not equal_bits(norm(stream), other(normalized, norm.weight))
 
 
 def test_show_refuses_a_family_with_exit_2(capsys: pytest.CaptureFixture) -> None:

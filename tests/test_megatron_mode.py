@@ -14,7 +14,7 @@ from stand_ins import write  # noqa: F401
 from triton_interpreter import UNAVAILABLE, on_cpu
 
 from true_on_policy import gpu_probes
-from true_on_policy.bitwise import equal_bits
+from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract import Contract, Shapes
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import GpuContract, family
@@ -81,6 +81,36 @@ def test_its_kernels_are_batch_invariant(library: ModuleType, dtype: str):
         assert list(aten_failures(dtype, SHAPES, CPU)) == []
     finally:
         undo()
+
+
+def test_a_bias_is_added_before_the_sum_is_rounded(library: ModuleType):
+    """As the contract says of Triton's kernel: 256 + 1 is no bfloat16, 256 + 1 + 1 is one."""
+    x, weight = torch.ones(3, 2).bfloat16(), torch.tensor([[256.0, 1.0]]).bfloat16()
+    bias = torch.ones(1).bfloat16()
+    product = next(row for row in biased().operations if row.name == "q, k, v product")
+    undo = megatron.pin(CONTRACT)
+    try:
+        assert F.linear(x, weight, bias).flatten().tolist() == [258.0] * 3
+        assert (F.linear(x, weight) + bias).flatten().tolist() == [256.0] * 3
+    finally:
+        undo()
+    assert product.bits.endswith("+ bias in fp32, then rounded")
+
+
+def biased() -> GpuContract:
+    return GpuContract(family("qwen2.5-dense"), "megatron")
+
+
+def test_log_softmax_of_bf16_is_summed_in_fp32(library: ModuleType):
+    """A sum of 3000 ones in bfloat16 would end at 256."""
+    logits = torch.zeros(2, 3000).bfloat16()
+    undo = megatron.pin(CONTRACT)
+    try:
+        found = torch.log_softmax(logits, -1)
+    finally:
+        undo()
+    assert found.dtype == torch.bfloat16
+    assert ulps(found, logits.float().log_softmax(-1).bfloat16()).max() <= 1
 
 
 def test_stock_kernels_are_found_out():

@@ -57,6 +57,10 @@ class Family:
 _NO_CONTRACT = (
     "Miles v0.1.0 knows one contract, qwen3_dense_true_on_policy_v1 (miles/true_on_policy/schema.py)"
 )
+_NARROW_ROPE = (
+    "SGLang's native rope computes in q's dtype (rotary_embedding/utils.py), which is bf16 without a norm of q and k; "
+    "Megatron's and Hugging Face's compute in fp32"
+)
 
 FAMILIES = {
     "qwen3-dense": Family("qwen3-dense", ("Qwen3ForCausalLM",), True, False, "qwen3_dense_true_on_policy_v1"),
@@ -65,6 +69,7 @@ FAMILIES = {
         missing=(
             _NO_CONTRACT,
             "SGLang 0.5.23 aligns embedding, MLP and final norm of Qwen2 (models/qwen2.py), not its layers' norms",
+            _NARROW_ROPE,
         ),
     ),
     "qwen3-vl-dense": Family(
@@ -81,6 +86,7 @@ FAMILIES = {
             _NO_CONTRACT,
             "SGLang 0.5.23's models/llama.py does not read rl_on_policy_target: its norms, residual and q, k stay as "
             "they are in serving",
+            _NARROW_ROPE,
         ),
     ),
 }
@@ -136,9 +142,11 @@ LAYOUTS = {
     "fsdp": {
         "data parallel": "any: a weight is gathered before it is used",
         "tensor parallel": "1 on both sides: the trainer has no other",
-        "context parallel": "1: the trainer has no other",
+        "pipeline, context, sequence parallel": "none: Miles's FSDP trainer is data parallel alone",
     },
 }
+
+NO_TWIN = "has no twin in Miles's trainers; --sglang-attention-backend fa3"
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,15 @@ class GpuContract:
         )
 
     @property
+    def alternatives(self) -> dict[str, str]:
+        """What a user could choose instead, and whether the contract then holds."""
+        others = (name for name in CHOICES["attention"] if name != self.attention)
+        (gemm,) = (name for name in CHOICES["engine_gemm"] if name != self.engine_gemm)
+        return {f"attention {name}": f"refused: it {NO_TWIN}" for name in others} | {
+            f"engine's products {gemm}": f"`flags --gemm {gemm}`, where the doctor finds the trainer's digest"
+        }
+
+    @property
     def environment(self) -> dict[str, str]:
         """What has to stand before the processes of both sides start."""
         deep_gemm = "1" if self.engine_gemm == "deep_gemm" else "0"
@@ -210,7 +227,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Miles starts engines with "true" where it is unset: shapes that DeepGEMM does not take then run torch.einsum.
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
-    # SGLang compiles rope for a trainer's sake (rotary_embedding/base.py); the trainers run it eagerly.
+    # SGLang 0.5.23 compiles rope for a trainer's sake (rotary_embedding/base.py); the trainers run it eagerly.
     "TORCH_COMPILE_DISABLE": "1",
 }
 
@@ -277,9 +294,7 @@ def _check_layout(contract: GpuContract) -> None:
             "fsdp: Miles's FSDP trainer is data parallel alone; set tensor and context parallel 1"
         )
     if contract.attention != "fa3":
-        raise ContractError(
-            f"attention: {contract.attention!r} has no twin in Miles's trainers; --sglang-attention-backend fa3"
-        )
+        raise ContractError(f"attention: {contract.attention!r} {NO_TWIN}")
     if contract.size is not None:
         _check_row_sums(contract, contract.size)
 

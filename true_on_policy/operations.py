@@ -38,19 +38,23 @@ ATTENTIONS = {
     "triton": "Triton, fixed split tiles",
 }
 
-_NORM = "x / rms in fp32, cast, times fp32 weight; residual stream fp32"
+# Where each kernel adds a bias: Triton's to its fp32 accumulator, both callers of DeepGEMM's to what came out.
+BIASES = {
+    "deep_gemm": "rounded, then + bias in bf16",
+    "triton_persistent": "+ bias in fp32, then rounded",
+}
+
 _SHARED = {
-    "embedding": Operation("embedding", "fp32 weight", "torch", "SGLang VocabParallelEmbedding, fp32"),
     "rope": Operation(
         "rope",
-        "fp32 cos, sin and product; q and k back to bf16",
+        "cos, sin and product in fp32; q and k back to bf16",
         "eager, not fused",
-        "forward_native; compiled unless TORCH_COMPILE_DISABLE=1",
+        "forward_native, eager",
     ),
     "activation": Operation("silu(gate) * up", "bf16", "F.silu, not fused", "SiluAndMul.forward_native"),
     "log_softmax": Operation(
         "log_softmax",
-        "bf16 logits / temperature, over the whole vocabulary, not log(softmax)",
+        "of bf16 logits / temperature, whole vocabulary; inside fp32, result bf16; not log(softmax)",
         "torch.log_softmax under the batch-invariant mode",
         "torch.log_softmax under the batch-invariant mode",
     ),
@@ -61,13 +65,23 @@ _SHARED = {
         "aten::mean.dim of the batch-invariant mode",
     ),
 }
-_NORMS = {
-    "megatron": f"{PLUGIN}/norm.py SGLangNorm, SGLangFinalRMSNorm",
-    "fsdp": "Hugging Face RMSNorm on fp32 weights under autocast; final norm of Miles's qwen3.py",
+_EMBEDDINGS = {
+    "megatron": Operation(
+        "embedding", "bf16 weight", "torch, bf16", "VocabParallelEmbedding, the same numbers in fp32"
+    ),
+    "fsdp": Operation("embedding", "fp32 weight", "torch, fp32", "VocabParallelEmbedding, fp32"),
+}
+_LAYER_NORMS = {
+    "megatron": f"{PLUGIN}/norm.py SGLangNorm, override_orig_dtype fp32",
+    "fsdp": "Hugging Face RMSNorm on an fp32 stream",
 }
 _QK_NORMS = {
     "megatron": f"{PLUGIN}/norm.py SGLangQKRMSNorm",
-    "fsdp": "Hugging Face RMSNorm on fp32 weights",
+    "fsdp": "Hugging Face RMSNorm on bf16 q and k",
+}
+_FINAL_NORMS = {
+    "megatron": f"{PLUGIN}/norm.py SGLangFinalRMSNorm",
+    "fsdp": "Qwen3FinalRMSNorm of Miles's fsdp_utils/models/qwen3.py",
 }
 _ATTENTION = {
     "megatron": "{} varlen, causal, key and value repeated over groups",
@@ -83,9 +97,37 @@ _COLLECTIVES = {
             "all-gather, then the tree of tp_invariant_ops.py",
         ),
         Operation("logits of all ranks", "concatenated", "all-gather", "all-gather"),
+        Operation("heads of context-parallel ranks", "moved", "all-to-all of cp_layout.py", "-"),
     ),
-    "fsdp": (),
+    "fsdp": (Operation("weights of all ranks", "concatenated", "all-gather of FSDP2", "-"),),
 }
+
+# What could be compiled by torch.compile: side, region, and why it is not, or why it may be.
+COMPILED = {
+    "megatron": (
+        (
+            "trainer",
+            "SwiGLU, cross entropy (jit_fuser)",
+            "not called: --no-bias-swiglu-fusion, log_softmax above",
+        ),
+    ),
+    "fsdp": (("trainer", "the model", "eager: Miles compiles none of it"),),
+}
+COMPILED_ALIKE = (
+    (
+        *("trainer", "KL, policy loss, entropy (Miles's loss_hub/math_utils.py)"),
+        "may be: they take log-probs and give none; off with TORCH_COMPILE_DISABLE=1",
+    ),
+    (
+        *("engine", "rope (layers/rotary_embedding)"),
+        "eager in sglang-miles; 0.5.23 compiles it for a trainer's sake, TORCH_COMPILE_DISABLE=1 makes it eager",
+    ),
+    (
+        *("engine", "ids of a rank's part of the vocabulary, sampling with seeds"),
+        "may be: integers and draws; off with TORCH_COMPILE_DISABLE=1",
+    ),
+    ("engine", "whole layers", "only with --sglang-enable-torch-compile: leave it out"),
+)
 
 
 def operations(
@@ -94,26 +136,32 @@ def operations(
     """The rows of a contract, in the order of a forward pass."""
     kernel = ATTENTIONS[attention]
     gemms = GEMMS[trainer_gemm], GEMMS[engine_gemm]
-    norms = [
-        Operation("RMSNorm of layers, final norm", _NORM, _NORMS[backend], "RMSNorm, cast_x_before_out_mul")
-    ]
-    if qk_norm:
-        norms.append(
-            Operation("q and k norm", "as above, on q and k", _QK_NORMS[backend], "RMSNorm on fp32 weights")
-        )
-    bias = ", then + bias in bf16" if qkv_bias else ""
+    bias = f", {BIASES[trainer_gemm]}" if qkv_bias else ""
     return (
-        _SHARED["embedding"],
-        norms[0],
+        _EMBEDDINGS[backend],
+        Operation(
+            *("RMSNorm of a layer", "x / rms * weight, all fp32; residual stream fp32"),
+            *(_LAYER_NORMS[backend], "RMSNorm.forward_native, override_orig_dtype fp32"),
+        ),
         _SHARED["mean"],
-        Operation(f"q, k, v product{bias}", "bf16 in and out, fp32 sums in one order of K", *gemms),
-        *norms[1:],
+        Operation("q, k, v product", f"bf16 in and out, fp32 sums in one order of K{bias}", *gemms),
+        *_qk_norm(backend, qk_norm),
         _SHARED["rope"],
         Operation("attention", "bf16", _ATTENTION[backend].format(kernel), f"{kernel}, paged"),
         Operation("o and down product", "bf16; partial sums in one tree (row_sums)", *gemms),
         *_COLLECTIVES[backend],
         Operation("gate and up product", "bf16 in and out", *gemms),
         _SHARED["activation"],
-        Operation("LM head", "bf16 in, bf16 logits", *gemms),
+        Operation(
+            *("final norm", "x / rms in fp32, rounded to bf16, times bf16 weight"),
+            *(_FINAL_NORMS[backend], "RMSNorm.forward_native, cast_x_before_out_mul"),
+        ),
+        Operation("LM head", "bf16 in, bf16 weight, bf16 logits", *gemms),
         _SHARED["log_softmax"],
     )
+
+
+def _qk_norm(backend: str, asked: bool) -> tuple[Operation, ...]:
+    bits = "x / rms in fp32, rounded to bf16, times the weight in fp32; fp32 for rope"
+    engine = "RMSNorm.forward_native, cast_x_before_out_mul"
+    return (Operation("q and k norm", bits, _QK_NORMS[backend], engine),) if asked else ()

@@ -15,9 +15,11 @@ from true_on_policy.gpu_contract import (
     family,
     gpu_contract,
 )
+from true_on_policy.operations import COMPILED, COMPILED_ALIKE
 from true_on_policy.table import print_table
 
 NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
+NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -34,8 +36,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     family(arguments.family)  # its error first
     contract = gpu_contract(arguments.family, arguments.backend)
-    print(f"{contract.family.name}, trainer {contract.backend}, engine SGLang, {contract.dtype}. {NOT_RUN}\n")
+    print(f"{contract.family.name}, trainer {contract.backend}, engine SGLang, {contract.dtype}. {NOT_RUN}")
+    print(f"{NOT_LAUNCHED}\n" if contract.family.missing else "")
     _print_operations(contract)
+    print_table(("instead", "holds"), list(contract.alternatives.items()))
+    print()
+    compiled = [*COMPILED[contract.backend], *COMPILED_ALIKE]
+    print_table(("torch.compile", "region", "compiled"), compiled)
+    print()
     print_table(("layout", "holds"), list(LAYOUTS[contract.backend].items()))
     print()
     rows = [(f"{name}={value}", WHY[name]) for name, value in contract.environment.items()]
