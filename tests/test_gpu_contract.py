@@ -153,30 +153,28 @@ def test_what_is_printed_as_refused_is_refused_and_the_rest_holds(backend: str) 
             gpu_contract("qwen3-dense", backend, **asked[name])
 
 
-# By the words of a row: the dtype that a norm is given, and what becomes of x / rms and an fp32 weight.
+# By the words of a row: what becomes of x / rms and an fp32 weight.
 ROUNDINGS = {
-    "x / rms * weight, all fp32": (torch.float32, lambda x, weight: x * weight),
-    "x / rms in fp32, rounded to bf16, times the weight in fp32": (
-        torch.bfloat16,
-        lambda x, weight: x.bfloat16() * weight,
-    ),
+    "x / rms * weight, all fp32": lambda x, weight: x * weight,
+    "x / rms in fp32, rounded to bf16, times the weight in fp32": lambda x, weight: x.bfloat16() * weight,
 }
 
 
-@pytest.mark.parametrize("name", ["RMSNorm of a layer", "q and k norm"])
-def test_norms_round_as_hugging_faces_do_on_the_trainers_dtypes(name: str) -> None:
-    """The FSDP trainer's own class. Each of the two roundings gives other bits than the other row's."""
+@pytest.mark.parametrize(
+    ("name", "given"), [("RMSNorm of a layer", torch.float32), ("q and k norm", torch.bfloat16)]
+)
+def test_norms_round_as_hugging_faces_do_on_the_trainers_dtypes(name: str, given: torch.dtype) -> None:
+    """The FSDP trainer's own class, on the fp32 stream and on the bf16 product. The other row's rounding is other bits."""
     (row,) = (row for row in gpu_contract("qwen3-dense", "fsdp").operations if row.name == name)
-    given, rounded = ROUNDINGS[row.bits.partition(";")[0]]
+    words = row.bits.partition(";")[0]
     generator = torch.Generator().manual_seed(0)
     stream = torch.randn(64, 128, generator=generator).to(given)
     norm = Qwen3RMSNorm(128)
     norm.weight.data = torch.rand(128, generator=generator) + 0.5
     wide = stream.float()
     normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    assert equal_bits(norm(stream), rounded(normalized, norm.weight))
-    (other,) = (each for _, each in ROUNDINGS.values() if each is not rounded)
-    assert not equal_bits(norm(stream), other(normalized, norm.weight))
+    equal = [each for each in ROUNDINGS if equal_bits(norm(stream), ROUNDINGS[each](normalized, norm.weight))]
+    assert equal == [words]
 
 
 def test_show_refuses_a_family_with_exit_2(capsys: pytest.CaptureFixture) -> None:
