@@ -164,7 +164,7 @@ ROUNDINGS = {
     ("name", "given"), [("RMSNorm of a layer", torch.float32), ("q and k norm", torch.bfloat16)]
 )
 def test_norms_round_as_hugging_faces_do_on_the_trainers_dtypes(name: str, given: torch.dtype) -> None:
-    """The FSDP trainer's own class, on the fp32 stream and on the bf16 product. The other row's rounding is other bits."""
+    """The FSDP trainer's own class, on the fp32 stream and on the bf16 product: the other row's rounding is no twin."""
     (row,) = (row for row in gpu_contract("qwen3-dense", "fsdp").operations if row.name == name)
     words = row.bits.partition(";")[0]
     generator = torch.Generator().manual_seed(0)
