@@ -9,9 +9,10 @@ Names that Miles's `mis.py` has mean what they mean there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -49,25 +50,32 @@ class TokenMetrics(Mapping[str, Tensor]):
     """
 
     def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str):
-        of_sequence = cache(partial(_together, correction, catalogue.sequence))
-        of_micro_batch = cache(partial(_together, correction, catalogue.micro_batch))
-        ragged = correction.ragged
-        spread: dict[str, Callable[[str], Tensor]] = {
-            name: lambda name: _value(correction, catalogue.token[name]).float() for name in catalogue.token
-        }
-        spread |= {name: lambda name: ragged.to_tokens(of_sequence()[name]) for name in catalogue.sequence}
-        size = ragged.loss_mask.numel()
-        spread |= {name: lambda name: of_micro_batch()[name].expand(size) for name in catalogue.micro_batch}
-        self._metrics = {prefix + name: partial(metric, name) for name, metric in spread.items()}
+        self._correction, self._catalogue, self._prefix = correction, catalogue, prefix
+
+    @cached_property
+    def _of_sequence(self) -> dict[str, Float[Tensor, " N"]]:
+        return _together(self._correction, self._catalogue.sequence)
+
+    @cached_property
+    def _of_micro_batch(self) -> dict[str, Float[Tensor, ""]]:
+        return _together(self._correction, self._catalogue.micro_batch)
 
     def __getitem__(self, name: str) -> Float[Tensor, " T"]:
-        return self._metrics[name]()
+        if not name.startswith(self._prefix):
+            raise KeyError(name)
+        metric, ragged = name.removeprefix(self._prefix), self._correction.ragged
+        if metric in self._catalogue.token:
+            return _value(self._correction, self._catalogue.token[metric]).float()
+        if metric in self._catalogue.sequence:
+            return ragged.to_tokens(self._of_sequence[metric])
+        return self._of_micro_batch[metric].expand(ragged.loss_mask.numel())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
+        kinds = self._catalogue.token, self._catalogue.sequence, self._catalogue.micro_batch
+        return (self._prefix + name for name in itertools.chain(*kinds))
 
     def __len__(self) -> int:
-        return len(self._metrics)
+        return sum(1 for _ in self)
 
 
 def _together(correction: Correction, metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
