@@ -168,11 +168,11 @@ def test_k3_is_clamped_as_weights_are(log_ratio: float):
     assert_close(found, math.exp(20.0) - 21.0, 32 * EPS, 0.0, "k3")
 
 
-@pytest.mark.parametrize("value", [-1e4, -1e30, torch.finfo(torch.float32).min])  # engines clamp -inf to the last
+@pytest.mark.parametrize("value", [-1e4, -1e30, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("side", ["proximal", "behavior"])
 @pytest.mark.parametrize("level", ["token", "segment", "sequence", "geometric"])
 def test_no_log_prob_is_too_small_for_a_metric(value: float, side: str, level: str):
-    """mis.py: a perplexity of inf, which the mask of a tool's token makes NaN in the host's average."""
+    """Engines clamp -inf to the last. mis.py: a perplexity of inf, and NaN in the average behind a masked token."""
     batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]], [[1, 0, 1], [1, 1]])
     getattr(batch, side)[0][2] = value
     for reject in ([], [{"statistic": "k2", "over": "mean", "upper": 0.1}], [{"over": "sum", "lower": 0.5}]):
