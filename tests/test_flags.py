@@ -94,6 +94,9 @@ def test_bash_reads_them_as_an_array() -> None:
         (("--model", "llama3.1-8B", "--backend", "fsdp"), "llama cannot be launched: Miles v0.1.0 knows one"),
         (("--model", "qwen3-4B", "--backend", "megatron", "--tp", "1"), "two orders"),
         (("--model", "qwen3-4B", "--backend", "fsdp", "--tp", "2"), "data parallel alone"),
+        (("--tp", "0"), "trainer_tp: got 0; a side has 1 rank or more"),
+        (("--engine-tp", "0"), "engine_tp: got 0"),
+        (("--cp", "0"), "context_parallel: got 0"),
     ],
 )
 def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:

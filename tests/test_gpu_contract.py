@@ -46,6 +46,14 @@ def test_equal_tensor_parallel_holds_for_every_qwen3(model: str, ranks: int) -> 
         ("megatron", {}, "trainer tensor parallel 1 .* engine tensor parallel 1: the o product"),
         ("megatron", {"trainer_tp": 2, "engine_tp": 1}, "two orders"),
         ("megatron", {"trainer_tp": 1, "context_parallel": 2, "engine_tp": 2}, "the down product"),
+        ("megatron", {"trainer_tp": 0}, "trainer_tp: got 0; a side has 1 rank or more"),
+        ("megatron", {"engine_tp": -2}, "engine_tp: got -2"),
+        ("megatron", {"context_parallel": 0}, "context_parallel: got 0"),
+        (
+            "megatron",
+            {"trainer_tp": 16, "engine_tp": 16},
+            "16 x context parallel 1 does not share out 32 heads in 8",
+        ),
         ("fsdp", {"engine_tp": 2}, "set --rollout-num-gpus-per-engine 1"),
         ("fsdp", {"trainer_tp": 2, "engine_tp": 2}, "data parallel alone"),
         ("fsdp", {"context_parallel": 2}, "data parallel alone"),
@@ -65,7 +73,22 @@ def test_what_cannot_hold_is_refused(backend: str, layout: dict, message: str) -
         model_contract("qwen3-4B", backend, **layout)
 
 
+def test_ulysses_shares_the_heads_of_a_tensor_parallel_rank() -> None:
+    """Of Qwen3-14B's 40 heads a rank of 8 has 5, which 2 ranks cannot share."""
+    layout = {"trainer_tp": 8, "engine_tp": 8}
+    model_contract("qwen3-14B", "megatron", **layout)
+    with pytest.raises(
+        ContractError, match="tensor parallel 8 x context parallel 2 does not share out 40 heads"
+    ):
+        model_contract("qwen3-14B", "megatron", **{**layout, "engine_tp": 16}, context_parallel=2)
+
+
 def test_unknown_names_list_the_choices() -> None:
+    for name in ("qwen3-30B-A3B", "Qwen3-235B-A22B-Instruct", "olmoe-7B"):
+        with pytest.raises(
+            ContractError, match=f"--model: '{name}' is not covered: MoE: no row for the router"
+        ):
+            model_contract(name, "megatron")
     with pytest.raises(ContractError, match="--model: got 'qwen3-5B'; choose one of qwen3-0.6B, "):
         model_contract("qwen3-5B", "fsdp")
     with pytest.raises(ContractError, match="family: got 'gpt2'; choose one of qwen3-dense, "):

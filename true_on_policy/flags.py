@@ -329,11 +329,12 @@ def _refuse_host(host: str) -> None:
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
     """Raises: ContractError: it cannot hold."""
-    ranks = arguments.tp or (2 if arguments.backend == "megatron" else 1)
+    least = 2 if arguments.backend == "megatron" else 1
+    ranks = least if arguments.tp is None else arguments.tp
     return model_contract(
         *(arguments.model, arguments.backend),
         trainer_tp=ranks,
-        engine_tp=arguments.engine_tp or ranks,
+        engine_tp=ranks if arguments.engine_tp is None else arguments.engine_tp,
         context_parallel=arguments.cp,
         engine_gemm=arguments.gemm or TRAINER_GEMMS[arguments.backend],
     )

@@ -6,6 +6,7 @@ kernels of other libraries; nothing of it was run on a GPU by this project.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -257,6 +258,8 @@ def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
         ContractError: no such model, or a contract that cannot hold.
     """
     found = {name.lower(): entry for name, entry in MODELS.items()}.get(model.lower())
+    if found is None and re.search(r"-a\d+b\b|moe", model.lower()):
+        raise ContractError(f"--model: {model!r} is not covered: MoE: {'; '.join(NOT_COVERED['MoE'])}")
     if found is None:
         raise ContractError(f"--model: got {model!r}; choose one of {', '.join(MODELS)}")
     name, size = found
@@ -287,6 +290,9 @@ def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> 
 
 
 def _check_layout(contract: GpuContract) -> None:
+    for name in ("trainer_tp", "engine_tp", "context_parallel"):
+        if getattr(contract, name) < 1:
+            raise ContractError(f"{name}: got {getattr(contract, name)}; a side has 1 rank or more")
     if contract.dtype != "bf16":
         raise ContractError(f"dtype: got {contract.dtype!r}; kernels for both sides exist in bf16 alone")
     if contract.backend == "fsdp" and (contract.trainer_tp, contract.context_parallel) != (1, 1):
@@ -297,6 +303,7 @@ def _check_layout(contract: GpuContract) -> None:
         raise ContractError(f"attention: {contract.attention!r} {NO_TWIN}")
     if contract.size is not None:
         _check_row_sums(contract, contract.size)
+        _check_heads(contract, contract.size)
 
 
 def _check_row_sums(contract: GpuContract, size: Size) -> None:
@@ -310,6 +317,17 @@ def _check_row_sums(contract: GpuContract, size: Size) -> None:
         )
         if ours != engine_order(columns, contract.engine_tp):
             raise ContractError(_unequal_orders(contract, name, columns))
+
+
+def _check_heads(contract: GpuContract, size: Size) -> None:
+    """attention_fa3.py and cp_layout.py of the Megatron fork: groups are cut by TP, the heads of a rank by Ulysses."""
+    tensor, context = contract.trainer_tp, contract.context_parallel
+    if size.num_key_value_heads % tensor or size.num_attention_heads % (tensor * context):
+        raise ContractError(
+            f"trainer tensor parallel {tensor} x context parallel {context} does not share out "
+            f"{size.num_attention_heads} heads in {size.num_key_value_heads} groups; tensor parallel must divide the "
+            "groups, and both together the heads"
+        )
 
 
 def _unequal_orders(contract: GpuContract, name: str, columns: int) -> str:
