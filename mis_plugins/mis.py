@@ -264,10 +264,10 @@ def config_in_force(args: Any) -> CorrectionConfig:
 
 def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
     config = config_in_force(args)
-    if pg_loss.numel() != sum(batch.layout.local_lengths):
-        raise InputError(
-            f"pg_loss: {pg_loss.numel()} tokens, but this rank holds {sum(batch.layout.local_lengths)}"
-        )
+    tokens = sum(batch.layout.local_lengths)
+    if pg_loss.shape != (tokens,):
+        said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"
+        raise InputError(f"pg_loss: {said}, but this rank holds {tokens} tokens")
     correction, placed = _correct(args, batch, config)
     RECORDER.record(correction, pg_loss)
     if config.corrects:
