@@ -51,7 +51,7 @@ AREAL_KEYS = (
 )  # `max_head_offpolicyness` bounds the rollout, and is the host's own
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 OUR_PREFIXES = ("tis_", "rs_", "mis_", "behav_imp_")
-KNOWN_KEYS = frozenset(FLAT_KEYS + AREAL_KEYS + HOST_KEYS)
+READ = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
@@ -171,26 +171,39 @@ def from_args(args: Any) -> CorrectionConfig:
     Raises:
         ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
     """
-    attributes = vars(args)
-    for name in attributes:
-        if name.startswith(OUR_PREFIXES) and name not in KNOWN_KEYS:
+    said = {
+        name: value for name, value in vars(args).items() if name in READ or name.startswith(OUR_PREFIXES)
+    }
+    key = repr(said)
+    if key not in _READ_BEFORE:
+        _READ_BEFORE[key] = _of_said(said)
+    return _READ_BEFORE[key]
+
+
+# By all that was said: a host asks for each micro-batch.
+_READ_BEFORE: dict[str, CorrectionConfig] = {}
+
+
+def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
+    for name in said:
+        if name not in READ:
             known = AREAL_KEYS if name.startswith("behav_imp_") else FLAT_KEYS
             raise ConfigError(f"{name}: unknown key{_suggest(name, known)}")
-    if "rejection_sampling" in attributes:
+    if "rejection_sampling" in said:
         raise ConfigError(
             "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
             "areal-rejection-sampling does (docs/peers.md tells where the answers differ)"
         )
-    nested = attributes.get("mis")
-    flat = {key: attributes[key] for key in FLAT_KEYS if key in attributes}
-    areal = {key: attributes[key] for key in AREAL_KEYS if attributes.get(key) is not None}
+    nested, use_tis = said.get("mis"), said.get("use_tis")
+    flat = {key: said[key] for key in FLAT_KEYS if key in said}
+    areal = {key: said[key] for key in AREAL_KEYS if said.get(key) is not None}
     _check_one_spelling(nested, flat, areal)
     config = from_mapping(nested)
     if areal:
         config = from_areal(areal, config.metrics)
-    elif flat and (flat.get("tis_upper_bound") is not None or attributes.get("use_tis")):
+    elif flat and (flat.get("tis_upper_bound") is not None or use_tis):
         config = from_flat(flat, config.metrics)
-    if attributes.get("use_tis") and not (config.corrects or config.needs_loss_hook):
+    if use_tis and not (config.corrects or config.needs_loss_hook):
         raise ConfigError(
             "--use-tis is set but nothing says how to correct: pass a preset, for example "
             "--custom-config-path $(python -m mis_plugins config path mis)"

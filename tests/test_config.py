@@ -16,6 +16,7 @@ from mis_plugins.config import (
     RejectRule,
     WeightConfig,
 )
+from mis_plugins.errors import ConfigError
 from mis_plugins.reading import from_args, from_flat, from_mapping
 
 MILES_YAML = {
@@ -109,6 +110,22 @@ def test_metrics_only_needs_no_keys():
 def test_the_hosts_own_clip_flags_are_not_ours():
     args = SimpleNamespace(use_tis=True, tis_clip=2.0, tis_clip_low=0.0, mis={"weight": {"upper": 3.0}})
     assert from_args(args).weight == WeightConfig(upper=3.0)
+
+
+def test_a_config_that_changes_between_two_calls_is_read_again():
+    """A host may hand the same Namespace for each micro-batch, and what is in it may be another."""
+    args = SimpleNamespace(use_tis=True, mis={"weight": {"upper": 3.0}})
+    assert from_args(args).weight == WeightConfig(upper=3.0)
+    args.mis["weight"]["upper"] = 4.0
+    assert from_args(args).weight == WeightConfig(upper=4.0)
+    args.use_tis, args.mis = False, None
+    assert from_args(args) == CorrectionConfig()
+    args.use_tis = True
+    with pytest.raises(ConfigError, match="nothing says how to correct"):
+        from_args(args)
+    args.rs_levle = "token"
+    with pytest.raises(ConfigError, match="did you mean rs_level"):
+        from_args(args)
 
 
 def test_configs_are_values():
