@@ -311,6 +311,29 @@ def test_a_file_that_is_none_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFix
     assert "none.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "file:///etc/passwd"])
+def test_a_url_that_is_no_servers_is_exit_2(url: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--engine", url])
+    assert f"argument --engine: got '{url}'; give http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe\x00", b'{"format": 2, "process": null}'])
+@pytest.mark.parametrize("side", ["--trainer-dump", "--engine-dump"])
+def test_a_file_of_something_else_is_exit_2(side: str, content: bytes, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "file.json"
+    file.write_bytes(content)
+    assert main(["doctor", side, str(file)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"{file}: not written by true_on_policy.dumps (") and len(told) < 300
+
+
+def test_a_family_that_cannot_be_launched_has_no_rows(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--model", "qwen2.5-3B"]) == 2
+    read = capsys.readouterr()
+    assert read.out == "" and "qwen2.5-dense cannot be launched: Miles v0.1.0 knows one contract" in read.err
+
+
 def test_every_check_asks_something_of_a_side() -> None:
     for contract in CONTRACTS.values():
         for check in checks(contract, True):

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from true_on_policy.bitwise import first_mismatch
 from true_on_policy.errors import PinError
 from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, model_contract
 from true_on_policy.probes import Failure
-from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, found, observe
+from true_on_policy.settings import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -140,6 +141,51 @@ def test_ranks_are_those_of_megatrons_groups(monkeypatch: pytest.MonkeyPatch) ->
     seen = observe(CONTRACT, HOST)
     assert [seen.settings[name] for name in ("tensor parallel", "context parallel")] == ["4", "1"]
     assert seen.how("tensor parallel") == "observed"
+
+
+def as_miles(cast: torch.dtype, widens: bool = False) -> ModuleType:
+    """Miles's loss_hub.logit_processors as far as it is called; `widens`: it hands log-probs on in fp32."""
+
+    def get_responses(logits, *, args, unconcat_tokens, total_lengths, response_lengths, max_seq_lens):
+        (tokens,), (total,), (response,) = unconcat_tokens, total_lengths, response_lengths
+        assert len(tokens) == total == response + 1 == 8 == max_seq_lens[0]
+        assert logits.shape == (1, total // 2, 8)
+        yield logits[0, : total // 2].to(cast), tokens[: total // 2]
+
+    def calculate(logits, tokens, group, *, true_on_policy):
+        assert group is None and true_on_policy
+        log_probs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return log_probs.float() if widens else log_probs, None
+
+    module = ModuleType(LOG_PROBS)
+    state = Namespace(cp=Namespace(size=2))
+    functions = {"get_responses": get_responses, "calculate_log_probs_and_entropy": calculate}
+    module.__dict__.update(functions, get_parallel_state=lambda: state)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("miles", "found"),
+    [
+        (as_miles(torch.bfloat16), "bf16"),
+        (as_miles(torch.float32), "fp32"),
+        (as_miles(torch.bfloat16, widens=True), "bf16 and fp32"),
+    ],
+)
+def test_the_dtype_of_the_log_softmax_is_that_of_the_hosts_own_functions(
+    miles: ModuleType, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, LOG_PROBS, miles)
+    seen = observe(CONTRACT, HOST)
+    assert (seen.settings["log-softmax"], seen.how("log-softmax")) == (found, "observed")
+    stated = observe(CONTRACT, Namespace(true_on_policy_mode=False))
+    assert (stated.settings["log-softmax"], stated.how("log-softmax")) == ("fp32", "configured")
+
+
+def test_another_release_of_the_host_stops_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, LOG_PROBS, ModuleType(LOG_PROBS))
+    seen = observe(CONTRACT, HOST)
+    assert (seen.settings["log-softmax"], seen.how("log-softmax")) == ("bf16", "configured")
 
 
 @pytest.mark.gpu

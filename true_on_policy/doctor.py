@@ -24,7 +24,7 @@ from true_on_policy.dumps import RANKS, load, load_engine
 from true_on_policy.engine_settings import VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import PinError
-from true_on_policy.flags import add_contract_arguments, contract_of
+from true_on_policy.flags import add_contract_arguments, contract_of, host_contract
 from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
@@ -62,7 +62,11 @@ class Check:
 
 
 def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    """The rows of a contract; `scored`: log-probs come from prefill, so those of decode need not agree with it."""
+    """The rows of a contract; `scored`: log-probs come from prefill, so those of decode need not agree with it.
+
+    Raises:
+        ContractError: no release of the host carries the family.
+    """
     return (
         *_versions(contract),
         *_kernels(contract, scored),
@@ -173,7 +177,7 @@ def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
         ),
         Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
         Check("deterministic algorithms", ("on",), None, "--deterministic-mode"),
-        Check("log-softmax", ("bf16",), None, "--true-on-policy-mode"),
+        Check("log-softmax", ("bf16",), None, "--true-on-policy-mode, without --fp16"),
         *(
             Check(
                 name, (value,), _engines(contract, name, value), f"{name}={value} before the processes start"
@@ -193,7 +197,7 @@ def _engines(contract: GpuContract, name: str, value: str) -> tuple[str, ...]:
 
 
 def _layout(contract: GpuContract) -> tuple[Check, ...]:
-    name = str(contract.family.host_contract)
+    name = host_contract(contract.family)
     tensor, context, engine = map(str, (contract.trainer_tp, contract.context_parallel, contract.engine_tp))
     own = "--rollout-num-gpus-per-engine"
     return (
@@ -300,7 +304,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "doctor", help="what trainer and engine really run, and what to set", description=__doc__
     )
     parser.add_argument(
-        "--engine", metavar="URL", help="a running SGLang, for example http://127.0.0.1:30000"
+        "--engine", metavar="URL", type=_url, help="a running SGLang, for example http://127.0.0.1:30000"
     )
     parser.add_argument(
         "--engine-dump",
@@ -317,6 +321,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
+
+
+def _url(given: str) -> str:
+    """Of a server: HTTP alone, no file of this machine."""
+    if not given.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"got {given!r}; give http://HOST:PORT")
+    return given
 
 
 def run(arguments: argparse.Namespace) -> int:

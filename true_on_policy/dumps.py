@@ -179,7 +179,9 @@ def read(path: Path) -> Dump:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, DumpError):
             raise
-        raise DumpError(f"{path}: not written by true_on_policy.dumps ({error!r})") from error
+        raise DumpError(
+            f"{path}: not written by true_on_policy.dumps ({type(error).__name__}: {error})"
+        ) from error
     return Dump(process, seen, contract and gpu_contract(*contract[0], **contract[1]))
 
 

@@ -6,6 +6,7 @@ but they are real ones: an engine that serves a training run answers them in bet
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -57,6 +58,10 @@ def observe_engine(url: str) -> Observation:
         settings |= _probed(client)
     except EngineError as error:
         unseen |= dict.fromkeys((ALONE, SCORED, SEEDS), str(error))
+    except (LookupError, TypeError, ValueError) as error:
+        unseen |= dict.fromkeys(
+            (ALONE, SCORED, SEEDS), f"{client.url}/generate: not an answer of SGLang ({error!r})"
+        )
     return Observation(settings, unseen, configured)
 
 
@@ -147,15 +152,15 @@ class _Client:
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer to a GET, or to a POST of `body`."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as refused:
             told = refused.read().decode(errors="replace")[:200]
             raise EngineError(f"{self.url}{path} answered {refused.code}: {told}") from refused
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{self.url}{path}: {error}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.url}{path}: {str(error) or repr(error)}") from error
 
 
 def _answer(rows: Sequence[Sequence[Any]]) -> Answer:

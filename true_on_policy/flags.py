@@ -122,12 +122,19 @@ def launch_flags(contract: GpuContract) -> tuple[Flag, ...]:
     Raises:
         ContractError: no release of the host carries the family; says what is missing.
     """
-    name = contract.family.host_contract
-    if name is None:
-        raise ContractError(
-            f"{contract.family.name} cannot be launched: {'; '.join(contract.family.missing)}"
-        )
+    name = host_contract(contract.family)
     return (*_engine_flags(contract, name), *_TRAINERS[contract.backend](contract, name), *_MILES)
+
+
+def host_contract(family: Family) -> str:
+    """The name under which the hosts know a family.
+
+    Raises:
+        ContractError: they do not; says what is missing.
+    """
+    if family.host_contract is None:
+        raise ContractError(f"{family.name} cannot be launched: {'; '.join(family.missing)}")
+    return family.host_contract
 
 
 _MILES = (

@@ -83,6 +83,7 @@ def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Ob
     if args is not None:
         configured |= of_host(args)
         settings |= {"deterministic algorithms": _deterministic()} | _parallel()
+        settings |= looked({"log-softmax": surviving(lambda: _log_softmax(args))})[0]
     return Observation(configured | settings, unseen, tuple(configured.keys() - settings.keys()))
 
 
@@ -95,6 +96,20 @@ def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
         except NotSeenError as error:
             unseen[name] = str(error).removeprefix("not seen: ")
     return settings, unseen
+
+
+def surviving(look: Look) -> Look:
+    """One row that another release holds elsewhere costs that row alone."""
+
+    def survived() -> str:
+        try:
+            return look()
+        except NotSeenError:
+            raise
+        except Exception as error:
+            raise NotSeenError(f"{type(error).__name__}: {error}") from error
+
+    return survived
 
 
 def of_host(args: argparse.Namespace) -> dict[str, str]:
@@ -200,6 +215,37 @@ def _parallel() -> dict[str, str]:
         "tensor parallel": str(state.get_tensor_model_parallel_world_size()),
         "context parallel": str(state.get_context_parallel_world_size()),
     }
+
+
+LOG_PROBS = "miles.backends.training_utils.loss_hub.logit_processors"
+
+
+@torch.no_grad()
+def _log_softmax(args: argparse.Namespace) -> str:
+    """The dtypes in which Miles's own functions take the log-softmax of fp32 logits, and hand log-probs on.
+
+    One sequence of four tokens on each rank of context parallelism, and no process group: no rank waits for another.
+
+    Raises:
+        NotSeenError: no trainer of Miles runs here, or not in its true-on-policy mode, which alone needs no group.
+    """
+    miles = sys.modules.get(LOG_PROBS)
+    if miles is None or not args.true_on_policy_mode:
+        raise NotSeenError("no trainer of Miles in its true-on-policy mode")
+    length = 4 * miles.get_parallel_state().cp.size
+    ((logits, tokens),) = miles.get_responses(
+        torch.zeros(1, 4, 8),
+        args=args,
+        unconcat_tokens=[torch.zeros(length, dtype=torch.int64)],
+        total_lengths=[length],
+        response_lengths=[length - 1],
+        max_seq_lens=[length],
+    )
+    log_probs, _ = miles.calculate_log_probs_and_entropy(logits, tokens, None, true_on_policy=True)
+    return " and ".join(sorted({_SHORT[logits.dtype], _SHORT[log_probs.dtype]}))
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def _nccl() -> str:

@@ -25,7 +25,7 @@ from true_on_policy.gpu_contract import WHY
 from true_on_policy.gpu_probes import aten_failures, digest, linear_once
 from true_on_policy.kernels import deep_gemm, gpu, precision, sglang
 from true_on_policy.kernels.symbols import counted
-from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked
+from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked, surviving
 
 # Where SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
@@ -72,24 +72,10 @@ def observe(runner: Any) -> Observation:
         "quantization": lambda: _narrow(parameters),
         MODE: lambda: _deep_gemm_mode(dtype, own, where),
     }
-    settings, unseen = looked({name: _surviving(look) for name, look in looks.items()})
+    settings, unseen = looked({name: surviving(look) for name, look in looks.items()})
     settings |= precision.settings() | {f"sglang: {key}": value for key, value in sglang.settings().items()}
     variables = {name: os.environ.get(name, "unset") for name in WHY}
     return Observation(variables | settings, unseen, tuple(variables))
-
-
-def _surviving(look: Look) -> Look:
-    """One row that another release of SGLang holds elsewhere costs that row alone."""
-
-    def survived() -> str:
-        try:
-            return look()
-        except NotSeenError:
-            raise
-        except Exception as error:
-            raise NotSeenError(f"{type(error).__name__}: {error}") from error
-
-    return survived
 
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
