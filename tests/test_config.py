@@ -128,6 +128,25 @@ def test_a_config_that_changes_between_two_calls_is_read_again():
         from_args(args)
 
 
+@pytest.mark.parametrize(
+    ("config", "of_a_segment", "of_a_sequence"),
+    [
+        ({"weight": {"bound": "mask"}}, True, True),
+        ({"weight": {"level": "segment", "bound": "mask"}}, False, True),
+        ({"weight": {"level": "sequence", "bound": "mask"}}, False, False),
+        ({"weight": {"bound": "clip"}}, False, False),
+        ({"weight": {"level": "segment_geometric", "bound": "zero"}}, False, False),
+        ({"weight": None, "reject": [{"upper": 2}]}, True, True),
+        ({"weight": None, "reject": [{"over": "mean", "unit": "segment", "upper": 2}]}, False, True),
+        ({"weight": None, "reject": [{"over": "mean", "upper": 2}]}, False, False),
+    ],
+)
+def test_what_can_be_dropped_within_a_unit(config: dict, of_a_segment: bool, of_a_sequence: bool):
+    """Tokens of either, segments of a sequence alone; only rules and mask bounds drop."""
+    parsed = from_mapping(config)
+    assert (parsed.drops_below("segment"), parsed.drops_below("sequence")) == (of_a_segment, of_a_sequence)
+
+
 def test_configs_are_values():
     """Frozen and hashable: one config is one key, and nobody edits it between calls."""
     config = from_mapping({"weight": {}, "reject": [{"lower": 0.5}]})

@@ -64,6 +64,8 @@ NESTED = [
      r"mis\.reject\[1\]\.aggregate: kept has no effect without a rule or mask bound on tokens$"),
     ({"weight": None, "reject": [{"over": "mean", "upper": 2, "unit": "segment"}], "aggregate": "kept"},
      r"mis\.aggregate: kept has no effect without a rule or mask bound on tokens or segments, and a weight or"),
+    ({"weight": {"level": "segment"}, "reject": [{"over": "mean", "upper": 2, "unit": "segment"}], "aggregate": "kept"},
+     r"mis\.aggregate: kept has no effect without a rule or mask bound on tokens or segments, and a weight or"),
     ({"weight": None, "reject": [{"over": "token", "upper": 2}, {"over": "sum", "upper": 2, "aggregate": "kept"}],
       "aggregate": "kept"}, r"mis\.aggregate: kept has no effect .*rule on larger units that does not say otherwise"),
     ({"weight": None, "reject": [{"over": "token", "upper": 2}, {"over": "max", "upper": 9, "aggregate": "valid"}],
