@@ -157,6 +157,11 @@ def test_a_rejected_micro_batch_is_told_every_time(caplog: pytest.LogCaptureFixt
     assert "rollout 0, step 0" in caplog.text and "rollout 2, step 0" in caplog.text
 
 
+def test_a_weight_alone_rejects_no_micro_batch(caplog: pytest.LogCaptureFixture):
+    run_steps({"weight": {"upper": 2.0}}, [[0.01], [3.0]])
+    assert said(caplog, "rejected") == 0
+
+
 def test_few_kept_tokens_are_told_when_that_begins(caplog: pytest.LogCaptureFixture):
     few, most = [[1.0], [0.01] * 19], [[1.0], [1.0]]
     run_steps(VETO, few, few, most, few)

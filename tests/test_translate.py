@@ -177,6 +177,14 @@ FLAT = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mo
             {"rollout_is": True, "rollout_is_veto_threshold": 1e-4},
             CorrectionConfig(WeightConfig(upper=2.0), (RejectRule(over="min", lower=1e-4),)),
         ),
+        (
+            {"rollout_is_mode": "mask"},
+            CorrectionConfig(None, (RejectRule(lower=0.5, upper=2.0),), denominator="kept"),
+        ),
+        (
+            {"rollout_is": True, "rollout_rs": None, "bypass_mode": False},
+            CorrectionConfig(WeightConfig(upper=2.0)),
+        ),
     ],
 )
 def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
