@@ -32,6 +32,11 @@ def test_a_change_is_said_where_it_matters(checkout: Path):
     assert commit(checkout, ("code.py",)).endswith(" (modified)")
 
 
+def test_a_file_that_git_does_not_track_changes_nothing(checkout: Path):
+    (checkout / "notes.txt").write_text("\n")
+    assert "modified" not in commit(checkout, (".",))
+
+
 def test_what_is_no_checkout_of_its_own_has_no_commit(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ):

@@ -149,6 +149,15 @@ def test_one_family():
     )
 
 
+def test_a_field_of_a_field_is_quoted_by_its_own_name_or_by_that_of_the_whole():
+    names = {"weight": "tis", "weight.upper": "tis_upper_bound"}
+    error = ConfigError("{weight.lower}: 3 is not below {weight.upper}: 2; see {weight}, {reject}")
+    quoted = error.spelled(names, "mis.")
+    assert str(quoted) == "tis.lower: 3 is not below tis_upper_bound: 2; see tis, mis.reject"
+    assert type(quoted) is ConfigError
+    assert str(error) == "weight.lower: 3 is not below weight.upper: 2; see weight, reject"
+
+
 # ---------------------------------------------------------------------------------------------------------- inputs
 
 

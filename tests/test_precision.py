@@ -14,6 +14,7 @@ from true_on_policy.kernels import precision
 
 ALLOWED: dict[str, Callable[[], None]] = {
     "the older way": lambda: torch.set_float32_matmul_precision("high"),
+    "the older way, for less": lambda: torch.set_float32_matmul_precision("medium"),
     "by cuBLAS": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
     "by cuDNN": lambda: setattr(torch.backends.cudnn, "allow_tf32", True),
     "the newer way": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
@@ -44,6 +45,20 @@ def test_off_and_then_as_it_was_found(way: str):
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     undo()
     assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("cuda.matmul", "tf32"), ("cudnn.conv", "tf32"), ("cudnn.rnn", "tf32"), ("mkldnn.matmul", "tf32"),
+     ("mkldnn.matmul", "bf16")],
+)  # fmt: skip
+def test_each_place_is_seen_and_switched_off_with_all_others_off_already(place: str, value: str):
+    precision.pin()
+    owner = attrgetter(place)(torch.backends)
+    owner.fp32_precision = value
+    assert f"{place}.fp32_precision" in precision.settings()["torch: TF32 allowed by"]
+    precision.pin()
+    assert owner.fp32_precision == "ieee"
 
 
 def test_what_torch_cannot_read_is_left_alone():

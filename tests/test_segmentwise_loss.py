@@ -399,7 +399,9 @@ FLAT = {"tis_upper_bound": 2.0}
         (AREALS, ("recomputed_log_probs",),
          r"mis\.segment_wise\.method \(in place of AReaL's keys\): loglinear, or enable_segment_wise_ppo: false$"),
         ({"behav_imp_weight_cap": 1.2}, ("recomputed_log_probs",), r"or enable_segment_wise_ppo: false$"),
-        (FLAT, ("recomputed_log_probs",), r"or mis\.segment_wise\.enabled \(in place of Miles's flat keys\): false$"),
+        (FLAT, ("recomputed_log_probs",),
+         r"mis\.segment_wise\.method \(in place of Miles's flat keys\): loglinear, or "
+         r"mis\.segment_wise\.enabled \(in place of Miles's flat keys\): false$"),
     ],
 )  # fmt: skip
 def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict, lost: tuple[str, ...], message: str):

@@ -44,16 +44,16 @@ def _attribute(owner: str, name: str, full: Any) -> Switch:
     return Switch(f"torch.backends.{owner}.{name}", lambda: getattr(module(), name), put, full)
 
 
-# The older ones first: what is written to them is written to the newer ones too.
+# What is written to one is written to those below too: `allow_tf32` makes "high" of "medium".
 SWITCHES = (
+    _attribute("cuda.matmul", "allow_tf32", False),
+    _attribute("cudnn", "allow_tf32", False),
     Switch(
         "torch.set_float32_matmul_precision",
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
         "highest",
     ),
-    _attribute("cuda.matmul", "allow_tf32", False),
-    _attribute("cudnn", "allow_tf32", False),
     *(
         _attribute(owner, "fp32_precision", "ieee")
         for owner in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")
