@@ -555,6 +555,7 @@ def test_metric_values():
     }
     for name, value in exact.items():
         assert abs(found[name] - value) <= 8 * EPS, name
+    assert abs(call(step, TIS).metrics["ois"].item() - (sum(ratios) / 2 + 1)) <= 8 * EPS
 
 
 @pytest.mark.parametrize("config", [{}, TIS, KEPT, {"opsm": {"delta": 0.05}}, {"metrics": "none"}])
