@@ -27,6 +27,7 @@ from mis_plugins.local.loss import MicroBatch, clipped_surrogate, policy_loss
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupInfo, ParallelState, launch
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
 from mis_plugins.local.tasks import TASKS
+from mis_plugins.reading import preset_path
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 NOBODY = GroupInfo(0, 1, None)
@@ -65,6 +66,12 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--use-tis", "--use-tis needs --custom-tis-function-path"),
         ("--get-mismatch-metrics", "--get-mismatch-metrics needs --custom-tis-function-path"),
         (f"--use-tis --use-rollout-logprobs --custom-tis-function-path {MIS}", "--use-tis with --use-rollout-logprobs"),
+        (f"--custom-tis-function-path {MIS}", "--custom-tis-function-path has no effect without --use-tis"),
+        (f"--custom-config-path {preset_path('mis')}", "--custom-config-path: its mis: has no effect without a hook"),
+        ("--lr -1", "--lr: got -1.0; give a finite number, at least 0"),
+        ("--lr nan", "--lr: got nan"),
+        ("--eps-clip -0.2", "--eps-clip: got -0.2"),
+        ("--clip-grad inf", "--clip-grad: got inf"),
         ("--use-tis --custom-tis-function-path mis_plugins.mis.nothing", "--custom-tis-function-path: cannot load"),
         ("--rollout-data-postprocess-path mis_plugins.nothing.fn", "--rollout-data-postprocess-path: cannot load"),
         ("--n-samples-per-prompt 1", "--advantage-estimator grpo with --n-samples-per-prompt 1"),
@@ -117,7 +124,8 @@ def test_an_error_inside_the_ranks_is_told_once(tmp_path: Path, capfd: pytest.Ca
 def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> None:
     path = tmp_path / "custom.yaml"
     path.write_text("lr: 0.5\ntis_level: token\nmis: {metrics: core}\n")
-    args = parse_args(["--custom-config-path", str(path)])
+    flags = ["--get-mismatch-metrics", "--custom-tis-function-path", MIS, "--custom-config-path", str(path)]
+    args = parse_args(flags)
     assert (args.lr, args.tis_level, args.mis) == (0.5, "token", {"metrics": "core"})
     assert args.qkv_format == "thd"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -104,6 +105,10 @@ def _check_positive(args: argparse.Namespace) -> None:
             raise ConfigError(f"{_flag(name)}: got {value}; give at least 1")
     if args.rollout_temperature <= 0:
         raise ConfigError(f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0")
+    for name in ("lr", "warmup_lr", "eps_clip", "clip_grad"):
+        value = getattr(args, name)
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:  # a file's 1e-4 is text to YAML
+            raise ConfigError(f"{_flag(name)}: got {value!r}; give a finite number, at least 0")
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -192,6 +197,15 @@ def _check_hooks(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"{given} needs --custom-tis-function-path; "
             "give mis_plugins.mis.compute_mis_weights_with_cp or a function of your own"
+        )
+    if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics):
+        raise ConfigError(
+            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics; give one of them"
+        )
+    if hasattr(args, "mis") and not args.asynchronous and not any(getattr(args, name) for name in _HOOKS):
+        raise ConfigError(
+            "--custom-config-path: its mis: has no effect without a hook that reads it; give --use-tis "
+            "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
         )
     _check_loss(args)
     for name in _HOOKS:
