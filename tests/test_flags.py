@@ -276,10 +276,53 @@ def test_families_are_read_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="Qwen3MoeForCausalLM is not covered. no row for the router"):
+    with pytest.raises(ContractError, match="Qwen3MoeForCausalLM is not covered; MoE: no row for the router"):
         check_host(host_args("fsdp", config(tmp_path, "Qwen3MoeForCausalLM")))
-    with pytest.raises(ContractError, match="GPT2LMHeadModel is not covered"):
+    with pytest.raises(ContractError, match="GPT2LMHeadModel is not covered; covered are Qwen3ForCausalLM, "):
         check_host(host_args("fsdp", config(tmp_path, "GPT2LMHeadModel")))
     with pytest.raises(ContractError, match="llama cannot be launched"):
         check_host(host_args("fsdp", config(tmp_path, "LlamaForCausalLM")))
     assert gpu_contract("llama", "fsdp").family.missing
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (
+            None,
+            r"hf_checkpoint: .*config.json cannot be read .*--hf-checkpoint takes a folder of this machine",
+        ),
+        ("{", "hf_checkpoint: .* cannot be read"),
+        ("[]", "hf_checkpoint: .* is no model's config"),
+        ('{"architectures": null}', "no architecture is not covered; covered are"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "config.json: states no num_attention_heads"),
+    ],
+)
+def test_a_checkpoint_that_states_nothing_is_told(stated: str | None, message: str, tmp_path: Path) -> None:
+    """A name on a hub is no folder: Miles would download it, and nothing of it is here to be read."""
+    if stated is not None:
+        (tmp_path / "config.json").write_text(stated)
+    with pytest.raises(ContractError, match=message):
+        checkpoint_family(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("rope", "kind"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
+        ({"rope_scaling": None}, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, None),
+        ({"rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "default"}}, None),
+    ],
+)
+def test_rope_that_is_scaled_has_no_row(rope: dict, kind: str | None, tmp_path: Path) -> None:
+    file = config(tmp_path, **rope) / "config.json"
+    if kind is None:
+        assert checkpoint_family(file)[0].name == "qwen3-dense"
+    else:
+        with pytest.raises(
+            ContractError, match=f"rope of type '{kind}' is not covered: the row of rope is the plain"
+        ):
+            checkpoint_family(file)

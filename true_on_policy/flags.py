@@ -238,18 +238,45 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
     """Family and sizes of a Hugging Face checkpoint, from its config.json.
 
     Raises:
-        ContractError: the architecture is not covered.
-        OSError: no such file.
+        ContractError: no such file, or what it states is not covered.
     """
-    stated = json.loads(config.read_text(encoding="utf-8"))
+    stated = _stated(config)
     architectures = stated.get("architectures") or ()
     known = [family for family in FAMILIES.values() if set(family.architectures) & set(architectures)]
     if not known:
-        why = NOT_COVERED["MoE"] if any("Moe" in name for name in architectures) else ()
+        moe = any("Moe" in name for name in architectures)
+        covered = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
+        why = f"MoE: {'; '.join(NOT_COVERED['MoE'])}" if moe else f"covered are {covered}"
         raise ContractError(
-            f"{config}: {', '.join(architectures) or 'no architecture'} is not covered. {'; '.join(why)}"
+            f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}"
         )
-    return known[0], stated_size(stated.get("text_config", stated))
+    text = stated.get("text_config", stated)
+    if _rope(text) != "default":
+        raise ContractError(
+            f"{config}: rope of type {_rope(text)!r} is not covered: {NOT_COVERED['scaled rope'][0]}"
+        )
+    try:
+        return known[0], stated_size(text)
+    except KeyError as error:
+        raise ContractError(f"{config}: states no {error.args[0]}") from error
+
+
+def _stated(config: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"hf_checkpoint: {config} cannot be read ({error}); --hf-checkpoint takes a folder of this machine"
+        ) from error
+    if not isinstance(stated, dict):
+        raise ContractError(f"hf_checkpoint: {config} is no model's config")
+    return stated
+
+
+def _rope(stated: Mapping[str, Any]) -> str:
+    """Of a text model's config, as transformers 5 or 4 writes it."""
+    rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def stated_size(stated: dict[str, Any]) -> Size:

@@ -100,6 +100,7 @@ NOT_COVERED = {
         "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
     ),
     "quantized weights": ("fp8 on one side is another number: no row",),
+    "scaled rope": ("the row of rope is the plain one; YaRN, linear and llama3 scaling have none",),
     "LoRA": ("the adapter's products have no row, and SGLang batches adapters",),
 }
 
