@@ -402,6 +402,14 @@ def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[dict],
     assert found[0][0][0] == pytest.approx(tracked[0], rel=1e-12, abs=1e-12)
 
 
+def test_of_ranks_that_hold_the_same_sequences_one_counts_them():
+    """The others add their tokens alone."""
+    c = micro_batch([[0.01, 1.0], [1.0, 1.2]], VETO | {"weight": {"level": "sequence"}})
+    first, other = (watch(c, counts_sequences=counts).named_sums for counts in (True, False))
+    assert {name: value for name, value in other.items() if value} == {"valid": 4.0, "kept": 2.0}
+    assert first.items() >= {"valid": 4.0, "kept": 2.0, "micro_batches": 1.0, "product_count": 2.0}.items()
+
+
 def test_every_rank_raises_for_one(tmp_path: Path):
     batches = [ratio_batch([[1.0, 1.0]]), ratio_batch([[0.01, 1.0]])]
     config = VETO | {"on_all_rejected": "raise", "metrics": "full"}
