@@ -58,12 +58,21 @@ def test_it_follows_miless_own_step(write: Write) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_the_flag_that_miles_does_not_read_has_its_effect(asked: bool, write: Write) -> None:  # noqa: F811
+def test_the_flag_that_miles_does_not_read_has_its_effect(
+    asked: bool,
+    write: Write,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before our own start, which writes down what is in force."""
+    seen = []
+    monkeypatch.setattr(
+        start, "start", lambda args: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
     write({FILE: ACTOR})
     fsdp_worker.watch()
     try:
         import_module(fsdp_worker.MODULE).FSDPTrainRayActor().init(Args(asked))
-        assert torch.are_deterministic_algorithms_enabled() == asked
+        assert seen == [asked] == [torch.are_deterministic_algorithms_enabled()]
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -88,3 +88,14 @@ def test_normalization_counts_each_turn_once(over: str):
     assert factor == pytest.approx((math.exp(math.fsum(map(math.log, (1.2, 1.1, 1.3))) / 3) + 0.5) / 2,
                                    rel=weight_rtol(2.0))  # fmt: skip
     assert oracle.correct(batch.samples, config).factor == pytest.approx(factor, rel=weight_rtol(2.0))
+
+
+def test_the_mean_of_what_is_kept_leaves_out_turns_that_any_rule_drops():
+    """The first by a rule over turns, the second by a rule over tokens that leaves none of it."""
+    batch = ratio_batch([[0.5, 0.6, 9.0, 1.7, 9.0, 1.1, 1.3]], [[1, 1, 0, 1, 0, 1, 1]])
+    rules = [{"over": "token", "upper": 1.5}, {"over": "mean", "unit": "segment", "lower": 0.9}]
+    weight = {"level": "segment_geometric", "bound": "truncate", "upper": 10.0, "normalize": {"over": "kept"}}
+    config = {"weight": weight, "reject": rules}
+    factor = run(batch, config).metrics["mis_batch_norm_factor"][0][0].item()
+    assert factor == pytest.approx(math.sqrt(1.1 * 1.3), rel=weight_rtol(2.0))
+    assert oracle.correct(batch.samples, config).factor == pytest.approx(factor, rel=weight_rtol(2.0))

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from true_on_policy import settings
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.errors import PinError
 from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, model_contract
@@ -71,6 +72,15 @@ def test_the_environment_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> N
     seen = observe(CONTRACT).settings
     assert (seen["NCCL_ALGO"], seen["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]) == ("Tree", "unset")
     assert set(ENVIRONMENT) < set(seen)
+
+
+def test_tf32_is_tried_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TF32 would: 10 bits of mantissa."""
+    monkeypatch.setattr(settings, "device", lambda: torch.device("cpu"))
+    assert LOOKS["TF32"]() == "off"
+    exact = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda x, y: (exact(x, y) * 2**10).round() / 2**10)
+    assert LOOKS["TF32"]() == "on"
 
 
 @pytest.mark.parametrize(("disable", "found"), [("0", "on"), ("1", "off")])

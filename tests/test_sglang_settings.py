@@ -83,6 +83,17 @@ def test_kernels_are_tried_on_the_device_of_the_weights(monkeypatch: pytest.Monk
     assert "1 of 7 rows and all" in observe(runner()).settings[KERNELS]
 
 
+def test_kernels_are_tried_at_the_shapes_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(
+        sglang_settings,
+        "aten_failures",
+        lambda dtype, shapes, where: iter(tried.append((dtype, shapes)) or ()),
+    )
+    observe(runner())
+    assert tried == [("bf16", gpu.shapes_of(SIZE, 2))]
+
+
 @pytest.mark.parametrize(
     ("changed", "name", "value"),
     [
@@ -100,6 +111,7 @@ def test_what_decides_is_the_object_not_the_flag(changed: dict[str, Any], name: 
 def test_narrow_weights_are_told() -> None:
     model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     model.scale = torch.nn.Parameter(torch.zeros(1).to(torch.float8_e4m3fn), requires_grad=False)
+    model.norm = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     assert observe(runner(model=model)).settings["quantization"] == "float8_e4m3fn"
 
 
