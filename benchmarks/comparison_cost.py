@@ -161,9 +161,14 @@ def parse_arguments() -> Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     comma: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences in the micro-batch")
-    parser.add_argument("--length", type=comma, default=["128", "1024", "8192"])
-    parser.add_argument("--cp", type=comma, default=["1", "2"])
+    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences (default: 8,64,256)")
+    parser.add_argument(
+        "--length",
+        type=comma,
+        default=["128", "1024", "8192"],
+        help="tokens of each (default: 128,1024,8192)",
+    )
+    parser.add_argument("--cp", type=comma, default=["1", "2"], help="ranks (default: 1,2)")
     parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
     return parser.parse_args()

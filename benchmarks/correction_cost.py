@@ -274,10 +274,17 @@ def parse_arguments() -> Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     comma: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences in the micro-batch")
-    parser.add_argument("--length", type=comma, default=["128", "1024", "8192", "mixed"])
-    parser.add_argument("--cp", type=comma, default=["1", "2", "4"])
-    parser.add_argument("--baseline", default=PLAIN, help="dotted path of a hook to compare with")
+    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences (default: 8,64,256)")
+    parser.add_argument(
+        "--length",
+        type=comma,
+        default=["128", "1024", "8192", "mixed"],
+        help="tokens of each; mixed: ragged (default: 128,1024,8192,mixed)",
+    )
+    parser.add_argument("--cp", type=comma, default=["1", "2", "4"], help="ranks (default: 1,2,4)")
+    parser.add_argument(
+        "--baseline", default=PLAIN, help="dotted path of a hook to compare with (default: the plain way)"
+    )
     parser.add_argument("--metrics", choices=("full", "core", "none"), default="full", help="of ours")
     parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
     parser.add_argument("--thp", action="store_true", help="again in a child with transparent huge pages")

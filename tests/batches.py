@@ -13,7 +13,7 @@ from oracle import Sample, zigzag
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MASK_TYPES = (torch.int32, torch.int64, torch.bool, torch.float32)
+MASK_TYPES = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool, torch.float32)
 
 
 @dataclass(frozen=True)
