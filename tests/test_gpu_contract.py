@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from true_on_policy import row_sums
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.errors import ContractError
@@ -127,6 +128,18 @@ def test_the_engines_product_follows_the_trainers_unless_it_is_asked_otherwise()
 def test_every_variable_has_a_reason() -> None:
     for backend in ("megatron", "fsdp"):
         assert set(gpu_contract("qwen3-dense", backend).environment) == set(WHY)
+
+
+def test_what_tensor_parallelism_cuts_is_summed_as_row_sums_says() -> None:
+    told = {
+        backend: next(
+            row.bits for row in gpu_contract("qwen3-dense", backend).operations if "down" in row.name
+        )
+        for backend in ("megatron", "fsdp")
+    }
+    assert f"partial sums of {row_sums.LEAF} columns" in told["megatron"]
+    assert row_sums.megatron_order(256, 2, 1) == ((0, 128), (128, 256))
+    assert "partial" not in told["fsdp"] and row_sums.fsdp_order(256) == (0, 256)
 
 
 def test_the_environment_is_checked_name_by_name() -> None:

@@ -83,6 +83,10 @@ _FINAL_NORMS = {
     "megatron": f"{PLUGIN}/norm.py SGLangFinalRMSNorm",
     "fsdp": "Qwen3FinalRMSNorm of Miles's fsdp_utils/models/qwen3.py",
 }
+_ROW_SUMS = {
+    "megatron": "bf16 in and out; partial sums of 128 columns, rounded, in one tree (row_sums.py)",
+    "fsdp": "bf16 in and out, fp32 sums in one order of K",
+}
 _ATTENTION = {
     "megatron": "{} varlen, causal, key and value repeated over groups",
     "fsdp": "{} by transformers' flash_attention_3",
@@ -148,15 +152,15 @@ def operations(
         *_qk_norm(backend, qk_norm),
         _SHARED["rope"],
         Operation("attention", "bf16", _ATTENTION[backend].format(kernel), f"{kernel}, paged"),
-        Operation("o and down product", "bf16; partial sums in one tree (row_sums)", *gemms),
+        Operation("o and down product", _ROW_SUMS[backend], *gemms),
         *_COLLECTIVES[backend],
-        Operation("gate and up product", "bf16 in and out", *gemms),
+        Operation("gate and up product", "bf16 in and out, fp32 sums in one order of K", *gemms),
         _SHARED["activation"],
         Operation(
             *("final norm", "x / rms in fp32, rounded to bf16, times bf16 weight"),
             *(_FINAL_NORMS[backend], "RMSNorm.forward_native, cast_x_before_out_mul"),
         ),
-        Operation("LM head", "bf16 in, bf16 weight, bf16 logits", *gemms),
+        Operation("LM head", "bf16 in, bf16 weight, fp32 sums in one order of K, bf16 logits", *gemms),
         _SHARED["log_softmax"],
     )
 
