@@ -23,14 +23,13 @@ from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.correction import Correction, kept_tokens
 from mis_plugins.divergence import k1, k3
 from mis_plugins.ragged import as_bytes
-from mis_plugins.ratios import exp_clamped, log_bound, saturated, share_above, share_below
+from mis_plugins.ratios import exp_clamped, exp_finite, log_bound, saturated, share_above, share_below
 from mis_plugins.rejection import Totals, aggregate
 from mis_plugins.totals import monotone, weighs_tokens, zero_weights
 from mis_plugins.units import passing_units, unit_log_ratio, unit_ratio
 from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
-LARGEST_LOG_PPL = 80.0  # sums over thousands of tokens of e^80 = 5.5e34 are still float32
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,6 @@ def log_ppl_diff(c: Correction) -> Float[Tensor, " N"]:
     return c.log_ppl.excess
 
 
-def perplexity(log_ppl: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """exp, of at most `LARGEST_LOG_PPL`: a host multiplies by the mask, and 0 times infinity is NaN."""
-    return log_ppl.clamp(max=LARGEST_LOG_PPL).exp()
-
-
 def chi2_token(c: Correction) -> Float[Tensor, " N"]:
     """Mean of r_t^2, less 1."""
     return c.totals["ratio_squared"] / c.usable_count - 1
@@ -241,12 +235,12 @@ TOKEN: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl, "saturated_fraction": lamb
 
 SEQUENCE: dict[str, Metric] = {
     "training_log_ppl": training_log_ppl,
-    "training_ppl": lambda c: perplexity(training_log_ppl(c)),
+    "training_ppl": lambda c: exp_finite(training_log_ppl(c)),
     "rollout_log_ppl": rollout_log_ppl,
-    "rollout_ppl": lambda c: perplexity(rollout_log_ppl(c)),
+    "rollout_ppl": lambda c: exp_finite(rollout_log_ppl(c)),
     "log_ppl_diff": log_ppl_diff,
     "log_ppl_abs_diff": lambda c: log_ppl_diff(c).abs(),
-    "ppl_ratio": lambda c: perplexity(log_ppl_diff(c)),
+    "ppl_ratio": lambda c: exp_finite(log_ppl_diff(c)),
     "chi2_token": chi2_token,
     "chi2_seq": chi2_seq,
 }

@@ -11,6 +11,10 @@ from torch import Tensor
 
 LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
 
+LARGEST_EXPONENT = (
+    80.0  # of numbers that only metrics show: sums of thousands of e^80 = 5.5e34 are still float32
+)
+
 
 @dataclass(frozen=True)
 class LogProbs:
@@ -69,6 +73,11 @@ def within(x: Tensor, lower: float | None, upper: float | None) -> Bool[Tensor, 
 def exp_clamped(log_ratio: Tensor) -> Tensor:
     """exp, with its argument clamped to +-LOG_RATIO_CLAMP."""
     return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
+
+
+def exp_finite(x: Tensor) -> Tensor:
+    """exp, its argument at most LARGEST_EXPONENT: a host multiplies by the mask, and 0 times infinity is NaN."""
+    return x.clamp(max=LARGEST_EXPONENT).exp_()
 
 
 def log_bound(bound: float) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 from mis_plugins import sketch
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.partials import LAG_ROWS, LAGS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials
+from mis_plugins.ratios import LARGEST_EXPONENT
 from mis_plugins.slope import relation
 from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered
 
@@ -1414,7 +1415,7 @@ def _exp(log_ratio: float) -> float:
 
 
 def _exp_of(x: float) -> float:
-    return math.nan if math.isnan(x) else math.exp(x)
+    return math.nan if math.isnan(x) else math.exp(min(x, LARGEST_EXPONENT))
 
 
 def _log_sum(windows: list[float]) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.correction import Correction
 from mis_plugins.divergence import k2, k3
-from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
+from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import weighs_tokens
 from mis_plugins.units import unit_log_ratio, unit_ratio
@@ -320,11 +320,11 @@ SEQUENCE_SUMS: dict[str, SequenceRow] = {
     "seen": lambda s: s.seen,
     "log_ppl_diff": lambda s: -s.mean_log_ratio,
     "log_ppl_abs_diff": lambda s: s.mean_log_ratio.abs(),
-    "ppl_ratio": lambda s: (-s.mean_log_ratio).exp(),
+    "ppl_ratio": lambda s: exp_finite(-s.mean_log_ratio),
     "train_log_ppl": lambda s: s.train_log_ppl,
-    "train_ppl": lambda s: s.train_log_ppl.exp(),
+    "train_ppl": lambda s: exp_finite(s.train_log_ppl),
     "rollout_log_ppl": lambda s: s.rollout_log_ppl,
-    "rollout_ppl": lambda s: s.rollout_log_ppl.exp(),
+    "rollout_ppl": lambda s: exp_finite(s.rollout_log_ppl),
     "geometric_squared": lambda s: exp_clamped(s.mean_log_ratio).square(),
     "sequence_log_ratio": lambda s: s.log_ratio,
     "abs_sequence_log_ratio": lambda s: s.abs_log_ratio,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -90,6 +91,23 @@ def test_each_step_is_reported_once_and_the_last_by_flush(tracked: list[dict]):
         (0, pytest.approx(2)),
         (1, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    "value", [-800.0, -1e30, torch.finfo(torch.float32).min]
+)  # engines clamp -inf to the last
+@pytest.mark.parametrize("side", ["proximal", "behavior"])
+@pytest.mark.parametrize("level", ["token", "segment", "sequence", "geometric"])
+def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, level: str, tracked: list[dict]):
+    """e^800 is no float: what cannot be shown must not stop the job either."""
+    batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]])
+    getattr(batch, side)[0][2] = value
+    recorder = Recorder()
+    recorder.report(ARGS, 0, 0)
+    config = from_mapping({"weight": {"level": level, "bound": "clip"}, "metrics": "all"})
+    recorder.record(corrected(batch, config), torch.ones(5))
+    recorder.report(ARGS, 0, 1)
+    assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
 
 
 def test_without_a_host_the_metrics_go_to_the_log(caplog: pytest.LogCaptureFixture):
