@@ -62,8 +62,8 @@ def check(arguments: argparse.Namespace) -> str:
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
     understood too.
     """
-    file = _file(arguments.target)
-    return "\n".join([describe(load(file)), *(f"warning: {text}" for text in _switched(keys_of(file)))])
+    keys = keys_of(_file(arguments.target))  # once: it may be a pipe
+    return "\n".join([describe(_read(keys)), *(f"warning: {text}" for text in _switched(keys))])
 
 
 def path(arguments: argparse.Namespace) -> str:
@@ -112,10 +112,13 @@ def load(file: Path) -> CorrectionConfig:
 
     Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
     """
-    keys = keys_of(file)
+    return _read(keys_of(file))
+
+
+def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
-    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics} | keys))
+    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
 
 
 def _switched(keys: Mapping[str, Any]) -> Iterator[str]:

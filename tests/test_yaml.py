@@ -186,6 +186,17 @@ def test_check_passes_a_file_for_metrics_alone(tmp_path: Path, capsys: pytest.Ca
     assert "core" in capsys.readouterr().out
 
 
+def test_check_reads_a_pipe():
+    done = subprocess.run(
+        [sys.executable, "-m", "mis_plugins", "config", "check", "/dev/stdin"],
+        input="mis: {weight: {upper: 3}}",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "capped at 3" in done.stdout, done.stderr
+
+
 def test_check_refuses_what_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     file = tmp_path / "broken.yaml"
     file.write_bytes("mis: {weight: {upper: 2}}".encode("utf-16"))
