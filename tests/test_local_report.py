@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -202,6 +203,16 @@ def test_the_picture_shows_every_run(tmp_path: Path) -> None:
     for color in COLORS[:2]:
         assert (pixels == [int(color[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum() > 1000
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".partial"] == []
+
+
+def test_a_single_number_is_seen_and_rollouts_are_whole() -> None:
+    """A gradient compared once, in a run of three rollouts."""
+    axis = Figure().subplots()
+    report._draw(axis, report.PANELS[-1], {"smoke": [[{"rollout": 0, "grad_cosine": 0.8}, {"rollout": 2}]]})
+    report._dress(axis, report.PANELS[-1], empty=False)
+    axis.set_xlim(0, 2)
+    assert [line.get_marker() for line in axis.lines] == ["None", "o"]
+    assert all(tick == round(tick) for tick in axis.get_xticks())
 
 
 def test_a_picture_of_nothing_says_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, TypedDict
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -239,13 +239,15 @@ def _draw(axis: Axes, panel: Panel, histories: Histories) -> None:
         for curve in curves:
             axis.plot(list(curve), list(curve.values()), color=color, alpha=0.28, linewidth=0.8)
         mean = _smooth(_mean_curve(curves))
-        axis.plot(list(mean), list(mean.values()), color=color, linewidth=2.2, label=label)
+        dot = "o" if len(mean) == 1 else None  # one number has no line
+        axis.plot(list(mean), list(mean.values()), color=color, linewidth=2.2, label=label, marker=dot)
 
 
 def _dress(axis: Axes, panel: Panel, empty: bool) -> None:
     axis.set_title(panel.title, loc="left", fontsize=11, color=TEXT, fontweight="bold")
     axis.set_xlabel("rollout", color=TEXT)
     axis.margins(x=0.01)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.tick_params(colors=TEXT, labelsize=9, labelbottom=True)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
