@@ -220,6 +220,12 @@ def test_metrics_of_a_micro_batch_are_one_number(batch: Batch, config: dict):
             assert torch.cat(rows).unique().numel() <= 1, name
 
 
+def test_where_no_weight_is_within_a_mask_bound_both_extremes_read_0():
+    found = run(ratio_batch([[9.0, 8.0], [0.1]]), {"weight": {"bound": "mask", "upper": 2.0}}).metrics
+    for side in ("max", "min"):
+        assert torch.cat(found[f"mis_weight_{side}_mb"]).tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}]
 )

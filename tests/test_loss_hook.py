@@ -556,6 +556,16 @@ def test_metric_values():
     for name, value in exact.items():
         assert abs(found[name] - value) <= 8 * EPS, name
     assert abs(call(step, TIS).metrics["ois"].item() - (sum(ratios) / 2 + 1)) <= 8 * EPS
+    assert "ois" not in found
+
+
+def test_the_effective_share_is_of_the_tokens_in_the_mask():
+    masks = [[True, False, True], [False, True, False]]
+    rows = zip([[-1.0, -1.0, -2.0], [-1.0] * 3], [[-1.5, -1.0, -1.0], [-1.0] * 3], masks, strict=True)
+    responses = [Response(p, o, p, [1.0] * 3, [1.0] * 3, mask) for p, o, mask in rows]
+    found = call(Step(responses, [[-1.0] * 3] * 2), {}).metrics["ess_ratio"].item()
+    ratios = [math.exp(0.5), math.exp(-1.0)]
+    assert abs(found - (sum(ratios) ** 2 / (2 * sum(r * r for r in ratios)) + 1)) <= 8 * EPS
 
 
 @pytest.mark.parametrize("config", [{}, TIS, KEPT, {"opsm": {"delta": 0.05}}, {"metrics": "none"}])
@@ -571,9 +581,10 @@ def test_names_depend_on_the_config_alone(config: dict):
 def test_core_has_no_metric_of_its_own():
     """One that costs sums over sequences: `core` and `none` leave it out."""
     reported = {
-        x: "ess_ratio" in call(random_step(6), {"metrics": x}).metrics for x in ("full", "core", "none")
+        x: "ess_ratio" in call(random_step(6), {"metrics": x}).metrics
+        for x in ("all", "full", "core", "none")
     }
-    assert reported == {"full": True, "core": False, "none": False}
+    assert reported == {"all": True, "full": True, "core": False, "none": False}
 
 
 def masked_out(step: Step) -> Step:

@@ -309,11 +309,20 @@ def test_a_pool_of_threads():
         assert one.lacking(3) == []
 
 
-def test_too_few_log_probs():
+@pytest.mark.parametrize("count", [1, 3])
+def test_too_few_log_probs_or_too_many(count: int):
     pool = Pool()
     pool.add(response(3, 2))
-    with pytest.raises(InputError, match="1 log-probs for a sequence of which 2 were asked for"):
-        recompute(pool, 4, 100, each(lambda sequences, counts: [[-1.0]]))
+    with pytest.raises(InputError, match=f"{count} log-probs for a sequence of which 2 were asked for"):
+        recompute(pool, 4, 100, each(lambda sequences, counts: [[-1.0] * count]))
+
+
+def test_the_longest_is_asked_for_first():
+    """First-fit fills batches best from the longest on."""
+    pool = Pool()
+    for prompt in (2, 5, 3):
+        pool.add(response(3, 1, prompt=prompt))
+    assert [len(request.tokens) for request in requests(pool, 3)] == [6, 4, 3]
 
 
 def test_ranks_share_batches_that_are_the_same_for_any_number_of_them():

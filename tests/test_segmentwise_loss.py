@@ -616,7 +616,7 @@ def test_a_weight_that_is_not_known_is_warned_of(
         mis.report_step(flags(), 0, 1)
     tokens = sum(sum(x.mask) for x in step.responses)
     assert (
-        f"{old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs"
+        f": {old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs"
         in caplog.text
     )
     assert "not finite" not in caplog.text
@@ -639,7 +639,7 @@ def test_a_log_prob_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(
     with caplog.at_level(logging.WARNING, "mis_plugins"):
         mis.report_step(flags(), 0, 1)
     tokens = sum(sum(x.mask) for x in step.responses)
-    assert f"1 of {tokens} tokens weigh 0, as a log-prob of theirs is not finite" in caplog.text
+    assert f": 1 of {tokens} tokens weigh 0, as a log-prob of theirs is not finite" in caplog.text
     assert "stored" not in caplog.text
     assert logged[0]["staleness/unknown"] == 1
 

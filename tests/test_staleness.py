@@ -205,6 +205,18 @@ def test_nothing_at_all():
     assert error_metrics(errors([])) == {}
 
 
+def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
+    """NaN stands for a log pi_{v+1} that nobody stored; an infinite one was."""
+    numerator, one, live = (
+        torch.tensor([math.nan, -math.inf, -1.0]),
+        torch.full((3,), -1.0),
+        torch.ones(3).bool(),
+    )
+    applied = behavior_weight(numerator, one, live, SegmentWiseConfig())
+    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), live, applied).groups[""]
+    assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
+
+
 def test_everything_masked():
     row = [replace(token, live=False) for token in row_of([0, 3])]
     assert weight_metrics(measured(row, SegmentWiseConfig()))["staleness/tokens"] == 0.0
