@@ -24,12 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mis_plugins.correction import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
+from mis_plugins.hosts.agreement import can_add_up
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.layout import whole, zigzag
 from mis_plugins.partials import partials, watch
 from mis_plugins.ragged import Ragged, Ranks
 from mis_plugins.reading import from_mapping
 from mis_plugins.recorder import Recorder
+from mis_plugins.step_rows import multiplies
 
 ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)
 EVERYTHING = {"weight": {"upper": 2.0}, "metrics": "all"}
@@ -240,6 +242,25 @@ def test_products_are_of_the_tokens_that_the_rule_looks_at(
     run_steps({"weight": None, "metrics": metrics} | config, [[100.0, 1.0]])
     assert said(caplog, "|sum of log ratios| has a mean of 4.61 over 1 of them") == warned
     assert said(caplog, "|sum of log ratios|") == warned
+
+
+@pytest.mark.parametrize(
+    ("config", "product"),
+    [
+        ({"weight": {"level": "token"}}, None),
+        ({"weight": {"level": "segment"}}, ("segment", "valid")),
+        ({"weight": {"level": "sequence"}, "reject": [TOKENS], "aggregate": "kept"}, ("sequence", "kept")),
+        ({"weight": None, "reject": [TOKENS, PRODUCT | {"unit": "segment"}, PRODUCT | {"aggregate": "kept"}]},
+         ("sequence", "kept")),
+    ],
+)  # fmt: skip
+def test_of_several_products_the_longest_is_watched(config: dict, product: tuple[str, str] | None):
+    assert multiplies(from_mapping(config)) == product
+
+
+def test_products_above_and_below_one_do_not_make_up_for_each_other(caplog: pytest.LogCaptureFixture):
+    run_steps({"weight": {"level": "sequence"}}, [[1.001] * 2000, [1 / 1.001] * 2000])
+    assert said(caplog, "|sum of log ratios| has a mean of 2.00 over 2 of them") == 1
 
 
 @pytest.mark.parametrize(("metrics", "started", "times"), [("all", (3, 1), 1), ("full", (10, 0), 1),
@@ -474,6 +495,23 @@ def test_a_rank_that_joins_has_nothing_to_add(tmp_path: Path, groups_changed: bo
     assert any("rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches" in x for x in words)
     assert any("rollout 0, step 0: its metrics are not logged" in x and "joined or left" in x for x in words)
     assert any("raised: " in x and "on this rank" in x for x in words) == (on_all_rejected == "raise")
+
+
+def together(rank: int) -> list[bool]:
+    """All there as before, two configs in whatever order; rank 1 in another's place; rank 1 new; all new."""
+    ranks, one = Ranks(dp=dist.group.WORLD), [from_mapping(EVERYTHING)]
+    two = [*one, from_mapping(VETO)]
+    return [
+        can_add_up(two if rank == 0 else two[::-1], True, True, ranks),
+        can_add_up(one, True, rank == 0, ranks),
+        can_add_up(one if rank == 0 else [], rank == 0, True, ranks),
+        can_add_up([], False, True, ranks),
+    ]
+
+
+def test_ranks_agree_on_whether_they_add_up(tmp_path: Path):
+    assert run_ranks(2, 1, together, tmp_path) == [[True, False, False, True]] * 2
+    assert [can_add_up([], True, same, Ranks()) for same in (True, False)] == [True, False]
 
 
 def under_two_configs(rank: int) -> str:
