@@ -102,14 +102,26 @@ def test_torchrun_decides_the_data_parallel_size(monkeypatch: pytest.MonkeyPatch
         parse_args(["--data-parallel-size", "3", "--global-batch-size", "6", "--rollout-batch-size", "3"])
 
 
-def test_a_users_mistake_is_told_in_one_line_and_exits_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--use-tis", "--use-tis needs"), ("--output {0}/file/below", "--output {0}/file/below: Not")],
+)
+def test_a_users_mistake_is_told_in_one_line_and_exits_2(flags: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     done = subprocess.run(
-        [sys.executable, "-m", "mis_plugins.local", "--use-tis", "--output", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "mis_plugins.local",
+            "--output",
+            str(tmp_path),
+            *flags.format(tmp_path).split(),
+        ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == EXIT_USER_ERROR
-    assert done.stderr.startswith("error: --use-tis needs") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {message.format(tmp_path)}") and done.stderr.count("\n") == 1
 
 
 def test_an_error_inside_the_ranks_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
