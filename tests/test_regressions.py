@@ -239,3 +239,20 @@ def test_a_preset_is_not_turned_on_by_use_tis_in_args():
     batch = ratio_batch([[3.0]])
     loss_in, loss, _, _ = call(batch, **vars(args))
     assert same_bytes(loss_in, loss)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "outside"), [({"lower": 1.0, "upper": 3.0}, "low"), ({"lower": 0.4, "upper": 1.0}, "high")]
+)
+def test_what_lies_on_a_bound_is_within_it(bounds: dict, outside: str):
+    batch = ratio_batch([[1.0, 0.5 if outside == "low" else 2.0]])  # a log ratio of exactly 0
+    config = {"weight": {"bound": "mask", **bounds}, "reject": [{"over": "token", **bounds}]}
+    outcome = run(batch, config)
+    assert outcome.masks[0].tolist() == [1, 0]
+    for metric in (f"mis_tis_mask_fraction_{outside}", f"mis_rs_mask_fraction_{outside}"):
+        assert outcome.metrics[metric][0].tolist() == [0.0, 1.0]
+
+
+def test_a_log_ratio_at_the_clamp_is_not_saturated():
+    batch = make_batch([([-1.0, -1.0, -22.0], [-21.0, -21.5, -1.5], [1, 1, 1])])
+    assert run(batch, {}).metrics["mis_saturated_fraction"][0].tolist() == [0.0, 1.0, 1.0]
