@@ -153,7 +153,8 @@ COUNTS: dict[str, Callable[[TokenStage], Tensor]] = {
 
 
 def _nonfinite(x: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Bool[Tensor, " T"]:
-    return loss_mask & nonfinite(x)
+    """In float32, where a ratio is made of it."""
+    return loss_mask & nonfinite(x.float())
 
 
 def _extremes(suffix: str, none: float) -> dict[str, Row]:

@@ -255,4 +255,12 @@ def test_what_lies_on_a_bound_is_within_it(bounds: dict, outside: str):
 
 def test_a_log_ratio_at_the_clamp_is_not_saturated():
     batch = make_batch([([-1.0, -1.0, -22.0], [-21.0, -21.5, -1.5], [1, 1, 1])])
-    assert run(batch, {}).metrics["mis_saturated_fraction"][0].tolist() == [0.0, 1.0, 1.0]
+    assert run(batch, {"weight": {}}).metrics["mis_saturated_fraction"][0].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_log_prob_beyond_float32_is_counted_as_what_it_becomes():
+    batch = ratio_batch([[0.5, 3.0]])
+    batch.behavior[0] = torch.tensor([-1.0, -1e300], dtype=torch.float64)
+    outcome = run(batch, {"weight": {}})
+    assert outcome.weights[0].tolist() == [pytest.approx(0.5), 0.0]
+    assert outcome.metrics["mis_nonfinite_rollout_mb"][0].tolist() == [1.0, 1.0]
