@@ -9,6 +9,8 @@ per_sequence.py, the plain way. Miles's own function, with PYTHONPATH at a Miles
 
 time        median of the calls on the wall clock, slowest rank
 cpu         median of the processor time of rank 0, waiting left out: what a busy machine cannot stretch
+faults      median of the pages that the call on rank 0 had to ask the kernel for, which costs it time: memory that the
+            allocator gave back after the call before. Whether it does is chance; on a GPU nothing is given back
 operators   dispatched below autograd, views included, collectives apart
 waits       operators that make the host wait for a CUDA device (on CPU: that would)
 copies      host data made a tensor: on CUDA a copy each
@@ -24,6 +26,7 @@ import importlib.util
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -57,13 +60,14 @@ MIS_YAML = {
 }  # fmt: skip
 
 Hook = Callable[..., tuple[Tensor, Any, Any]]
-Spent = tuple[float, float]  # wall clock, processor time
+Spent = tuple[float, float, float]  # wall clock, processor time, page faults
 
 
 @dataclass(frozen=True)
 class Cost:
     seconds: float
     cpu_seconds: float
+    page_faults: int
     operators: int
     waits: int
     copies: int
@@ -185,31 +189,43 @@ def alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) ->
     """Two calls of each to warm up, then A B A B until both had their time; every rank stops at the same round."""
     once = [_seconds(call) for call in calls]
     once = [_seconds(call) for call in calls]
-    average = sum(wall for wall, _ in once) / len(once)
+    average = sum(wall for wall, *_ in once) / len(once)
     rounds = min(max(FEWEST_CALLS, int(seconds / average)), MOST_CALLS)
     return [[_seconds(call) for call in calls] for _ in range(rounds)]
 
 
 def _seconds(call: Callable[[], Any]) -> Spent:
-    """Wall clock of the slowest rank, which all of them wait for; processor time of this one."""
+    """Wall clock of the slowest rank, which all of them wait for; processor time and page faults of this one."""
     dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start, cpu_start, faults_before = time.perf_counter(), time.process_time(), _page_faults()
     kept = call()
-    cpu = time.process_time() - cpu_start
+    cpu, faults = time.process_time() - cpu_start, _page_faults() - faults_before
     wall = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     del kept
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
-    return wall.item(), cpu
+    return wall.item(), cpu, faults
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def cost_of(call: Callable[[], Any], spent: Sequence[Spent]) -> Cost:
     counted = tally(call)
     peak = peak_bytes(call)
-    wall, cpu = (median(column) for column in zip(*spent, strict=True))
+    wall, cpu, faults = (median(column) for column in zip(*spent, strict=True))
     collectives = sum(counted.collectives.values())
     waits = sum(counted.waits.values())
     return Cost(
-        wall, cpu, counted.operators, waits, counted.copies, collectives, counted.collective_bytes, peak
+        wall,
+        cpu,
+        int(faults),
+        counted.operators,
+        waits,
+        counted.copies,
+        collectives,
+        counted.collective_bytes,
+        peak,
     )
 
 
@@ -219,6 +235,7 @@ HEADINGS = (
     "",
     "time",
     "cpu",
+    "faults",
     "operators",
     "waits",
     "copies",
@@ -240,7 +257,14 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _figures(cost: Cost) -> tuple[str, ...]:
-    counts = cost.operators, cost.waits, cost.copies, cost.collectives, cost.collective_bytes
+    counts = (
+        cost.page_faults,
+        cost.operators,
+        cost.waits,
+        cost.copies,
+        cost.collectives,
+        cost.collective_bytes,
+    )
     times = f"{1e3 * cost.seconds:.2f} ms", f"{1e3 * cost.cpu_seconds:.2f} ms"
     return *times, *(f"{count:,}" for count in counts), f"{cost.peak_bytes / 1e6:.2f} MB"
 
