@@ -303,4 +303,6 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
     keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
     masks = batch.loss_mask
     # Times the host's own numbers, in a copy, which bools would not be without asking.
-    return list(keep.to(masks.dtype, copy=True).mul_(masks).split(list(batch.layout.response_lengths)))
+    # Unsafe only in that nobody could backpropagate through the parts: a third less time than a split.
+    left = keep.to(masks.dtype, copy=True).mul_(masks)
+    return list(left.unsafe_split_with_sizes(list(batch.layout.response_lengths)))

@@ -32,7 +32,7 @@ def log_ratio(
     A token is usable where loss_mask holds and both log-probs are finite; elsewhere its log ratio reads 0.
     """
     difference = proximal.float() - behavior.float()
-    usable = loss_mask & finite(difference)
+    usable = loss_mask > nonfinite(difference)
     known = bits(usable)
     return only_(difference, known), usable, known
 
