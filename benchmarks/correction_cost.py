@@ -161,15 +161,15 @@ class Contest:
     seconds: float = 3.0
 
 
-def measure(contest: Contest, shapes: Sequence[tuple[int, str]], cp: int) -> list[Row]:
-    """One process group for all shapes; ours and the baseline take turns in it."""
+def measure(contest: Contest, shape: tuple[int, str], cp: int) -> Row:
+    """Ours and the baseline take turns in one process group; a new one for each shape, lest the allocator of one that
+    has run others keep their pages."""
 
-    def work(rank: int) -> list[tuple[Cost, Cost]]:
+    def work(rank: int) -> tuple[Cost, Cost]:
         start_groups("miles" if importlib.util.find_spec("miles") else None, cp)
-        return [_both(contest, hook_kwargs(response_lengths(*shape), cp, rank)) for shape in shapes]
+        return _both(contest, hook_kwargs(response_lengths(*shape), cp, rank))
 
-    costs = run_ranks(cp, work)[0]
-    return [Row(*shape, cp, *pair) for shape, pair in zip(shapes, costs, strict=True)]
+    return Row(*shape, cp, *run_ranks(cp, work)[0])
 
 
 def load(path: str) -> Hook:
@@ -321,8 +321,7 @@ def measure_all(arguments: Namespace) -> list[Row]:
         arguments.n, arguments.length, arguments.cp = ["8", "64"], ["128"], ["1", "2"]
     contest = Contest(arguments.baseline, arguments.metrics, 0.1 if arguments.smoke else 3.0)
     shapes = [(int(n), length) for n, length in itertools.product(arguments.n, arguments.length)]
-    by_cp = [measure(contest, shapes, int(cp)) for cp in arguments.cp]
-    return list(itertools.chain.from_iterable(by_cp))
+    return [measure(contest, shape, int(cp)) for cp in arguments.cp for shape in shapes]
 
 
 def main() -> int:
