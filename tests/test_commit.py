@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mis_plugins.local.provenance import measured_with
 from true_on_policy.commit import UNKNOWN, commit
 
 
@@ -48,3 +49,13 @@ def test_what_is_no_checkout_of_its_own_has_no_commit(
 def test_without_git_there_is_none(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     assert commit(checkout) == UNKNOWN
+
+
+def test_figures_name_the_commit_of_a_peer_by_any_folder_of_it(checkout: Path):
+    """A benchmark knows where the function lies that it compares with, not where its repository begins."""
+    inner = checkout / "examples"
+    inner.mkdir()
+    found = measured_with("python it.py", (), {"baseline": inner})["baseline commit"]
+    assert found == commit(checkout, (".",)) != UNKNOWN
+    (checkout / "code.py").write_text("2\n")
+    assert measured_with("python it.py", (), {"baseline": inner})["baseline commit"] == f"{found} (modified)"

@@ -17,12 +17,12 @@ def measured_with(
 
     Args:
         measured: git's names of what the figures follow from; changes to it that no commit holds are said.
-        checkouts: of other repositories, by name.
+        checkouts: of other repositories, by name: any folder within.
     """
     found = {"command": command, "python": platform.python_version(), "cpu": _cpu()}
     found |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
     found["mis-plugins commit"] = commit(REPOSITORY, measured)
-    return found | {f"{name} commit": commit(path, (".",)) for name, path in (checkouts or {}).items()}
+    return found | {f"{name} commit": commit(_top(path), (".",)) for name, path in (checkouts or {}).items()}
 
 
 def as_markdown(found: Mapping[str, str]) -> str:
@@ -34,6 +34,11 @@ def committed_tree(folder: str) -> str | None:
     """A name of all that a folder of this repository holds; None where it holds what no commit does."""
     changed = git(REPOSITORY, "status", "--porcelain", "--", folder)
     return None if changed else git(REPOSITORY, "rev-parse", "--quiet", "--verify", f"HEAD:{folder}") or None
+
+
+def _top(folder: Path) -> Path:
+    """Of the repository that holds it; itself where there is none."""
+    return Path(git(folder, "rev-parse", "--show-toplevel") or folder)
 
 
 def _cpu() -> str:
