@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import triton_interpreter  # noqa: F401  (before anything imports triton)
 
-from mis_plugins import mis
+from mis_plugins import mis, notices
 from mis_plugins.recorder import Recorder
 
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
@@ -88,6 +88,12 @@ def _reason(report: pytest.TestReport) -> str:
 def own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test records, the next does not read."""
     monkeypatch.setattr(mis, "RECORDER", Recorder())
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said() -> None:
+    """A warning that comes once a process comes once a test, in whatever order those run."""
+    notices.warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

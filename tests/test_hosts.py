@@ -28,8 +28,6 @@ from drive import assert_all_same, assert_same_bytes, call, one_rank, run, same_
 from hypothesis import given
 from tolerances import EPS, normalized_rtol
 
-from mis_plugins import notices
-
 CONFIG = {
     "weight": {"level": "sequence", "bound": "clip", "upper": 1.5, "normalize": {}},
     "reject": [{"over": "token", "lower": 0.4, "upper": 3.5}, {"over": "min", "lower": 1e-4}],
@@ -247,8 +245,7 @@ def test_metrics_full_core_none(config: dict):
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning, from a fresh start of the once-only warnings."""
-    notices.warn_once.cache_clear()
+    """What was logged as a warning."""
     caplog.set_level(logging.WARNING, logger="mis_plugins")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("mis_plugins")]
 

@@ -17,7 +17,6 @@ from launch import run_ranks
 from loss_oracle import Response
 from torch import Tensor
 
-from mis_plugins import notices
 from mis_plugins.config import CorrectionConfig, OpsmConfig, RejectRule
 from mis_plugins.correction import correct
 from mis_plugins.layout import whole, zigzag
@@ -178,7 +177,6 @@ def test_reference():
 
 
 def test_fallback_is_said_once(caplog: pytest.LogCaptureFixture):
-    notices.warn_once.cache_clear()
     proximal = torch.ones(2)
     with caplog.at_level(logging.WARNING, "mis_plugins"):
         answers = [reference_policy(None, proximal, OpsmConfig(DELTA)) for _ in range(3)]

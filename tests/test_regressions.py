@@ -13,7 +13,6 @@ from batches import host_args, make_batch, ratio_batch
 from drive import assert_all_same, assert_close, assert_matches_oracle, call, run, same_bytes
 from tolerances import EPS, sum_rtol
 
-from mis_plugins import notices
 from mis_plugins.errors import ConfigError
 
 MILES_YAML = {
@@ -127,7 +126,6 @@ def test_rejection_without_a_weight():
 
 def test_metrics_only_with_the_shipped_yaml_does_not_correct(caplog: pytest.LogCaptureFixture):
     """`use_rs: true` under `--get-mismatch-metrics`: nothing is rejected, and it says so once."""
-    notices.warn_once.cache_clear()
     batch = ratio_batch([[0.5, 1e-5], [9.0]])
     with caplog.at_level(logging.WARNING, logger="mis_plugins"):
         loss_in, loss, masks, _ = call(batch, **flat(use_tis=False, get_mismatch_metrics=True))
