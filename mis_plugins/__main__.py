@@ -21,9 +21,9 @@ import yaml
 
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
+from mis_plugins.config_file import keys_of
 from mis_plugins.describe import describe
 from mis_plugins.errors import MisError
-from mis_plugins.files import keys_of
 from mis_plugins.formula import formula
 from mis_plugins.translate import miles, ms_swift, verl
 

@@ -342,6 +342,18 @@ class CorrectionConfig:
             self._check_segment_wise(self.segment_wise)
             if self.weight is None and not self.bypass:
                 object.__setattr__(self, "weight", self.segment_wise.weight)
+        self._check_kept()
+        self._check_all_rejected()
+        if not 0 <= self.keep_floor <= 1:
+            raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
+        if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
+            raise ConfigError(
+                "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
+                "would count it twice; set {weight}: null"
+            )
+
+    def _check_kept(self) -> None:
+        """Refuse `kept` where nothing is dropped, or nothing looks at what is left."""
         normalize = self.weight and self.weight.normalize
         if normalize and normalize.over == "kept" and not self.rejects:
             raise ConfigError(
@@ -360,6 +372,8 @@ class CorrectionConfig:
                     f"{{reject}}[{i}].aggregate: kept has no effect without a rule or mask bound on "
                     f"{'tokens' if rule.unit == 'segment' else 'tokens or segments'}"
                 )
+
+    def _check_all_rejected(self) -> None:
         if self.on_all_rejected != "skip" and not (self.can_end_empty or self.opsm):
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
@@ -374,13 +388,6 @@ class CorrectionConfig:
             raise ConfigError(
                 "{on_all_rejected}: keep has nothing to add up where {aggregate}: kept dropped every token; use skip, "
                 "or {aggregate}: valid"
-            )
-        if not 0 <= self.keep_floor <= 1:
-            raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
-        if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
-            raise ConfigError(
-                "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
-                "would count it twice; set {weight}: null"
             )
 
     def _check_segment_wise(self, segment_wise: SegmentWiseConfig) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
 
-LARGEST_EXPONENT = (
-    80.0  # of numbers that only metrics show: sums of thousands of e^80 = 5.5e34 are still float32
-)
+# Of numbers that only metrics show: sums of thousands of e^80 = 5.5e34 are still float32.
+LARGEST_EXPONENT = 80.0
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ def log_ratio(
     """
     difference = proximal.float() - behavior.float()
     usable = loss_mask > nonfinite(difference)
-    known = bits(usable)
-    return only_(difference, known), usable, known
+    usable_bits = bits(usable)
+    return only_(difference, usable_bits), usable, usable_bits
 
 
 def nonfinite(x: Tensor) -> Bool[Tensor, " *"]:

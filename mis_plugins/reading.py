@@ -51,7 +51,7 @@ AREAL_KEYS = (
 )  # `max_head_offpolicyness` bounds the rollout, and is the host's own
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 OUR_PREFIXES = ("tis_", "rs_", "mis_", "behav_imp_")
-READ = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
+READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
@@ -172,7 +172,9 @@ def from_args(args: Any) -> CorrectionConfig:
         ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
     """
     said = {
-        name: value for name, value in vars(args).items() if name in READ or name.startswith(OUR_PREFIXES)
+        name: value
+        for name, value in vars(args).items()
+        if name in READ_KEYS or name.startswith(OUR_PREFIXES)
     }
     key = repr(said)
     if key not in _READ_BEFORE:
@@ -186,7 +188,7 @@ _READ_BEFORE: dict[str, CorrectionConfig] = {}
 
 def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
     for name in said:
-        if name not in READ:
+        if name not in READ_KEYS:
             known = AREAL_KEYS if name.startswith("behav_imp_") else FLAT_KEYS
             raise ConfigError(f"{name}: unknown key{_suggest(name, known)}")
     if "rejection_sampling" in said:

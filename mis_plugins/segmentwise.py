@@ -107,9 +107,9 @@ def behavior_weight(
 
     What `correct` makes of the same log-probs with `config.weight`.
     """
-    log_r, usable, known = log_ratio(proximal_t, behavior, loss_mask)
+    log_r, usable, usable_bits = log_ratio(proximal_t, behavior, loss_mask)
     passing = in_bounds(log_r, usable, config.weight)
-    ratio = only_(exp_clamped(log_r), known)
+    ratio = only_(exp_clamped(log_r), usable_bits)
     weights = bounded_weight(ratio, usable, passing, config.weight)
     return BehaviorWeight(weights, passing if config.mode == "mask" else loss_mask)
 

@@ -23,7 +23,7 @@ class TokenStage:
     """What is known of each local token before its sequence is.
 
     log_ratio: log pi_old - log mu; 0 where it is not usable.
-    usable: in loss_mask, and both log-probs finite. known: the same as `bits`.
+    usable: in loss_mask, and both log-probs finite. usable_bits: the same as `bits`.
     ratio: exp(log_ratio), clamped; 0 where it is not usable.
     unit_log_ratio: log ratio of what weighs the token, itself or its segment; None at the other levels. With
         segment-wise weights log pi_{v+1} - log mu, and a token of which that is not known is not usable either.
@@ -37,7 +37,7 @@ class TokenStage:
     loss_mask: Bool[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
-    known: Int[Tensor, " T"]
+    usable_bits: Int[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     unit_log_ratio: Float[Tensor, " T"] | None
     weight: Float[Tensor, " T"] | None
@@ -56,7 +56,7 @@ class TokenStage:
         if not self.config.segment_wise_on:
             return self.ratio
         assert self.unit_log_ratio is not None
-        return only_(exp_clamped(self.unit_log_ratio), self.known)
+        return only_(exp_clamped(self.unit_log_ratio), self.usable_bits)
 
     @property
     def applied(self) -> Float[Tensor, " T"]:
@@ -67,7 +67,7 @@ class TokenStage:
     def statistic(self, name: Statistic) -> Float[Tensor, " T"]:
         """What a rule looks at, 0 where it is not known."""
         value = STATISTICS[name](self.log_ratio, self.log_probs)
-        return only(value, self.known) if name.endswith(("prob", "diff", "_kl")) else value
+        return only(value, self.usable_bits) if name.endswith(("prob", "diff", "_kl")) else value
 
 
 def token_stage(
@@ -82,22 +82,22 @@ def token_stage(
     Args:
         numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
     """
-    log_r, usable, known = log_ratio(proximal, behavior, loss_mask)
+    log_r, usable, usable_bits = log_ratio(proximal, behavior, loss_mask)
     weighed = log_r
     if numerator is not None:
-        weighed, usable, known = log_ratio(numerator, behavior, usable)
-        log_r = only_(log_r, known)
-    ratio = only_(exp_clamped(log_r), known)
+        weighed, usable, usable_bits = log_ratio(numerator, behavior, usable)
+        log_r = only_(log_r, usable_bits)
+    ratio = only_(exp_clamped(log_r), usable_bits)
     weight = config.weight if config.weight and config.weight.level == "token" else None
     passing = in_bounds(weighed, usable, weight) if weight else usable
-    bounds = ratio if numerator is None else only_(exp_clamped(weighed), known)
+    bounds = ratio if numerator is None else only_(exp_clamped(weighed), usable_bits)
     stage = TokenStage(
         config=config,
         log_probs=LogProbs(proximal, behavior),
         loss_mask=loss_mask,
         log_ratio=log_r,
         usable=usable,
-        known=known,
+        usable_bits=usable_bits,
         ratio=ratio,
         unit_log_ratio=weighed if weight else None,
         weight=bounded_weight(bounds, usable, passing, weight) if weight else None,
@@ -118,7 +118,7 @@ def narrowed(stage: TokenStage) -> TokenStage:
     assert stage.keep is not None
     log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
     return replace(
-        stage, loss_mask=stage.keep, usable=stage.keep, known=bits(stage.keep), log_ratio=log_ratio
+        stage, loss_mask=stage.keep, usable=stage.keep, usable_bits=bits(stage.keep), log_ratio=log_ratio
     )
 
 
@@ -127,7 +127,7 @@ Row = Callable[[TokenStage], Tensor | None]
 SUMS: dict[str, Row] = {
     "valid": lambda stage: stage.loss_mask,
     "usable": lambda stage: stage.usable,
-    "proximal": lambda stage: only(stage.log_probs.proximal.float(), stage.known),
+    "proximal": lambda stage: only(stage.log_probs.proximal.float(), stage.usable_bits),
     "weighed": lambda stage: stage.weighed,
     "weight": lambda stage: stage.weight,
     "counted": lambda stage: stage.counted,

@@ -119,15 +119,18 @@ COMPILED = {
 }
 COMPILED_ALIKE = (
     (
-        *("trainer", "KL, policy loss, entropy (Miles's loss_hub/math_utils.py)"),
+        "trainer",
+        "KL, policy loss, entropy (Miles's loss_hub/math_utils.py)",
         "may be: they take log-probs and give none; off with TORCH_COMPILE_DISABLE=1",
     ),
     (
-        *("engine", "rope (layers/rotary_embedding)"),
+        "engine",
+        "rope (layers/rotary_embedding)",
         "eager in sglang-miles; 0.5.23 compiles it for a trainer's sake, TORCH_COMPILE_DISABLE=1 makes it eager",
     ),
     (
-        *("engine", "ids of a rank's part of the vocabulary, sampling with seeds"),
+        "engine",
+        "ids of a rank's part of the vocabulary, sampling with seeds",
         "may be: integers and draws; off with TORCH_COMPILE_DISABLE=1",
     ),
     ("engine", "whole layers", "only with --sglang-enable-torch-compile: leave it out"),
@@ -144,8 +147,10 @@ def operations(
     return (
         _EMBEDDINGS[backend],
         Operation(
-            *("RMSNorm of a layer", "x / rms * weight, all fp32; residual stream fp32"),
-            *(_LAYER_NORMS[backend], "RMSNorm.forward_native, override_orig_dtype fp32"),
+            "RMSNorm of a layer",
+            "x / rms * weight, all fp32; residual stream fp32",
+            _LAYER_NORMS[backend],
+            "RMSNorm.forward_native, override_orig_dtype fp32",
         ),
         _SHARED["mean"],
         Operation("q, k, v product", f"bf16 in and out, fp32 sums in one order of K{bias}", *gemms),
@@ -157,8 +162,10 @@ def operations(
         Operation("gate and up product", "bf16 in and out, fp32 sums in one order of K", *gemms),
         _SHARED["activation"],
         Operation(
-            *("final norm", "x / rms in fp32, rounded to bf16, times bf16 weight"),
-            *(_FINAL_NORMS[backend], "RMSNorm.forward_native, cast_x_before_out_mul"),
+            "final norm",
+            "x / rms in fp32, rounded to bf16, times bf16 weight",
+            _FINAL_NORMS[backend],
+            "RMSNorm.forward_native, cast_x_before_out_mul",
         ),
         Operation("LM head", "bf16 in, bf16 weight, fp32 sums in one order of K, bf16 logits", *gemms),
         _SHARED["log_softmax"],

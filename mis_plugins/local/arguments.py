@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import yaml
 
+from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
-from mis_plugins.files import keys_of
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
 from mis_plugins.offpolicyness import HeadOffpolicyness

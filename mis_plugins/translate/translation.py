@@ -11,9 +11,9 @@ import yaml
 
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
+from mis_plugins.config_file import StrictLoader
 from mis_plugins.describe import flags
 from mis_plugins.errors import ConfigError
-from mis_plugins.files import StrictLoader
 
 COLUMNS = 100
 
