@@ -63,7 +63,8 @@ def check(arguments: argparse.Namespace) -> str:
     understood too.
     """
     keys = keys_of(_file(arguments.target))  # once: it may be a pipe
-    return "\n".join([describe(_read(keys)), *(f"warning: {text}" for text in _switched(keys))])
+    config = _read(keys)
+    return "\n".join([describe(config), *(f"warning: {text}" for text in _switched(keys, config))])
 
 
 def path(arguments: argparse.Namespace) -> str:
@@ -121,10 +122,12 @@ def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
     return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
 
 
-def _switched(keys: Mapping[str, Any]) -> Iterator[str]:
+def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     """What the file does to the host's own flags: a host sets its keys after it has read the command line."""
     if keys.get("use_tis") is False:
         yield "use_tis: false wins over --use-tis: with --get-mismatch-metrics metrics alone, else nothing at all"
+    if keys.get("use_tis") is None and keys.get("get_mismatch_metrics") and config.corrects:
+        yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
 

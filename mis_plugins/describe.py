@@ -122,6 +122,19 @@ def flags(config: CorrectionConfig) -> str:
 
 def warnings(config: CorrectionConfig) -> list[str]:
     """What works as it says and may yet surprise."""
+    return _nothing(config) + _products(config)
+
+
+def _nothing(config: CorrectionConfig) -> list[str]:
+    if config.corrects or config.needs_loss_hook or config.metrics != "none":
+        return []
+    return [
+        "metrics: none alone weighs nothing, drops nothing and reports nothing: drop it, or say how to correct (it has "
+        "its effect beside a weight or rules, and where the host's flags make up the loss: " + LOSS_HOOK + ")"
+    ]
+
+
+def _products(config: CorrectionConfig) -> list[str]:
     products = []
     if config.weight and config.weight.level in ("sequence", "segment"):
         products.append(f"weight.level: {config.weight.level}")

@@ -254,8 +254,16 @@ def config_in_force(args: Any) -> CorrectionConfig:
     if config.denominator == "kept":
         denominator.check(args)
     if not args.use_tis:
-        if getattr(args, "use_rs", False):
-            warn_once("use_rs is set but --use-tis is not: metrics only, nothing is rejected")
+        if idle := reading.correcting_keys(args, config):
+            warn_once(
+                f"--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} "
+                "say; give --use-tis to correct"
+            )
+        elif config.metrics == "none":
+            warn_once(
+                "mis.metrics: none without --use-tis: nothing is weighed, rejected or reported; drop the hook, or ask "
+                "for metrics"
+            )
         return CorrectionConfig(metrics=config.metrics)
     if getattr(args, "get_mismatch_metrics", False):
         warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")

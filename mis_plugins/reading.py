@@ -213,6 +213,14 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
     return config
 
 
+def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
+    """What the user calls that of `config`, and of flat keys that are not read, which weighs or rejects."""
+    nested = "mis.segment_wise" if config.weighs_by_segment_wise else "mis.weight"
+    weighs = [spelling(args).get("weight", nested)] if config.weight else []
+    rules = [key for key in ("use_rs", "rs_veto_threshold") if getattr(args, key, None)]
+    return weighs + (rules or ["mis.reject"] * bool(config.reject))
+
+
 def spelling(args: Any) -> dict[str, str]:
     """What the user of flat keys calls the fields of the config: for `MisError.spelled`."""
     areal = [key for key in AREAL_KEYS if getattr(args, key, None) is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -289,12 +288,54 @@ def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():
     assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
 
 
-def test_use_rs_without_use_tis_warns_once(warnings: Callable[[], list[str]]):
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        (FLAT, "tis_upper_bound, use_rs, rs_veto_threshold"),
+        ({"use_rs": True}, "use_rs"),
+        ({"rs_veto_threshold": 1e-4}, "rs_veto_threshold"),
+        ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
+        ({"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
+        ({"mis": {"weight": {"upper": 2.0}}}, "mis.weight"),
+        ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),
+        ({"mis": {"weight": None, "reject": [{"over": "min", "lower": 1e-4}]}}, "mis.reject"),
+        ({"mis": {"weight": {}, "reject": [{"upper": 2.0}]}}, "mis.weight, mis.reject"),
+    ],
+)
+def test_what_does_not_act_without_use_tis_is_said_once(
+    settings: dict, keys: str, warnings: Callable[[], list[str]]
+):
+    batch = ratio_batch([[0.5, 1e-5], [1.2]])
     for _ in range(3):
-        _, _, masks, _ = call(batch, None, **ONLY_METRICS, **FLAT)
-        assert all(bool(m.bool().all()) for m in masks)
-    assert len(warnings()) == 1 and re.search("use_rs.*use-tis", warnings()[0])
+        loss_in, loss, masks, _ = call(batch, None, **ONLY_METRICS, **settings)
+        assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
+    (said,) = warnings()
+    assert said.startswith(
+        f"--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {keys} say"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 0), ({"mis": {"metrics": "core"}}, 0), ({"use_rs": False}, 0), ({"mis": {"metrics": "none"}}, 1)],
+)
+def test_metrics_only_warns_of_nothing_else_but_doing_nothing(
+    settings: dict, count: int, warnings: Callable[[], list[str]]
+):
+    call(ratio_batch([[0.5, 3.0]]), None, **ONLY_METRICS, **settings)
+    assert len(warnings()) == count
+    assert all(
+        text.startswith("mis.metrics: none without --use-tis: nothing is weighed") for text in warnings()
+    )
+
+
+@pytest.mark.parametrize("name", ["kl", "training_log_ppl", "ess_mb"])
+def test_metrics_have_no_other_names_than_the_prefixed_ones(name: str):
+    """One of a token, of a sequence, of a micro-batch: a name that the mapping does not list is none of it."""
+    metrics = call(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)[3]
+    assert f"mis_{name}" in metrics and name not in metrics
+    with pytest.raises(KeyError, match=f"^'{name}'$"):
+        metrics[name]
 
 
 def test_both_flags_correct_and_warn_once(warnings: Callable[[], list[str]]):

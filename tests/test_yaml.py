@@ -186,6 +186,26 @@ def test_check_passes_a_file_for_metrics_alone(tmp_path: Path, capsys: pytest.Ca
     assert "core" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        ("{metrics: none}", True),
+        ("{metrics: core}", False),
+        ("{weight: {upper: 2}, metrics: none}", False),
+        ("{weight: null, reject: [{over: min, lower: 1e-4}], metrics: none}", False),
+        ("{opsm: {delta: 1e-4}, metrics: none}", False),
+    ],
+)
+def test_check_warns_of_a_file_that_does_nothing(
+    text: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    file = tmp_path / "nothing.yaml"
+    file.write_text(f"mis: {text}")
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert ("warning: metrics: none alone weighs nothing, drops nothing and reports nothing" in told) == warns
+
+
 def test_check_reads_a_pipe():
     done = subprocess.run(
         [sys.executable, "-m", "mis_plugins", "config", "check", "/dev/stdin"],
@@ -222,6 +242,8 @@ def test_a_merged_key_may_be_overridden(tmp_path: Path, capsys: pytest.CaptureFi
         ("use_tis: false", "use_tis: false wins over --use-tis"),
         ("use_tis: true\nget_mismatch_metrics: true", "both true: the loss is corrected"),
         ("use_tis: false\nget_mismatch_metrics: true", "use_tis: false wins over --use-tis"),
+        ("get_mismatch_metrics: true", "get_mismatch_metrics: true corrects nothing by itself"),
+        ("get_mismatch_metrics: false", None),
     ],
 )
 def test_check_warns_of_the_hosts_own_switches(
