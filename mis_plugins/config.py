@@ -153,7 +153,8 @@ class RejectRule:
     """Drop what lies outside [lower, upper]: a statistic of one token, or what it adds up to over a unit.
 
     statistic: with log r = log pi_old - log mu, at most 20 in k3:
-        `ratio` r; `k1` -log r; `k2` (log r)^2 / 2; `k3` r - 1 - log r (Schulman 2020, "Approximating KL Divergence");
+        `ratio` r; `k1` -log r; `k2` (log r)^2 / 2, at most e^80; `k3` r - 1 - log r (Schulman 2020, "Approximating KL
+        Divergence");
         `binary_kl` the KL of mu to pi_old, each of the sampled token against all others; `prob_diff` pi_old - mu;
         `abs_prob_diff` |pi_old - mu|; `proximal_prob` pi_old; `behavior_prob` mu.
     over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.

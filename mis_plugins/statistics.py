@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mis_plugins.config import LEAST_PROBABILITY, Statistic
 from mis_plugins.divergence import k1, k2, k3
-from mis_plugins.ratios import LogProbs
+from mis_plugins.ratios import LARGEST_EXPONENT, LogProbs
 
+LARGEST_K2 = math.exp(LARGEST_EXPONENT)  # where a log ratio has a square that is no float32
 PROBABLE = math.log(LEAST_PROBABILITY), math.log1p(-LEAST_PROBABILITY)
 
 
@@ -33,7 +34,7 @@ def binary_kl(log_probs: LogProbs) -> Float[Tensor, " T"]:
 STATISTICS: dict[Statistic, Callable[[Float[Tensor, " T"], LogProbs], Float[Tensor, " T"]]] = {
     "ratio": lambda log_ratio, _: log_ratio,  # compared and added up as a logarithm, see `RejectRule.limits`
     "k1": lambda log_ratio, _: k1(log_ratio),
-    "k2": lambda log_ratio, _: k2(log_ratio),
+    "k2": lambda log_ratio, _: k2(log_ratio).clamp_(max=LARGEST_K2),
     "k3": lambda log_ratio, _: k3(log_ratio),
     "binary_kl": lambda _, log_probs: binary_kl(log_probs),
     "prob_diff": lambda _, log_probs: prob_diff(log_probs),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
+import oracle
 import pytest
 from batches import flat_configs, nested
 from hypothesis import given
+from tolerances import EPS64
 
 from mis_plugins.config import (
+    LARGEST_BINARY_KL,
+    LEAST_PROBABILITY,
     CorrectionConfig,
     NormalizeConfig,
     Over,
@@ -145,6 +150,15 @@ def test_what_can_be_dropped_within_a_unit(config: dict, of_a_segment: bool, of_
     """Tokens of either, segments of a sequence alone; only rules and mask bounds drop."""
     parsed = from_mapping(config)
     assert (parsed.drops_below("segment"), parsed.drops_below("sequence")) == (of_a_segment, of_a_sequence)
+
+
+def test_binary_kl_is_bounded_by_the_most_it_can_be():
+    """Of what one policy finds certain and the other impossible; 1 - 1e-6 is known to a spacing of float64."""
+    most = [oracle.binary_kl(0.0, 1.0), oracle.binary_kl(1.0, 0.0)]
+    assert pytest.approx(most, abs=2 * EPS64 / LEAST_PROBABILITY) == [LARGEST_BINARY_KL] * 2
+    RejectRule("binary_kl", upper=math.nextafter(LARGEST_BINARY_KL, 0))
+    with pytest.raises(ConfigError, match="between 0 and 13.8155"):
+        RejectRule("binary_kl", upper=LARGEST_BINARY_KL)
 
 
 def test_configs_are_values():

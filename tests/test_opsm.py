@@ -159,6 +159,12 @@ def test_means_over_the_valid_tokens():
     assert [mean.tolist() for mean in means] == [[0.375, 0.0], [1.5, 0.0]]
 
 
+def test_means_of_a_single_token_are_its_own():
+    ragged = whole([1]).place(torch.tensor([True]), Ranks()).ragged
+    means = sequence_means(torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([3.0]), ragged)
+    assert [mean.tolist() for mean in means] == [[0.5], [3.0]]
+
+
 def test_no_gradient():
     batch = random_responses(0)
     target = flat(batch, "target").requires_grad_()

@@ -21,6 +21,7 @@ from launch import run_ranks
 from test_partials import corrected
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
@@ -107,6 +108,27 @@ def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, level: str
     recorder = Recorder()
     recorder.report(ARGS, 0, 0)
     config = from_mapping({"weight": {"level": level, "bound": "clip"}, "metrics": "all"})
+    recorder.record(corrected(batch, config), torch.ones(5))
+    recorder.report(ARGS, 0, 1)
+    assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
+
+
+@pytest.mark.parametrize("value", [-1e19, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("side", ["proximal", "behavior"])
+@pytest.mark.parametrize("unit", ["sequence", "segment"])
+@pytest.mark.parametrize("over", ["token", "sum", "mean", "min", "max"])
+def test_no_log_prob_is_too_small_for_what_a_rule_looks_at(
+    value: float, side: str, unit: str, over: str, tracked: list[dict]
+):
+    """The square of -1e30 is no float32; whatever a rule looks at can be shown."""
+    batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]])
+    getattr(batch, side)[0][2] = value
+    units = {} if over == "token" else {"unit": unit}
+    bounded = {name: {"upper": 0.5} for name in ("ratio", "k1", "k2", "k3", "binary_kl", "abs_prob_diff")}
+    rules = [{"statistic": name, "over": over, **units, **bounds} for name, bounds in bounded.items()]
+    recorder = Recorder()
+    recorder.report(ARGS, 0, 0)
+    config = from_mapping({"weight": None, "reject": rules, "metrics": "all"})
     recorder.record(corrected(batch, config), torch.ones(5))
     recorder.report(ARGS, 0, 1)
     assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
@@ -512,6 +534,25 @@ def together(rank: int) -> list[bool]:
 def test_ranks_agree_on_whether_they_add_up(tmp_path: Path):
     assert run_ranks(2, 1, together, tmp_path) == [[True, False, False, True]] * 2
     assert [can_add_up([], True, same, Ranks()) for same in (True, False)] == [True, False]
+
+
+def odd_one_out(rank: int) -> list[list[bool]]:
+    """On two context-parallel ranks for each of two data-parallel ones; in turn one has joined, or been moved."""
+    from megatron.core import parallel_state as mpu
+
+    group = lambda g: g if g.size() > 1 else None  # noqa: E731
+    ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
+    one, none, of_rank = [from_mapping(VETO)], list[CorrectionConfig](), [rank == odd for odd in range(4)]
+    return [
+        [can_add_up(none if odd else one, not odd, True, ranks) for odd in of_rank],
+        [can_add_up(one, True, not odd, ranks) for odd in of_rank],
+        [can_add_up(one, True, True, ranks)],
+    ]
+
+
+def test_what_one_rank_of_the_grid_knows_all_ranks_heed(tmp_path: Path):
+    """Over both groups: neither alone reaches the rank that is of another sequence and holds another part of it."""
+    assert run_ranks(4, 2, odd_one_out, tmp_path) == [[[False] * 4, [False] * 4, [True]]] * 4
 
 
 def under_two_configs(rank: int) -> str:

@@ -20,7 +20,7 @@ from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs
 from tolerances import step_atol, step_weight_atol
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from mis_plugins.by_age import AGES, ByAge
+from mis_plugins.by_age import AGES, ByAge, age_column
 from mis_plugins.segmentwise import SegmentWiseConfig, Written, behavior_weight, proximal_t
 from mis_plugins.staleness import error_metrics, loglinear_error_by_age, weight_metrics, weights_by_age
 
@@ -195,6 +195,11 @@ def test_the_last_age_holds_all_above():
     metrics = weight_metrics(functools.reduce(ByAge.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
+
+
+def test_the_column_of_an_age():
+    ages = [0, 1, AGES - 2, AGES - 1, AGES, AGES + 1, 1000]
+    assert [age_column(age) for age in ages] == ["age_0", "age_1", "age_15", *["age_16_up"] * 4]
 
 
 def test_nothing_at_all():
