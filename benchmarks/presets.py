@@ -109,19 +109,20 @@ def run(case: Case, recipe: str, runs: Path) -> int:
 def read(case: Case, runs: Path) -> dict[str, Any]:
     """The numbers of a finished run.
 
-    ess is 1 where no weight can differ from 1; kept leaves out what OPSM masks.
+    kept leaves out what OPSM masks; so does ess where every weight is 1, and there it is what is kept.
     """
     folder = runs / case.name.replace(" ", "-")
     summary = json.loads((folder / SUMMARY).read_text())
     rows = MetricsLog(folder / METRICS).read()
-    kept = 1.0 if summary["kept_fraction"] is None else summary["kept_fraction"]
+    passing = 1.0 if summary["kept_fraction"] is None else summary["kept_fraction"]
+    kept = passing - _mean(rows, "opsm_clipfrac", 0.0)
     numbers = {
         key: summary[key] for key in ("trainer_start", "trainer_final", "rollout_start", "rollout_final")
     }
     return numbers | {
         "k3_kl": summary["k3_kl"],
-        "ess": _mean(rows, "mis_ess_mb", 1.0),
-        "kept": kept - _mean(rows, "opsm_clipfrac", 0.0),
+        "ess": _mean(rows, "mis_ess_mb", kept),
+        "kept": kept,
         "seconds": round(summary["seconds"], 1),
     }
 

@@ -932,7 +932,7 @@ section("What was rejected")
 
 @metric
 def kept_fraction(s: Step) -> float:
-    """Share of the valid tokens that neither a rule nor a mask bound dropped.
+    """Share of the valid tokens that no rule, no mask bound and no OPSM dropped.
 
     Range: 0 to 1.
     Bad: below 0.5; below `keep_floor` a warning is logged.

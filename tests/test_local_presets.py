@@ -15,6 +15,7 @@ import pytest
 
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.parallel import EXIT_INTERRUPTED
+from mis_plugins.local.report import METRICS, SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "k3_kl", "ess", "kept")
@@ -72,6 +73,30 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(presets, "run", lambda case, recipe, runs: done.append(case.name) or 0)
     monkeypatch.setattr(presets, "read", lambda case, runs: one)
     return done
+
+
+@pytest.mark.parametrize(
+    ("kept_fraction", "row", "ess", "kept"),
+    [
+        (None, {}, 1.0, 1.0),  # no hook
+        (None, {"opsm_clipfrac": 0.25}, 0.75, 0.75),
+        (0.5, {"mis_ess_mb": 0.375}, 0.375, 0.5),
+        (0.5, {"mis_ess_mb": 0.375, "opsm_clipfrac": 0.25}, 0.375, 0.25),
+    ],
+)
+def test_of_weights_that_are_all_1_what_is_kept_is_the_effective_size(
+    kept_fraction: float | None, row: dict, ess: float, kept: float, tmp_path: Path
+):
+    summary = dict.fromkeys(
+        ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "k3_kl"), 0.5
+    )
+    (tmp_path / "opsm").mkdir()
+    (tmp_path / "opsm" / SUMMARY).write_text(
+        json.dumps({**summary, "kept_fraction": kept_fraction, "seconds": 1.0})
+    )
+    (tmp_path / "opsm" / METRICS).write_text(json.dumps({"rollout": 0, **row}) + "\n")
+    found = presets.read(presets.Case("opsm"), tmp_path)
+    assert (found["ess"], found["kept"]) == (ess, kept)
 
 
 def some() -> list[presets.Case]:
