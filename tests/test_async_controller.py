@@ -272,7 +272,40 @@ def test_a_step_longer_than_the_limit_is_no_stand_still() -> None:
         assert made._failed is not None and "KeyError" in made._failed.reason
 
 
-def test_a_worker_with_nothing_to_do_is_not_stuck() -> None:
+class Endless:
+    """Keeps the thread that receives it computing for longer than any test."""
+
+    def __reduce__(self) -> tuple[Callable[..., bytes], tuple[str, bytes, bytes, int]]:
+        return hashlib.pbkdf2_hmac, ("sha256", b"", b"", 2**31 - 1)
+
+
+def test_a_step_without_an_end_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It uses processor time, and says so. The next worker goes on from its tokens, though an update waits for it."""
+    monkeypatch.setattr(process_module, "STEP_LIMITS", 2)
+    with running(bound=2, step_seconds=0.05, stuck_s=STUCK_SECONDS) as made:
+        in_the_midst(made)
+        began = time.monotonic()
+        made.worker._connection.send(Endless())
+        made.update(weights(1))
+        assert time.monotonic() - began > 2 * STUCK_SECONDS - 2 * BEAT_SECONDS
+        check_written(made.rollout(0))
+        assert made.take_tally().restarts == 1
+    assert (
+        f"has not ended a step, or begun another, for {2 * STUCK_SECONDS:g} s (2 times --roll" in caplog.text
+    )
+    assert "no processor time" not in caplog.text
+
+
+def test_a_worker_with_nothing_to_do_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that waits for its next step to be due, nor a paused one: all of them take turns."""
+    monkeypatch.setattr(process_module, "STEP_LIMITS", 1)
+    with running(bound=0, stuck_s=STUCK_SECONDS, step_seconds=1.5 * STUCK_SECONDS) as made:
+        until(lambda: max(lengths(made)) == 2)
+        made.hooks.register_post_pause_hook(lambda: time.sleep(2 * STUCK_SECONDS), "long")
+        made.update(weights(1))
+        assert not made.worker.gone
     with running(bound=0, stuck_s=STUCK_SECONDS) as made:
         made.rollout(0)
         time.sleep(3 * STUCK_SECONDS)

@@ -507,8 +507,8 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
         "--rollout-health-check-timeout",
         type=float,
         metavar="S",
-        help="a worker that uses no processor time for this long is stuck, and replaced; one that computes, however "
-        f"slowly, is not (default: {ASYNCHRONOUS['rollout_health_check_timeout']:g})",
+        help="a worker that uses no processor time for this long is stuck, and replaced; one that computes is not, "
+        f"unless a single step takes ten times as long (default: {ASYNCHRONOUS['rollout_health_check_timeout']:g})",
     )
 
 

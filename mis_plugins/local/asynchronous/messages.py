@@ -70,7 +70,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Beat:
-    """The worker has used processor time since it last said this; see `watchdog.py`."""
+    """The worker has used processor time since it last said this; see `watchdog.py`.
+
+    turns: how often it has begun to obey a command, to step, or to wait for either.
+    """
+
+    turns: int
 
 
 Event = Tokens | Paused | Failed | Beat

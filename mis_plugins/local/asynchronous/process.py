@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
-from mis_plugins.local.asynchronous.messages import Command, Event, Stop
+from mis_plugins.local.asynchronous.messages import Beat, Command, Event, Stop
 from mis_plugins.local.asynchronous.watchdog import Watchdog
 from mis_plugins.local.asynchronous.worker import WorkerSettings, run
 
@@ -19,16 +19,19 @@ logger = logging.getLogger("mis_plugins")
 STOP_SECONDS = 10.0
 """How long a worker may take to end when asked to, before it is killed."""
 
+STEP_LIMITS = 10
+"""How often the limit of a stand-still a single step may take: one that computes is alive, and may never end."""
+
 
 class WorkerProcess:
     """One worker process.
 
     A thread of the trainer receives all the time: the worker is never kept waiting by a trainer that steps, and neither
-    can wait for the other with both pipes full. Another kills a worker that is stuck, so that whoever waits for it
-    finds it gone.
+    can wait for the other with both pipes full. Others kill a worker that is stuck, so that whoever waits for it finds
+    it gone.
 
     Args:
-        limit_s: how long it may stand still.
+        limit_s: how long it may stand still; a step of it may take `STEP_LIMITS` times that.
         heard: called with every event, on that thread.
         ended: called once the worker is gone and everything that it said was heard, on that thread.
 
@@ -51,12 +54,16 @@ class WorkerProcess:
         )
         _start_deaf_to_interrupts(self._process)
         theirs.close()  # or its end would never be noticed
-        self._gone, self._events, self._limit_s = threading.Event(), 0, limit_s
+        self._gone, self._events, self._turns, self._limit_s = threading.Event(), 0, 0, limit_s
         self.fault: Exception | None = None
         self._thread = threading.Thread(target=self._listen, args=(heard, ended), daemon=True)
         self._thread.start()
-        self._watchdog = Watchdog(limit_s, lambda: self._events, self._gone, self._stuck)
-        self._watchdog.start()
+        self._watchdogs = (
+            Watchdog(limit_s, lambda: self._events, self._gone, self._silent),
+            Watchdog(STEP_LIMITS * limit_s, lambda: self._turns, self._gone, self._spins),
+        )
+        for watchdog in self._watchdogs:
+            watchdog.start()
 
     @property
     def pid(self) -> int:
@@ -89,7 +96,8 @@ class WorkerProcess:
         if self._process.is_alive():
             self._process.kill()
         self._thread.join()
-        self._watchdog.join()
+        for watchdog in self._watchdogs:
+            watchdog.join()
         asking.join()
         self._process.join()
         self._connection.close()
@@ -98,6 +106,8 @@ class WorkerProcess:
         try:
             while (event := self._next()) is not None:
                 self._events += 1
+                if isinstance(event, Beat):
+                    self._turns = event.turns
                 heard(event)
         except Exception as error:  # of `heard`: the trainer's thread shall raise it, not this one
             self.fault = error
@@ -106,14 +116,22 @@ class WorkerProcess:
             self._gone.set()
             ended()
 
-    def _stuck(self) -> None:
-        """On the thread that watches."""
-        logger.warning(
-            "rollout worker, process %d: alive, but it used no processor time for %g s "
-            "(--rollout-health-check-timeout); killed, to be replaced",
-            self.pid,
-            self._limit_s,
+    def _silent(self) -> None:
+        self._stuck(
+            "alive, but it used no processor time for %g s (--rollout-health-check-timeout)", self._limit_s
         )
+
+    def _spins(self) -> None:
+        self._stuck(
+            "computing, but it has not ended a step, or begun another, for %g s (%d times "
+            "--rollout-health-check-timeout)",
+            STEP_LIMITS * self._limit_s,
+            STEP_LIMITS,
+        )
+
+    def _stuck(self, how: str, *figures: float) -> None:
+        """On a thread that watches."""
+        logger.warning(f"rollout worker, process %d: {how}; killed, to be replaced", self.pid, *figures)
         self._process.kill()
 
     def _next(self) -> Event | None:

@@ -2,7 +2,8 @@
 
 A thread of the worker tells whenever the thread that generates has used processor time since the last word: computing,
 however slowly, and waking up to see whether there is something to do both use some. Stopped, or waiting for a lock that
-nobody opens, it uses none.
+nobody opens, it uses none. One that computes in a loop without an end does: so each word also says how many turns that
+thread has taken.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Heartbeat(threading.Thread):
 
 
 class Watchdog(threading.Thread):
-    """Calls `stuck`, once, when nothing was heard for `limit_s` seconds; for `START_SECONDS` before the first word.
+    """Calls `stuck`, once, when a count stood still for `limit_s` seconds; for `START_SECONDS` before it first moves.
 
     Only seconds in which this thread itself ran are counted: a trainer that was stopped for an hour has not heard what
     waits for it, and that is not the worker's silence.
 
     Args:
-        heard: how many words were heard so far.
+        heard: how many words, or turns, were heard of so far.
         over: set when there is nothing to watch any more.
     """
 

@@ -58,7 +58,7 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     torch.set_num_threads(1)  # as a rank of the trainer: threads may change the last bits of a sum
     voice = Voice(connection)
-    Heartbeat(lambda: voice.say(Beat())).start()
+    Heartbeat(lambda: voice.say(Beat(voice.turns))).start()
     try:
         Worker(connection, voice, settings).serve()
     except (EOFError, OSError):
@@ -69,10 +69,14 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
 
 
 class Voice:
-    """The worker's end of the pipe, for threads to speak through one at a time."""
+    """The worker's end of the pipe, for threads to speak through one at a time.
+
+    turns: of the thread that generates, for the other to tell.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
+        self.turns = 0
 
     def say(self, event: Event) -> None:
         with self._lock:
@@ -103,6 +107,7 @@ class Worker:
         """
         due = 0.0
         while True:
+            self.voice.turns += 1
             ahead = due - time.monotonic() if self.moving else BEAT_SECONDS
             # Never longer: waking up is what shows that it is not stuck.
             if self.connection.poll(min(max(0.0, ahead), BEAT_SECONDS)):
