@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every correction, both advantages, three seeds, 200 rollouts each, and the gradient's direction over rollout precisions.
-#   bash scripts/experiment-collapse.sh            about half an hour on 2 cores; finished runs are not repeated
+#   bash scripts/experiment-collapse.sh            about half an hour on 2 cores; what the same committed code finished
+#                                                  with the same settings is not repeated
 #   bash scripts/experiment-collapse.sh --smoke    a few minutes, shows only that it works, in runs/collapse-smoke
 # Results: benchmarks/results/collapse.{json,md,png} and collapse-group.png
 set -euo pipefail

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,19 @@ from mis_plugins.local.asynchronous.experiment import (
     cells,
     command_line,
     held,
+    measure_bias,
     measure_throughput,
     publish,
     result,
+    run_cells,
     steady,
 )
 from mis_plugins.local.asynchronous.readme import BEGIN, END, with_figures
-from mis_plugins.local.asynchronous.reuse import made_of, stamp, unstamp
 from mis_plugins.local.asynchronous.tables import _throughput as throughput_table
 from mis_plugins.local.asynchronous.tables import markdown, spread
 from mis_plugins.local.folders import add_folders, with_folders
-from mis_plugins.local.report import METRICS, SUMMARY, finished, write_json
+from mis_plugins.local.report import METRICS, SUMMARY, write_json
+from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.reading import from_args
 
 
@@ -263,18 +266,6 @@ def test_a_smoke_run_writes_nothing_where_a_full_one_looks(name: str) -> None:
     assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
 
 
-def test_a_run_is_finished_with_its_own_arguments_alone(tmp_path: Path) -> None:
-    cell = Cell("standard", "3e-4", 0)
-    wanted = cell_arguments(cell, FULL, tmp_path)
-    assert not finished(wanted)
-    for plan, status, expected in (
-        (FULL, "finished", True), (FULL, "interrupted", False), (SMOKE, "finished", False)
-    ):  # fmt: skip
-        arguments = vars(cell_arguments(cell, plan, tmp_path))
-        write_json(cell.folder(tmp_path) / SUMMARY, {"status": status, "arguments": arguments})
-        assert finished(wanted) == expected
-
-
 def test_what_is_made_of_other_settings_or_code_is_made_again(tmp_path: Path) -> None:
     """Runs and directions alike; and nothing of code that no commit holds is ever taken for another."""
     cell = Cell("standard", "3e-4", 0)
@@ -300,7 +291,74 @@ def test_directions_of_other_settings_are_measured_again(change: dict[str, Any],
     assert one.file == other.file
     stamp(one.folder, one.settings(), "a")
     assert made_of(other.folder, other.settings(), "a") == ("rates" in change)
-    assert not made_of(one.folder, {**one.settings(), "bound": BOUND + 1}, "a")
+
+
+def test_directions_at_another_bound_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Directions("1e-4", 0, tmp_path, FULL)
+    stamp(one.folder, one.settings(), "a")
+    monkeypatch.setattr(experiment, "BOUND", BOUND + 1)
+    assert not made_of(one.folder, one.settings(), "a")
+
+
+@pytest.fixture
+def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What would have been given to processes: the function, its arguments, how many."""
+    found: list[tuple] = []
+
+    def start(function: Callable, arguments: tuple, nprocs: int, start_method: str) -> None:
+        assert start_method == "fork"
+        found.append((function, *arguments, nprocs))
+
+    monkeypatch.setattr(experiment, "start_processes", start)
+    return found
+
+
+def test_only_the_cells_that_nothing_made_are_run(shared_out: list[tuple], tmp_path: Path) -> None:
+    """Not what the same code made of the same settings; what other code made, and what is not finished."""
+    everything = [cell_arguments(cell, FULL, tmp_path) for cell in cells(FULL, (0,))]
+    same, other, *rest = everything
+    stamp(Path(same.output), vars(same), "a")
+    stamp(Path(other.output), vars(other), "b")
+    run_cells(FULL, (0,), tmp_path, 3, "a")
+    assert shared_out == [(experiment._cell_share, [other, *rest], 3, "a", 3)]
+
+
+def test_only_the_directions_that_nothing_made_are_measured(shared_out: list[tuple], tmp_path: Path) -> None:
+    """All are read, by learning rate and seed."""
+    wanted = {lr: [Directions(lr, seed, tmp_path, FULL) for seed in (0, 1)] for lr in FULL.rates}
+    same, other, *rest = (one for ones in wanted.values() for one in ones)
+    for one in (same, other, *rest):
+        stamp(one.folder, one.settings(), {same: "a", other: "b"}.get(one))
+        write_json(one.file, {"of": [one.lr, one.seed]})
+    found = measure_bias(FULL, (0, 1), tmp_path, 2, "a")
+    assert shared_out == [(experiment._bias_share, [other, *rest], 2, "a", 2)]
+    assert found == {lr: [{"of": [lr, seed]} for seed in (0, 1)] for lr in FULL.rates}
+
+
+def test_throughput_is_what_the_steady_rollouts_of_a_run_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: 20 rollouts of 30 tokens and 4 s, of which 1 s waiting and 0.5 s recompute; the others would show."""
+    asked: list[Namespace] = []
+
+    def run(args: Namespace) -> None:
+        asked.append(args)
+        steady = {"staleness/tokens": 30, "seconds": 4.0, "wait_seconds": 1.0, "recompute/seconds": 0.5}
+        other = dict.fromkeys(steady, 1000.0)
+        rows = [other] * SETTLED + [steady] * MEASURED + [other] * 2
+        Path(args.output).mkdir(parents=True, exist_ok=True)
+        (Path(args.output) / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(experiment, "_run", run)
+    found = experiment._throughput(FULL, 2, 0.05, tmp_path)
+    assert found == {"tokens_a_second": 7.5, "waiting": 0.25, "recompute": 0.125}
+    (args,) = asked
+    assert (args.asynchronous, args.max_head_offpolicyness, args.rollout_step_seconds) == (True, 2, 0.05)
+    assert args.num_rollout == SETTLED + MEASURED + 2 and args.output == str(
+        tmp_path / "throughput/bound2-step0.05"
+    )
 
 
 def test_an_interrupted_experiment_repeats_what_it_has_not_finished(

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mis_plugins.local import experiment
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.demo import RUNS, conclude
 from mis_plugins.local.experiment import (
     COSINE_METHODS,
     COSINE_PRECISIONS,
+    COSINE_RANKS,
     Cell,
     cells,
     mean_directions,
+    measure_cosines,
     publish,
     read_summary,
+    run_cell,
 )
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, command_line
-from mis_plugins.local.report import METRICS, SUMMARY
+from mis_plugins.local.report import METRICS, SUMMARY, write_json
 from mis_plugins.reading import from_args
 
 
@@ -73,6 +81,66 @@ def test_an_interrupted_run_is_not_taken_for_a_finished_one(tmp_path: Path) -> N
     leave_a_run(tmp_path / "b", 0.5, status="interrupted")
     assert read_summary(tmp_path / "a") is not None
     assert read_summary(tmp_path / "b") is None and read_summary(tmp_path / "c") is None
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines that would have run; each succeeds."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(experiment.subprocess, "run", lambda command, **_: found.append(command))
+    return found
+
+
+def test_a_run_is_repeated_for_other_settings_and_other_code_alone(
+    started: list[list[str]], tmp_path: Path
+) -> None:
+    """And always for code that no commit holds."""
+    cell = Cell("token TIS", "R-1", 0)
+    for smoke, code, runs in (
+        (False, "a", 1), (False, "a", 1), (False, "b", 2), (True, "b", 3), (True, "b", 3), (True, None, 4),
+        (True, None, 5),
+    ):  # fmt: skip
+        run_cell(cell, tmp_path, smoke, code)
+        assert len(started) == runs
+    assert started[0][1:3] == ["-m", "mis_plugins.local"] and "--smoke" in started[2]
+
+
+def test_a_run_that_fails_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though an earlier one in its folder was finished."""
+
+    def fails(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    cell = Cell("uncorrected", "group", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(experiment.subprocess, "run", lambda *_, **__: None)
+        run_cell(cell, tmp_path, True, "a")
+    monkeypatch.setattr(experiment.subprocess, "run", fails)
+    run_cell(cell, tmp_path, True, "a")
+    for code in ("b", "b", "a"):
+        with pytest.raises(subprocess.CalledProcessError):
+            run_cell(cell, tmp_path, True, code)
+
+
+def test_directions_are_measured_again_for_other_settings_and_other_code_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count()
+
+    def launched(ranks: int, main: Callable[[], None]) -> int:
+        assert ranks == COSINE_RANKS
+        write_json(tmp_path / "cosines/group-seed0/cosines.json", {"on-policy": {"reward": next(numbers)}})
+        return 0
+
+    monkeypatch.setattr(experiment, "launch", launched)
+    asked = [(True, "a"), (True, "a"), (True, "b"), (False, "b"), (False, "b"), (False, None)]
+    found = [measure_cosines(0, "group", tmp_path, smoke, code) for smoke, code in asked]
+    assert [one["on-policy"]["reward"] for one in found] == [0, 0, 1, 2, 2, 3]
+    monkeypatch.setattr(experiment, "launch", lambda *_: 1)
+    with pytest.raises(RuntimeError, match="failed for group, seed 0"):
+        measure_cosines(0, "group", tmp_path, False, "c")
+    with pytest.raises(RuntimeError):
+        measure_cosines(0, "group", tmp_path, False, "b")
 
 
 def test_the_tables_hold_every_seed(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Does correction help, when, and by how much? Every method, both advantages, several seeds; the gradient's direction.
 
-Runs are processes of their own, two at a time and one thread each. A finished run of the same arguments is not
-repeated, so the experiment can be interrupted and taken up again.
+Runs are processes of their own, two at a time and one thread each. What the same committed code finished with the same
+settings is not repeated, so the experiment can be interrupted and taken up again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from mis_plugins.local.folders import add_folders, with_folders
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
+from mis_plugins.local.provenance import committed_tree
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
-from mis_plugins.local.report import SUMMARY, finished, plot_curves, write_json
+from mis_plugins.local.report import SUMMARY, plot_curves, write_json
+from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.local.rollout import Rollout, shard
 
 SEEDS = (0, 1, 2)
@@ -70,8 +72,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if summary.get("status") == "finished" else None
 
 
-def run_cell(cell: Cell, root: Path, smoke: bool) -> None:
-    """Run one cell in a process of its own, unless it is finished. Its output goes to ``run.log`` beside its files."""
+def run_cell(cell: Cell, root: Path, smoke: bool, code: str | None) -> None:
+    """Run one cell in a process of its own, unless this code did. Its output goes to ``run.log`` beside its files."""
     folder = cell.folder(root)
     extra = [
         "--warmup-cache",
@@ -81,24 +83,30 @@ def run_cell(cell: Cell, root: Path, smoke: bool) -> None:
         *(["--smoke"] if smoke else []),
     ]
     argv = command_line(cell.method, cell.estimator, cell.seed, folder, *extra)
-    if finished(parse_args(argv)):
+    settings = vars(parse_args(argv))
+    if made_of(folder, settings, code):
         return
+    unstamp(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "run.log").open("w") as log:
         command = [sys.executable, "-m", "mis_plugins.local", *argv]
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+    stamp(folder, settings, code)
 
 
-def measure_cosines(seed: int, estimator: str, root: Path, smoke: bool) -> dict[str, dict[str, float]]:
+def measure_cosines(
+    seed: int, estimator: str, root: Path, smoke: bool, code: str | None
+) -> dict[str, dict[str, float]]:
     """By rollout precision, the cosine of every method's gradient to the on-policy one, at the warm-started policy."""
     folder = root / "cosines" / f"{estimator}-seed{seed}"
     path = folder / "cosines.json"
-    if not path.is_file():
-        settings = {
-            name: _settings(name, estimator, seed, folder / name, root, smoke) for name in COSINE_METHODS
-        }
+    settings = {name: _settings(name, estimator, seed, folder / name, root, smoke) for name in COSINE_METHODS}
+    said = {name: dict(vars(args)) for name, args in settings.items()}
+    if not made_of(folder, said, code):
+        unstamp(folder)
         if launch(COSINE_RANKS, lambda: _write_cosines(settings, path)):
             raise RuntimeError(f"measuring the gradient's direction failed for {estimator}, seed {seed}")
+        stamp(folder, said, code)
     return json.loads(path.read_text())
 
 
@@ -256,12 +264,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     options = with_folders(parser.parse_args(), "collapse")
+    code = committed_tree("mis_plugins")
     with ThreadPoolExecutor(options.processes) as pool:
-        work = pool.map(lambda cell: run_cell(cell, options.runs, options.smoke), cells(options.seeds))
+        work = pool.map(lambda cell: run_cell(cell, options.runs, options.smoke, code), cells(options.seeds))
         list(track(work, "runs", total=len(cells(options.seeds))))
     directions = {
         estimator: mean_directions(
-            [measure_cosines(seed, estimator, options.runs, options.smoke) for seed in options.seeds]
+            [measure_cosines(seed, estimator, options.runs, options.smoke, code) for seed in options.seeds]
         )
         for estimator in ESTIMATORS
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,13 +104,6 @@ class MetricsLog:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file that is complete whenever it exists."""
     _write_whole(path, lambda partial: partial.write_text(json.dumps(content, indent=2) + "\n"))
-
-
-def finished(args: Namespace) -> bool:
-    """Whether ``args.output`` holds a finished run of exactly these arguments."""
-    path = Path(args.output) / SUMMARY
-    summary = json.loads(path.read_text()) if path.is_file() else {}
-    return summary.get("status") == "finished" and summary["arguments"] == json.loads(json.dumps(vars(args)))
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:

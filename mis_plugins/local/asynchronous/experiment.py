@@ -26,11 +26,11 @@ from torch.multiprocessing.spawn import start_processes
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.picture import draw
 from mis_plugins.local.asynchronous.readme import README, with_figures
-from mis_plugins.local.asynchronous.reuse import made_of, stamp, unstamp
 from mis_plugins.local.asynchronous.tables import markdown
 from mis_plugins.local.folders import RESULTS, add_folders, with_folders
 from mis_plugins.local.provenance import committed_tree, measured_with
 from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
+from mis_plugins.local.reuse import made_of, stamp, unstamp
 
 RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
