@@ -141,6 +141,20 @@ def test_a_product_is_named_by_the_columns_that_ran(monkeypatch: pytest.MonkeyPa
     assert [failure.shape for failure in failures] == [(8, 4)]
 
 
+def test_a_bias_is_contiguous(monkeypatch: pytest.MonkeyPatch):
+    """Megatron-core's and SGLang's kernels read it without its stride."""
+    biases: list[Tensor] = []
+    linear = F.linear
+
+    def recorded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        biases.extend([] if bias is None else [bias])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", recorded)
+    list(gpu_probes.aten_failures("fp32", SHAPES, torch.device("cpu")))
+    assert biases and all(bias.is_contiguous() for bias in biases)
+
+
 def test_a_mixed_batch_is_a_finding_of_its_own():
     """One that decodes beside one that prefills: no other probe has both in one call."""
     varies = lambda i, queries, keys: len(queries) == 2 and (queries[i], keys[i]) == (1, 9)  # noqa: E731

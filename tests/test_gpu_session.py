@@ -243,6 +243,14 @@ def test_without_git_and_nvidia_smi_a_session_still_says_what_it_measured(monkey
     assert found["device"].startswith("not seen: ") and "nvidia-smi" in found["device"]
 
 
+def test_the_session_asks_cuda_nothing_before_it_forks(monkeypatch: pytest.MonkeyPatch):
+    """After a single `torch.cuda.is_available()` torch refuses CUDA to every child."""
+    questions = [(torch.cuda, name) for name in ("is_available", "device_count", "_lazy_init")]
+    for owner, name in (*questions, (torch.accelerator, "current_accelerator")):
+        monkeypatch.setattr(owner, name, lambda *asked, name=name: pytest.fail(f"asked {name}"))
+    assert gpu_session.measured_with(gpu_session.parse(["--json", "x"]))["torch"]
+
+
 # Of python3: what it answers when asked for the session, for its tests, and to import pytest.
 PYTHON3 = """#!/bin/sh
 case "$*" in
@@ -282,6 +290,20 @@ def test_exit_code_of_the_script(tmp_path: Path, answers: dict[str, int], code: 
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )
     assert done.returncode == code
+
+
+def test_sections_share_what_deep_gemm_compiles_also_without_a_home(tmp_path: Path):
+    """DeepGEMM's own choice without HOME is a relative path, from which nvcc finds nothing."""
+    (tmp_path / "python3").write_text(f'#!/bin/sh\necho "$DG_JIT_CACHE_DIR" >>{tmp_path}/seen\n')
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "deep_gemm.whl").touch()
+    subprocess.run(
+        ["bash", str(RUN), str(tmp_path), str(tmp_path / "results")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    folders = (tmp_path / "seen").read_text().split()
+    assert len(set(folders)) == 1 and Path(folders[0]).is_absolute()
 
 
 @pytest.mark.parametrize("arguments", [(), ("wheels",)])

@@ -85,7 +85,8 @@ def aten_failures(dtype: str, shapes: Shapes, device: torch.device) -> Iterator[
     """What every batch-invariant mode overrides: mm, addmm, mean.dim and _log_softmax, as models call them."""
     draw = drawing(dtype, device)
     yield from product_failures("linear", dtype, shapes, device, F.linear)
-    biased = lambda x, weight: F.linear(x, weight, weight[:, 0])  # noqa: E731
+    # Contiguous: the modes' kernels read a bias without its stride.
+    biased = lambda x, weight: F.linear(x, weight, weight[:, 0].contiguous())  # noqa: E731
     yield from product_failures("linear with a bias", dtype, shapes, device, biased)
     for width in shapes.hidden:
         mean = lambda x: x.float().pow(2).mean(-1, keepdim=True)  # noqa: E731

@@ -19,6 +19,7 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
     site=$(mktemp -d)
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
     PYTHONPATH=$site:$PYTHONPATH
+    export DG_JIT_CACHE_DIR=$site/deep_gemm_cache # all sections share it; the default is HOME's, if that is set
     # DeepGEMM's library asks the loader for nvrtc and cuBLAS, which torch brings along in folders of its own.
     packages=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     nvidia=$(find "$packages/nvidia" -type d -name lib 2>/dev/null | paste -sd: || true)
