@@ -283,6 +283,7 @@ def test_a_step_without_an_end_is_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It uses processor time, and says so. The next worker goes on from its tokens, though an update waits for it."""
+    assert process_module.STEP_LIMITS == 10, "as --help and docs/async.md say"
     monkeypatch.setattr(process_module, "STEP_LIMITS", 2)
     with running(bound=2, step_seconds=0.05, stuck_s=STUCK_SECONDS) as made:
         in_the_midst(made)

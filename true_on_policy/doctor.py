@@ -208,7 +208,9 @@ def _layout(contract: GpuContract) -> tuple[Check, ...]:
             if contract.backend == "fsdp"
             else (
                 Check(
-                    *("tensor parallel", (tensor,), (engine,)),
+                    "tensor parallel",
+                    (tensor,),
+                    (engine,),
                     f"--tensor-model-parallel-size {tensor} {own} {engine}",
                 ),
                 Check("context parallel", (context,), None, f"--context-parallel-size {context}"),
@@ -247,7 +249,11 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         remedy = self.check.remedy or "the same on every rank"
         return (
-            *(self.verdict, self.check.name, self.trainer, self.engine, self.how),
+            self.verdict,
+            self.check.name,
+            self.trainer,
+            self.engine,
+            self.how,
             remedy if self.verdict == "red" else "",
         )
 

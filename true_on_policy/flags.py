@@ -155,7 +155,9 @@ def _engine_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
         Flag((f"{PREFIX}true-on-policy-contract", name), "sglang", "sglang_true_on_policy_contract", name),
         Flag(
             (f"{PREFIX}attention-backend", contract.attention),
-            *("sglang", "sglang_attention_backend", contract.attention),
+            "sglang",
+            "sglang_attention_backend",
+            contract.attention,
         ),
         Flag(("--rollout-num-gpus-per-engine", str(gpus)), "miles", "rollout_num_gpus_per_engine", gpus),
     )
@@ -187,7 +189,9 @@ def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
         Flag(("--deterministic-mode",), "fsdp", "deterministic_mode", True),
         Flag(
             ("--attn-implementation", "flash_attention_3"),
-            *("fsdp", "attn_implementation", "flash_attention_3"),
+            "fsdp",
+            "attn_implementation",
+            "flash_attention_3",
         ),
     )
 
@@ -221,7 +225,8 @@ def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) ->
     if context > 1 and _plain(getattr(args, "cp_comm_type", None)) != "a2a":
         raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {RING}; --cp-comm-type a2a")
     return gpu_contract(
-        *(family.name, backend),
+        family.name,
+        backend,
         attention=getattr(args, "sglang_attention_backend", None) or "fa3",
         trainer_tp=args.tensor_model_parallel_size if megatron else 1,
         engine_tp=args.rollout_num_gpus_per_engine,
@@ -366,7 +371,8 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     least = 2 if arguments.backend == "megatron" else 1
     ranks = least if arguments.tp is None else arguments.tp
     return model_contract(
-        *(arguments.model, arguments.backend),
+        arguments.model,
+        arguments.backend,
         trainer_tp=ranks,
         engine_tp=ranks if arguments.engine_tp is None else arguments.engine_tp,
         context_parallel=arguments.cp,
