@@ -6,7 +6,7 @@
 #   pip install /path/to/mis-plugins          on every node, in the environment of Miles
 #   MODEL_DIR=... DATA_DIR=... [TRAIN_BACKEND=fsdp] bash scripts/run-qwen3-4b-true-on-policy.sh [more flags of Miles]
 #
-# TRAIN_BACKEND is megatron (TP 2 on both sides, 8 GPUs) or fsdp. MODEL_DIR holds Qwen3-4B (Hugging Face), and for
+# TRAIN_BACKEND is megatron (TP 8 on both sides, 8 GPUs) or fsdp. MODEL_DIR holds Qwen3-4B (Hugging Face), and for
 # megatron Qwen3-4B_torch_dist (converted by Miles); DATA_DIR holds dapo-math-17k/dapo-math-17k.jsonl.
 # BITWISE_CONFIG names a file with the key `bitwise:`, for example to stop at the first difference (docs/gpu.md).
 # The trainer pins, and refuses to start where the contract cannot hold: on Megatron by an init hook of Miles, which calls

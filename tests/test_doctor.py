@@ -27,7 +27,7 @@ from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, KERNELS, PRODUCTS, Observation
 
 CONTRACTS = {
-    "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=2),
+    "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8),
     "fsdp": model_contract("qwen3-4B", "fsdp"),
 }
 CASES = [
@@ -190,7 +190,7 @@ def test_a_machine_without_an_accelerator_is_not_seen_in_any_environment(printed
 # What the recorded engine would have told on GPUs, with the contract's flags.
 ON_GPUS = {
     "device": "cuda",
-    "tp_size": 2,
+    "tp_size": 8,
     "true_on_policy_contract": "qwen3_dense_true_on_policy_v1",
     "attention_backend": "fa3",
 }

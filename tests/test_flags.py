@@ -56,8 +56,8 @@ def test_what_a_release_lacks_is_a_flag_that_is_launched() -> None:
 
 def test_arguments_are_printed_one_a_line(capsys: pytest.CaptureFixture) -> None:
     lines = printed(capsys, "--model", "qwen3-4B", "--backend", "megatron")
-    assert lines[lines.index("--tensor-model-parallel-size") + 1] == "2"
-    assert lines[lines.index("--rollout-num-gpus-per-engine") + 1] == "2"
+    assert lines[lines.index("--tensor-model-parallel-size") + 1] == "8"
+    assert lines[lines.index("--rollout-num-gpus-per-engine") + 1] == "8"
     assert lines[lines.index(f"{PREFIX}true-on-policy-contract") + 1] == "qwen3_dense_true_on_policy_v1"
     assert "--cp-comm-type" not in lines and "--batch-invariant-mode" in lines
     ulysses = printed(

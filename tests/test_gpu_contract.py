@@ -19,9 +19,13 @@ from true_on_policy.gpu_contract import (
     FAMILIES,
     LAYOUTS,
     MODELS,
+    RANKS,
     WHY,
+    Size,
     check_environment,
+    equal_ranks,
     family,
+    fewest_ranks,
     gpu_contract,
     model_contract,
 )
@@ -30,15 +34,29 @@ from true_on_policy.operations import COMPILED, COMPILED_ALIKE
 QWEN3 = [name for name, (kind, _) in MODELS.items() if kind == "qwen3-dense"]
 
 
+# Ranks of both sides on Megatron: 38 or 19 leaves a rank are added in two orders, 3 and 9.5 are not.
+HOLD = {"qwen3-0.6B": (8,), "qwen3-4B": (8,)}
+
+
 @pytest.mark.parametrize("model", QWEN3)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_equal_tensor_parallel_holds_for_every_qwen3(model: str, ranks: int) -> None:
-    contract = model_contract(model, "megatron", trainer_tp=ranks, engine_tp=ranks)
-    assert (contract.mode, contract.trainer_gemm, contract.engine_gemm) == (
-        "megatron",
-        "triton_persistent",
-        "triton_persistent",
-    )
+@pytest.mark.parametrize("ranks", RANKS)
+def test_equal_tensor_parallel_holds_where_orders_agree(model: str, ranks: int) -> None:
+    layout = {"trainer_tp": ranks, "engine_tp": ranks}
+    if ranks in HOLD.get(model, ()):
+        contract = model_contract(model, "megatron", **layout)
+        gemms = contract.mode, contract.trainer_gemm, contract.engine_gemm
+        assert gemms == ("megatron", "triton_persistent", "triton_persistent")
+    else:
+        fitting = "both to 8$" if model in HOLD else "none of 2, 4, 8 holds .* --train-backend fsdp$"
+        with pytest.raises(ContractError, match=f"two orders.*{fitting}"):
+            model_contract(model, "megatron", **layout)
+
+
+def test_the_fewest_ranks_that_hold_are_taken() -> None:
+    assert [fewest_ranks(model, "megatron") for model in ("qwen3-0.6B", "Qwen3-4b", "qwen3-8B")] == [8, 8, 2]
+    assert fewest_ranks("qwen3-4B", "fsdp") == 1
+    for model, (_, size) in MODELS.items():
+        assert equal_ranks(size) == HOLD.get(model, ())
 
 
 @pytest.mark.parametrize(
@@ -47,6 +65,7 @@ def test_equal_tensor_parallel_holds_for_every_qwen3(model: str, ranks: int) -> 
         ("megatron", {}, "trainer tensor parallel 1 .* engine tensor parallel 1: the o product"),
         ("megatron", {"trainer_tp": 2, "engine_tp": 1}, "two orders"),
         ("megatron", {"trainer_tp": 1, "context_parallel": 2, "engine_tp": 2}, "the down product"),
+        ("megatron", {"trainer_tp": 2, "engine_tp": 2}, "the down product adds .* both to 8"),
         ("megatron", {"trainer_tp": 0}, "trainer_tp: got 0; a side has 1 rank or more"),
         ("megatron", {"engine_tp": -2}, "engine_tp: got -2"),
         ("megatron", {"context_parallel": 0}, "context_parallel: got 0"),
@@ -75,13 +94,14 @@ def test_what_cannot_hold_is_refused(backend: str, layout: dict, message: str) -
 
 
 def test_ulysses_shares_the_heads_of_a_tensor_parallel_rank() -> None:
-    """Of Qwen3-14B's 40 heads a rank of 8 has 5, which 2 ranks cannot share."""
-    layout = {"trainer_tp": 8, "engine_tp": 8}
-    model_contract("qwen3-14B", "megatron", **layout)
+    """Of 24 heads a rank of 8 has 3, which 2 ranks cannot share."""
+    size = Size(1024, 4096, 24, 8, 128, 151936)
+    layout = {"trainer_tp": 8, "engine_tp": 8, "size": size}
+    gpu_contract("qwen3-dense", "megatron", **layout)
     with pytest.raises(
-        ContractError, match="tensor parallel 8 x context parallel 2 does not share out 40 heads"
+        ContractError, match="tensor parallel 8 x context parallel 2 does not share out 24 heads"
     ):
-        model_contract("qwen3-14B", "megatron", **{**layout, "engine_tp": 16}, context_parallel=2)
+        gpu_contract("qwen3-dense", "megatron", **{**layout, "engine_tp": 16}, context_parallel=2)
 
 
 def test_unknown_names_list_the_choices() -> None:
@@ -121,8 +141,13 @@ def test_the_engines_product_follows_the_trainers_unless_it_is_asked_otherwise()
     assert gpu_contract("qwen3-dense", "fsdp").environment[key] == "1"
     other = gpu_contract("qwen3-dense", "megatron", engine_gemm="deep_gemm")
     assert other.environment[key] == "1"
-    product = next(row for row in other.operations if row.name == "LM head")
-    assert product.trainer.startswith("Triton persistent") and product.engine.startswith("DeepGEMM")
+    products = {row.name: row for row in other.operations}
+    head, row_parallel = products["LM head"], products["o and down product"]
+    assert head.trainer.startswith("Triton persistent") and head.engine.startswith("DeepGEMM")
+    # SGLang's kernel for what tensor parallelism cuts is neither, whatever the switch says.
+    assert row_parallel.trainer == head.trainer and "tp_invariant_ops.py" in row_parallel.engine
+    alone = {row.name: row.engine for row in gpu_contract("qwen3-dense", "fsdp").operations}
+    assert alone["o and down product"] == alone["LM head"] == head.engine
 
 
 def test_every_variable_has_a_reason() -> None:

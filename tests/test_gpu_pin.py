@@ -170,6 +170,6 @@ def test_shapes_of_a_model_and_of_a_rank():
         (2560, 151936),
     )
     size = MODELS["qwen3-4B"][1]
-    rank = gpu.shapes(dataclasses.replace(CONTRACT, trainer_tp=2, engine_tp=2, size=size))
-    assert rank.linear == ((2560, 3072), (2048, 2560), (2560, 9728), (4864, 2560), (2560, 75968))
-    assert rank.attention == ((16, 4, 128),) and rank.hidden == (2560, 128)
+    rank = gpu.shapes(dataclasses.replace(CONTRACT, trainer_tp=8, engine_tp=8, size=size))
+    assert rank.linear == ((2560, 768), (512, 2560), (2560, 2432), (1216, 2560), (2560, 18992))
+    assert rank.attention == ((4, 1, 128),) and rank.hidden == (2560, 128)

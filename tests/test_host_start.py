@@ -21,7 +21,7 @@ from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import MODELS, GpuContract, model_contract
 from true_on_policy.hosts import miles_init, start
 
-CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=2)
+CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 TIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 HOOKS = {
     "custom_loss_function_path": start.LOSS,

@@ -38,11 +38,28 @@ def test_every_order_covers_each_column_once(columns: int) -> None:
         assert parts[0][0] == 0
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-def test_equal_powers_of_two_agree_on_megatron(columns: int) -> None:
-    for ranks in (2, 4, 8):
-        if columns % ranks == 0:
-            assert megatron_order(columns, ranks, 1) == engine_order(columns, ranks)
+@pytest.mark.parametrize("leaves_a_rank", range(1, 65))
+def test_equal_ranks_agree_where_runs_of_the_kernel_are_a_tree(leaves_a_rank: int) -> None:
+    """The engine's kernel adds three leaves as a tree does, and five or six otherwise."""
+    columns = 2 * 128 * leaves_a_rank
+    same = megatron_order(columns, 2, 1) == engine_order(columns, 2)
+    assert same == (leaves_a_rank == 3 or leaves_a_rank & (leaves_a_rank - 1) == 0)
+
+
+def test_the_engine_adds_runs_in_a_row_and_then_as_a_tree() -> None:
+    """Of 6 leaves a rank two runs of 3; of 40 eight runs of 5 (the pull request of the Megatron fork has the same)."""
+    (first, second), _ = engine_order(2 * 6 * 128, 2)
+    assert first == (((0, 128), (128, 256)), (256, 384))
+    assert second == (((384, 512), (512, 640)), (640, 768))
+    share, _ = engine_order(2 * 40 * 128, 2)
+    assert len(leaves(share[0][0][0])) == 5
+    assert leaves(share) == [(n * 128, n * 128 + 128) for n in range(40)]
+
+
+def test_a_share_that_leaves_do_not_divide_is_one_product() -> None:
+    """9728 over 8 ranks: 1216 columns each."""
+    assert leaves(engine_order(9728, 8)) == [(n * 1216, n * 1216 + 1216) for n in range(8)]
+    assert engine_order(9728, 8) == megatron_order(9728, 8, 1)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -58,10 +75,11 @@ def test_the_layout_that_miles_tests_agrees_for_qwen3_4b() -> None:
         assert megatron_order(columns, 2, 4) == engine_order(columns, 8)
 
 
-def test_an_odd_number_of_leaves_sets_trees_apart() -> None:
-    """9728 = 76 x 128: one tree of 76 leaves pairs the 19th with the 20th part, two trees of 38 cannot."""
-    assert megatron_order(9728, 1, 2) != engine_order(9728, 2)
-    assert leaves(megatron_order(9728, 1, 2)) == leaves(engine_order(9728, 2))
+def test_an_odd_number_of_leaves_sets_equal_ranks_apart() -> None:
+    """9728 = 2 x 38 x 128: the engine adds twice 19 in a row, which radixark/miles issue 1485 saw in Qwen3-4B."""
+    for layout in ((1, 2), (2, 1)):
+        assert megatron_order(9728, *layout) != engine_order(9728, 2)
+        assert leaves(megatron_order(9728, *layout)) == leaves(engine_order(9728, 2))
 
 
 def test_equal_orders_give_equal_bits_and_unequal_ones_do_not() -> None:
@@ -72,9 +90,9 @@ def test_equal_orders_give_equal_bits_and_unequal_ones_do_not() -> None:
     def bits(order) -> list:
         return [evaluate(order, row, column).view(torch.int16).item() for row in rows]
 
-    assert bits(megatron_order(9728, 2, 1)) == bits(engine_order(9728, 2))
+    assert bits(megatron_order(9728, 2, 4)) == bits(engine_order(9728, 8))
     assert bits(megatron_order(9728, 1, 1)) != bits(engine_order(9728, 1))
-    assert bits(megatron_order(9728, 1, 2)) != bits(engine_order(9728, 2))
+    assert bits(megatron_order(9728, 2, 1)) != bits(engine_order(9728, 2))
 
 
 def test_ranks_that_no_tree_takes_are_refused() -> None:

@@ -134,7 +134,7 @@ def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     arguments = trainer_arguments(tmp_path)
-    ranks = 2 if backend == "megatron" else 1
+    ranks = 8 if backend == "megatron" else 1
     contract = model_contract("qwen3-4B", backend, trainer_tp=ranks, engine_tp=ranks)
     for flag in launch_flags(contract):
         place = arguments.index(flag.words[0])

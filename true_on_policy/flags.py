@@ -31,7 +31,9 @@ from true_on_policy.gpu_contract import (
     GpuContract,
     Size,
     TrainBackend,
+    fewest_ranks,
     gpu_contract,
+    known,
     model_contract,
 )
 from true_on_policy.releases import RELEASES, check_installed, releases_with
@@ -330,7 +332,7 @@ def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that `contract_of` reads."""
     parser.add_argument("--model", default="qwen3-4B", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--backend", default="megatron", choices=get_args(TrainBackend), help="the trainer")
-    parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (megatron: 2)")
+    parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (the fewest that hold)")
     parser.add_argument("--cp", type=int, default=1, help="context parallel of the trainer")
     parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (the trainer's)")
     parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
@@ -367,9 +369,10 @@ def _refuse_host(host: str) -> None:
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
-    """Raises: ContractError: it cannot hold."""
-    least = 2 if arguments.backend == "megatron" else 1
-    ranks = least if arguments.tp is None else arguments.tp
+    """Raises: ContractError: no host carries the family, or it cannot hold."""
+    host_contract(FAMILIES[known(arguments.model)[0]])
+    fewest = fewest_ranks(arguments.model, arguments.backend)
+    ranks = fewest if arguments.tp is None else arguments.tp
     return model_contract(
         arguments.model,
         arguments.backend,

@@ -120,6 +120,8 @@ MODELS = {
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
+RANKS = (2, 4, 8)  # of tensor parallelism within a machine; one alone adds up unlike an engine's one
+
 CHOICES = {
     "backend": get_args(TrainBackend),
     "attention": get_args(AttentionName),
@@ -135,7 +137,8 @@ RECOMPUTE = f"{_RIDES} a full recompute does not keep: gradients would lack the 
 LAYOUTS = {
     "megatron": {
         "data parallel": "any",
-        "tensor parallel": "the same power of two above 1 on both sides; others as row_sums finds",
+        "tensor parallel": "such that both sides add up the o and down products in one order (row_sums.py): with equal "
+        "ranks above 1 where each has 1, 2, 3, 4, 8, 16, ... times 128 columns, or no multiple of 128",
         "pipeline parallel": f"refused: {PIPELINE}",
         "context parallel": f"Ulysses alone (--cp-comm-type a2a); refused otherwise: {RING}",
         "sequence parallel": f"refused: {SEQUENCE}",
@@ -258,13 +261,45 @@ def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
     Raises:
         ContractError: no such model, or a contract that cannot hold.
     """
+    name, size = known(model)
+    return gpu_contract(name, backend, size=size, **layout)
+
+
+def known(model: str) -> tuple[str, Size]:
+    """Family and sizes of a model of MODELS, in whatever case its name is written.
+
+    Raises:
+        ContractError: no such model.
+    """
     found = {name.lower(): entry for name, entry in MODELS.items()}.get(model.lower())
     if found is None and re.search(r"-a\d+b\b|moe", model.lower()):
         raise ContractError(f"--model: {model!r} is not covered: MoE: {'; '.join(NOT_COVERED['MoE'])}")
     if found is None:
         raise ContractError(f"--model: got {model!r}; choose one of {', '.join(MODELS)}")
-    name, size = found
-    return gpu_contract(name, backend, size=size, **layout)
+    return found
+
+
+def fewest_ranks(model: str, backend: str) -> int:
+    """Of tensor parallelism, the same on both sides, where a user names none; 2 where none of RANKS holds."""
+    return 1 if backend == "fsdp" else next(iter(equal_ranks(known(model)[1])), 2)
+
+
+def equal_ranks(size: Size) -> tuple[int, ...]:
+    """Those of RANKS with which Megatron and an engine of as many ranks add up alike and share out the heads."""
+    return tuple(
+        ranks
+        for ranks in RANKS
+        if size.num_key_value_heads % ranks == 0
+        and all(
+            megatron_order(columns, ranks, 1) == engine_order(columns, ranks)
+            for columns in _cut(size).values()
+        )
+    )
+
+
+def _cut(size: Size) -> dict[str, int]:
+    """Columns of the products whose K tensor parallelism cuts."""
+    return {"o": size.num_attention_heads * size.head_dim, "down": size.intermediate_size}
 
 
 def gpu_contract(family_name: str, backend: str, **layout: Any) -> GpuContract:
@@ -308,16 +343,14 @@ def _check_layout(contract: GpuContract) -> None:
 
 
 def _check_row_sums(contract: GpuContract, size: Size) -> None:
-    """The o and down products, whose K tensor parallelism cuts."""
-    heads = size.num_attention_heads * size.head_dim
-    for name, columns in (("o", heads), ("down", size.intermediate_size)):
+    for name, columns in _cut(size).items():
         ours = (
             fsdp_order(columns)
             if contract.backend == "fsdp"
             else megatron_order(columns, contract.trainer_tp, contract.context_parallel)
         )
         if ours != engine_order(columns, contract.engine_tp):
-            raise ContractError(_unequal_orders(contract, name, columns))
+            raise ContractError(_unequal_orders(contract, size, name, columns))
 
 
 def _check_heads(contract: GpuContract, size: Size) -> None:
@@ -331,17 +364,23 @@ def _check_heads(contract: GpuContract, size: Size) -> None:
         )
 
 
-def _unequal_orders(contract: GpuContract, name: str, columns: int) -> str:
+def _unequal_orders(contract: GpuContract, size: Size, name: str, columns: int) -> str:
     layout = (
         f"trainer tensor parallel {contract.trainer_tp} x context parallel {contract.context_parallel}, "
         f"engine tensor parallel {contract.engine_tp}"
     )
     advice = (
-        "set --rollout-num-gpus-per-engine 1"
-        if contract.backend == "fsdp"
-        else "set --tensor-model-parallel-size and --rollout-num-gpus-per-engine to one power of two above 1"
+        "set --rollout-num-gpus-per-engine 1" if contract.backend == "fsdp" else _advice(equal_ranks(size))
     )
     return (
         f"{layout}: the {name} product adds the parts of its {columns} columns in two orders, so it rounds "
         f"differently (read in the sources, see true_on_policy/row_sums.py); {advice}"
     )
+
+
+def _advice(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        tried = ", ".join(map(str, RANKS))
+        return f"with as many on both sides none of {tried} holds for this model; set --train-backend fsdp"
+    fitting = " or ".join(map(str, ranks))
+    return f"set --tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"

@@ -1,6 +1,7 @@
 """What a dense transformer computes on each side, operation by operation, and who provides the kernel: data.
 
-Read in Miles v0.1.0, radixark/Megatron-LM miles-main (2e64d788), SGLang 0.5.23 and its branch sglang-miles (29d5285c).
+Read in Miles v0.1.0, radixark/Megatron-LM miles-main (2e64d788), SGLang 0.5.23 and its branch sglang-miles (29d5285c,
+e687c743).
 None of it was run on a GPU here.
 """
 
@@ -84,8 +85,14 @@ _FINAL_NORMS = {
     "fsdp": "Qwen3FinalRMSNorm of Miles's fsdp_utils/models/qwen3.py",
 }
 _ROW_SUMS = {
-    "megatron": "bf16 in and out; partial sums of 128 columns, rounded, in one tree (row_sums.py)",
+    "megatron": "bf16 in and out; partial sums of 128 columns, rounded, in one order (row_sums.py)",
     "fsdp": "bf16 in and out, fp32 sums in one order of K",
+}
+# Of the engine, whatever its other products run: on several ranks a kernel of its own, except where a rank's K is no
+# multiple of 128.
+_ROW_KERNELS = {
+    "megatron": "Triton, tiles 64 x 128 x 128 (tp_invariant_ops.py); {} where a rank's K is no multiple of 128",
+    "fsdp": "{}",
 }
 _ATTENTION = {
     "megatron": "{} varlen, causal, key and value repeated over groups",
@@ -157,7 +164,7 @@ def operations(
         *_qk_norm(backend, qk_norm),
         _SHARED["rope"],
         Operation("attention", "bf16", _ATTENTION[backend].format(kernel), f"{kernel}, paged"),
-        Operation("o and down product", _ROW_SUMS[backend], *gemms),
+        Operation("o and down product", _ROW_SUMS[backend], gemms[0], _ROW_KERNELS[backend].format(gemms[1])),
         *_COLLECTIVES[backend],
         Operation("gate and up product", "bf16 in and out, fp32 sums in one order of K", *gemms),
         _SHARED["activation"],

@@ -4,15 +4,18 @@ An order is a leaf (begin, end), one product over these columns rounded to bf16,
 rounded. Two sides agree where their orders are the same tree. The rules were read, not run:
 
 * engine: sgl-project/sglang branch sglang-miles, python/sglang/srt/true_on_policy/{contracts,config}.py at 29d5285c and
-  d14bacd6, tp_invariant_ops.py: with more than one rank, leaves of 128 columns where these divide a rank's share.
+  d14bacd6, tp_invariant_ops.py as it entered the branch (e687c743, 2026-05-21): with more than one rank, leaves of 128
+  columns where these divide a rank's share. Runs of leaves are added one after the other, the runs as a tree.
 * Megatron: radixark/Megatron-LM miles-main 2e64d788, miles_megatron_plugins/true_on_policy/matmul.py: leaves of 128
-  columns on any number of ranks; it takes TP x CP for the engine's number of ranks.
+  columns on any number of ranks, as one tree of neighbours; it takes TP x CP for the engine's number of ranks. Its open
+  pull request 65 (98320eea, which saw the engine's kernel do so on a B200) would follow the engine.
 * FSDP: one product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 from true_on_policy.errors import ContractError
 
@@ -30,7 +33,7 @@ def engine_order(columns: int, ranks: int) -> Order:
     share = _share(columns, ranks, "engine")
     if ranks == 1:
         return (0, columns)
-    return _tree([_part(rank * share, share, LEAF) for rank in range(ranks)])
+    return _tree([_engine_part(rank * share, share) for rank in range(ranks)])
 
 
 def megatron_order(columns: int, ranks: int, context: int) -> Order:
@@ -62,9 +65,25 @@ def _share(columns: int, ranks: int, side: str) -> int:
 
 def _part(begin: int, columns: int, leaf: int) -> Order:
     """One rank's share, as a tree of leaves; a share that leaves do not divide is one product."""
-    if columns % leaf:
-        return (begin, begin + columns)
-    return _tree([(start, start + leaf) for start in range(begin, begin + columns, leaf)])
+    return _tree(_leaves(begin, columns, leaf))
+
+
+def _engine_part(begin: int, columns: int) -> Order:
+    """One rank's share in SGLang's kernel: a tree of equal runs, halved while they are even, each added in a row."""
+    leaves = _leaves(begin, columns, LEAF)
+    run = len(leaves)
+    while run > 2 and run % 2 == 0:
+        run //= 2
+    return _tree([_in_a_row(leaves[i : i + run]) for i in range(0, len(leaves), run)])
+
+
+def _leaves(begin: int, columns: int, leaf: int) -> list[Order]:
+    width = columns if columns % leaf else leaf
+    return [(start, start + width) for start in range(begin, begin + columns, width)]
+
+
+def _in_a_row(parts: Sequence[Order]) -> Order:
+    return reduce(lambda total, part: (total, part), parts)
 
 
 def _tree(parts: Sequence[Order]) -> Order:
