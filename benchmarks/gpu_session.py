@@ -9,6 +9,7 @@ attention   FlashAttention-3: tokens appended to a cache and decoded, against pr
 model       a Qwen3 that decodes, against itself as a trainer, by bytes
 kernels     the same rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes
 cost        each pinned kernel, a log-prob forward and a training step, over stock
+engine      a real SGLang against a trainer, by bytes; only where it is asked for, and installed
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--json", type=Path, required=True, help="write the figures here, and beside it a .md"
     )
     parser.add_argument(
-        "--sections", nargs="+", choices=sections.SECTIONS, default=list(sections.SECTIONS), metavar="NAME"
+        "--sections", nargs="+", choices=sections.SECTIONS, default=list(sections.USUAL), metavar="NAME"
     )
     parser.add_argument("--seconds", type=float, default=480, help="for all sections together")
     parser.add_argument("--commit", help="of the working tree, where no git is there to ask")

@@ -18,7 +18,7 @@ import gpu_session
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import cost, kernels, results, sections, warm
+from gpu import cost, kernels, results, sections, sglang_server, warm
 from gpu.machine import Cuda
 from gpu.plan import TINY
 from gpu.results import Result, Section, exit_code
@@ -40,7 +40,10 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("session")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", str(RUN), str(folder / "no wheels"), str(folder / "results"), "--dry-run"],
+        [
+            *("bash", str(RUN), str(folder / "no wheels"), str(folder / "results")),
+            *("--dry-run", "--sections", *sections.SECTIONS),
+        ],
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
@@ -82,6 +85,51 @@ def test_what_is_demanded_is_compared_and_its_control_differs(dry_run):
     in_force = {row["setting"]: row["in force"] for row in table(dry_run["kernels"], "The pin")}
     assert in_force["megatron: batch-invariant flag"] == "on"
     assert in_force["flash_attention: FA3 module"] == "fa3_fwd_interface"
+
+
+@needs_triton
+def test_an_engine_is_compared_with_its_trainer_and_its_controls_differ(dry_run):
+    """The engine is a stand-in; tests/engines has the section around a real SGLang."""
+    links = table(dry_run["engine"], "SGLang's on-policy target")
+    assert [(row["equal"], row["of"]) for row in links] == [(14, 14)] * 3
+    (deterministic,) = table(dry_run["engine"], "SGLang, deterministic")
+    assert deterministic["equal"] == deterministic["of"] == 7
+    for title in ("SGLang, stock", "The same trainer on stock kernels"):
+        (control,) = table(dry_run["engine"], title)
+        assert control["equal"] < control["of"] == 7
+
+
+def test_a_server_runs_where_the_session_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    served: dict[str, Any] = {}
+    monkeypatch.setattr(
+        sglang_server.SGLang, "_serve", lambda self, *asked, seeded: served.update(asked=asked, seeded=seeded)
+    )
+    monkeypatch.setenv("PYTHONPATH", "/the/site")
+    for how, flags in sglang_server.MODES.items():
+        sglang_server.OnGpu(tmp_path, how)
+        checkpoint, python, arguments, environment = served["asked"]
+        assert (checkpoint, python, served["seeded"]) == (tmp_path, Path(sys.executable), how != "stock")
+        assert arguments[len(arguments) - len(flags) :] == [*flags]
+        assert environment["PYTHONPATH"] == "/the/site"
+    monkeypatch.delenv("PYTHONPATH")
+    sglang_server.OnGpu(tmp_path, "stock")
+    assert "PYTHONPATH" not in served["asked"][3]
+
+
+def test_without_sglang_or_with_another_attention_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(sglang_server.sglang, "version", lambda: None)
+    with pytest.raises(NotSeenError, match="no SGLang is installed"):
+        sglang_server.start(tmp_path, "stock")
+    monkeypatch.setattr(sglang_server.sglang, "version", lambda: "sglang 0.5.17")
+    monkeypatch.setattr(sglang_server.flash_attention, "interface", lambda: "fa3_fwd_interface")
+    with pytest.raises(NotSeenError, match=r"fa3_fwd_interface, SGLang runs sgl_kernel\.flash_attn"):
+        sglang_server.start(tmp_path, "stock")
+
+
+def test_an_engine_has_to_be_asked_for():
+    assert {*sections.SECTIONS} - {*gpu_session.parse(["--json", "x"]).sections} == {"engine"}
 
 
 @needs_triton
@@ -304,6 +352,36 @@ def test_sections_share_what_deep_gemm_compiles_also_without_a_home(tmp_path: Pa
     )
     folders = (tmp_path / "seen").read_text().split()
     assert len(set(folders)) == 1 and Path(folders[0]).is_absolute()
+
+
+def test_the_script_unpacks_what_was_carried_and_asks_nvcc_where_it_lies(tmp_path: Path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "carried.py").touch()
+    (tmp_path / "parts").mkdir()
+    subprocess.run(
+        "tar -C site -c . | xz | split --bytes=100 --numeric-suffixes=1 --suffix-length=1 - parts/part.",
+        shell=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert len([*(tmp_path / "parts").iterdir()]) > 1
+    asks = f"""#!/bin/sh
+case "$*" in
+*tarfile*) exec {sys.executable} "$@" ;;
+*gpu_session.py*) echo "$CUDA_HOME" >{tmp_path}/cuda; {sys.executable} -c 'import carried' ;;
+esac
+"""
+    nvcc = "#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n"
+    for name, text in {"python3": asks, "nvcc": nvcc, "nvidia-smi": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    without = {name: value for name, value in os.environ.items() if name != "CUDA_HOME"}
+    done = subprocess.run(
+        ["bash", str(RUN), str(tmp_path / "parts"), str(tmp_path / "results")],
+        env=without | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "cuda").read_text() == "/opt/cuda-13\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("wheels",)])

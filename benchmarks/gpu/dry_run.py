@@ -1,7 +1,7 @@
 """The same session on a CPU, at tiny sizes: every line runs, kernels and clocks are swapped. No figure means anything.
 
-Triton's kernels are interpreted; FlashAttention-3 and DeepGEMM are the tests' stand-ins. Waits are those that operators
-would make on CUDA.
+Triton's kernels are interpreted; FlashAttention-3 and DeepGEMM are the tests' stand-ins, SGLang is stand_in_server's.
+Waits are those that operators would make on CUDA.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -19,7 +20,8 @@ import torch
 from tallies import Tallying, peak_bytes
 
 from gpu.machine import Call, Cuda
-from gpu.plan import TINY
+from gpu.plan import CONTRACT, TINY
+from true_on_policy.engines.protocol import Engine
 from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.kernels.provider import Undo
 
@@ -74,7 +76,28 @@ def swapped() -> Iterator[Cuda]:
         stack.enter_context(mock.patch.object(gpu, "PROBED", TINY.size))
         interpreted = _interpreted(megatron.pin, triton_interpreter.on_cpu)
         stack.enter_context(mock.patch.object(megatron, "pin", interpreted))
-        yield cast(Cuda, Cpu())
+        machine = cast(Cuda, Cpu())
+        _swap_sglang(stack, machine)
+        yield machine
+
+
+def _swap_sglang(stack: ExitStack, machine: Cuda) -> None:
+    from gpu import pins, sglang_server
+    from true_on_policy.kernels import gpu
+
+    swapped = {
+        "start": partial(_stand_in, machine),
+        "kernels": pins.installed,
+        "in_force": partial(gpu.observe, CONTRACT),
+    }
+    for name, value in swapped.items():
+        stack.enter_context(mock.patch.object(sglang_server, name, value))
+
+
+def _stand_in(machine: Cuda, checkpoint: Path, how: str) -> Engine:
+    from gpu.stand_in_server import StandIn
+
+    return StandIn(checkpoint, how, machine)
 
 
 def _interpreted(

@@ -17,7 +17,7 @@ from gpu import qwen3
 from gpu.machine import Cuda
 from gpu.pins import installed
 from gpu.plan import Plan
-from gpu.results import Result
+from gpu.results import Result, compared
 from true_on_policy.links import link
 
 KERNELS = {"stock": nullcontext, "pinned": installed}
@@ -36,13 +36,7 @@ def model(plan: Plan, machine: Cuda) -> Iterator[Result]:
             link("trainer: alone == in one batch", _rows(alone), _rows(together)),
             link("decode == trainer", _rows(decoded), _rows(together[:, sampled])),
         )
-        yield Result(
-            f"A Qwen3 on {name} kernels",
-            ("link", "equal", "of", "furthest apart", "first difference"),
-            tuple((each.name, each.equal, each.total, each.furthest, each.first or "") for each in found),
-            all(each.holds for each in found) if name == "pinned" else None,
-            "" if name == "pinned" else "The control: nothing is demanded of it.",
-        )
+        yield compared(f"A Qwen3 on {name} kernels", found, demanded=name == "pinned")
 
 
 def _sample(network, plan: Plan, machine: Cuda) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from gpu.attention import flash_attention_3, next_token, prefill
 from gpu.machine import Cuda
@@ -17,13 +19,15 @@ from true_on_policy.models import Shape
 FA3 = "fa3_of_the_session"
 
 
-def build(network: Network, machine: Cuda, attention: str) -> Qwen3ForCausalLM:
+def build(
+    network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16
+) -> Qwen3ForCausalLM:
     """The same weights for every attention; norms are no ones, which would hide the order in which they cast."""
     torch.manual_seed(0)
     AttentionInterface.register(FA3, flash_attention)
     with torch.device(machine.device):
         model = Qwen3ForCausalLM._from_config(
-            _config(network), attn_implementation=attention, dtype=torch.bfloat16
+            _config(network, dtype), attn_implementation=attention, dtype=dtype
         )
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -33,7 +37,15 @@ def build(network: Network, machine: Cuda, attention: str) -> Qwen3ForCausalLM:
     return model.eval()
 
 
-def _config(network: Network) -> Qwen3Config:
+def load(checkpoint: Path, machine: Cuda, attention: str) -> Qwen3ForCausalLM:
+    """In the dtype of its weights."""
+    disable_progress_bar()
+    AttentionInterface.register(FA3, flash_attention)
+    model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, attn_implementation=attention, dtype="auto")
+    return model.to(machine.device).eval()
+
+
+def _config(network: Network, dtype: torch.dtype) -> Qwen3Config:
     size = network.size
     shape = Shape(
         hidden=size.hidden_size,
@@ -45,7 +57,7 @@ def _config(network: Network) -> Qwen3Config:
         vocab=size.vocab_size,
         tied=network.tied,
     )
-    return shape.config(torch.bfloat16)
+    return shape.config(dtype)
 
 
 def flash_attention(
@@ -54,7 +66,8 @@ def flash_attention(
     """Whole sequences by the packed function, the next token of each by the one that reads a cache: [B, H, T, D]."""
     assert mask is None and scaling == query.shape[-1] ** -0.5, "causal attention at the usual scale alone"
     library = flash_attention_3()
-    query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    # In autocast the norms of q and k leave them in float32, and so does a cache.
+    query, key, value = (x.transpose(1, 2).bfloat16().contiguous() for x in (query, key, value))
     if query.shape[1] == key.shape[1]:
         return prefill(library, query, key, value), None
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)

@@ -10,6 +10,8 @@ from typing import Any
 
 from provenance import as_markdown
 
+from true_on_policy.links import Link
+
 
 @dataclass(frozen=True)
 class Result:
@@ -27,6 +29,17 @@ class Result:
     rows: tuple[tuple[Any, ...], ...]
     holds: bool | None = None
     note: str = ""
+
+
+def compared(title: str, links: Sequence[Link], demanded: bool = False, note: str = "") -> Result:
+    """Links of log-probs, all of which must hold where that is demanded."""
+    return Result(
+        title,
+        ("link", "equal", "of", "furthest apart", "first difference"),
+        tuple((each.name, each.equal, each.total, each.furthest, each.first or "") for each in links),
+        all(each.holds for each in links) if demanded else None,
+        note if demanded else "The control: nothing is demanded of it.",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One session on an offline machine with a Hopper GPU, its own torch and the wheels of scripts/gpu/README.md:
 #   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]
-# Installs the wheels of the folder WHEELS beside the machine's packages, writes RESULTS/gpu_session.{json,md}, and runs
-# the tests marked gpu. The exit code: 1 where gpu_session.py or a test found a difference; else 2 where either did not finish
+# Installs the wheels of the folder WHEELS, or what pack.sh left there, beside the machine's packages, writes
+# RESULTS/gpu_session.{json,md}, and runs the tests marked gpu. The exit code: 1 where gpu_session.py or a test found a difference; else 2 where either did not finish
 # or this script failed; else 0.
 set -Eeuo pipefail
 trap 'exit 2' ERR
@@ -14,10 +14,17 @@ wheels=$1 results=$2
 shift 2
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH=$repository PYTHONUNBUFFERED=1 TORCH_COMPILE_DISABLE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+export SGLANG_ENABLE_JIT_DEEPGEMM=0 # SGLang and its trainer both multiply by Triton
 
+site=$(mktemp -d)
 if compgen -G "$wheels/*.whl" >/dev/null; then
-    site=$(mktemp -d)
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
+fi
+if compgen -G "$wheels/part.*" >/dev/null; then
+    unpack='import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")'
+    cat "$wheels"/part.* | python3 -c "$unpack" "$site"
+fi
+if [ -n "$(ls -A "$site")" ]; then
     PYTHONPATH=$site:$PYTHONPATH
     export DG_JIT_CACHE_DIR=$site/deep_gemm_cache # all sections share it; the default is HOME's, if that is set
     # DeepGEMM's library asks the loader for nvrtc and cuBLAS, which torch brings along in folders of its own.
@@ -25,8 +32,8 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
     nvidia=$(find "$packages/nvidia" -type d -name lib 2>/dev/null | paste -sd: || true)
     export LD_LIBRARY_PATH=$nvidia${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
-if command -v nvcc >/dev/null; then # for kernels that DeepGEMM compiles at run time
-    CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}
+if command -v nvcc >/dev/null; then # for kernels that are compiled at run time; the nvcc on PATH may be a wrapper
+    CUDA_HOME=${CUDA_HOME:-$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#$ _HERE_=\(.*\)/bin$|\1|p')}
     export CUDA_HOME
 fi
 

@@ -66,22 +66,35 @@ class SGLang:
         ranks: int = 1,
         target: Target | None = None,
     ):
-        self._seeded = contract is not None
-        self._version = 0
+        asked = arguments(checkpoint, dtype, pool) + _on_cpu(ranks)
+        if contract is not None:
+            asked.append("--enable-deterministic-inference")
+        if target is not None:
+            asked += ["--rl-on-policy-target", target]
+        environment = _environment(contract, order, pool, ranks, target)
+        self._serve(checkpoint, interpreter(self.name), asked, environment, contract is not None)
+        if contract is not None and ACTIVE not in self._server.output():
+            self.close()
+            raise EngineError(
+                f"sglang: runs, but never printed {ACTIVE!r}: our plugin is not installed there"
+            )
+
+    def _serve(
+        self,
+        checkpoint: Path,
+        python: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        seeded: bool,
+    ) -> None:
+        """Start the server and wait for it. `seeded`: its sampling takes a seed from each request."""
+        self._seeded, self._version = seeded, 0
         self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
         port = free_port()
-        command = [str(interpreter(self.name)), *_arguments(checkpoint, dtype, pool, ranks, port)]
-        if contract is not None:
-            command.append("--enable-deterministic-inference")
-        if target is not None:
-            command += ["--rl-on-policy-target", target]
-        self._server = Server(self.name, command, _environment(contract, order, pool, ranks, target), port)
+        command = [str(python), "-m", "sglang.launch_server", *arguments, "--port", str(port)]
+        self._server = Server(self.name, command, environment, port)
         try:
             self._server.wait_until_ready("/health", START_SECONDS)
-            if contract is not None and ACTIVE not in self._server.output():
-                raise EngineError(
-                    f"sglang: runs, but never printed {ACTIVE!r}: our plugin is not installed there"
-                )
         except BaseException:
             self.close()
             raise
@@ -147,27 +160,43 @@ class SGLang:
         self._server.close()
 
 
-def _arguments(checkpoint: Path, dtype: str, pool: Pool, ranks: int, port: int) -> list[str]:
-    options = {
-        "model-path": checkpoint,
-        "dtype": DTYPES[dtype],
-        "device": "cpu",
-        "tp-size": ranks,
-        "attention-backend": "torch_native",
-        "sampling-backend": "pytorch",
-        "grammar-backend": "none",
-        "max-total-tokens": pool.cached_tokens,
-        "max-running-requests": pool.running,
-        "mem-fraction-static": 0.5,  # its own guess is negative on a small machine; max-total-tokens decides
-        "chunked-prefill-size": pool.prefill_chunk or -1,
-        "host": "127.0.0.1",
-        "port": port,
-        "log-level": "info",
-    }
+def arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
+    """Those that do not depend on the machine."""
     # Without the last an idle scheduler keeps a core busy.
-    flags = ["--skip-tokenizer-init", "--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"]
-    named = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    return ["-m", "sglang.launch_server", *named, *flags]
+    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    return flags + named(
+        {
+            "model-path": checkpoint,
+            "dtype": DTYPES[dtype],
+            "sampling-backend": "pytorch",
+            "grammar-backend": "none",
+            "max-total-tokens": pool.cached_tokens,
+            "max-running-requests": pool.running,
+            "chunked-prefill-size": pool.prefill_chunk or -1,
+            "host": "127.0.0.1",
+            "log-level": "info",
+        }
+    )
+
+
+def _on_cpu(ranks: int) -> list[str]:
+    return [
+        "--disable-cuda-graph",
+        *named(
+            {
+                "device": "cpu",
+                "tp-size": ranks,
+                "attention-backend": "torch_native",
+                # Its own guess is negative on a small machine; max-total-tokens decides.
+                "mem-fraction-static": 0.5,
+            }
+        ),
+    ]
+
+
+def named(options: Mapping[str, Any]) -> list[str]:
+    """As arguments: --name value."""
+    return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
 
 def _environment(

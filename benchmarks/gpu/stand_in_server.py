@@ -1,0 +1,68 @@
+"""SGLang's part in a dry run: a network that decodes from a cache, on the kernels that the dry run has.
+
+A stand-in: the real server needs a GPU. In its target's mode decode takes log_softmax in bf16, otherwise in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from gpu import qwen3
+from gpu.machine import Cuda
+from gpu.pins import installed
+from gpu.sglang_server import STOCK, TARGET
+from true_on_policy.engines.protocol import Request, Sample
+
+
+class StandIn:
+    name = "stand-in"
+
+    def __init__(self, checkpoint: Path, how: str, machine: Cuda):
+        self._kernels = nullcontext if how == STOCK else installed
+        self._dtype = torch.bfloat16 if how == TARGET else torch.float32
+        self._machine = machine
+        self.update_weights(checkpoint, 0)
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        with self._kernels():
+            return [self._sample(request) for request in requests]
+
+    def score(self, samples: Sequence[Sample]) -> list[Tensor]:
+        with self._kernels():
+            return [self._score(sample) for sample in samples]
+
+    def update_weights(self, checkpoint: Path, version: int) -> None:
+        self._network, self._version = qwen3.load(checkpoint, self._machine, qwen3.FA3), version
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
+    def _sample(self, request: Request) -> Sample:
+        random = torch.Generator().manual_seed(request.seed)
+        cache, step, tokens, found = DynamicCache(config=self._network.config), request.prompt, [], []
+        for _ in range(request.length):
+            logits = self._logits(step, past_key_values=cache, use_cache=True)[-1]
+            scored = logits.to(self._dtype).log_softmax(-1).float()
+            step = (int(scored.exp().multinomial(1, generator=random)),)
+            tokens.append(step[0])
+            found.append(scored[step[0]])
+        return Sample(request, tuple(tokens), torch.stack(found), self._version)
+
+    def _score(self, sample: Sample) -> Tensor:
+        scored = self._logits(sample.sequence)[:-1].float().log_softmax(-1)
+        sampled = torch.tensor(sample.tokens)
+        return scored[-len(sampled) :].gather(1, sampled[:, None])[:, 0]
+
+    @torch.no_grad()
+    def _logits(self, tokens: Sequence[int], **cached) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._network(input_ids=torch.tensor([tokens]), **cached).logits[0]
