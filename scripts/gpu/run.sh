@@ -16,15 +16,17 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH=$repository PYTHONUNBUFFERED=1 TORCH_COMPILE_DISABLE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 export SGLANG_ENABLE_JIT_DEEPGEMM=0 # SGLang and its trainer both multiply by Triton
 
-site=$(mktemp -d)
-if compgen -G "$wheels/*.whl" >/dev/null; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl
-fi
-if compgen -G "$wheels/part.*" >/dev/null; then
-    unpack='import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")'
-    cat "$wheels"/part.* | python3 -c "$unpack" "$site"
-fi
-if [ -n "$(ls -A "$site")" ]; then
+shopt -s nullglob
+wheel=("$wheels"/*.whl) part=("$wheels"/part.*)
+if [ $((${#wheel[@]} + ${#part[@]})) -gt 0 ]; then
+    site=$(mktemp -d)
+    if [ ${#wheel[@]} -gt 0 ]; then
+        python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "${wheel[@]}"
+    fi
+    if [ ${#part[@]} -gt 0 ]; then
+        unpack='import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")'
+        cat "${part[@]}" | python3 -c "$unpack" "$site"
+    fi
     PYTHONPATH=$site:$PYTHONPATH
     export DG_JIT_CACHE_DIR=$site/deep_gemm_cache # all sections share it; the default is HOME's, if that is set
     # DeepGEMM's library asks the loader for nvrtc and cuBLAS, which torch brings along in folders of its own.
