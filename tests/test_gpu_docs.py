@@ -9,7 +9,7 @@ import yaml
 
 from true_on_policy import hosts
 from true_on_policy.flags import REFUSALS
-from true_on_policy.gpu_contract import FAMILIES, NOT_COVERED
+from true_on_policy.gpu_contract import FAMILIES, MODELS, NOT_COVERED, equal_ranks
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.releases import RELEASES
 
@@ -42,6 +42,15 @@ def test_families_and_what_is_not_covered_are_named() -> None:
         assert f"`{name}`" in TEXT
     for name in NOT_COVERED:
         assert name in TEXT
+
+
+def test_models_whose_tensor_parallelism_holds_are_told_from_the_others() -> None:
+    (holding,) = re.findall(r"8 for Qwen3-([^|]+?) \|", TEXT)
+    (others,) = re.findall(r"TP 8 holds; of ([^;]+?) no\s+equal 2, 4 or 8", TEXT)
+    ranks = {name: equal_ranks(size) for name, (kind, size) in MODELS.items() if kind == "qwen3-dense"}
+    for told, expected in ((holding, (8,)), (others, ())):
+        sizes = {f"qwen3-{each}" for each in re.findall(r"[\d.]+B", told)}
+        assert sizes == {name for name, found in ranks.items() if found == expected}
 
 
 def test_what_the_host_may_not_set_is_named() -> None:
