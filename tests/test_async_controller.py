@@ -27,7 +27,7 @@ from mis_plugins.local.asynchronous.controller import Controller, WorkerError
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.messages import Pause, Publish
 from mis_plugins.local.asynchronous.process import WorkerProcess
-from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Watchdog
+from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Heartbeat, Watchdog
 from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Sampling
@@ -319,13 +319,14 @@ def test_a_worker_with_nothing_to_do_is_not_stuck(monkeypatch: pytest.MonkeyPatc
         ([1, 1, 1, 1, 1], True),
         ([1, 1, 1, 1, 2, 2, 2, 2], False),
         ([1, 1, 2, 2, 2, 2, 2], True),
+        ([1] * 20, True),
         ([0, 0, 0, 0, 0, 0, 0], False),
     ],
 )
 def test_only_silence_in_a_row_is_being_stuck_and_not_before_the_first_word(
     heard: list[int], expected: bool
 ) -> None:
-    """Counted in the watch's own turns, of which a trainer that was stopped has none."""
+    """Counted in the watch's own turns, of which a trainer that was stopped has none; and told once."""
     turns, stuck = iter(range(len(heard))), []
     turn = next(turns)
 
@@ -337,15 +338,30 @@ def test_only_silence_in_a_row_is_being_stuck_and_not_before_the_first_word(
             return turn == -1
 
     Watchdog(4 * BEAT_SECONDS, lambda: heard[turn], Over(), lambda: stuck.append(True)).run()
-    assert bool(stuck) == expected
+    assert stuck == [True] * expected
 
 
-def test_killed_again_and_again() -> None:
-    with running(bound=4, step_seconds=0.03) as made:
-        for kill in range(3):
-            until(lambda n=kill: max(lengths(made)) > 2 * n)
+def test_a_heart_stops_when_nobody_listens() -> None:
+    """And with whatever else is wrong it does not go on in silence."""
+
+    def tell(error: Exception) -> None:
+        raise error
+
+    Heartbeat(lambda: tell(BrokenPipeError())).run()
+    with pytest.raises(KeyError):
+        Heartbeat(lambda: tell(KeyError())).run()
+
+
+def test_killed_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deaths with a token in between are no deaths in a row."""
+    monkeypatch.setattr(controller_module, "FRUITLESS_STARTS", 1)
+    with running(bound=4, step_seconds=0.05) as made:
+        heard = 0
+        for _ in range(3):
+            until(lambda n=heard: sum(lengths(made)) > n)
             os.kill(made.worker.pid, signal.SIGKILL)
             until(lambda: made.worker.gone)
+            heard = sum(lengths(made))
             made._replace()
         assert [response.tokens for response in made.rollout(4)] == generated(4)
         assert made.take_tally().restarts == 3
@@ -480,6 +496,20 @@ def test_a_worker_that_nobody_hears_is_killed() -> None:
         assert worker.exit_code == -signal.SIGKILL and str(worker.fault) == "not understood"
     finally:
         worker.stop()
+
+
+def test_a_token_that_cannot_be_written_down_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the trainer waits, with what went wrong: no other worker is started for it."""
+
+    def full(said: object) -> None:
+        raise ZeroDivisionError("no room")
+
+    with running(step_seconds=0.05) as made:
+        in_the_midst(made)
+        monkeypatch.setattr(made.ledger, "write", full)
+        with pytest.raises(ZeroDivisionError, match="no room"):
+            made.rollout(0)
+        assert made.take_tally().restarts == 0
 
 
 def test_a_worker_outlives_no_trainer(tmp_path: Path) -> None:

@@ -175,6 +175,15 @@ def test_padded_rows_that_nobody_announced_are_seen_by_their_count(monkeypatch: 
         reducer(batch)(torch.zeros(sum(map(len, owned))))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4])
+def test_a_loss_of_other_tokens_is_refused(tokens: int):
+    """One of a single token would be broadcast."""
+    reduce = kept_token_mean([5, 4], [2, 1], [torch.ones(2), torch.ones(1)])
+    with pytest.raises(InputError, match=f"pg_loss: {tokens} tokens, but this rank holds 3 of zigzag thd"):
+        reduce(torch.ones(tokens))
+    assert reduce(torch.ones(3)) == 2
+
+
 def test_lengths_that_do_not_fit():
     batch = sharded_batch()
     with pytest.raises(InputError, match=r"masks: \[2\] tokens, but the responses have \[3\]"):
