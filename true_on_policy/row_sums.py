@@ -1,7 +1,8 @@
 """In which order a row-parallel product adds the parts of its K: the reason why tensor parallelism may not differ.
 
 An order is a leaf (begin, end), one product over these columns rounded to bf16, or a pair of orders whose sum is
-rounded. Two sides agree where their orders are the same tree. The rules were read, not run:
+rounded. Two sides agree where their orders are the same tree. The rules were read; the engine's kernel was run too, by
+Triton's interpreter, with 1 to 38 leaves a rank:
 
 * engine: sgl-project/sglang branch sglang-miles, python/sglang/srt/true_on_policy/{contracts,config}.py at 29d5285c and
   d14bacd6, tp_invariant_ops.py as it entered the branch (e687c743, 2026-05-21): with more than one rank, leaves of 128
