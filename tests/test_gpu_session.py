@@ -384,6 +384,19 @@ esac
     assert (tmp_path / "cuda").read_text() == "/opt/cuda-13\n"
 
 
+def test_an_nvcc_that_does_not_answer_ends_no_session(tmp_path: Path):
+    """DeepGEMM then looks for it on PATH; what cannot be compiled is told by the sections that need it."""
+    for name, text in {"python3": "#!/bin/sh\n", "nvcc": "#!/bin/sh\nexit 1\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_HOME"}
+    done = subprocess.run(
+        ["bash", str(RUN), str(tmp_path / "no wheels"), str(tmp_path / "results")],
+        env=environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("arguments", [(), ("wheels",)])
 def test_the_script_says_what_it_lacks(arguments: tuple[str, ...]):
     done = subprocess.run(["bash", str(RUN), *arguments], capture_output=True, text=True)

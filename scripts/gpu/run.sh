@@ -35,7 +35,7 @@ if [ $((${#wheel[@]} + ${#part[@]})) -gt 0 ]; then
     export LD_LIBRARY_PATH=$nvidia${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
 if command -v nvcc >/dev/null; then # for kernels that are compiled at run time; the nvcc on PATH may be a wrapper
-    CUDA_HOME=${CUDA_HOME:-$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#$ _HERE_=\(.*\)/bin$|\1|p')}
+    CUDA_HOME=${CUDA_HOME:-$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#$ _HERE_=\(.*\)/bin$|\1|p' || true)}
     export CUDA_HOME
 fi
 
