@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.hooks import HookError
 from mis_plugins.local.asynchronous import controller as controller_module
 from mis_plugins.local.asynchronous import process as process_module
-from mis_plugins.local.asynchronous.controller import Controller, WorkerError
+from mis_plugins.local.asynchronous.controller import Controller, Tally, WorkerError
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.messages import Pause, Publish
 from mis_plugins.local.asynchronous.process import WorkerProcess
@@ -149,6 +151,30 @@ def test_no_token_of_the_old_weights_arrives_after_an_update() -> None:
             older = older_tokens(made, version)
             time.sleep(0.1)
             assert older_tokens(made, version) == older
+
+
+def test_aborted_twice_the_responses_are_sent_twice() -> None:
+    """The second pause too waits until the worker has said what it forgot."""
+    with running("abort", bound=2, step_seconds=0.05) as made:
+        for version in (1, 2):
+            heard = sum(lengths(made))
+            until(lambda n=heard: sum(lengths(made)) > n)
+            made.update(weights(version))
+        until(lambda: made.ledger.complete(0))
+        check_written(made.rollout(0))
+
+
+def test_the_tally_adds_up_what_happened_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that ticks whenever it is read: twice a wait, and twice an update."""
+    ticks = itertools.count()
+    monkeypatch.setattr(controller_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    with running(bound=1) as made:
+        for rollout in (0, 1):
+            made.rollout(rollout)
+        for version in (1, 2, 3):
+            made.update(weights(version))
+        assert made.take_tally() == Tally(waited=2, paused=3)
+        assert made.take_tally() == Tally()
 
 
 def older_tokens(made: Controller, version: int) -> int:

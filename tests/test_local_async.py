@@ -223,6 +223,7 @@ def recompute_a_pool(args: Namespace) -> None:
     sizes, log_probs = [], loop.trainer.log_probs
 
     def noted(data: dict[str, Any], micro_batch_size: int | None = None) -> list[torch.Tensor]:
+        assert micro_batch_size == len(data["tokens"]), "one forward pass"
         sizes.append(sum(len(one) for one in data["tokens"]))
         return log_probs(data, micro_batch_size)
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from true_on_policy import verify
+from true_on_policy import picture, verify
 from true_on_policy.__main__ import main
 from true_on_policy.commit import commit
+from true_on_policy.contract import Contract
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.links import Evidence
+from true_on_policy.links import Evidence, conclusion
 from true_on_policy.models import TINY, checkpoint, kernel_shapes, read_config, updated
+from true_on_policy.norm_order import NormOrder
 from true_on_policy.pin import active_backend
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
@@ -137,6 +139,77 @@ def test_the_certificate_says_what_ran(tmp_path: Path):
     assert said["hashes"]["engine decode"] == said["hashes"]["trainer, every temperature"]
     assert said["hashes"]["engine decode"] != said["hashes"]["trainer"]  # at temperature 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_weights_change_as_often_as_the_certificate_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[tuple[int, bytes]] = []
+
+    class Noting(Engine):
+        def update_weights(self, checkpoint: Path, version: int) -> None:
+            given.append((version, b"".join(path.read_bytes() for path in checkpoint.glob("*.safetensors"))))
+            super().update_weights(checkpoint, version)
+
+    monkeypatch.setitem(
+        verify.ENGINES, "hf", lambda path, contract, order: Noting(path, contract.dtype, order)
+    )
+    assert run("--trainer", "hf", "--json", str(tmp_path / "c.json")) == 0
+    count = json.loads((tmp_path / "c.json").read_text())["situations"]["weight_updates"]
+    assert [version for version, _ in given] == list(range(1, count + 1)) and count == verify.UPDATES
+    assert len({weights for _, weights in given}) == count
+
+
+def test_the_control_is_stock_on_both_sides_and_drawn_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither side is given an order there, and nothing is pinned."""
+    made: list[tuple[str, bool, str | None]] = []
+    drawn: list[tuple[Evidence, Evidence]] = []
+
+    def engine(path: Path, contract: Contract, order: NormOrder | None) -> Engine:
+        made.append(("engine", order is None, active_backend()))
+        return Engine(path, contract.dtype, order)
+
+    def trainer(path: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
+        made.append(("trainer", order is None, active_backend()))
+        return HuggingFace(path, contract.dtype, order)
+
+    monkeypatch.setitem(verify.ENGINES, "hf", engine)
+    monkeypatch.setitem(verify.TRAINERS, "hf", trainer)
+    monkeypatch.setattr(picture, "draw", lambda off, on, *_: drawn.append((off, on)))
+    assert run("--trainer", "hf", "--picture", str(tmp_path / "c.png")) == 0
+    pinned, stock = [(side, False, "native") for side in SIDES], [(side, True, None) for side in SIDES]
+    assert made == [*pinned, *stock]
+    ((off, on),) = drawn
+    assert not conclusion(off, "off").holds and conclusion(on, "on").holds
+
+
+SIDES = ("engine", "trainer")
+
+
+def test_a_title_names_the_ranks_of_a_side_that_has_several():
+    one = verify.Plan("sglang", "megatron", "tiny-qwen3", "bf16", 60, "native", "engine", 1, 1, 4, 0)
+    assert one.title == "sglang against megatron, tiny-qwen3, bf16"
+    two = dataclasses.replace(one, trainer_tensor_parallel=4, engine_tensor_parallel=2)
+    assert two.title == "sglang on 2 ranks against megatron on 4 ranks, tiny-qwen3, bf16"
+
+
+class Scoring(Engine):
+    """Scores a sample by its prompt."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def score(self, samples: Sequence[Sample]) -> list[Tensor]:
+        self.asked.append(len(samples))
+        return [torch.tensor([float(sample.request.prompt[0])]) for sample in samples]
+
+
+@pytest.mark.parametrize(("count", "batches"), [(0, []), (8, [8]), (17, [8, 8, 1])])
+def test_every_sample_is_scored_once_and_in_order(count: int, batches: list[int]):
+    samples = [Sample(Request((index,), 1), (0,), torch.tensor([-1.0]), 0) for index in range(count)]
+    engine = Scoring()
+    found = verify._scores(engine, samples)
+    assert [one.item() for one in found] == list(range(count)) and engine.asked == batches
 
 
 @pytest.mark.parametrize(
