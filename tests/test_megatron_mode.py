@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from true_on_policy.contract import Contract, Shapes
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import GpuContract, family
 from true_on_policy.gpu_probes import aten_failures
-from true_on_policy.kernels import megatron, mode
+from true_on_policy.kernels import dispatcher, megatron, mode
 from true_on_policy.pin import pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
@@ -232,6 +233,23 @@ def test_two_copies_at_once_are_refused(library: ModuleType, write):  # noqa: F8
         assert not library.is_batch_invariant_mode_enabled()
     finally:
         other_copy.library._destroy()
+
+
+def test_an_operator_that_torch_overrides_itself_is_stock(library: ModuleType):
+    """CUDA builds of torch 2.13 do so, here by hand; a pin goes over it and leaves it as it was."""
+    source = "import torch\nlibrary = torch.library.Library('aten', 'IMPL')\n"
+    torchs: dict[str, Any] = {}
+    exec(compile(source, dispatcher.OWN / "registry.py", "exec"), torchs)
+    torchs["library"].impl("mm", lambda a, b: torch.einsum("ik,kj->ij", a, b), "CPU")
+    try:
+        before = dispatcher.registration("mm", "CPU")
+        assert "_native/registry.py" in before and dispatcher.described("mm", "CPU") == "stock"
+        undo = megatron.pin(CONTRACT)
+        assert dispatcher.described("mm", "CPU") == OURS
+        undo()
+        assert dispatcher.registration("mm", "CPU") == before
+    finally:
+        torchs["library"]._destroy()
 
 
 def test_our_cpu_kernels_and_the_mode_refuse_each_other(library: ModuleType):

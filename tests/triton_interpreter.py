@@ -32,7 +32,9 @@ UNAVAILABLE = (
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Dots in one order of addition, and tensors that say they lie on a GPU, which some kernels ask for."""
+    """Dots in one order of addition, tensors that say they lie on a GPU, which some kernels ask for, and no accelerator:
+    a CUDA build of torch names CUDA where there is no device, too.
+    """
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -44,6 +46,7 @@ def on_cpu() -> Iterator[None]:
     with (
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda check_available=False: None),
     ):
         yield
 

@@ -135,7 +135,8 @@ class LogProbRecord:
 def provenance(contract: Contract | None = None) -> dict[str, str]:
     """What made a record, for its header: versions, machine, threads, and the contract that was pinned."""
     made_by = {
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := _version(name))}
+        | {"torch": torch.__version__},  # with its build
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+# Since 2.13 torch's CUDA builds override operators of their own in Python: a special case, else the kernel beneath.
+OWN = Path(torch.__file__).parent / "_native"
+
 
 def accelerator_key() -> str:
     """The dispatch key that batch-invariant modes override: the accelerator's, CPU where torch knows none."""
@@ -21,9 +24,9 @@ def registration(operator: str, key: str) -> str:
 
 
 def holder(operator: str, key: str) -> str | None:
-    """The Python file whose kernel runs; None where a stock one does."""
+    """The Python file whose kernel runs; None where a stock one does, or one of torch's own in Python."""
     found = re.search(r"registered at (.+\.py):\d+", registration(operator, key))
-    return found[1] if found else None
+    return None if found is None or OWN in Path(found[1]).parents else found[1]
 
 
 def described(operator: str, key: str) -> str:
