@@ -32,8 +32,9 @@ UNAVAILABLE = (
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Dots in one order of addition, tensors that say they lie on a GPU, which some kernels ask for, and no accelerator:
-    a CUDA build of torch names CUDA where there is no device, too.
+    """Dots in one order of addition, tensors that say they lie on a GPU, which some kernels ask for, no accelerator.
+
+    A CUDA build of torch names CUDA as its accelerator where there is no device, too.
     """
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
