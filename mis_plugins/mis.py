@@ -254,20 +254,25 @@ def config_in_force(args: Any) -> CorrectionConfig:
     if config.denominator == "kept":
         denominator.check(args)
     if not args.use_tis:
-        if idle := reading.correcting_keys(args, config):
-            warn_once(
-                f"--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} "
-                "say; give --use-tis to correct"
-            )
-        elif config.metrics == "none":
-            warn_once(
-                "mis.metrics: none without --use-tis: nothing is weighed, rejected or reported; drop the hook, or ask "
-                "for metrics"
-            )
+        _say_what_does_not_act(args, config)
         return CorrectionConfig(metrics=config.metrics)
     if getattr(args, "get_mismatch_metrics", False):
         warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
     return config
+
+
+def _say_what_does_not_act(args: Any, config: CorrectionConfig) -> None:
+    """Without --use-tis."""
+    if idle := reading.correcting_keys(args, config):
+        warn_once(
+            f"--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} say; give "
+            "--use-tis to correct"
+        )
+    elif config.metrics == "none":
+        warn_once(
+            "mis.metrics: none without --use-tis: nothing is weighed, rejected or reported; drop the hook, or ask for "
+            "metrics"
+        )
 
 
 def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:

@@ -326,6 +326,7 @@ MEMORY = """
 import sys, threading, time
 from pathlib import Path
 from typing import Any
+from true_on_policy import diff  # torch and all: what its import takes is its own
 from true_on_policy.__main__ import main
 
 def private():  # kB that are not pages of a file
@@ -352,7 +353,7 @@ def test_gigabytes_are_not_loaded(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", MEMORY, a, b], capture_output=True, text=True)
     assert done.returncode == DIFFERENT, done.stderr
     assert f"1 of {1 << 28} values differ, first at [{(1 << 28) - 1}]" in done.stdout
-    assert int(done.stdout.split()[-1]) < (1 << 28) * 4 / 2 / 2**20, "half of one file"
+    assert int(done.stdout.split()[-1]) < 300
 
 
 # ----------------------------------------------------------------------------------------- accidents and malice

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,15 +105,15 @@ def test_a_server_runs_where_the_session_runs(monkeypatch: pytest.MonkeyPatch, t
         sglang_server.SGLang, "_serve", lambda self, *asked, seeded: served.update(asked=asked, seeded=seeded)
     )
     monkeypatch.setenv("PYTHONPATH", "/the/site")
-    for how, flags in sglang_server.MODES.items():
-        sglang_server.OnGpu(tmp_path, how)
+    for mode, flags in sglang_server.MODES.items():
+        sglang_server.OnGpu(tmp_path, mode)
         checkpoint, python, arguments, environment = served["asked"]
-        assert (checkpoint, python, served["seeded"]) == (tmp_path, Path(sys.executable), how != "stock")
+        assert (checkpoint, python, served["seeded"]) == (tmp_path, Path(sys.executable), mode != "stock")
         assert arguments[len(arguments) - len(flags) :] == [*flags]
         assert environment["PYTHONPATH"] == "/the/site"
     monkeypatch.delenv("PYTHONPATH")
     sglang_server.OnGpu(tmp_path, "stock")
-    assert "PYTHONPATH" not in served["asked"][3]
+    assert served["asked"][3]["PYTHONPATH"] == ""
 
 
 def test_without_sglang_or_with_another_attention_nothing_is_started(
@@ -310,6 +310,19 @@ esac
 """
 
 
+def run_script(folder: Path, wheels: Path, programs: dict[str, str], environment: Mapping[str, str]) -> int:
+    """The exit code of run.sh, with these programs first on PATH."""
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    command = ["bash", str(RUN), str(wheels), str(folder / "results")]
+    return subprocess.run(command, env={**environment, "PATH": f"{folder}:{os.environ['PATH']}"}).returncode
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != name}
+
+
 @pytest.mark.parametrize(
     ("answers", "code"),
     [
@@ -330,26 +343,15 @@ esac
 def test_exit_code_of_the_script(tmp_path: Path, answers: dict[str, int], code: int):
     """Around programs that end as told: 1 is a difference or a failed test, and nothing else."""
     told = dict.fromkeys(("imported", "session", "pytest", "tests"), 0) | answers
-    for name, text in {"python3": PYTHON3.format(**told), "nvidia-smi": "#!/bin/sh\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(RUN), str(tmp_path / "no wheels"), str(tmp_path / "results")],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    assert done.returncode == code
+    programs = {"python3": PYTHON3.format(**told), "nvidia-smi": "#!/bin/sh\n"}
+    assert run_script(tmp_path, tmp_path / "no wheels", programs, os.environ) == code
 
 
 def test_sections_share_what_deep_gemm_compiles_also_without_a_home(tmp_path: Path):
     """DeepGEMM's own choice without HOME is a relative path, from which nvcc finds nothing."""
-    (tmp_path / "python3").write_text(f'#!/bin/sh\necho "$DG_JIT_CACHE_DIR" >>{tmp_path}/seen\n')
-    (tmp_path / "python3").chmod(0o755)
+    told = f'#!/bin/sh\necho "$DG_JIT_CACHE_DIR" >>{tmp_path}/seen\n'
     (tmp_path / "deep_gemm.whl").touch()
-    subprocess.run(
-        ["bash", str(RUN), str(tmp_path), str(tmp_path / "results")],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        check=True,
-    )
+    assert run_script(tmp_path, tmp_path, {"python3": told}, {}) == 0
     folders = (tmp_path / "seen").read_text().split()
     assert len(set(folders)) == 1 and Path(folders[0]).is_absolute()
 
@@ -372,29 +374,15 @@ case "$*" in
 esac
 """
     nvcc = "#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n"
-    for name, text in {"python3": asks, "nvcc": nvcc, "nvidia-smi": "#!/bin/sh\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    without = {name: value for name, value in os.environ.items() if name != "CUDA_HOME"}
-    done = subprocess.run(
-        ["bash", str(RUN), str(tmp_path / "parts"), str(tmp_path / "results")],
-        env=without | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    assert done.returncode == 0
+    programs = {"python3": asks, "nvcc": nvcc, "nvidia-smi": "#!/bin/sh\n"}
+    assert run_script(tmp_path, tmp_path / "parts", programs, without("CUDA_HOME")) == 0
     assert (tmp_path / "cuda").read_text() == "/opt/cuda-13\n"
 
 
 def test_an_nvcc_that_does_not_answer_ends_no_session(tmp_path: Path):
     """DeepGEMM then looks for it on PATH; what cannot be compiled is told by the sections that need it."""
-    for name, text in {"python3": "#!/bin/sh\n", "nvcc": "#!/bin/sh\nexit 1\n"}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if key != "CUDA_HOME"}
-    done = subprocess.run(
-        ["bash", str(RUN), str(tmp_path / "no wheels"), str(tmp_path / "results")],
-        env=environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    assert done.returncode == 0
+    programs = {"python3": "#!/bin/sh\n", "nvcc": "#!/bin/sh\nexit 1\n"}
+    assert run_script(tmp_path, tmp_path / "no wheels", programs, without("CUDA_HOME")) == 0
 
 
 @pytest.mark.parametrize("arguments", [(), ("wheels",)])

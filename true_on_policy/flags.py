@@ -31,9 +31,9 @@ from true_on_policy.gpu_contract import (
     GpuContract,
     Size,
     TrainBackend,
+    family_and_size,
     fewest_ranks,
     gpu_contract,
-    known,
     model_contract,
 )
 from true_on_policy.releases import RELEASES, check_installed, releases_with
@@ -370,7 +370,7 @@ def _refuse_host(host: str) -> None:
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
     """Raises: ContractError: no host carries the family, or it cannot hold."""
-    host_contract(FAMILIES[known(arguments.model)[0]])
+    host_contract(FAMILIES[family_and_size(arguments.model)[0]])
     fewest = fewest_ranks(arguments.model, arguments.backend)
     ranks = fewest if arguments.tp is None else arguments.tp
     return model_contract(

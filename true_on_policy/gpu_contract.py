@@ -261,11 +261,11 @@ def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
     Raises:
         ContractError: no such model, or a contract that cannot hold.
     """
-    name, size = known(model)
+    name, size = family_and_size(model)
     return gpu_contract(name, backend, size=size, **layout)
 
 
-def known(model: str) -> tuple[str, Size]:
+def family_and_size(model: str) -> tuple[str, Size]:
     """Family and sizes of a model of MODELS, in whatever case its name is written.
 
     Raises:
@@ -281,7 +281,7 @@ def known(model: str) -> tuple[str, Size]:
 
 def fewest_ranks(model: str, backend: str) -> int:
     """Of tensor parallelism, the same on both sides, where a user names none; 2 where none of RANKS holds."""
-    return 1 if backend == "fsdp" else next(iter(equal_ranks(known(model)[1])), 2)
+    return 1 if backend == "fsdp" else next(iter(equal_ranks(family_and_size(model)[1])), 2)
 
 
 def equal_ranks(size: Size) -> tuple[int, ...]:

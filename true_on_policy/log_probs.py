@@ -135,8 +135,7 @@ class LogProbRecord:
 def provenance(contract: Contract | None = None) -> dict[str, str]:
     """What made a record, for its header: versions, machine, threads, and the contract that was pinned."""
     made_by = {
-        "packages": {name: found for name in PACKAGES if (found := _version(name))}
-        | {"torch": torch.__version__},  # with its build
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -175,6 +174,8 @@ def _check_boundaries(cu_seqlens: Int64[Tensor, "boundaries"], tokens: int) -> N
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__  # with its build, whose bits are its own
     try:
         return version(package)
     except PackageNotFoundError:

@@ -94,10 +94,10 @@ def _swap_sglang(stack: ExitStack, machine: Cuda) -> None:
         stack.enter_context(mock.patch.object(sglang_server, name, value))
 
 
-def _stand_in(machine: Cuda, checkpoint: Path, how: str) -> Engine:
+def _stand_in(machine: Cuda, checkpoint: Path, mode: str) -> Engine:
     from gpu.stand_in_server import StandIn
 
-    return StandIn(checkpoint, how, machine)
+    return StandIn(checkpoint, mode, machine)
 
 
 def _interpreted(

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from gpu import qwen3, sglang_server
@@ -22,11 +21,12 @@ from gpu.plan import Plan
 from gpu.results import Result, compared
 from gpu.sglang_server import DETERMINISTIC, STOCK, TARGET
 from true_on_policy.engines.protocol import Engine, Request, Sample
-from true_on_policy.links import link
+from true_on_policy.links import Evidence, LogProbs, conclusion, link
 from true_on_policy.models import updated
 
 UPDATES = 1
 PREFILL, DECODE = torch.float32, torch.bfloat16  # the dtypes in which the target takes log_softmax
+TOGETHER = "in one batch"
 
 
 def engine(plan: Plan, machine: Cuda) -> Iterator[Result]:
@@ -35,53 +35,58 @@ def engine(plan: Plan, machine: Cuda) -> Iterator[Result]:
         qwen3.build(plan.model, machine, qwen3.FA3, torch.float32).save_pretrained(source)
         with closing(sglang_server.start(source, TARGET)) as server:
             yield from _on_policy(plan, machine, server, source)
-        for how in (DETERMINISTIC, STOCK):
-            with closing(sglang_server.start(source, how)) as server:
-                yield _against_itself(plan, how, server)
+        for mode in (DETERMINISTIC, STOCK):
+            with closing(sglang_server.start(source, mode)) as server:
+                yield _against_itself(plan, mode, server)
 
 
 def _on_policy(plan: Plan, machine: Cuda, server: Engine, source: Path) -> Iterator[Result]:
-    """The three links of every version of the weights, then the control: the last one's, by stock kernels."""
-    decode, prefill, alone, together, in_bf16 = [], [], [], [], []
+    """The three links, over all versions of the weights, then the control: the last version by stock kernels."""
+    evidence = Evidence()
     for version in range(UPDATES + 1):
         if version:
             source = updated(source, source.with_name(str(version)), seed=version)
             server.update_weights(source, version)
         samples = server.generate(_requests(plan, seed=version))
-        decode += [sample.log_probs for sample in samples]
-        prefill += server.score(samples)
-        trainer = qwen3.load(source, machine, qwen3.FA3)
+        trainer, prefill = qwen3.load(source, machine), server.score(samples)
         with sglang_server.kernels():
             settings = sglang_server.in_force()
-            for sample in samples:
-                alone += _recomputed(trainer, [sample], machine, PREFILL)
-                in_bf16 += _recomputed(trainer, [sample], machine, DECODE)
-            together += _recomputed(trainer, samples, machine, PREFILL)
+            evidence += _evidence(samples, prefill, trainer, machine)
     yield compared(
         f"SGLang's {TARGET} and its trainer",
         (
-            link("trainer: alone == in one batch", alone, together),
-            link("prefill == trainer", prefill, alone),
-            link("decode == trainer, both in bf16", decode, in_bf16),
+            link(f"trainer: alone == {TOGETHER}", evidence.trainer, evidence.packed[TOGETHER]),
+            link("prefill == trainer", evidence.prefill, evidence.trainer),
+            conclusion(evidence, "decode == trainer, both in bf16"),
         ),
         demanded=True,
         note=f"{server.versions()}, weights of {UPDATES + 1} versions.",
     )
     yield Result("What the trainer ran", ("setting", "in force"), tuple(settings.items()))
     stock = _recomputed(trainer, samples, machine, PREFILL)
-    yield compared(
-        "The same trainer on stock kernels",
-        (link("prefill == stock trainer", prefill[-len(stock) :], stock),),
+    yield compared("The same trainer on stock kernels", (link("prefill == stock trainer", prefill, stock),))
+
+
+def _evidence(samples: list[Sample], prefill: LogProbs, trainer: Qwen3ForCausalLM, machine: Cuda) -> Evidence:
+    def alone(dtype: torch.dtype) -> LogProbs:
+        return [_recomputed(trainer, [sample], machine, dtype)[0] for sample in samples]
+
+    return Evidence(
+        samples=samples,
+        prefill=prefill,
+        trainer=alone(PREFILL),
+        trainer_tempered=alone(DECODE),
+        packed={TOGETHER: _recomputed(trainer, samples, machine, PREFILL)},
     )
 
 
-def _against_itself(plan: Plan, how: str, server: Engine) -> Result:
+def _against_itself(plan: Plan, mode: str, server: Engine) -> Result:
     samples = server.generate(_requests(plan, seed=0))
     decode = [sample.log_probs for sample in samples]
     return compared(
-        f"SGLang, {how}",
+        f"SGLang, {mode}",
         (link("decode == prefill", decode, server.score(samples)),),
-        demanded=how == DETERMINISTIC,
+        demanded=mode == DETERMINISTIC,
     )
 
 
@@ -103,7 +108,7 @@ def _requests(plan: Plan, seed: int) -> list[Request]:
 @torch.no_grad()
 def _recomputed(
     trainer: Qwen3ForCausalLM, samples: Sequence[Sample], machine: Cuda, dtype: torch.dtype
-) -> list[Tensor]:
+) -> LogProbs:
     """Of each sampled token, by one pass over all the samples; log_softmax in `dtype` of logits in bf16."""
     tokens = torch.tensor([sample.sequence for sample in samples], device=machine.device)
     with torch.autocast(machine.device.type, torch.bfloat16):

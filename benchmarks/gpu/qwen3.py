@@ -37,11 +37,11 @@ def build(
     return model.eval()
 
 
-def load(checkpoint: Path, machine: Cuda, attention: str) -> Qwen3ForCausalLM:
-    """In the dtype of its weights."""
+def load(checkpoint: Path, machine: Cuda) -> Qwen3ForCausalLM:
+    """On FlashAttention-3, in the dtype of its weights."""
     disable_progress_bar()
     AttentionInterface.register(FA3, flash_attention)
-    model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, attn_implementation=attention, dtype="auto")
+    model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, attn_implementation=FA3, dtype="auto")
     return model.to(machine.device).eval()
 
 

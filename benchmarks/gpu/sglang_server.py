@@ -13,9 +13,10 @@ from pathlib import Path
 from gpu.plan import CONTRACT
 from true_on_policy.engines.environment import inherited
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.engines.sglang import Pool, SGLang, arguments, named
+from true_on_policy.engines.sglang import Pool, SGLang, common_arguments, named
 from true_on_policy.errors import NotSeenError
-from true_on_policy.kernels import flash_attention, mode, precision, sglang
+from true_on_policy.kernels import flash_attention, precision, sglang
+from true_on_policy.kernels.mode import load, switch_on
 
 STOCK, DETERMINISTIC, TARGET = "stock", "deterministic", "on-policy target"
 MODES = {
@@ -30,7 +31,7 @@ ENGINES_FA3 = "sgl_kernel.flash_attn"
 class OnGpu(SGLang):
     """The server in the environment of this process, with decode in CUDA graphs, on FlashAttention-3."""
 
-    def __init__(self, checkpoint: Path, how: str):
+    def __init__(self, checkpoint: Path, mode: str):
         pool = Pool()
         options = {
             "device": "cuda",
@@ -38,21 +39,20 @@ class OnGpu(SGLang):
             "mem-fraction-static": 0.3,  # the trainer computes on the same device
             "cuda-graph-max-bs-decode": pool.running,
         }
-        flags = ["--disable-prefill-cuda-graph", *named(options), *MODES[how]]
-        installed = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        flags = ["--disable-prefill-cuda-graph", *named(options), *MODES[mode]]
         self._serve(
             checkpoint,
             Path(sys.executable),
-            arguments(checkpoint, "bf16", pool) + flags,
-            inherited() | installed,
-            seeded=how != STOCK,
+            common_arguments(checkpoint, "bf16", pool) + flags,
+            inherited() | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+            seeded=mode != STOCK,
         )
 
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in PACKAGES}
 
 
-def start(checkpoint: Path, how: str) -> Engine:
+def start(checkpoint: Path, mode: str) -> Engine:
     """Raises: NotSeenError: no SGLang, or the trainer's FlashAttention-3 would not be SGLang's own."""
     if sglang.version() is None:
         raise NotSeenError("not seen: no SGLang is installed; scripts/gpu/README.md has the steps")
@@ -60,17 +60,17 @@ def start(checkpoint: Path, how: str) -> Engine:
         raise NotSeenError(
             f"not seen: the trainer would run {flash_attention.interface()}, SGLang runs {ENGINES_FA3}"
         )
-    return OnGpu(checkpoint, how)
+    return OnGpu(checkpoint, mode)
 
 
 @contextmanager
 def kernels() -> Iterator[None]:
     """Those of SGLang in its target's mode: its batch-invariant mode, FlashAttention-3 in one split, no TF32."""
-    library = mode.load(sglang.MODE)
+    library = load(sglang.MODE)
     enable = partial(library.enable_batch_invariant_mode, enable_bmm=False)
     with ExitStack() as stack:
         stack.callback(precision.pin())
-        stack.callback(mode.switch_on(sglang.MODE, enable, library.disable_batch_invariant_mode))
+        stack.callback(switch_on(sglang.MODE, enable, library.disable_batch_invariant_mode))
         stack.callback(flash_attention.pin(CONTRACT))
         yield
 

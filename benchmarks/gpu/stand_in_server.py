@@ -23,9 +23,9 @@ from true_on_policy.engines.protocol import Request, Sample
 class StandIn:
     name = "stand-in"
 
-    def __init__(self, checkpoint: Path, how: str, machine: Cuda):
-        self._kernels = nullcontext if how == STOCK else installed
-        self._dtype = torch.bfloat16 if how == TARGET else torch.float32
+    def __init__(self, checkpoint: Path, mode: str, machine: Cuda):
+        self._kernels = nullcontext if mode == STOCK else installed
+        self._dtype = torch.bfloat16 if mode == TARGET else torch.float32
         self._machine = machine
         self.update_weights(checkpoint, 0)
 
@@ -41,7 +41,7 @@ class StandIn:
             return [self._score(sample) for sample in samples]
 
     def update_weights(self, checkpoint: Path, version: int) -> None:
-        self._network, self._version = qwen3.load(checkpoint, self._machine, qwen3.FA3), version
+        self._network, self._version = qwen3.load(checkpoint, self._machine), version
 
     def close(self) -> None:
         """Nothing runs beside this process."""

@@ -66,7 +66,7 @@ class SGLang:
         ranks: int = 1,
         target: Target | None = None,
     ):
-        asked = arguments(checkpoint, dtype, pool) + _on_cpu(ranks)
+        asked = common_arguments(checkpoint, dtype, pool) + _cpu_arguments(ranks)
         if contract is not None:
             asked.append("--enable-deterministic-inference")
         if target is not None:
@@ -160,7 +160,7 @@ class SGLang:
         self._server.close()
 
 
-def arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
+def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
     """Those that do not depend on the machine."""
     # Without the last an idle scheduler keeps a core busy.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
@@ -179,7 +179,7 @@ def arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
     )
 
 
-def _on_cpu(ranks: int) -> list[str]:
+def _cpu_arguments(ranks: int) -> list[str]:
     return [
         "--disable-cuda-graph",
         *named(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Since 2.13 torch's CUDA builds override operators of their own in Python: a special case, else the kernel beneath.
+# From here torch's CUDA builds override some of its own operators in Python, since 2.13: that is stock.
 OWN = Path(torch.__file__).parent / "_native"
 
 

@@ -118,20 +118,18 @@ class WorkerProcess:
 
     def _silent(self) -> None:
         self._stuck(
-            "alive, but it used no processor time for %g s (--rollout-health-check-timeout)", self._limit_s
+            f"alive, but it used no processor time for {self._limit_s:g} s (--rollout-health-check-timeout)"
         )
 
     def _spins(self) -> None:
         self._stuck(
-            "computing, but it has not ended a step, or begun another, for %g s (%d times "
-            "--rollout-health-check-timeout)",
-            STEP_LIMITS * self._limit_s,
-            STEP_LIMITS,
+            f"computing, but it has not ended a step, or begun another, for {STEP_LIMITS * self._limit_s:g} s "
+            f"({STEP_LIMITS} times --rollout-health-check-timeout)"
         )
 
-    def _stuck(self, how: str, *figures: float) -> None:
+    def _stuck(self, how: str) -> None:
         """On a thread that watches."""
-        logger.warning(f"rollout worker, process %d: {how}; killed, to be replaced", self.pid, *figures)
+        logger.warning("rollout worker, process %d: %s; killed, to be replaced", self.pid, how)
         self._process.kill()
 
     def _next(self) -> Event | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 from gpu import engine, qwen3, sglang_server
 from gpu.dry_run import Cpu
+from gpu.machine import Cuda
 from gpu.plan import TINY, Network
 from gpu.results import Result
 from gpu.sglang_server import STOCK, TARGET
@@ -26,42 +27,32 @@ CONTRACT = Contract(dtype="bf16")
 PLAN = replace(TINY, model=Network(Size(128, 256, 4, 2, 32, 320), layers=2, tied=False), decoded=(4, 9, 12))
 
 
-def on_cpu(checkpoint: Path, how: str) -> SGLang:
-    contract = None if how == STOCK else CONTRACT
-    return SGLang(checkpoint, "bf16", contract, target="fsdp" if how == TARGET else None)
-
-
-@contextmanager
-def kernels() -> Iterator[None]:
-    with pinned(CONTRACT):
-        yield
+def on_cpu(checkpoint: Path, mode: str) -> SGLang:
+    contract = None if mode == STOCK else CONTRACT
+    return SGLang(checkpoint, "bf16", contract, target="fsdp" if mode == TARGET else None)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Result]:
     """What the section finds, by title."""
+    swapped = {"start": on_cpu, "kernels": partial(pinned, CONTRACT), "in_force": lambda: {"on": "CPU"}}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"start": on_cpu, "kernels": kernels, "in_force": lambda: {"on": "CPU"}}.items():
+        for name, value in swapped.items():
             patch.setattr(sglang_server, name, value)
         patch.setattr(qwen3, "flash_attention", sdpa_attention_forward)
-        machine: object = Cpu()
-        return {result.title: result for result in engine.engine(PLAN, machine)}  # pyright: ignore[reportArgumentType]
+        return {result.title: result for result in engine.engine(PLAN, cast(Cuda, Cpu()))}
 
 
 def test_all_that_it_demands_holds_of_a_real_engine(found: dict[str, Result]):
     links = found["SGLang's on-policy target and its trainer"]
     assert links.holds and "0.5" in links.note
-    tokens = engine.UPDATES + 1
+    tokens = (engine.UPDATES + 1) * sum(request.length for request in engine._requests(PLAN, 0))
     assert {row[0]: row[2] for row in links.rows} == {
-        "trainer: alone == in one batch": tokens * sampled(),
-        "prefill == trainer": tokens * sampled(),
-        "decode == trainer, both in bf16": tokens * sampled(),
+        "trainer: alone == in one batch": tokens,
+        "prefill == trainer": tokens,
+        "decode == trainer, both in bf16": tokens,
     }
     assert found["SGLang, deterministic"].holds
-
-
-def sampled() -> int:
-    return sum(request.length for request in engine._requests(PLAN, 0))
 
 
 @pytest.mark.parametrize("title", ["The same trainer on stock kernels", "SGLang, stock"])
