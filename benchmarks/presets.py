@@ -1,6 +1,7 @@
 """What does each preset do to one small run that collapses without correction?
 
-    python benchmarks/presets.py            every file of yaml/, some 15 seconds each; finished runs are not repeated
+    python benchmarks/presets.py            every file of yaml/, some 15 seconds each; what the same committed code
+                                            finished is not repeated
     python benchmarks/presets.py --smoke    tiny runs that only show that every preset runs, in about a minute
 
 Runs in the embedded host, one after the other, from the same warm-started policy. Ctrl-C leaves complete files.
@@ -33,6 +34,7 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, launch
+from mis_plugins.local.provenance import committed_tree
 from mis_plugins.local.report import COLORS, FRAME, GRID, METRICS, SUMMARY, MetricsLog, write_json
 from mis_plugins.reading import preset_path
 
@@ -73,9 +75,9 @@ class Case:
             return f"no hook, {BASELINES[self.name]} rollout weights"
         return self.file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
-    def digest(self, recipe: str) -> str:
-        """Of all that a run follows from, code aside."""
-        said = recipe + (self.file.read_text(encoding="utf-8") if self.file else self.name)
+    def digest(self, recipe: str, code: str) -> str:
+        """Of all that a run follows from."""
+        said = code + recipe + (self.file.read_text(encoding="utf-8") if self.file else self.name)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
@@ -132,21 +134,27 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> flo
     return fmean(values) if values else otherwise
 
 
-def measure(selected: Sequence[Case], recipe: str, runs: Path, path: Path) -> int:
-    """Run what the json lacks or holds of another file or recipe, and write it anew after each run.
+def measure(selected: Sequence[Case], recipe: str, runs: Path, path: Path, code: str | None) -> int:
+    """Run what the json lacks or holds of another file, recipe or code, and write it anew after each run.
+
+    Args:
+        code: a name of it; None, of code that no commit holds, repeats every run.
 
     Returns:
         0, or the exit code of the run that failed or was interrupted.
     """
     found = json.loads(path.read_text())["presets"] if path.is_file() else {}
-    missing = [case for case in selected if found.get(case.name, {}).get("digest") != case.digest(recipe)]
+    digests = {case.name: code and case.digest(recipe, code) for case in selected}
+    held = {name for name, one in found.items() if one["digest"] and one["digest"] == digests.get(name)}
+    missing = [case for case in selected if case.name not in held]
     # No refresh thread: the ranks are forked, and a fork must not copy a lock that a thread holds.
     for case in track(missing, "presets", auto_refresh=False):
-        code = run(case, recipe, runs)
-        if code:
-            print(f"{case.name}: {'interrupted' if code == EXIT_INTERRUPTED else 'failed'}", file=sys.stderr)
-            return code
-        found[case.name] = {"formula": case.formula, **read(case, runs), "digest": case.digest(recipe)}
+        exit_code = run(case, recipe, runs)
+        if exit_code:
+            said = "interrupted" if exit_code == EXIT_INTERRUPTED else "failed"
+            print(f"{case.name}: {said}", file=sys.stderr)
+            return exit_code
+        found[case.name] = {"formula": case.formula, **read(case, runs), "digest": digests[case.name]}
         present = {one.name: found[one.name] for one in cases() if one.name in found}
         write_json(path, {"recipe": recipe, "measured_with": provenance(), "presets": present})
     return 0
@@ -244,10 +252,11 @@ def main() -> int:
     results.mkdir(parents=True, exist_ok=True)
     path = results / "presets.json"
     recipe = RECIPE + (" --smoke" if options.smoke else "")
-    code = measure([known[name] for name in options.presets or known], recipe, runs, path)
+    selected = [known[name] for name in options.presets or known]
+    exit_code = measure(selected, recipe, runs, path, committed_tree("mis_plugins"))
     if path.is_file():
         publish(path)
-    return code
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mis_plugins.local.provenance import as_markdown, measured_with
+from mis_plugins.local.provenance import as_given, as_markdown, measured_with
 
 __all__ = ["as_markdown", "provenance"]
 
@@ -13,10 +13,6 @@ MEASURED = ("mis_plugins", "true_on_policy", "benchmarks", ":!mis_plugins/local"
 
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
-    """See `measured_with`; paths of the command are cut to their last part."""
-    return measured_with(_command(), MEASURED, checkouts)
-
-
-def _command() -> str:
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    """See `measured_with`."""
+    command = as_given(f"python benchmarks/{Path(sys.argv[0]).name}", sys.argv[1:])
+    return measured_with(command, MEASURED, checkouts)

@@ -150,7 +150,8 @@ def test_the_tables_hold_every_seed(tmp_path: Path) -> None:
     precision = {method: 0.5 for method in COSINE_METHODS} | {"k3_kl": 1e-3}
     one = {"on-policy": {"agreement": 0.9, "reward": 0.5}, **{name: precision for name in COSINE_PRECISIONS}}
     directions = {estimator: mean_directions([one, one]) for estimator in ESTIMATORS}
-    publish(tmp_path / "runs", tmp_path / "results", seeds, directions)
+    made_with = {"command": "bash scripts/experiment-collapse.sh", "torch": "9.9"}
+    publish(tmp_path / "runs", tmp_path / "results", seeds, directions, made_with)
     table = (tmp_path / "results/collapse.md").read_text()
     row = (
         "| 0.90, 0.90, 0.90 | 0.10, 0.40, 0.70 | 0.50, 0.50, 0.50 | 0.05, 0.20, 0.35 | 2 of 3 | 0.25 | 0.5 |"
@@ -159,6 +160,7 @@ def test_the_tables_hold_every_seed(tmp_path: Path) -> None:
     assert table.count("| int3 | 1.0e-03 | 0.500 |") == len(ESTIMATORS)
     content = json.loads((tmp_path / "results/collapse.json").read_text())
     assert len(content["runs"]["R-1"]["sequence"]) == 3
+    assert content["measured_with"] == made_with and "| torch | 9.9 |" in table
     for picture in ("collapse.png", "collapse-group.png"):
         assert (tmp_path / "results" / picture).read_bytes().startswith(b"\x89PNG")
 

@@ -109,21 +109,29 @@ def names(path: Path) -> list[str]:
 
 def test_what_the_json_holds_is_not_run_again(runs: list[str], tmp_path: Path):
     path = tmp_path / "presets.json"
-    assert presets.measure(some()[1:], "recipe", tmp_path, path) == 0
-    assert presets.measure(some(), "recipe", tmp_path, path) == 0
+    assert presets.measure(some()[1:], "recipe", tmp_path, path, "code") == 0
+    assert presets.measure(some(), "recipe", tmp_path, path, "code") == 0
     assert runs == ["opsm", "tis", "uncorrected"]
     assert names(path) == ["uncorrected", "opsm", "tis"], "in the order of the table, whichever ran first"
 
 
-def test_another_recipe_or_another_file_is_run_again(runs: list[str], tmp_path: Path):
+def test_another_recipe_another_file_or_other_code_is_run_again(runs: list[str], tmp_path: Path):
     path, file = tmp_path / "presets.json", tmp_path / "tis.yaml"
     file.write_text("# one\nmis: {weight: {upper: 2}}\n")
     case = presets.Case("tis", file)
-    for recipe in ("recipe", "recipe", "another"):
-        presets.measure([case], recipe, tmp_path, path)
+    for recipe, code in (
+        ("one", "a"),
+        ("one", "a"),
+        ("two", "a"),
+        ("two", "b"),
+        ("two", None),
+        ("two", None),
+    ):
+        presets.measure([case], recipe, tmp_path, path, code)
+    assert len(runs) == 5, "twice the same of named code, and never of code without a name"
     file.write_text("# two\nmis: {weight: {upper: 3}}\n")
-    presets.measure([case], "another", tmp_path, path)
-    assert len(runs) == 3
+    presets.measure([case], "two", tmp_path, path, "b")
+    assert len(runs) == 6
     assert json.loads(path.read_text())["presets"]["tis"]["formula"] == "two"
 
 
@@ -132,7 +140,7 @@ def test_an_interrupt_keeps_what_was_finished(
 ):
     path, codes = tmp_path / "presets.json", iter((0, EXIT_INTERRUPTED))
     monkeypatch.setattr(presets, "run", lambda case, recipe, runs: next(codes))
-    assert presets.measure(some(), "recipe", tmp_path, path) == EXIT_INTERRUPTED
+    assert presets.measure(some(), "recipe", tmp_path, path, "code") == EXIT_INTERRUPTED
     assert "opsm: interrupted" in capsys.readouterr().err
     assert names(path) == ["uncorrected"]
     presets.publish(path)

@@ -30,13 +30,14 @@ from mis_plugins.local.folders import add_folders, with_folders
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
-from mis_plugins.local.provenance import committed_tree
+from mis_plugins.local.provenance import as_given, as_markdown, committed_tree, measured_with
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from mis_plugins.local.report import SUMMARY, plot_curves, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.local.rollout import Rollout, shard
 
 SEEDS = (0, 1, 2)
+MEASURED_CODE = ("mis_plugins", "scripts/experiment-collapse.sh")
 COSINE_METHODS = tuple(method for method in METHODS if method != "matched")
 COSINE_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp32")
 COSINE_ROLLOUTS = 16
@@ -200,7 +201,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     ]
     for estimator, methods in content["runs"].items():
         lines += ["", f"## Advantage: {estimator}", "", *_run_table(methods)]
-    return "\n".join([*lines, "", *_cosine_section(content["gradient_cosine"])]) + "\n"
+    lines += ["", *_cosine_section(content["gradient_cosine"])]
+    return "\n".join([*lines, "", as_markdown(content["measured_with"])])
 
 
 def _run_table(methods: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -265,6 +267,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     options = with_folders(parser.parse_args(), "collapse")
     code = committed_tree("mis_plugins")
+    made_with = measured_with(as_given("bash scripts/experiment-collapse.sh", sys.argv[1:]), MEASURED_CODE)
     with ThreadPoolExecutor(options.processes) as pool:
         work = pool.map(lambda cell: run_cell(cell, options.runs, options.smoke, code), cells(options.seeds))
         list(track(work, "runs", total=len(cells(options.seeds))))
@@ -274,14 +277,20 @@ def main() -> int:
         )
         for estimator in ESTIMATORS
     }
-    publish(options.runs, options.results, options.seeds, directions)
+    publish(options.runs, options.results, options.seeds, directions, made_with)
     return 0
 
 
-def publish(root: Path, results: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> None:
+def publish(
+    root: Path,
+    results: Path,
+    seeds: Sequence[int],
+    directions: Mapping[str, Any],
+    made_with: Mapping[str, str],
+) -> None:
     """Write collapse.json, collapse.md, collapse.png (R-1) and collapse-group.png, and say where."""
     results.mkdir(parents=True, exist_ok=True)
-    content = result(root, seeds, directions)
+    content = {"measured_with": made_with, **result(root, seeds, directions)}
     write_json(results / "collapse.json", content)
     (results / "collapse.md").write_text(markdown(content))
     for estimator, name in (("R-1", "collapse.png"), ("group", "collapse-group.png")):

@@ -25,6 +25,12 @@ def measured_with(
     return found | {f"{name} commit": commit(_top(path), (".",)) for name, path in (checkouts or {}).items()}
 
 
+def as_given(program: str, words: Sequence[str]) -> str:
+    """A command; absolute paths are cut to their last part."""
+    shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    return " ".join([program, *shown])
+
+
 def as_markdown(found: Mapping[str, str]) -> str:
     rows = "\n".join(f"| {key} | {value} |" for key, value in found.items() if key != "command")
     return f"```\n{found['command']}\n```\n\n| measured with | |\n|---|---|\n{rows}\n"

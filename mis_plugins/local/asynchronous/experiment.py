@@ -28,7 +28,7 @@ from mis_plugins.local.asynchronous.picture import draw
 from mis_plugins.local.asynchronous.readme import README, with_figures
 from mis_plugins.local.asynchronous.tables import markdown
 from mis_plugins.local.folders import RESULTS, add_folders, with_folders
-from mis_plugins.local.provenance import committed_tree, measured_with
+from mis_plugins.local.provenance import as_given, committed_tree, measured_with
 from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 
@@ -378,9 +378,8 @@ def held(path: Path) -> dict[str, Any]:
 
 
 def provenance(words: Sequence[str]) -> dict[str, str]:
-    """What is measured with, from now on; paths are cut to their last part."""
-    shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
-    command = " ".join(["bash scripts/experiment-async.sh", *shown])
+    """What is measured with, from now on."""
+    command = as_given("bash scripts/experiment-async.sh", words)
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, before the start"
     return {**measured_with(command, MEASURED_CODE), "load average": load}
 
