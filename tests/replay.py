@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 # SGLang 0.5.23 on CPU, tiny-qwen3 in fp32, recorded on 2026-11-21: `pinned` by this project's plugin in deterministic
-# mode, and `stock`. Of /server_info some keys are kept, of an answer its log-probs.
+# mode, and `stock`. Of /server_info some keys are kept, of an answer its log-probs, of a scored batch the last one's.
 RECORDED = json.loads((Path(__file__).parent / "recorded_sglang.json").read_text())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from replay import replayed
+from replay import RECORDED, replayed
 from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source, write  # noqa: F401
 from test_settings import HOST
 
@@ -21,14 +22,16 @@ from true_on_policy.__main__ import main
 from true_on_policy.doctor import ANY, EXIT, MODE_FILES, Check, checks, diagnose
 from true_on_policy.dumps import Dump, Process, dump, this_process
 from true_on_policy.dumps import write as write_dump
+from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
 from true_on_policy.engines.server import free_port
-from true_on_policy.gpu_contract import WHY, GpuContract, model_contract
+from true_on_policy.gpu_contract import DEEP_GEMM, WHY, GpuContract, model_contract
 from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, KERNELS, PRODUCTS, Observation
 
 CONTRACTS = {
     "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8),
     "fsdp": model_contract("qwen3-4B", "fsdp"),
+    "fsdp on Triton": model_contract("qwen3-4B", "fsdp", engine_gemm="triton_persistent"),
 }
 CASES = [
     (backend, check.name, side)
@@ -105,13 +108,23 @@ def test_red_outweighs_what_was_not_seen() -> None:
     assert [row.check.name for row in rows if row.verdict == "red"] == ["contract"]
 
 
-def test_decode_may_differ_from_prefill_where_prefill_is_compared() -> None:
+@pytest.mark.parametrize("name", [SCORED, ALONE])
+def test_decode_may_do_as_it_likes_where_prefill_is_compared(name: str) -> None:
+    """SGLang's mode for it splits decode's attention again, by the size of the batch."""
     sides = healthy(CONTRACTS["megatron"])
-    sides["engine"] = with_row(sides["engine"], "decode and prefill", "3 of 16 log-probs differ")
+    sides["engine"] = with_row(sides["engine"], name, "3 of 16 log-probs differ")
     assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
     sides["trainer"] = with_row(sides["trainer"], "log-probs come from", "prefill")
     rows = diagnose(CONTRACTS["megatron"], **sides)
     assert worst(rows) == 0 and any("3 of 16" in row.engine for row in rows)
+
+
+@pytest.mark.parametrize("source", ["prefill", "decode"])
+def test_a_prefill_that_depends_on_its_batch_is_red(source: str) -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["trainer"] = with_row(sides["trainer"], "log-probs come from", source)
+    sides["engine"] = with_row(sides["engine"], PREFILLED, "3 of 55 log-probs differ")
+    assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
 
 
 def test_a_trainer_on_the_engines_kernels_needs_its_version() -> None:
@@ -140,6 +153,16 @@ def test_deep_gemm_is_asked_for_where_the_trainer_runs_it() -> None:
     assert switch.trainer is None and "deterministic" in (switch.engine or ())
     assert "megatron: te general_gemm" in mixed
     assert "megatron: aten::mm" in asked["megatron"] - asked["fsdp"]
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_rows_of_one_variable_want_one_value(backend: str) -> None:
+    """SGLang reads it when it is imported, on both sides of FSDP: what it did and what it was told must go together."""
+    asked = {check.name: check for check in checks(CONTRACTS[backend], False)}
+    variable, read = asked[DEEP_GEMM], asked["sglang: MM DeepGEMM"]
+    for told, did in ((variable.trainer, read.trainer), (variable.engine, read.engine)):
+        assert did is None or (told, did) in ((("1",), ("on",)), (("0",), ("off",)))
+    assert (read.trainer is None) == (CONTRACTS[backend].mode == "megatron")
 
 
 def test_names_of_the_pin_are_those_that_the_providers_report() -> None:
@@ -194,15 +217,24 @@ ON_GPUS = {
     "true_on_policy_contract": "qwen3_dense_true_on_policy_v1",
     "attention_backend": "fa3",
 }
-OVER_HTTP = ("decode and prefill", "a row alone and in a batch", "seeds of a prompt's samples", "contract",
-             "deterministic inference", "speculative decoding")  # fmt: skip
+OVER_HTTP = (*PROBED, "contract", "deterministic inference", "speculative decoding")
+
+
+def in_bf16(answers: list) -> list:
+    """The same after the cast that the contract makes; the recorded engine ran in fp32."""
+    rounded = lambda row: [row[0] and torch.tensor(row[0]).bfloat16().item(), *row[1:]]  # noqa: E731
+    return [
+        (asked, [{"meta_info": {name: [*map(rounded, rows)] for name, rows in each["meta_info"].items()}}
+                 for each in answer])
+        for asked, answer in answers
+    ]  # fmt: skip
 
 
 def diagnosed(folder: Path, sides: dict[str, Observation]) -> int:
     """The exit code beside an engine that answers; every rank of both sides has written what is in `sides`."""
     contract = CONTRACTS["megatron"]
     inside = {name: value for name, value in sides["engine"].settings.items() if name not in OVER_HTTP}
-    with replayed("pinned", ON_GPUS) as url:
+    with replayed("pinned", ON_GPUS, answers=in_bf16(RECORDED["pinned"]["generate"])) as url:
         for rank in (0, 1):
             of_trainer, of_engine = Process(rank, 2), replace(this_process(url), rank=rank, ranks=2)
             write_dump(folder / "trainer.json", Dump(of_trainer, sides["trainer"], contract))
@@ -284,14 +316,16 @@ def test_a_recorded_engine_and_a_file_stand_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file = tmp_path / "trainer.json"
-    dump(file, CONTRACTS["fsdp"], HOST)
+    dump(file, CONTRACTS["fsdp"], Namespace(**vars(HOST) | {"recompute_logprobs_via_prefill": False}))
     with replayed("stock") as url:
         assert main(["doctor", "--engine", url, "--trainer-dump", str(file)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    row = next(line for line in lines if "a row alone and in a batch" in line)
+    row = next(line for line in lines if ALONE in line)
     assert row.startswith("red") and "13 of 16 log-probs differ" in row
     assert row.endswith("--sglang-enable-deterministic-inference")
     assert next(line for line in lines if " tensor parallel " in line).startswith("green")
+    row = next(line for line in lines if f" {LOG_SOFTMAX} " in line)
+    assert row.startswith("red") and " fp32 " in row and row.endswith("without --sglang-enable-fp32-lm-head")
     for name in (PRODUCTS, "deep_gemm: DeepGEMM mode", *CONTRACTS["fsdp"].environment):
         row = next(line for line in lines if f" {name} " in line)
         assert "(HTTP does not tell it: no --engine-dump)" in row and not row.startswith("green")
@@ -309,6 +343,16 @@ def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_file_that_is_none_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["doctor", "--trainer-dump", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
+    words = ["--backend", "megatron", "--engine-tp", "8"]
+    assert main(["doctor", "--trainer-dump", str(tmp_path), *words]) == 2
+    read = capsys.readouterr()
+    assert read.out == "" and read.err.startswith(
+        "--backend, --engine-tp: without effect, the trainer's file"
+    )
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "file:///etc/passwd"])

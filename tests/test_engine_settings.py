@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 import socket
+from copy import deepcopy
 from threading import Thread
 
 import pytest
 from replay import RECORDED, replayed
 
 from true_on_policy import engine_settings
-from true_on_policy.engine_settings import ALONE, ROWS, SCORED, SEEDS, observe_engine
+from true_on_policy.engine_settings import (
+    ALONE,
+    LOG_SOFTMAX,
+    PREFILLED,
+    PROBED,
+    ROWS,
+    SCORED,
+    SEEDS,
+    observe_engine,
+)
 from true_on_policy.engines.server import free_port
 from true_on_policy.settings import ALL
 
@@ -18,10 +28,12 @@ from true_on_policy.settings import ALL
 def test_a_pinned_engine_shows_that_it_is_invariant() -> None:
     with replayed("pinned") as url:
         seen = observe_engine(url + "/")
-    assert {row: seen.settings[row] for row in (ALONE, SCORED, SEEDS)} == {
+    assert {row: seen.settings[row] for row in PROBED} == {
         ALONE: "equal",
+        PREFILLED: "equal",
         SCORED: "equal",
         SEEDS: "one each",
+        LOG_SOFTMAX: "fp32",
     }
     told = {"SGLang": "0.5.23", "device": "cpu", "tensor parallel": "1", "attention": "torch_native"}
     told |= {
@@ -32,7 +44,7 @@ def test_a_pinned_engine_shows_that_it_is_invariant() -> None:
     }
     assert told.items() <= seen.settings.items()
     assert seen.unseen == {}
-    assert {row for row in seen.settings if seen.how(row) == "observed"} == {ALONE, SCORED, SEEDS, "SGLang"}
+    assert {row for row in seen.settings if seen.how(row) == "observed"} == {*PROBED, "SGLang"}
 
 
 def test_a_stock_engine_shows_that_it_is_not() -> None:
@@ -42,6 +54,16 @@ def test_a_stock_engine_shows_that_it_is_not() -> None:
     assert "log-probs differ" in seen.settings[ALONE] and "log-probs differ" in seen.settings[SCORED]
     assert seen.settings[SEEDS] == "without effect"
     assert seen.settings["deterministic inference"] == "on"
+
+
+def test_a_prefill_that_depends_on_its_batch_is_seen() -> None:
+    """The recorded stock engine's does not, on CPU at these sizes; one token of a batch is another number here."""
+    answers = deepcopy(RECORDED["pinned"]["generate"])
+    (batch,) = [answer for asked, answer in answers if len(answer) > 1 and "logprob_start_len" in asked]
+    batch[-1]["meta_info"]["input_token_logprobs"][1][0] *= 1 + 2**-20
+    with replayed("pinned", answers=answers) as url:
+        seen = observe_engine(url).settings
+    assert (seen[PREFILLED], seen[ALONE], seen[SCORED]) == ("1 of 55 log-probs differ", "equal", "equal")
 
 
 def test_an_engine_without_the_contract_says_so() -> None:
@@ -67,7 +89,7 @@ def test_an_engine_that_fails_a_request_is_told_but_not_probed() -> None:
     with replayed("pinned", broken="/generate") as url:
         seen = observe_engine(url)
     assert seen.settings["SGLang"] == "0.5.23"
-    for row in (ALONE, SCORED, SEEDS):
+    for row in PROBED:
         assert row not in seen.settings and "/generate answered 500: out of memory" in seen.why(row)
 
 
@@ -89,7 +111,7 @@ def test_answers_of_another_shape_are_not_seen() -> None:
     with replayed("pinned", answers=answers) as url:
         seen = observe_engine(url)
     assert seen.settings["SGLang"] == "0.5.23"
-    for row in (ALONE, SCORED, SEEDS):
+    for row in PROBED:
         assert row not in seen.settings
         assert seen.why(row) == f"{url}/generate: not an answer of SGLang (KeyError('meta_info'))"
 
@@ -122,6 +144,20 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
     replies = iter(answers)
     monkeypatch.setattr(engine_settings._Client, "generate", lambda *_, **__: [(tuple(next(replies)), None)])
     assert engine_settings._seeds(engine_settings._Client("")) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ((-1.5, -0.00390625), "bf16"),
+        ((-1.5, -0.1), "fp32"),
+        ((-math.inf, -0.0), "bf16"),
+        ((-1.5 - 2**-8,), "fp32"),
+    ],
+)
+def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], found: str) -> None:
+    _, log_probs = engine_settings._answer([[value, 7, None] for value in values])
+    assert engine_settings._dtype(log_probs) == found
 
 
 def test_bits_decide_not_numbers() -> None:

@@ -6,16 +6,29 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from true_on_policy import releases
 from true_on_policy.__main__ import main
+from true_on_policy.dumps import Dump, Process, load, write
 from true_on_policy.errors import ContractError
 from true_on_policy.flags import PREFIX, REFUSALS, check_host, checkpoint_family, launch_flags
-from true_on_policy.gpu_contract import MODELS, gpu_contract, model_contract
+from true_on_policy.gpu_contract import (
+    CHOICES,
+    MODELS,
+    GpuContract,
+    Size,
+    check_environment,
+    gpu_contract,
+    model_contract,
+)
 from true_on_policy.releases import FILES, RELEASES, check_installed, declares, releases_with
+from true_on_policy.settings import Observation
 
 ROOT = Path(__file__).parent.parent
 CONTRACTS = {
@@ -164,8 +177,9 @@ def test_a_core_without_a_trainer_is_not_installed() -> None:
     assert not check_installed("megatron", ["--true-on-policy-contract"])
 
 
-def config(folder: Path, architecture: str = "Qwen3ForCausalLM", **changes) -> Path:
-    size = MODELS["qwen3-4B"][1]
+def config(
+    folder: Path, architecture: str = "Qwen3ForCausalLM", size: Size = MODELS["qwen3-4B"][1], **changes
+) -> Path:
     stated = {
         "architectures": [architecture],
         **{name: getattr(size, name) for name in size.__dataclass_fields__},
@@ -224,6 +238,28 @@ def test_the_environment_tells_the_engines_product(value: str, gemm: str, tmp_pa
     contract = check_host(args, {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": value})
     assert (contract.engine_gemm, contract.trainer_gemm) == (gemm, "triton_persistent")
     assert check_host(args, {}).engine_gemm == "triton_persistent"
+
+
+# Settings of the hosts with which every word of the launch is parsed, and the contract holds all the same nowhere.
+WITHOUT_A_WORD = {
+    "megatron_to_hf_mode": "bridge",
+    "spec": ["my.module", "spec"],
+    "custom_model_provider_path": "my.module.provider",
+    "sglang_prefill_attention_backend": "flashinfer",
+    "sglang_decode_attention_backend": "triton",
+    "sglang_torchao_config": "int8wo",
+    "sglang_enable_mixed_chunk": True,
+    "sglang_enable_fp32_lm_head": True,
+    "sglang_enable_dp_attention": True,
+    "sglang_enable_quant_communications": True,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_WORD)
+def test_a_setting_that_undoes_a_launch_is_refused_and_said_how_to_drop(name: str, tmp_path: Path) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ContractError, match=f"{name} is .*{flag}"):
+        check_host(host_args("megatron", config(tmp_path), **{name: WITHOUT_A_WORD[name]}))
 
 
 def test_every_fault_is_a_line(tmp_path: Path) -> None:
@@ -326,3 +362,55 @@ def test_rope_that_is_scaled_has_no_row(rope: dict, kind: str | None, tmp_path: 
             ContractError, match=f"rope of type '{kind}' is not covered: the row of rope is the plain"
         ):
             checkpoint_family(file)
+
+
+# Where a parser of the hosts puts a word whose name does not tell: Megatron's arguments.py.
+ELSEWHERE = {"--no-rope-fusion": ("apply_rope_fusion", False)}
+
+
+def as_parsed(words: list[str]) -> dict[str, Any]:
+    """As argparse of the hosts does; independent of what the table of flags says of attributes."""
+    found: dict[str, Any] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--no-"):
+            found |= dict([ELSEWHERE.get(word, (word[5:].replace("-", "_"), False))])
+        elif word.startswith("--"):
+            value = (
+                True if following.startswith("--") else int(following) if following.isdecimal() else following
+            )
+            found[word[2:].replace("-", "_")] = value
+    return found
+
+
+def launchable() -> Iterator[tuple[str, list[str], GpuContract]]:
+    """Every contract that holds: its model, the words that ask for it, and itself."""
+    ranks, sharing = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+    for model, backend, tp, cp, engine, gemm in product(
+        MODELS, CHOICES["backend"], ranks, sharing, ranks, CHOICES["engine_gemm"]
+    ):
+        layout = {"trainer_tp": tp, "context_parallel": cp, "engine_tp": engine, "engine_gemm": gemm}
+        try:
+            contract = model_contract(model, backend, **layout)
+            launch_flags(contract)
+        except ContractError:
+            continue
+        words = ["--model", model, "--backend", backend, "--tp", f"{tp}", "--cp", f"{cp}"]
+        yield model, [*words, "--engine-tp", f"{engine}", "--gemm", gemm], contract
+
+
+def test_what_flags_print_is_what_the_trainer_finds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Arguments, environment and the trainer's file give the contract back, at each layout that holds."""
+    seen = []
+    for model, words, contract in launchable():
+        args = Namespace(**as_parsed(printed(capsys, *words)))
+        environment = dict(line.split("=", 1) for line in printed(capsys, *words, "--env"))
+        args.hf_checkpoint = str(config(tmp_path, size=MODELS[model][1]))
+        args.__dict__ = {"train_backend": "megatron"} | vars(args)
+        check_environment(contract, environment)
+        assert check_host(args, environment) == contract, words
+        written = write(tmp_path / "trainer.json", Dump(Process(), Observation({}, {}), contract))
+        assert load(written)[0] == contract
+        seen.append((contract.backend, contract.trainer_tp, contract.context_parallel, contract.engine_tp))
+    assert {("fsdp", 1, 1, 1), ("megatron", 8, 1, 8), ("megatron", 2, 4, 8), ("megatron", 4, 2, 8)} <= set(
+        seen
+    )

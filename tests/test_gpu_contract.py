@@ -29,6 +29,7 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
     model_contract,
 )
+from true_on_policy.kernels import gpu
 from true_on_policy.operations import COMPILED, COMPILED_ALIKE
 
 QWEN3 = [name for name, (kind, _) in MODELS.items() if kind == "qwen3-dense"]
@@ -150,6 +151,16 @@ def test_the_engines_product_follows_the_trainers_unless_it_is_asked_otherwise()
     assert alone["o and down product"] == alone["LM head"] == head.engine
 
 
+@pytest.mark.parametrize("gemm", CHOICES["engine_gemm"])
+def test_on_fsdp_one_variable_chooses_the_products_of_both_sides(gemm: str) -> None:
+    """Both run SGLang's mode, which a launch starts with one environment."""
+    contract = gpu_contract("qwen3-dense", "fsdp", engine_gemm=gemm)
+    assert contract.trainer_gemm == gemm
+    (head,) = (row for row in contract.operations if row.name == "LM head")
+    assert head.trainer == head.engine
+    assert ("deep_gemm" in gpu.name(contract).split("+")) == (gemm == "deep_gemm")
+
+
 def test_every_variable_has_a_reason() -> None:
     for backend in ("megatron", "fsdp"):
         assert set(gpu_contract("qwen3-dense", backend).environment) == set(WHY)
@@ -201,10 +212,11 @@ def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFi
 def test_what_is_printed_as_refused_is_refused_and_the_rest_holds(backend: str) -> None:
     contract = gpu_contract("qwen3-dense", backend)
     asked = {f"attention {name}": {"attention": name} for name in CHOICES["attention"]}
-    asked |= {f"engine's products {name}": {"engine_gemm": name} for name in CHOICES["engine_gemm"]}
+    whose = {"megatron": "engine's", "fsdp": "both sides'"}[backend]
+    asked |= {f"{whose} products {name}": {"engine_gemm": name} for name in CHOICES["engine_gemm"]}
     assert set(asked) - set(contract.alternatives) == {
         "attention fa3",
-        f"engine's products {contract.engine_gemm}",
+        f"{whose} products {contract.engine_gemm}",
     }
     for name, told in contract.alternatives.items():
         if told.startswith("refused"):

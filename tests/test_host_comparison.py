@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,9 @@ from typing import Any
 import pytest
 import tallies
 import torch
-from batches import Batch, make_batch
+from batches import Batch, batches, make_batch
+from hypothesis import given
+from hypothesis import strategies as st
 from launch import run_ranks
 from test_local_loop import records, run
 from torch import Tensor
@@ -30,11 +33,12 @@ from mis_plugins.local.parallel import EXIT_USER_ERROR
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
 from true_on_policy.errors import ContractError, DifferenceError, HostConfigError
-from true_on_policy.hosts.comparison import Comparison, described
+from true_on_policy.hosts.comparison import Comparison, Difference, described
 from true_on_policy.hosts.micro_batch import MicroBatch
 from true_on_policy.log_probs import LogProbRecord
 from true_on_policy.storage import load_safetensors
 
+PADDED = 24  # the length of a row under `bshd`
 SLIME_LOSS = "slime.backends.megatron_utils.loss"
 RAISE = {"on_difference": "raise"}
 
@@ -240,8 +244,11 @@ def test_a_sequence_without_log_probs_leaves_the_others_alone(tmp_path: Path, co
     hosts.report_step(args, 0, 1)
     assert counts(found) == (len([one for one in VALID if one[0] != 0]), 1)
     assert comparison.totals.without == 1
-    tokens = load_safetensors(tmp_path / "rollout-0-step-0-rank-0" / "sample.safetensors", "tokens")
+    folder = tmp_path / "rollout-0-step-0-rank-0"
+    tokens = load_safetensors(folder / "sample.safetensors", "tokens")
     assert tokens.tolist() == list(range(300, 310))
+    where = LogProbRecord.load(folder / "engine.safetensors").metadata["where"]
+    assert where.endswith("micro-batch 0, sequence 3, response token 4")
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
@@ -263,6 +270,61 @@ def test_a_recompute_inside_a_backward_adds_nothing(reentrant: bool, tmp_path: P
     checkpoint(called, torch.ones(4, requires_grad=True), use_reentrant=reentrant).backward()
     hosts.report_step(args, 0, 1)
     assert calls[0] == -1 < calls[1] and comparison.totals.different == 1
+
+
+# Signed zeros, infinities, NaNs of several payloads and signs, neighbours; engines agree in most tokens.
+BITS = (0, -(2**31), 0x7F800000, 0x7FC00000, 0x7FC00001, -0x400000, -0x40800000, -0x407FFFFF)
+
+
+@st.composite
+def odd_batches(draw: Callable) -> tuple[Batch, list[list[bool]]]:
+    """Ragged sequences, some empty, masked throughout or by turns; and which side gave log-probs of each."""
+    batch = draw(batches(max_length=9))
+    either = st.sampled_from(BITS)
+    sides: tuple[list[Tensor], list[Tensor]] = [], []
+    for n in batch.response_lengths:
+        engine = draw(st.lists(either, min_size=n, max_size=n))
+        trainer = [draw(st.sampled_from((bits, bits, draw(either)))) for bits in engine]
+        for side, bits in zip(sides, (engine, trainer), strict=True):
+            side.append(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    both = st.lists(st.sampled_from((True, True, True, False)), min_size=2, max_size=2)
+    there = [draw(both) for _ in batch.response_lengths]
+    return replace(batch, behavior=sides[0], proximal=sides[1]), there
+
+
+def lacking(log_probs: list[Tensor], there: list[list[bool]], side: int) -> list[Tensor | None]:
+    return [x if sides[side] else None for x, sides in zip(log_probs, there, strict=True)]
+
+
+@given(odd_batches(), st.sampled_from([1, 2, 4]), st.sampled_from([None, PADDED]))
+def test_odd_batches_are_counted_token_by_token(odd: Any, cp: int, padded: int | None):
+    """On all ranks of context parallelism together, and the first difference of each where it really is."""
+    whole, there = odd
+    expected = {
+        (i, t): int(a) != int(b)
+        for i, (x, y, mask, sides) in enumerate(
+            zip(whole.behavior, whole.proximal, whole.loss_masks, there, strict=True)
+        )
+        for t, (a, b) in enumerate(zip(x.view(torch.int32), y.view(torch.int32), strict=True))
+        if all(sides) and mask[t]
+    }
+    args, flags = Namespace(qkv_format="bshd" if padded else "thd"), torch.zeros(2)
+    for rank in range(cp):
+        local, owned = whole.shard(cp, rank, padded)
+        batch = handed(whole, max_seq_lens=padded and [padded] * len(there),
+                       rollout_log_probs=lacking(local.behavior, there, 0),
+                       log_probs=lacking(local.proximal, there, 1))  # fmt: skip
+        found = MicroBatch.compare(batch, hosts.layout_of(args, batch, (cp, rank)))
+        assert (found is None) == (not any(map(all, there)))
+        if found is None:
+            continue
+        flags += found.flags
+        mine = [(i, t) for i, own in enumerate(owned) for t in sorted(own) if expected.get((i, t))]
+        assert found.read().different == len(mine)
+        if mine:
+            first = Difference.of(0, found)
+            assert (found.numbers[first.sequence], first.position) == mine[0]
+    assert flags.tolist() == [len(expected), sum(expected.values())]
 
 
 # -------------------------------------------------------------------------------------------------- what is written
@@ -457,9 +519,6 @@ def test_nothing_is_read_while_comparing():
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
-
-
-PADDED = 24  # the length of a row under `bshd`
 
 
 def of_rank(

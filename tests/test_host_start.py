@@ -166,3 +166,41 @@ def test_a_run_that_compares_nothing_is_told_so(
     with caplog.at_level(logging.WARNING, "true_on_policy"):
         miles_init(args)
     assert sum("log-probs are not compared" in record.getMessage() for record in caplog.records) == warned
+
+
+@pytest.fixture
+def on_fsdp(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """The same on FSDP: Ray's hook calls what the init hook calls on Megatron."""
+    contract = model_contract("qwen3-4B", "fsdp")
+    for name, value in contract.environment.items():
+        monkeypatch.setenv(name, value)
+    flags = {flag.attribute: flag.value for flag in launch_flags(contract)}
+    kept = ("hf_checkpoint", "save", "custom_loss_function_path")
+    return Namespace(**{name: getattr(args, name) for name in kept}, **flags)
+
+
+def test_on_fsdp_a_rank_that_differs_may_stop_alone(
+    on_fsdp: Namespace, pins: list[GpuContract], caplog: pytest.LogCaptureFixture
+):
+    """Miles calls no step hook there: none is asked for."""
+    on_fsdp.bitwise = {"on_difference": "raise"}
+    with caplog.at_level(logging.WARNING, "true_on_policy"):
+        miles_init(on_fsdp)
+    assert [contract.backend for contract in pins] == ["fsdp"] and not caplog.records
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        {"custom_megatron_before_train_step_hook_path": start.STEP_HOOK},
+        {"bitwise": {"step_hook": "mis_plugins.mis.report_step"}},
+    ],
+)
+def test_a_step_hook_on_fsdp_is_told_to_be_without_effect(
+    hook: dict[str, Any], on_fsdp: Namespace, pins: list[GpuContract], caplog: pytest.LogCaptureFixture
+):
+    vars(on_fsdp).update(hook)
+    with caplog.at_level(logging.WARNING, "true_on_policy"):
+        miles_init(on_fsdp)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("without effect on FSDP") and pins

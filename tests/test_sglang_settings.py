@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from stand_ins import Write, deep_gemm_source, write  # noqa: F401
+from test_products import model
 
 from true_on_policy import gpu_probes
 from true_on_policy.dumps import load_engine
@@ -41,7 +42,7 @@ class FlashInferAttnBackend:
 def runner(**changed: Any) -> Any:
     config = SimpleNamespace(to_dict=lambda: vars(SIZE))
     parts = {
-        "model": torch.nn.Linear(4, 4, dtype=torch.bfloat16),
+        "model": model(64, 48, 2),
         "model_config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=config),
         "attn_backend": FlashAttentionBackend(),
         "kv_cache_dtype": torch.bfloat16,
@@ -75,9 +76,8 @@ def test_what_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_are_tried_on_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = F.linear
-    assert observe(runner()).settings[PRODUCTS] == gpu_probes.digest(
-        "bf16", gpu.shapes_of(SIZE, 1), torch.device("cpu")
-    )
+    products = sglang_settings._products(model(64, 48, 2), SIZE)
+    assert observe(runner()).settings[PRODUCTS] == gpu_probes.digest("bf16", products, torch.device("cpu"))
     alone = lambda x, *rest: stock(x, *rest) + (len(x) == 1)  # noqa: E731
     monkeypatch.setattr(gpu_probes.F, "linear", alone)
     assert "1 of 7 rows and all" in observe(runner()).settings[KERNELS]
@@ -121,6 +121,12 @@ def test_what_another_release_holds_elsewhere_costs_one_row() -> None:
     seen = observe(changed)
     assert "KV cache" not in seen.settings and "no attribute 'kv_cache_dtype'" in seen.why("KV cache")
     assert seen.settings["attention"] == "fa3"
+
+
+def test_a_model_without_the_layers_is_not_seen() -> None:
+    seen = observe(runner(model=torch.nn.Linear(4, 4, dtype=torch.bfloat16)))
+    assert PRODUCTS not in seen.settings and seen.why(PRODUCTS) == "Linear has no o_proj"
+    assert seen.settings[KERNELS] == "batch-invariant"
 
 
 def test_a_backend_without_splits_is_not_seen() -> None:

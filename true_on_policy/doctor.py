@@ -21,10 +21,10 @@ from typing import Literal
 import torch
 
 from true_on_policy.dumps import RANKS, load, load_engine
-from true_on_policy.engine_settings import VERSION, observe_engine
+from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
-from true_on_policy.errors import PinError
-from true_on_policy.flags import add_contract_arguments, contract_of, host_contract
+from true_on_policy.errors import ContractError, PinError
+from true_on_policy.flags import CONTRACT_ARGUMENTS, add_contract_arguments, contract_of, host_contract
 from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
@@ -62,7 +62,7 @@ class Check:
 
 
 def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    """The rows of a contract; `scored`: log-probs come from prefill, so those of decode need not agree with it.
+    """The rows of a contract; `scored`: log-probs come from prefill, so nothing is asked of those of decode.
 
     Raises:
         ContractError: no release of the host carries the family.
@@ -92,6 +92,10 @@ def _versions(contract: GpuContract) -> tuple[Check, ...]:
     )
 
 
+SAME_PRODUCTS = (
+    "leave --gemm at the trainer's; one GPU kind on both sides; on several ranks releases that add up o and down alike "
+    "(docs/gpu.md)"
+)
 DETERMINISTIC = "--sglang-enable-deterministic-inference"
 PREFILL = "--recompute-logprobs-via-prefill"
 
@@ -103,11 +107,13 @@ def _pinned(contract: GpuContract) -> str:
 def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     pinned = _pinned(contract)
     both = f"{pinned}; in the engine: {DETERMINISTIC}"
+    decode = ANY if scored else ("equal",)
     return (
         Check(KERNELS, ("batch-invariant",), ("batch-invariant",), both),
-        Check(PRODUCTS, ANY, ANY, "leave --gemm at the trainer's; one GPU kind on both sides", equal=True),
-        Check("a row alone and in a batch", None, ("equal",), DETERMINISTIC),
-        Check("decode and prefill", None, ANY if scored else ("equal",), PREFILL),
+        Check(PRODUCTS, ANY, ANY, SAME_PRODUCTS, equal=True),
+        Check(PREFILLED, None, ("equal",), DETERMINISTIC),
+        Check(ALONE, None, decode, DETERMINISTIC),
+        Check(SCORED, None, decode, PREFILL),
         *_mode(contract),
         *_gemm(contract),
         Check("flash_attention: FA3 default num_splits", ("1",), ("1",), both),
@@ -144,7 +150,9 @@ TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.b
 def _gemm(contract: GpuContract) -> tuple[Check, ...]:
     """Of the products' library, on each side that multiplies by it."""
     trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
-    rows = () if trainer else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
+    own = contract.mode == "sglang"  # the trainer runs the engine's mode
+    rows = () if own else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
+    asked = ("on" if engine else "off",)
     if trainer or engine:
         modes, switch = ("deterministic", "always invariant"), "deep_gemm.use_deterministic_algorithms(True)"
         on_each = modes if trainer else None, modes if engine else None
@@ -153,14 +161,14 @@ def _gemm(contract: GpuContract) -> tuple[Check, ...]:
         *rows,
         Check(
             "sglang: MM DeepGEMM",
-            ("on",) if trainer else None,
-            ("on" if engine else "off",),
+            asked if own else None,
+            asked,
             f"{DEEP_GEMM}={int(engine)} before the processes start"
             + "; install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1" * engine,
         ),
         Check(
             "sglang: MM fallback variant",
-            ("off",) if contract.mode == "sglang" else None,
+            ("off",) if own else None,
             ("off",),
             "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before the processes start",
         ),
@@ -177,7 +185,13 @@ def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
         ),
         Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
         Check("deterministic algorithms", ("on",), None, "--deterministic-mode"),
-        Check("log-softmax", ("bf16",), None, "--true-on-policy-mode, without --fp16"),
+        Check(
+            LOG_SOFTMAX,
+            ("bf16",),
+            ("bf16",),
+            f"--true-on-policy-mode, without --fp16; in the engine: --sglang-true-on-policy-contract "
+            f"{host_contract(contract.family)}, without --sglang-enable-fp32-lm-head",
+        ),
         *(
             Check(
                 name, (value,), _engines(contract, name, value), f"{name}={value} before the processes start"
@@ -346,12 +360,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:
     if arguments.trainer_dump is not None:
+        _refuse_second_contract(arguments)
         return load(arguments.trainer_dump)
     contract = contract_of(arguments)
     seen = _pinned_here(contract)
     of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE decides the first
     settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
     return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
+
+
+def _refuse_second_contract(arguments: argparse.Namespace) -> None:
+    """Raises: ContractError: an argument that the contract in the trainer's file leaves without effect."""
+    given = [name for name in CONTRACT_ARGUMENTS if getattr(arguments, name) is not None]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ContractError(
+            f"{flags}: without effect, the trainer's file states its contract; leave --trainer-dump out or these"
+        )
 
 
 def _pinned_here(contract: GpuContract) -> Observation:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from true_on_policy.bitwise import first_mismatch
+from true_on_policy.bitwise import equal_bits, first_mismatch
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.settings import ALL, Observation
 
@@ -57,11 +57,9 @@ def observe_engine(url: str) -> Observation:
     try:
         settings |= _probed(client)
     except EngineError as error:
-        unseen |= dict.fromkeys((ALONE, SCORED, SEEDS), str(error))
+        unseen |= dict.fromkeys(PROBED, str(error))
     except (LookupError, TypeError, ValueError) as error:
-        unseen |= dict.fromkeys(
-            (ALONE, SCORED, SEEDS), f"{client.url}/generate: not an answer of SGLang ({error!r})"
-        )
+        unseen |= dict.fromkeys(PROBED, f"{client.url}/generate: not an answer of SGLang ({error!r})")
     return Observation(settings, unseen, configured)
 
 
@@ -80,20 +78,35 @@ def _plain(name: str, value: Any) -> str:
     return str(value)
 
 
-ALONE = "a row alone and in a batch"
+ALONE = "decode alone and in a batch"
+PREFILLED = "prefill alone and in a batch"
 SCORED = "decode and prefill"
 SEEDS = "seeds of a prompt's samples"
+LOG_SOFTMAX = "log-softmax"
+PROBED = (ALONE, PREFILLED, SCORED, SEEDS, LOG_SOFTMAX)
 
 
 def _probed(client: _Client) -> dict[str, str]:
     """Greedy, so that an engine without seeds answers the same twice."""
     alone = client.generate([PROMPT])[0]
     together = client.generate([PROMPT, *COMPANY])[0]
+    sequence = (*PROMPT, *alone[0])
+    scored = client.score([sequence])[0]
+    among = client.score([*COMPANY, sequence])[
+        -1
+    ]  # the first of a request may start before the others are there
     return {
         ALONE: _compared(alone, together),
-        SCORED: _compared(alone, client.score(PROMPT, alone[0])),
+        PREFILLED: _compared(scored, among),
+        SCORED: _compared(alone, (scored[0][-LENGTH:], scored[1][-LENGTH:])),
         SEEDS: _seeds(client),
+        LOG_SOFTMAX: _dtype(scored[1]),
     }
+
+
+def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
+    """What they were rounded to last; a CUDA graph of decode widens its logits first, so prefill's are asked."""
+    return "bf16" if equal_bits(log_probs.bfloat16().float(), log_probs) else "fp32"
 
 
 def _seeds(client: _Client) -> str:
@@ -138,16 +151,16 @@ class _Client:
         )
         return [_answer(answer["meta_info"]["output_token_logprobs"]) for answer in answers]
 
-    def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> Answer:
-        """From the first token on, so that no cached prefix stands in for the prefill."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Answer]:
+        """All but the first token of each, from the first on: no cached prefix stands in for the prefill."""
         body = {
-            "input_ids": [[*prompt, *tokens]],
+            "input_ids": [*map(list, sequences)],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        (answer,) = self._ask("/generate", body)
-        return _answer(answer["meta_info"]["input_token_logprobs"][-len(tokens) :])
+        answers = self._ask("/generate", body)
+        return [_answer(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer to a GET, or to a POST of `body`."""

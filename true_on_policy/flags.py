@@ -78,6 +78,9 @@ class Refusal:
     why: str
 
 
+# Miles's model_provider.py: the words of a launch reach the layers by Megatron's own configuration and spec alone.
+_OWN_LAYERS = "builds layers that know no --true-on-policy-contract"
+
 REFUSALS = (
     Refusal(
         "rollout_temperature",
@@ -95,11 +98,27 @@ REFUSALS = (
         f"{RECOMPUTE}; launch without --recompute-granularity full",
     ),
     Refusal("sequence_parallel", (False,), f"{SEQUENCE}; launch without --sequence-parallel"),
+    Refusal(
+        "megatron_to_hf_mode",
+        ("raw",),
+        f"Megatron-Bridge {_OWN_LAYERS}; launch without --megatron-to-hf-mode bridge",
+    ),
+    Refusal("spec", (None,), f"it {_OWN_LAYERS}; launch without --spec"),
+    Refusal(
+        "custom_model_provider_path",
+        (None,),
+        f"it {_OWN_LAYERS}; launch without --custom-model-provider-path",
+    ),
     Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
     Refusal("fp8", (None, False), f"{NOT_COVERED['quantized weights'][0]}; launch without --fp8-format"),
     Refusal("fp16", (False,), "kernels for both sides exist in bf16 alone; launch without --fp16"),
     Refusal(
         "sglang_quantization", (None,), f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-quantization"
+    ),
+    Refusal(
+        "sglang_torchao_config",
+        (None, ""),
+        f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-torchao-config",
     ),
     Refusal(
         "sglang_kv_cache_dtype",
@@ -110,6 +129,34 @@ REFUSALS = (
         "sglang_speculative_algorithm",
         (None,),
         "verification of drafts has no row in the contract; drop --sglang-speculative-algorithm",
+    ),
+    *(
+        Refusal(
+            f"sglang_{phase}_attention_backend",
+            (None, "fa3"),
+            f"it takes the place of --sglang-attention-backend fa3; drop --sglang-{phase}-attention-backend",
+        )
+        for phase in ("prefill", "decode")
+    ),
+    Refusal(
+        "sglang_enable_mixed_chunk",
+        (False,),
+        "FlashAttention-3 gives other bits where decode and prefill share a call; drop --sglang-enable-mixed-chunk",
+    ),
+    Refusal(
+        "sglang_enable_fp32_lm_head",
+        (False,),
+        "the contract's logits are bf16; drop --sglang-enable-fp32-lm-head",
+    ),
+    Refusal(
+        "sglang_enable_dp_attention",
+        (False,),
+        "the o product is then cut over fewer ranks than the down product; drop --sglang-enable-dp-attention",
+    ),
+    Refusal(
+        "sglang_enable_quant_communications",
+        (None, False),
+        "sums over ranks are then of 8 bits; drop --sglang-enable-quant-communications",
     ),
     Refusal("lora_rank", (None, 0), f"{NOT_COVERED['LoRA'][0]}; launch without --lora-rank"),
     Refusal(
@@ -329,13 +376,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that `contract_of` reads."""
-    parser.add_argument("--model", default="qwen3-4B", help=f"one of {', '.join(MODELS)}")
-    parser.add_argument("--backend", default="megatron", choices=get_args(TrainBackend), help="the trainer")
+    """Those that `contract_of` reads: CONTRACT_ARGUMENTS, None where a user names none."""
+    parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (qwen3-4B)")
+    parser.add_argument("--backend", choices=get_args(TrainBackend), help="the trainer (megatron)")
     parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (the fewest that hold)")
-    parser.add_argument("--cp", type=int, default=1, help="context parallel of the trainer")
+    parser.add_argument("--cp", type=int, help="context parallel of the trainer (1)")
     parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (the trainer's)")
     parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
+
+
+CONTRACT_ARGUMENTS = ("model", "backend", "tp", "cp", "engine_tp", "gemm")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -349,7 +399,7 @@ def run(arguments: argparse.Namespace) -> int:
         else [word for flag in flags for word in flag.words]
     )
     print("\n".join(lines))
-    if arguments.backend == "fsdp":
+    if contract.backend == "fsdp":
         print(f"pins in the trainer: {_FSDP_PIN}", file=sys.stderr)
     return 0
 
@@ -370,16 +420,16 @@ def _refuse_host(host: str) -> None:
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
     """Raises: ContractError: no host carries the family, or it cannot hold."""
-    host_contract(FAMILIES[family_and_size(arguments.model)[0]])
-    fewest = fewest_ranks(arguments.model, arguments.backend)
-    ranks = fewest if arguments.tp is None else arguments.tp
+    model, backend = arguments.model or "qwen3-4B", arguments.backend or "megatron"
+    host_contract(FAMILIES[family_and_size(model)[0]])
+    ranks = fewest_ranks(model, backend) if arguments.tp is None else arguments.tp
     return model_contract(
-        arguments.model,
-        arguments.backend,
+        model,
+        backend,
         trainer_tp=ranks,
         engine_tp=ranks if arguments.engine_tp is None else arguments.engine_tp,
-        context_parallel=arguments.cp,
-        engine_gemm=arguments.gemm or TRAINER_GEMMS[arguments.backend],
+        context_parallel=1 if arguments.cp is None else arguments.cp,
+        engine_gemm=arguments.gemm or TRAINER_GEMMS[backend],
     )
 
 

@@ -116,7 +116,7 @@ MODELS = {
     "llama3.1-8B": ("llama", Size(4096, 14336, 32, 8, 128, 128256)),
 }
 
-# Whose mode replaces the aten products of the trainer, and with which kernel.
+# Whose mode replaces the aten products of the trainer, and with which kernel where a user names none.
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
@@ -163,7 +163,7 @@ class GpuContract:
         backend: a TrainBackend.
         dtype: of products and attention; bf16 alone has kernels on both sides.
         attention: an AttentionName; trainers of the hosts have fa3 alone.
-        engine_gemm: a GemmName; where it is not the trainer's, a probe must find them equal byte by byte.
+        engine_gemm: a GemmName, on FSDP the trainer's too; elsewhere a probe must find them equal byte by byte.
         trainer_tp, engine_tp: tensor-parallel ranks.
         context_parallel: ranks of the trainer that share a sequence, Ulysses (a2a) alone.
         size: of the model, None where only the family is known; then orders of partial sums are not checked.
@@ -196,8 +196,9 @@ class GpuContract:
         return _MODES[self.backend]
 
     @property
-    def trainer_gemm(self) -> GemmName:
-        return TRAINER_GEMMS[self.backend]
+    def trainer_gemm(self) -> str:
+        """Where both sides run SGLang's mode, one variable of their environment chooses for both."""
+        return self.engine_gemm if self.mode == "sglang" else TRAINER_GEMMS[self.backend]
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -211,8 +212,13 @@ class GpuContract:
         """What a user could choose instead, and whether the contract then holds."""
         others = (name for name in CHOICES["attention"] if name != self.attention)
         (gemm,) = (name for name in CHOICES["engine_gemm"] if name != self.engine_gemm)
+        whose, holds = (
+            ("both sides'", "they read one variable")
+            if self.mode == "sglang"
+            else ("engine's", "where the doctor finds the trainer's digest")
+        )
         return {f"attention {name}": f"refused: it {NO_TWIN}" for name in others} | {
-            f"engine's products {gemm}": f"`flags --gemm {gemm}`, where the doctor finds the trainer's digest"
+            f"{whose} products {gemm}": f"`flags --gemm {gemm}`, {holds}"
         }
 
     @property

@@ -6,7 +6,7 @@ Like `probes`, they call what a model calls and know nothing of pins or flags.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from types import ModuleType
 
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.contract import DTYPES, Shapes
+from true_on_policy.kernels.row_parallel import tree_sum
 from true_on_policy.probes import COLUMNS, Failure, Kernel, compare
 
 # Numbers of rows in which the same rows are calculated; the last is the batch to which the others are compared.
@@ -68,17 +69,30 @@ def product_failures(
 
 
 @torch.no_grad()
-def digest(dtype: str, shapes: Shapes, device: torch.device) -> str:
-    """Of the bits of aten's products at the shapes of a model: two processes that multiply alike have the same.
+def digest(dtype: str, products: Iterable[tuple[int, int, Product]], device: torch.device) -> str:
+    """Of the bits of products (K, N, how): two processes that multiply alike have the same.
 
     Drawn on the CPU, so that two kinds of accelerator are given the same numbers.
     """
     draw, digested = drawing(dtype, torch.device("cpu")), hashlib.sha256()
-    for inner, outer in shapes.linear:
+    for inner, outer, multiply in products:
         weight, x = draw(min(outer, DIGESTED[1]), inner), draw(DIGESTED[0], inner)
-        product = F.linear(x.to(device), weight.to(device)).cpu()
+        product = multiply(x.to(device), weight.to(device)).cpu()
         digested.update(bytes(product.view(torch.uint8).flatten().tolist()))
     return digested.hexdigest()[:12]
+
+
+def over_ranks(share: Product, ranks: int) -> Product:
+    """A product whose K so many tensor-parallel ranks share, each by `share`: their sum as both sides add it, a tree.
+
+    In one process: what the ranks exchange is no part of it.
+    """
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        shares = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1), strict=True)
+        return tree_sum([share(a.contiguous(), b.contiguous()) for a, b in shares])
+
+    return product
 
 
 def aten_failures(dtype: str, shapes: Shapes, device: torch.device) -> Iterator[Failure]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.gpu_probes import digest
-from true_on_policy.kernels import gpu, precision
+from true_on_policy.kernels import gpu, megatron, precision
 from true_on_policy.kernels.provider import device
 from true_on_policy.probes import Failure
 
@@ -74,7 +75,7 @@ def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Ob
     """This process, which is the trainer's, or one that pinned what the trainer would; `args`: the host's own."""
     of_contract: dict[str, Look] = {
         KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
-        PRODUCTS: lambda: _products(contract),
+        PRODUCTS: surviving(lambda: _products(contract)),
     }
     settings, unseen = looked(LOOKS | of_contract)
     configured = {name: os.environ.get(name, "unset") for name in contract.environment}
@@ -144,10 +145,15 @@ def _device() -> str:
 
 
 def _products(contract: GpuContract) -> str:
-    """What the products of this model are, in few letters: an engine that multiplies alike has the same."""
+    """What the products of this model are, in few letters: an engine that multiplies alike has the same.
+
+    Megatron adds up o and down over its ranks by a function of its own; FSDP has one rank, and aten's.
+    """
     if contract.size is None:
         raise NotSeenError("the contract knows no sizes")
-    return digest(contract.dtype, gpu.shapes_of(contract.size, ranks=1), device())
+    where = device()
+    row_parallel = megatron.row_parallel() if contract.mode == "megatron" else F.linear
+    return digest(contract.dtype, gpu.products(contract.size, row_parallel, row_parallel), where)
 
 
 def found(failures: Iterator[Failure], otherwise: str) -> str:

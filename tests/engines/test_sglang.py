@@ -12,6 +12,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from alignments import COMPLETE, LEFT_OUT, equal_share
 from test_verify import OneBitOffTrainer, flipped
 
@@ -20,7 +21,15 @@ from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract
 from true_on_policy.dumps import RANKS, load_engine
-from true_on_policy.engine_settings import ALONE, SCORED, SEEDS, observe_engine
+from true_on_policy.engine_settings import (
+    ALONE,
+    LOG_SOFTMAX,
+    PREFILLED,
+    PROBED,
+    SCORED,
+    SEEDS,
+    observe_engine,
+)
 from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang
@@ -75,7 +84,7 @@ def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, eng
     assert told.items() <= seen.settings.items()
     assert all(seen.how(name) == "observed" for name in told)
     size = stated_size(json.loads((tiny / "config.json").read_text()))
-    digested = lambda: digest("bf16", gpu.shapes_of(size, 1), torch.device("cpu"))  # noqa: E731
+    digested = lambda: digest("bf16", gpu.products(size, F.linear, F.linear), torch.device("cpu"))  # noqa: E731
     assert seen.settings[PRODUCTS] != digested()
     with pinned(Contract(dtype="bf16")):
         assert seen.settings[PRODUCTS] == digested()
@@ -83,11 +92,8 @@ def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, eng
 
 def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang):
     seen = observe_engine(engine._server.url).settings
-    assert {row: seen[row] for row in (ALONE, SCORED, SEEDS)} == {
-        ALONE: "equal",
-        SCORED: "equal",
-        SEEDS: "one each",
-    }
+    told = dict.fromkeys((ALONE, PREFILLED, SCORED), "equal") | {SEEDS: "one each", LOG_SOFTMAX: "fp32"}
+    assert {row: seen[row] for row in PROBED} == told
     assert (seen["SGLang"], seen["deterministic inference"]) == (engine.versions()["sglang"], "on")
 
 

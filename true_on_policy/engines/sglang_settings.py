@@ -6,14 +6,17 @@ run before the server is up, on its own kernels and beside its key-value cache.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from true_on_policy.contract import Shapes
 from true_on_policy.dumps import Dump, this_process
@@ -21,8 +24,8 @@ from true_on_policy.dumps import write as write_dump
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import NotSeenError
 from true_on_policy.flags import stated_size
-from true_on_policy.gpu_contract import WHY
-from true_on_policy.gpu_probes import aten_failures, digest, linear_once
+from true_on_policy.gpu_contract import WHY, Size
+from true_on_policy.gpu_probes import Product, aten_failures, digest, linear_once, over_ranks
 from true_on_policy.kernels import deep_gemm, gpu, precision, sglang
 from true_on_policy.kernels.symbols import counted
 from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked, surviving
@@ -59,12 +62,12 @@ def observe(runner: Any) -> Observation:
     where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]
     size = stated_size(runner.model_config.hf_text_config.to_dict())
     ranks = _tensor_parallel()
-    whole, own = gpu.shapes_of(size, 1), gpu.shapes_of(size, ranks)
+    own = gpu.shapes_of(size, ranks)
     looks: dict[str, Look] = LOOKS | {
         "device": lambda: where.type,
         "TF32": lambda: found(precision.probe(where), "off"),
         KERNELS: lambda: found(aten_failures(dtype, own, where), "batch-invariant"),
-        PRODUCTS: lambda: digest(dtype, whole, where),
+        PRODUCTS: lambda: digest(dtype, _products(runner.model, size), where),
         "tensor parallel": lambda: str(ranks),
         "attention": lambda: " and ".join(sorted({_attention(each) for each in _backends(runner)})),
         SPLITS: lambda: ", ".join(sorted({_splits(each) for each in _backends(runner)})),
@@ -87,6 +90,31 @@ def _tensor_parallel() -> int:
     )
 
     return get_tensor_model_parallel_world_size()
+
+
+def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Product]]:
+    """Those of the model, o and down by its own layers, which choose a kernel by their ranks and the contract."""
+    return gpu.products(size, *(_row_parallel(_layer(model, name)) for name in ("o_proj", "down_proj")))
+
+
+def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """Raises: NotSeenError: the model calls none so."""
+    found = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
+    layer = next(found, None)
+    if layer is None:
+        raise NotSeenError(f"{type(model).__name__} has no {name}")
+    return layer
+
+
+def _row_parallel(layer: Any) -> Product:
+    """The product of a RowParallelLinear of SGLang, with other weights than the model's, over its ranks."""
+
+    def share(x: Tensor, weight: Tensor) -> Tensor:
+        twin = copy.copy(layer)
+        twin._parameters = {**layer._parameters, "weight": Parameter(weight, requires_grad=False)}
+        return twin(x, skip_all_reduce=True)[0]
+
+    return over_ranks(share, layer.input_size // layer.input_size_per_partition)
 
 
 def _backends(runner: Any) -> list[Any]:

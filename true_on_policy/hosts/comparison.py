@@ -66,6 +66,7 @@ class Difference:
 
     number: of the micro-batch among those that are read together.
     mismatch: of the tokens in the loss; its coordinate counts those alone.
+    sequence: among those of `batch`, which has those alone that were compared.
     position: in the response.
     """
 
@@ -93,7 +94,8 @@ class Difference:
 
     @property
     def place(self) -> str:
-        return f"micro-batch {self.number}, sequence {self.sequence}, response token {self.position}"
+        sequence = self.batch.numbers[self.sequence]
+        return f"micro-batch {self.number}, sequence {sequence}, response token {self.position}"
 
 
 @dataclass

@@ -38,6 +38,7 @@ class MicroBatch:
     """The sequences of a micro-batch that have log-probs of both engines: T tokens on this rank.
 
     valid: inside the loss mask.
+    numbers: of the sequences, in the host's micro-batch.
     tokens: of each sequence, prompt and response, whole.
     loss_masks: of each response, whole.
     flags: on the device: compared, different.
@@ -47,6 +48,7 @@ class MicroBatch:
     engine: Float[Tensor, "T"]
     trainer: Float[Tensor, "T"]
     valid: Bool[Tensor, "T"]
+    numbers: Sequence[int]
     tokens: Sequence[Tensor]
     loss_masks: Sequence[Tensor]
     layout: Layout
@@ -82,7 +84,7 @@ class MicroBatch:
         copied = to_host(flags)
         tokens = [batch["unconcat_tokens"][i] for i in present]
         arrival = Arrival.of_copies_from(flags)
-        return cls(engine, trainer, valid, tokens, masks, layout, flags, copied, arrival)
+        return cls(engine, trainer, valid, present, tokens, masks, layout, flags, copied, arrival)
 
     def read(self) -> Flags:
         """Waits where the copy is still on its way."""

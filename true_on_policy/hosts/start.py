@@ -51,13 +51,23 @@ def check_configs(args: Any) -> None:
     compares = getattr(args, "custom_loss_function_path", None) == LOSS
     if not compares:
         logger.warning("log-probs are not compared: no --custom-loss-function-path %s", LOSS)
-    step_hook = getattr(args, "custom_megatron_before_train_step_hook_path", None)
-    if compares and config.on_difference == "raise" and step_hook != STEP_HOOK:
-        raise HostConfigError(
-            f"bitwise.on_difference: raise needs --custom-megatron-before-train-step-hook-path {STEP_HOOK}, with which "
-            "all ranks stop together"
-        )
+    _check_step_hook(args, config, compares)
     _check_mis(args, config)
+
+
+def _check_step_hook(args: Any, config: BitwiseConfig, compares: bool) -> None:
+    """On Megatron it stops all ranks together; Miles calls none on FSDP, where a rank stops alone."""
+    flag = "--custom-megatron-before-train-step-hook-path"
+    step_hook = getattr(args, "custom_megatron_before_train_step_hook_path", None)
+    if args.train_backend == "fsdp":
+        if step_hook or config.step_hook:
+            logger.warning(
+                "without effect on FSDP, where Miles calls no such hook: %s, bitwise.step_hook", flag
+            )
+    elif compares and config.on_difference == "raise" and step_hook != STEP_HOOK:
+        raise HostConfigError(
+            f"bitwise.on_difference: raise needs {flag} {STEP_HOOK}, with which all ranks stop together"
+        )
 
 
 def _check_mis(args: Any, config: BitwiseConfig) -> None:

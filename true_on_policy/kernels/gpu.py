@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import torch.nn.functional as F
+
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import PinError
 from true_on_policy.gpu_contract import MODELS, GpuContract, Size
+from true_on_policy.gpu_probes import Product
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
 from true_on_policy.kernels.provider import Provider, Undo, device
 from true_on_policy.probes import Failure
@@ -70,6 +73,13 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
     for provider in providers(contract):
         yield from provider.probe(contract, shapes(contract))
     yield from precision.probe(device())
+
+
+def products(size: Size, o: Product, down: Product) -> Iterator[tuple[int, int, Product]]:
+    """K, N and how it is multiplied, of each product of a model; tensor parallelism cuts the K of o and down."""
+    row_parallel = {1: o, 3: down}
+    for place, (inner, outer) in enumerate(shapes_of(size, ranks=1).linear):
+        yield inner, outer, row_parallel.get(place, F.linear)
 
 
 def shapes(contract: GpuContract) -> Shapes:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
+from torch import Tensor
+
 from true_on_policy.contract import Shapes
-from true_on_policy.errors import PinError
+from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import GpuContract
-from true_on_policy.gpu_probes import aten_failures
+from true_on_policy.gpu_probes import Product, aten_failures, over_ranks
 from true_on_policy.kernels import mode, symbols
 from true_on_policy.kernels.provider import Undo, device, findable, installed
 from true_on_policy.probes import Failure
@@ -22,6 +24,9 @@ MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch
 
 # Its name for the kernels of a contract, in the versions that know several.
 BACKENDS = {"triton_persistent": "triton", "deep_gemm": "deepgemm"}
+
+# radixark/Megatron-LM, miles-main: what its row-parallel layers call.
+FORK = "miles_megatron_plugins.true_on_policy.matmul"
 
 TE = "transformer_engine"
 TE_GEMM = f"{TE}.pytorch.cpp_extensions"
@@ -63,6 +68,30 @@ def pin(contract: GpuContract) -> Undo:
 
 def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
     yield from aten_failures(contract.dtype, shapes, device())
+
+
+def row_parallel() -> Product:
+    """An o or down product over Megatron's tensor-parallel ranks, each share by the fork's own function.
+
+    The function reads from Megatron's groups how many ranks there are, and how many an engine has.
+
+    Raises:
+        NotSeenError: no such fork here, or no groups.
+    """
+    state = sys.modules.get("megatron.core.parallel_state")
+    if not findable(FORK):
+        raise NotSeenError(f"not seen: no {FORK}, which the fork's o and down products run")
+    if state is None or not state.model_parallel_is_initialized():
+        raise NotSeenError("not seen: Megatron's groups, which the o and down products ask for the ranks")
+    multiply = import_module(FORK).sglang_reference_matmul
+
+    def share(x: Tensor, weight: Tensor) -> Tensor:
+        unused = dict.fromkeys(
+            ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"), False
+        )
+        return multiply(x, weight, None, **unused, row_parallel=True)
+
+    return over_ranks(share, state.get_tensor_model_parallel_world_size())
 
 
 def has_te() -> bool:
