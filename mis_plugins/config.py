@@ -462,8 +462,14 @@ class CorrectionConfig:
         return weighs or any(rule.over != "token" and self.population(rule) == "kept" for rule in self.reject)
 
     def population(self, rule: RejectRule) -> Population:
-        """Which tokens a rule over a sequence or segment looks at."""
-        return rule.aggregate or self.aggregate
+        """Which tokens a rule over a sequence or segment looks at: all where nothing smaller can be dropped."""
+        return (rule.aggregate or self.aggregate) if self.drops_below(rule.unit) else "valid"
+
+    @property
+    def weight_population(self) -> Population:
+        """The same of the weight of a sequence or segment."""
+        unit = "segment" if self.weight is not None and self.weight.by_segment else "sequence"
+        return self.aggregate if self.drops_below(unit) else "valid"
 
     @property
     def can_end_empty(self) -> bool:

@@ -80,6 +80,14 @@ class LogPerplexity:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Of each sequence, on whatever rank: how many usable tokens are kept, and what these weigh together."""
+
+    kept: Float[Tensor, " N"]
+    applied: Float[Tensor, " N"]
+
+
+@dataclass(frozen=True)
 class Correction:
     """What a micro-batch's loss is multiplied by and what of it stays.
 
@@ -87,6 +95,7 @@ class Correction:
     mean_weight: what the weights were divided by; None without normalization.
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
     on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
+    left: what rules and OPSM leave together; None without OPSM, or where `metrics` does not ask.
     """
 
     config: CorrectionConfig
@@ -96,6 +105,7 @@ class Correction:
     mean_weight: Float[Tensor, ""] | None
     rescale: Float[Tensor, " N"] | None
     on_policy: Bool[Tensor, " T"] | None = None
+    left: Left | None = None
 
     @property
     def stage(self) -> TokenStage:
@@ -259,7 +269,7 @@ def _verdict(
     if not config.can_end_empty:
         return verdict
     verdict = replace(verdict, all_rejected=_all_rejected(verdict))
-    return _nothing_rejected(verdict) if config.on_all_rejected == "keep" else verdict
+    return nothing_rejected(verdict) if config.on_all_rejected == "keep" else verdict
 
 
 def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
@@ -272,7 +282,7 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
     return left.amax() < totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
 
 
-def _nothing_rejected(verdict: Verdict) -> Verdict:
+def nothing_rejected(verdict: Verdict) -> Verdict:
     """The same without rejection where everything is rejected."""
     stage, totals, keep, where = verdict.stage, verdict.totals, verdict.keep_sequences, verdict.all_rejected
     segments = verdict.segments

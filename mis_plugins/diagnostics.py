@@ -26,7 +26,7 @@ from mis_plugins.ragged import as_bytes
 from mis_plugins.ratios import exp_clamped, exp_finite, log_bound, saturated, share_above, share_below
 from mis_plugins.rejection import Totals, aggregate
 from mis_plugins.totals import monotone, weighs_tokens, zero_weights
-from mis_plugins.units import passing_units, unit_log_ratio, unit_ratio
+from mis_plugins.units import known_log_ratio, passing_units, unit_ratio
 from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
@@ -272,7 +272,7 @@ def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence
     if weight is None:
         return
     if weight.by_sequence:
-        home, log_ratio = sequence, lambda c: unit_log_ratio(c.verdict.unit_totals, weight)
+        home, log_ratio = sequence, lambda c: known_log_ratio(c.verdict.unit_totals, weight)
         before, after = lambda c: unit_ratio(c.verdict.unit_totals, weight), lambda c: c.sequence_weight
         sequence["saturated_sequence_fraction"] = lambda c: saturated(log_ratio(c))
     else:

@@ -5,22 +5,24 @@ reports.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
-from mis_plugins.correction import Correction, denominator_scale
+from mis_plugins.correction import Correction, Left, denominator_scale, nothing_rejected
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.objective import (
     Clip,
     KlType,
     PolicyTerm,
+    clipped_surrogate,
     kl_term,
     policy_term,
     target_log_ratio,
+    widened,
 )
 from mis_plugins.opsm import on_policy, reference_policy
 from mis_plugins.ragged import Ragged
@@ -72,7 +74,8 @@ class Share:
     on_policy: what OPSM leaves; None without it.
     scale: from the original to the denominator in force.
     factor: of the surrogate: the weight, scaled; 0 where the token is rejected or masked by OPSM.
-    all_rejected: there are valid tokens, and rules and OPSM leave none with a weight; None where that cannot be.
+    all_rejected: there are valid tokens, and rules, or rules and OPSM, leave none with a weight, whatever is done about
+        it; None where that cannot be.
     """
 
     keep: Bool[Tensor, " T"]
@@ -124,15 +127,41 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
     stays = on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
     (valid, after, weighed), _ = x.ragged.over_sequence((mask, keep & stays, keep & stays & (weights > 0)))
-    all_rejected = (valid > 0).any() & ~(weighed > 0).any()
+    nothing_left = (valid > 0).any() & ~(weighed > 0).any()
     if config.on_all_rejected == "keep":
-        keep, stays = keep | (all_rejected & mask), stays | (all_rejected & mask)
-        scale = torch.where(all_rejected & mask, 1, scale)
-        after = torch.where(all_rejected, valid, after)
+        keep, stays = keep | (nothing_left & mask), stays | (nothing_left & mask)
+        scale = torch.where(nothing_left & mask, 1, scale)
+        after = torch.where(nothing_left, valid, after)
     left = scale
     if config.denominator == "kept":
         left = x.ragged.to_tokens(denominator_scale(valid, after).float())
-    return Share(keep, stays, scale, torch.where(keep & stays, weights * left, 0), all_rejected)
+    factor = torch.where(keep & stays, weights * left, 0)
+    # Rules that reject everything leave OPSM what was given back.
+    all_rejected = nothing_left if all_rejected is None else nothing_left | all_rejected
+    return Share(keep, stays, scale, factor, all_rejected)
+
+
+def given_back(correction: Correction, share: Share) -> Correction:
+    """The same where `on_all_rejected: keep` gives back what rules and OPSM took together."""
+    if share.on_policy is None:
+        return correction
+    verdict = replace(correction.verdict, all_rejected=share.all_rejected)
+    keeps = correction.config.on_all_rejected == "keep"
+    return replace(correction, verdict=nothing_rejected(verdict) if keeps else verdict)
+
+
+@torch.no_grad()
+def counted(correction: Correction, share: Share) -> Correction:
+    """The correction as a step counts it: less what OPSM masks.
+
+    One collective over context-parallel ranks, for OPSM with `metrics: all` alone.
+    """
+    correction = replace(given_back(correction, share), on_policy=share.on_policy)
+    if share.on_policy is None or correction.config.metrics != "all":
+        return correction
+    left = correction.keep & correction.stage.usable
+    rows, _ = correction.ragged.over_sequence((left, torch.where(left, correction.weights, 0)))
+    return replace(correction, left=Left(*rows.unbind()))
 
 
 def micro_batch_loss(
@@ -173,7 +202,9 @@ def micro_batch_loss(
         reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
         if correction is not None:
-            reported |= {name: reduce(value) for name, value in diagnose(correction).items()}
+            reported |= {
+                name: reduce(value) for name, value in diagnose(given_back(correction, share)).items()
+            }
     return loss, reported
 
 
@@ -184,7 +215,12 @@ def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> F
     old = x.behavior if objective.old == "behavior" else x.proximal
     assert old is not None
     every = x.ragged.loss_mask.float()
-    return policy_term(x.target.detach(), old, x.advantages, every, x.ragged, objective, flags.clip).loss
+    term = policy_term(x.target.detach(), old, x.advantages, every, x.ragged, objective, flags.clip)
+    if (objective.surrogate, objective.ratio) != ("clip", "sequence"):
+        return term.loss
+    # There each token holds the mean of its sequence, of which no weight or mask of its own can be taken.
+    own = clipped_surrogate(exp_clamped(term.log_ratio), widened(x.advantages), flags.clip)
+    return torch.where(term.known, own, 0)
 
 
 def _kl(

@@ -54,7 +54,8 @@ What cannot be known, a mean of nothing, is not reported.
 FAMILIES: dict[str, tuple[str, Mapping[str, Callable]]] = {
     "Percentiles": (
         f"percent is one of {', '.join(map(str, QUANTILES))}. From histograms over logarithmic buckets that add: what "
-        f"they hold, a logarithm, is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, whatever the split.",
+        f"they hold, a logarithm, is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, whatever the split. "
+        "A percentile is interpolated between two of them; where these lie on either side of 0 it may be off by more.",
         PERCENTILES,
     ),
     "Tails": (

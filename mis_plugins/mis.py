@@ -36,6 +36,7 @@ from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
 from mis_plugins.loss import (
     Reduce,
+    counted,
     micro_batch_loss,
     numerator_of,
     scored_by,
@@ -201,10 +202,8 @@ def policy_loss(
         proximal = inputs.proximal
         watched = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
     if watched is not None:
-        verdict = replace(watched.verdict, all_rejected=share.all_rejected)
         pg_loss = uncorrected(inputs, config, flags) if config.metrics == "all" else None
-        watched = replace(watched, verdict=verdict, on_policy=share.on_policy)
-        RECORDER.record(watched, pg_loss, inputs.written, numerator)
+        RECORDER.record(counted(watched, share), pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     if not inputs.target.numel():

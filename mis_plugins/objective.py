@@ -45,11 +45,13 @@ class PolicyTerm:
     loss: with gradient; over a sequence it adds up to factor_t times the surrogate of each token.
     clipped: 1 where the clip holds the token back, else 0.
     log_ratio: log pi_theta - log old, without gradient: the token's, or the sequence's mean.
+    known: where it is known; the loss is 0 elsewhere.
     """
 
     loss: Float[Tensor, " T"]
     clipped: Float[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
+    known: Bool[Tensor, " T"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def held_back(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
 def token_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     ratio = exp_clamped(x.log_ratio)
     loss = x.factor * clipped_surrogate(ratio, x.advantages, clip)
-    return PolicyTerm(loss, held_back(ratio.detach(), x.advantages, clip), x.log_ratio.detach())
+    return PolicyTerm(loss, held_back(ratio.detach(), x.advantages, clip), x.log_ratio.detach(), x.usable)
 
 
 def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
@@ -165,29 +167,30 @@ def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     ratio = exp_clamped(mean + x.log_ratio - x.log_ratio.detach())
     loss = clipped_surrogate(ratio, gain, clip) + clipped_surrogate(ratio, cost, clip)
     loss = torch.where(known, loss, 0)
-    return PolicyTerm(loss, held_back(ratio.detach(), x.advantages, clip), mean)
+    return PolicyTerm(loss, held_back(ratio.detach(), x.advantages, clip), mean, known)
 
 
 def token_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
-    return _cispo(x, x.log_ratio.detach(), clip)
+    return _cispo(x, x.log_ratio.detach(), x.usable, clip)
 
 
 def sequence_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """The ratio is a constant here, and no gradient crosses tokens."""
     known, mean = _sequence_means(x, ragged)
-    return _cispo(replace(x, factor=torch.where(known, x.factor, 0)), mean, clip)
+    return _cispo(replace(x, factor=torch.where(known, x.factor, 0)), mean, known, clip)
 
 
-def _cispo(x: Operands, log_ratio: Tensor, clip: Clip) -> PolicyTerm:
+def _cispo(x: Operands, log_ratio: Tensor, known: Tensor, clip: Clip) -> PolicyTerm:
     ratio = exp_clamped(log_ratio)
     outside = ((ratio < 1 - clip.low) | (ratio > 1 + clip.high)).to(ratio.dtype)
-    return PolicyTerm(x.factor * cispo_surrogate(ratio, x.target, x.advantages, clip), outside, log_ratio)
+    loss = x.factor * cispo_surrogate(ratio, x.target, x.advantages, clip)
+    return PolicyTerm(loss, outside, log_ratio, known)
 
 
 def reinforce(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """Nothing is clipped."""
     loss = x.factor * reinforce_surrogate(x.target, x.advantages)
-    return PolicyTerm(loss, torch.zeros_like(x.advantages), x.log_ratio.detach())
+    return PolicyTerm(loss, torch.zeros_like(x.advantages), x.log_ratio.detach(), x.usable)
 
 
 TERMS: dict[tuple[str, str], Callable[[Operands, Ragged, Clip], PolicyTerm]] = {

@@ -17,7 +17,7 @@ from mis_plugins.config import CorrectionConfig, Population, WeightConfig
 from mis_plugins.ragged import Ragged, Segments
 from mis_plugins.rejection import Totals
 from mis_plugins.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
-from mis_plugins.units import kept_by_population, passing_units, unit_log_ratio, unit_weight
+from mis_plugins.units import kept_by_population, known_log_ratio, passing_units, unit_weight
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def segment_stage(
     """
     segments, rules = ragged.segments, segment_rules(config)
     names = needed_for_units(rules) | ({"kept"} if stage.keep is not None else set())
-    populations: set[Population] = {config.aggregate, *map(config.population, rules)}
+    populations: set[Population] = {config.weight_population, *map(config.population, rules)}
     looked_at: dict[Population, Totals] = {
         population: totals_of(narrowed(stage) if population == "kept" else stage, segments.ragged, names)
         for population in sorted(populations)  # the collectives come in one order on every rank
     }
-    of_segment = looked_at[config.aggregate]
+    of_segment = looked_at[config.weight_population]
     weight = config.weight if config.weight and config.weight.by_segment else None
     keep = kept_by_population(looked_at, config, rules, weight)
     if stage.keep is not None:
@@ -80,7 +80,7 @@ def _weighted(
     spread = segments.to_tokens
     return replace(
         stage,
-        unit_log_ratio=torch.where(stage.loss_mask, spread(unit_log_ratio(of_segment, weight).float()), 0),
-        weight=torch.where(stage.loss_mask, spread(bounded.float()), 0),
+        unit_log_ratio=spread(known_log_ratio(of_segment, weight).float()),
+        weight=torch.where(stage.usable, spread(bounded.float()), 0),
         passing=stage.usable & spread(passing_units(of_segment, weight)),
     )

@@ -1,6 +1,6 @@
 """Quantiles of numbers that never stand together: histograms over fixed logarithmic buckets, whose counts add.
 
-Buckets are wide in proportion to what they hold, of either sign, so that a quantile is off by at most
+Buckets are wide in proportion to what they hold, of either sign, so that an order statistic is off by at most
 `RELATIVE_ERROR` of itself. What is smaller than `SMALLEST` reads 0, what is larger than `LARGEST` reads `LARGEST`.
 Counts are integers: the same numbers give the same histogram in whatever parts they came.
 

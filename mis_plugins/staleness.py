@@ -49,7 +49,12 @@ def weights_by_age(
         "kl": -log_r,
         "age": written.age,
     }
-    weights = {"kept": one, "weight_excess": weight_excess, "weight_excess_squared": weight_excess.square()}
+    weights = {
+        "kept": one,
+        "weight_excess": weight_excess,
+        "weight_excess_squared": weight_excess.square(),
+        "weight_squared": weight.square(),  # of weights near 0 nothing is left in the others
+    }
     nonfinite = ~finite(standard) | proximal_t.isinf()  # proximal_t is NaN where it is not known
     parts = (
         Rows(both, ratios),
@@ -146,8 +151,8 @@ def weight_min(row: Mapping[str, float]) -> float:
     """Smallest weight applied.
 
     Range: 0 and above.
-    Bad: 0 with mode zero, often: tokens beyond a bound; else staleness/unknown is above 0.
-    Do: widen the bounds of mis.segment_wise; see staleness/unknown.
+    Bad: 0 with mode zero, often: tokens beyond a bound.
+    Do: widen the bounds of mis.segment_wise.
     """
     return -row["smallest"] if row["kept"] else math.nan
 
@@ -171,8 +176,7 @@ def weight_ess(row: Mapping[str, float]) -> float:
     """
     if not row["kept"]:
         return math.nan
-    total = row["kept"] + row["weight_excess"]
-    squares = row["weight_excess_squared"] + total + row["weight_excess"]
+    total, squares = row["kept"] + row["weight_excess"], row["weight_squared"]
     return total**2 / (row["kept"] * squares) if squares > 0 else 0.0
 
 

@@ -874,7 +874,7 @@ def sequence_weight_max_deviation(s: Step) -> float:
 
 @metric
 def sequence_ratio_high_fraction(s: Step) -> float:
-    """Share of the sequences whose ratio before the bound (at token level its mean over tokens) is above the upper one.
+    """Share of the sequences whose ratio before the bound (the mean one of tokens or segments) is above the upper one.
 
     Range: 0 to 1.
     Bad: above a few percent.
@@ -1069,7 +1069,7 @@ def loss_kept_denominator(s: Step) -> float:
 
 
 def ratio_percentile(s: Step, percent: int) -> float:
-    """Percentile over tokens of r_t before any bound; its log is within 1 percent of itself.
+    """Percentile over tokens of r_t before any bound, from logs that are within 1 percent of themselves.
 
     Range: above 0.
     Bad: p99 above the upper bound of the weight.
@@ -1079,7 +1079,7 @@ def ratio_percentile(s: Step, percent: int) -> float:
 
 
 def weight_percentile(s: Step, percent: int) -> float:
-    """Percentile over tokens of the bounded weight before normalization and rejection; its log within 1 percent.
+    """Percentile over tokens of the bounded weight before normalization and rejection, in the same way.
 
     Range: 0 to the upper bound.
     Bad: p95 at the upper bound.
@@ -1089,7 +1089,7 @@ def weight_percentile(s: Step, percent: int) -> float:
 
 
 def sequence_log_ratio_percentile(s: Step, percent: int) -> float:
-    """Percentile over sequences of sum_t log r_t, within 1 percent of itself.
+    """Percentile over sequences of sum_t log r_t, from sums that are within 1 percent of themselves.
 
     Range: any.
     Bad: p25 or p75 beyond +-1 in a config that weighs by the product.
@@ -1099,7 +1099,7 @@ def sequence_log_ratio_percentile(s: Step, percent: int) -> float:
 
 
 def geometric_ratio_percentile(s: Step, percent: int) -> float:
-    """Percentile over sequences of the geometric mean of r_t; its log is within 1 percent of itself.
+    """Percentile over sequences of the geometric mean of r_t, in the same way.
 
     Range: above 0; 0.99 to 1.01 for bf16.
     Bad: p25 or p75 outside the bounds of a geometric rule: it drops half.

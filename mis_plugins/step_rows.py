@@ -21,7 +21,7 @@ from mis_plugins.divergence import k2, k3
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import weighs_tokens
-from mis_plugins.units import unit_log_ratio, unit_ratio
+from mis_plugins.units import known_log_ratio
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
@@ -72,7 +72,7 @@ class Tokens:
 
     @cached_property
     def weighted_log_ratio(self) -> Float[Tensor, " T"]:
-        return self.ratio * self.clamped
+        return self.ratio * self.log_ratio
 
     @cached_property
     def proximal(self) -> Float[Tensor, " T"]:
@@ -181,8 +181,9 @@ class Sequences:
 
     @cached_property
     def kept(self) -> Float[Tensor, " N"]:
-        """How many tokens of it are kept."""
-        return self.correction.verdict.kept
+        """How many usable tokens of it are kept."""
+        left = self.correction.left
+        return self.correction.verdict.kept if left is None else left.kept
 
     @cached_property
     def weight(self) -> Float[Tensor, " N"]:
@@ -193,15 +194,15 @@ class Sequences:
 
     @cached_property
     def ratio(self) -> Float[Tensor, " N"]:
-        """What the weight was before its bound: the ratio of the sequence, or the mean over its tokens."""
-        if self.config.weight and self.config.weight.by_sequence:
-            return unit_ratio(self.units, self.config.weight)
+        """Mean over its valid tokens of what their weights were before the bound."""
         return self._mean(self.totals["weighed"])
 
     @cached_property
     def applied(self) -> Float[Tensor, " N"]:
         """Mean over its valid tokens of the weights as multiplied into the loss, 0 where dropped."""
         c = self.correction
+        if c.left is not None:
+            return self._mean(c.left.applied)
         if weighs_tokens(self.config):
             total = self.totals["applied"]
             total = total if c.keep_sequences is None else torch.where(c.keep_sequences, total, 0)
@@ -236,7 +237,7 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "ratio": lambda t: t.ratio,
     "ratio_squared": lambda t: t.ratio.square(),
     "reverse_k1": lambda t: t.weighted_log_ratio,
-    "reverse_k2": lambda t: t.weighted_log_ratio * t.clamped / 2,
+    "reverse_k2": lambda t: t.weighted_log_ratio * t.log_ratio / 2,
     "reverse_k3": lambda t: t.weighted_log_ratio - t.excess,
     "proximal": lambda t: t.proximal,
     "behavior": lambda t: t.behavior,
@@ -364,13 +365,15 @@ def _sequence_weight_sums(s: Sequences) -> Rows:
     if weight is None:
         return
     low, high = weight_limits(weight)
-    yield "sequence_ratio_low", s.ratio < math.exp(low)
-    yield "sequence_ratio_high", s.ratio > math.exp(high)
-    if weight.by_sequence:
-        unit = unit_log_ratio(s.units, weight)
-        yield "weight_low", unit < low
-        yield "weight_high", unit > high
-        yield "outside_bound", torch.where(_outside(unit, weight), s.totals["usable"], 0)
+    if not weight.by_sequence:
+        yield "sequence_ratio_low", s.ratio < math.exp(low)
+        yield "sequence_ratio_high", s.ratio > math.exp(high)
+        return
+    unit = known_log_ratio(s.units, weight)
+    for name in ("sequence_ratio", "weight"):
+        yield f"{name}_low", unit < low
+        yield f"{name}_high", unit > high
+    yield "outside_bound", torch.where(_outside(unit, weight), s.totals["usable"], 0)
 
 
 def sequence_maxima(s: Sequences) -> Rows:
@@ -424,7 +427,7 @@ def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
     products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in rules]
     weight = config.weight
     if weight and (weight.level == "sequence" or weight.level == "segment"):
-        products.append((weight.level, config.aggregate))
+        products.append((weight.level, config.weight_population))
     return min(products, key=lambda product: (product[0] != "sequence", product[1] != "valid"), default=None)
 
 

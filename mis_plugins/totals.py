@@ -25,8 +25,9 @@ class TokenStage:
     log_ratio: log pi_old - log mu; 0 where it is not usable.
     usable: in loss_mask, and both log-probs finite. usable_bits: the same as `bits`.
     ratio: exp(log_ratio), clamped; 0 where it is not usable.
-    unit_log_ratio: log ratio of what weighs the token, itself or its segment; None at the other levels. With
-        segment-wise weights log pi_{v+1} - log mu, and a token of which that is not known is not usable either.
+    unit_log_ratio: log ratio of what weighs the token: its own, 0 where it is not usable, or its segment's, NaN where
+        that is not known and any at a masked token; None at the other levels. With segment-wise weights log pi_{v+1} -
+        log mu, and a token of which that is not known is not usable either.
     weight: bounded, of the token or of its segment; None at the other levels.
     passing: the weight is known, and within a mask or zero bound.
     keep: what mask bound and rules over tokens and segments leave; None where they can drop nothing.
@@ -52,11 +53,12 @@ class TokenStage:
 
     @property
     def weighed(self) -> Float[Tensor, " T"]:
-        """Of the token itself what its weight bounds: its ratio, or the segment-wise one."""
-        if not self.config.segment_wise_on:
+        """What the weight bounds: the token's ratio, the segment-wise one, or its segment's; 0 where not known."""
+        by_segment = self.config.weight is not None and self.config.weight.by_segment
+        if not (self.config.segment_wise_on or by_segment):
             return self.ratio
         assert self.unit_log_ratio is not None
-        return only_(exp_clamped(self.unit_log_ratio), self.usable_bits)
+        return only_(exp_clamped(self.unit_log_ratio).nan_to_num_(0.0), self.usable_bits)
 
     @property
     def applied(self) -> Float[Tensor, " T"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -15,6 +16,11 @@ from mis_plugins.weights import bounded_weight, in_bounds
 def unit_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
     """log r of the whole unit: the sum, or its mean over the valid tokens."""
     return totals.mean_log_ratio if LEVEL_OVER[weight.level] == "mean" else totals["log_ratio"]
+
+
+def known_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """The same, and NaN, which lies beyond no bound, where it is not known."""
+    return torch.where(totals.known, unit_log_ratio(totals, weight), torch.nan)
 
 
 def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
@@ -54,7 +60,7 @@ def kept_by_population(
     keep = None
     for population, totals in units.items():
         mine = [rule for rule in rules if config.population(rule) == population]
-        left = kept_units(totals, mine, weight if config.aggregate == population else None)
+        left = kept_units(totals, mine, weight if config.weight_population == population else None)
         if left is not None:
             keep = left if keep is None else keep & left
     return keep

@@ -140,6 +140,8 @@ def pooled(sample: Sample, config: dict) -> Sample:
         weight = config.get("weight")
         part = {"reject": [rule for rule in config["reject"] if unit_of(rule) in smaller],
                 "weight": weight if weight and UNITS[weight["level"]] in smaller else None}  # fmt: skip
+        if not part["reject"] and (part["weight"] or {}).get("bound") != "mask":
+            continue  # nothing smaller is dropped, and a token that is not known leaves its unit unknown
         pool = [kept and t in sample.usable for t, kept in enumerate(kept_tokens(sample, part))]
         sample = replace(sample, pools={**sample.pools, unit: pool})
     return sample

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import oracle
 from oracle import Corrected, Sample
 
 CLAMP = 20.0
@@ -133,7 +134,7 @@ def by_token(s: Everything) -> dict[str, float]:
     x, c, r, diff = s.x, s.c, np.exp(s.c), np.abs(np.exp(s.p) - np.exp(s.q))
     found = {
         "kl_k1": -mean(x), "kl_k2": mean(x**2 / 2), "kl_k3": mean(k3(x)),
-        "reverse_kl_k1": mean(r * c), "reverse_kl_k2": mean(r * c**2 / 2), "reverse_kl_k3": mean(r * c - np.expm1(c)),
+        "reverse_kl_k1": mean(r * x), "reverse_kl_k2": mean(r * x**2 / 2), "reverse_kl_k3": mean(r * x - np.expm1(c)),
         "log_prob_diff_abs_mean": mean(np.abs(x)), "log_prob_diff_abs_max": ends(np.abs(x))[1],
         "ratio_mean": mean(r), **s.std("ratio_std", r), "ratio_min": ends(r)[0], "ratio_max": ends(r)[1],
         "chi2_token": mean(r**2) - 1, "ess_ratio": kish(r, len(r)),
@@ -203,7 +204,7 @@ def kept(s: Everything) -> dict[str, float]:
 def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
     upper = math.inf if weight["bound"] == "none" else weight["upper"]
     lower = weight.get("lower") if weight["bound"] not in ("none", "truncate") else None
-    lower = 1 / upper if not lower else lower
+    floor, lower = lower, 1 / upper if not lower else lower
     found = {}
     ratio_rules = [rule for rule in s.config.get("reject", []) if rule.get("statistic", "ratio") == "ratio"]
     uppers = [upper, *(rule["upper"] for rule in ratio_rules if rule.get("upper"))]
@@ -212,43 +213,39 @@ def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
         lifted = np.minimum(np.maximum(s.applied, 1 / lifting), lifting)
         found["ess_lifted"] = kish(lifted, len(lifted))
     low, high = math.log(lower) if lower else -math.inf, math.log(upper)
-    outside = lambda ratios: (mean(ratios < low), mean(ratios > high))  # noqa: E731
-    sums, level = s.sum_x(), weight["level"]
-    means = np.array([total / len(s.samples[i].valid) for i, total in zip(s.seen, sums, strict=True)])
+    level, samples = weight["level"], [oracle.pooled(sample, s.config) for sample in s.samples]
+
+    def ratio_of(i: int, t: int) -> float:
+        """Of what weighs token t, in logarithms; NaN, which is neither low nor high, where it is not known."""
+        known = oracle.has_weight(samples[i], t, level)
+        return oracle.unit_log_ratio(samples[i], t, level) if known else math.nan
+
+    each = [np.array([ratio_of(i, t) for t in samples[i].usable]) for i in s.seen]
     if level in LEVEL_OF_TOKENS:
-        if level != "token" and s.config.get("aggregate") == "kept":
-            return found
-        unit = s.x if level == "token" else segment_log_ratios(s, level)
+        unit = np.concatenate(each) if each else np.zeros(0)
+        totals = [np.nansum(np.exp(np.clip(x, -CLAMP, CLAMP))) for x in each]
         with np.errstate(divide="ignore"):
-            raw = np.log(
-                [float(np.sum(np.exp(s.c[s.owner[s.usable] == i]))) / len(s.samples[i].valid) for i in s.seen]
-            )
-    elif s.config.get("aggregate") == "kept":
-        return found
+            raw = np.log([x / len(samples[i].valid) for i, x in zip(s.seen, totals, strict=True)])
     else:
-        unit = sums if level == "sequence" else means
-        faulty = np.array([s.samples[i].faulty for i in s.seen], dtype=bool)
-        raw = np.where(faulty, -math.inf, np.clip(unit, -CLAMP, CLAMP))
+        unit = raw = np.array([np.nan if np.isnan(x).all() else np.nanmax(x) for x in each])
     s.gaps += [*nearest(unit, lower, upper), *nearest(raw, lower, upper)]
-    found["weight_low_fraction"], found["weight_high_fraction"] = outside(unit)
-    found["sequence_ratio_low_fraction"], found["sequence_ratio_high_fraction"] = outside(raw)
+    for name, ratios in (("weight", unit), ("sequence_ratio", raw)):
+        found[f"{name}_low_fraction"], found[f"{name}_high_fraction"] = (
+            mean(ratios < low),
+            mean(ratios > high),
+        )
+    acts = (
+        math.log(lower) if lower and weight["bound"] not in ("none", "truncate") and floor != 0 else -math.inf
+    )
+    tokens = unit if level in LEVEL_OF_TOKENS else np.repeat(unit, [len(x) for x in each])
+    found["outside_bound_fraction"] = mean((tokens < acts) | (tokens > high))
     return found
 
 
 def nearest(logs: np.ndarray, *bounds: float) -> list[float]:
     finite = [math.log(b) for b in bounds if 0 < b < math.inf]
-    return [float(np.min(np.abs(logs - b), initial=1.0)) for b in finite]
-
-
-def segment_log_ratios(s: Everything, level: str) -> np.ndarray:
-    values = []
-    for i in s.seen:
-        sample = s.samples[i]
-        for t in sample.usable:
-            run = sample.run(t)
-            total = math.fsum(sample.log_ratios[k] for k in run if k in sample.usable)
-            values.append(total if level == "segment" else total / len(run))
-    return np.array(values)
+    known = logs[~np.isnan(logs)]
+    return [float(np.min(np.abs(known - b), initial=1.0)) for b in finite]
 
 
 def binary_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -737,12 +737,16 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
         mis.report_step(flags(), 0, 2)
 
 
-def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch):
-    """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens."""
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch, ratio: str):
+    """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens.
+
+    Of a ratio of the sequence too, where advantages differ from token to token.
+    """
     logged: list[dict] = []
     monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}], "opsm": {"delta": 0.05},
-              "metrics": "all"}  # fmt: skip
+              "objective": {"ratio": ratio}, "metrics": "all"}  # fmt: skip
     step = random_step(5)
     mis.report_step(flags(), 0, 0)
     found = call(step, config, calculate_per_token_loss=True)
@@ -754,6 +758,69 @@ def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch):
     assert 0 < kept < valid
     for name, count in (("loss_original_denominator", valid), ("loss_kept_denominator", kept)):
         assert_close(torch.tensor(logged[0][name] * count), torch.tensor(total).double())
+
+
+@pytest.mark.parametrize(
+    "correction", [{}, {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}]}]
+)
+@pytest.mark.parametrize("opsm", [{"delta": 0.05}, {"delta": 0.05, "advantage": "sequence"}])
+def test_metrics_of_sequences_count_what_opsm_masks(
+    monkeypatch: pytest.MonkeyPatch, correction: dict, opsm: dict
+):
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    config, step = correction | {"opsm": opsm, "metrics": "all"}, random_step(7)
+    mis.report_step(flags(), 0, 0)
+    call(step, config)
+    mis.report_step(flags(), 0, 1)
+    share = share_of(step, config)
+    lengths = [len(x.mask) for x in step.responses]
+    rows = zip(share.factor.split(lengths), step.rows("mask"), strict=True)
+    factors = [factor[mask.bool()] for factor, mask in rows if mask.any()]
+    means = torch.stack([factor.mean() for factor in factors])
+    kept = [factor > 0 for factor in factors]
+    expected = {
+        "kept_sequences": sum(bool(k.any()) for k in kept) / len(kept),
+        "touched_sequences": sum(not k.all() for k in kept) / len(kept),
+        "sequence_applied_mean": float(means.mean()),
+        "sequence_applied_min": float(means.min()),
+        "sequence_applied_max": float(means.max()),
+    }
+    assert share.on_policy is not None and (share.keep & ~share.on_policy).any()
+    assert {name: logged[0][name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_metrics_count_what_keep_gave_back(monkeypatch: pytest.MonkeyPatch):
+    """Rules leave one sequence and OPSM masks that one: the loss is of everything, and so are the metrics."""
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
+    config = {
+        "weight": None,
+        "reject": [rule],
+        "opsm": {"delta": 0.05},
+        "on_all_rejected": "keep",
+        "metrics": "all",
+    }
+    mis.report_step(flags(), 0, 0)
+    found = call(all_bad(random_step(5)), config, calculate_per_token_loss=True).metrics
+    mis.report_step(flags(), 0, 1)
+    names = (
+        "all_rejected_fraction",
+        "kept_fraction",
+        "kept_sequences",
+        "applied_valid_mean",
+        "sequence_applied_min",
+    )
+    assert {name: logged[0][name] for name in names} == dict.fromkeys(names, 1.0)
+    assert found["mis_kept_fraction"] == logged[0]["tokens"]
+
+
+def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
+    """Rules reject everything, `keep` gives it back, and OPSM leaves a part of it."""
+    config = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "on_all_rejected": "keep"}
+    share = share_of(random_step(7), config | {"opsm": {"delta": 0.05}})
+    assert bool(share.all_rejected) and 0 < int((share.factor > 0).sum()) < int(share.keep.sum())
 
 
 def test_the_uncorrected_loss_is_that_of_the_objective(monkeypatch: pytest.MonkeyPatch):

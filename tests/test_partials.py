@@ -161,10 +161,6 @@ def exact_batches(draw: Callable) -> Batch:
 @given(exact_batches(), configs(metrics="full"))
 def test_the_oracle_agrees(batch: Batch, config: dict):
     samples = batch.samples
-    segments = (config["weight"] or {}).get("level", "").startswith("segment")
-    assume(
-        not segments or not any(sample.faulty for sample in samples)
-    )  # whether those are kept is another's question
     expected = oracle.correct(samples, config)
     losses = [row.tolist() for row in batch.pg_loss().detach().double().split(batch.response_lengths)]
     wanted, everything = step_oracle.step_metrics(samples, config, expected, losses)
@@ -181,9 +177,7 @@ def test_the_oracle_agrees(batch: Batch, config: dict):
     assert not unknown or of_kept
 
 
-NOT_OF_THE_ORACLE = re.compile(
-    r"lag_|all_rejected|outside_bound|slope|implied_temperature|ratio_mean_error|.*_p\d\d$"
-)
+NOT_OF_THE_ORACLE = re.compile(r"lag_|all_rejected|slope|implied_temperature|ratio_mean_error|.*_p\d\d$")
 
 
 def assert_metric(name: str, found: float, value: float, s: step_oracle.Everything) -> None:
@@ -274,6 +268,34 @@ def test_reverse_kl_of_two_known_policies():
     assert found["reverse_kl_k1"] == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2), rel=1e-6)
     assert found["kl_k3"] == pytest.approx(found["kl_k1"], rel=1e-6)  # the mean ratio is 1
     assert found["reverse_kl_k3"] == pytest.approx(found["reverse_kl_k1"], rel=1e-6)
+
+
+def test_the_clamp_acts_inside_exp_alone():
+    """A ratio of e^50 reads e^20, its logarithm 50."""
+    found = step_of(make_batch([([-1.0], [-51.0], [1])]))
+    assert found["reverse_kl_k1"] == pytest.approx(50 * math.exp(20))
+    assert found["reverse_kl_k2"] == pytest.approx(50**2 / 2 * math.exp(20))
+    assert found["reverse_kl_k3"] == pytest.approx(49 * math.exp(20) + 1)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_a_ratio_of_nothing_is_neither_low_nor_high(level: str):
+    """Of a sequence with a NaN, and of one of which a token rule leaves nothing."""
+    nan = make_batch([([-1.0, -2.0], [-9.0, math.nan], [1, 1]), ([-1.0], [-1.0], [1])])
+    weight = {"level": level, "bound": "clip", "upper": 2.0}
+    found = step_of(nan, weight=weight)
+    dropped = ratio_batch([[9.0, 9.0], [1.0]])
+    kept = step_of(dropped, weight=weight, reject=[{"over": "token", "upper": 2.0}], aggregate="kept")
+    names = [f"{name}_{side}_fraction" for name in ("weight", "sequence_ratio") for side in ("low", "high")]
+    for name in [*names, "outside_bound_fraction"]:
+        assert (found[name], kept[name]) == (0.0, 0.0), name
+
+
+def test_the_ratio_of_a_sequence_of_segments_is_theirs():
+    """Two turns, of 0.5 * 0.5 and of 1: their mean over tokens is 0.5, where that of the tokens is 2 / 3."""
+    batch = make_batch([([-1.0, -1.0, -1.0, -1.0], [math.log(2) - 1] * 2 + [0.0, -1.0], [1, 1, 0, 1])])
+    weight = {"level": "segment", "bound": "zero", "lower": 0.6, "upper": 2.0}
+    assert step_of(batch, weight=weight)["sequence_ratio_low_fraction"] == 1.0
 
 
 def test_rejection_by_cause():

@@ -205,6 +205,15 @@ def test_a_sequence_with_an_unknown_weight_has_the_smallest_one_zero():
     ]
 
 
+@pytest.mark.parametrize("level", ["sequence", "geometric", "segment"])
+def test_an_unknown_ratio_is_beyond_no_bound(level: str):
+    """Of what is known of the first sequence, 9, neither its product nor its mean is made."""
+    batch = ratio_batch([[9.0, 9.0], [9.0]])
+    batch.behavior[0][1] = math.nan
+    found = run(batch, {"weight": {"level": level, "upper": 2.0}}).metrics
+    assert torch.cat(list(found["mis_tis_truncate_fraction"])).tolist() == [0.0, 0.0, 1.0]
+
+
 def test_a_live_non_finite_trainer_log_prob_is_counted():
     """Its gradient is already in the host's loss: counted under a name of its own, and weight 0."""
     batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])

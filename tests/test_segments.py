@@ -78,6 +78,19 @@ def test_a_nan_costs_its_own_turn_only():
     torch.testing.assert_close(weights, torch.tensor([0.0, 0.0, 0.0, 3.0]), rtol=weight_rtol(3.0), atol=0)
 
 
+def test_a_nan_is_dropped_alone_by_rules_over_tokens_only():
+    """With `aggregate: kept` too a rule over turns drops the turn, whose statistic is not known."""
+    batch = ratio_batch([[0.5, 1.2, 9.0, 3.0]], [[1, 1, 0, 1]])
+    batch.behavior[0][1] = math.nan
+    turns, tokens = {"over": "mean", "unit": "segment", "upper": 5.0}, {"over": "token", "upper": 5.0}
+    config = {"weight": {"level": "geometric", "upper": 10.0}, "aggregate": "kept"}
+    assert run(batch, config | {"reject": [turns]}).masks[0].tolist() == [0, 0, 0, 1]
+    assert run(batch, config | {"reject": [turns, tokens]}).masks[0].tolist() == [1, 0, 0, 1]
+    of_turns = {"weight": {"level": "segment", "upper": 10.0}, "aggregate": "kept", "reject": [tokens]}
+    weights = run(batch, of_turns).metrics["mis_tis_weight_after_bound"][0]
+    torch.testing.assert_close(weights, torch.tensor([0.5, 0.0, 0.0, 3.0]), rtol=weight_rtol(3.0), atol=0)
+
+
 @pytest.mark.parametrize("over", ["valid", "kept"])
 def test_normalization_counts_each_turn_once(over: str):
     """A turn of three tokens counts as much as a turn of one."""

@@ -97,6 +97,16 @@ def test_weights(row: list[Token], spec: Spec):
     assert metrics == {}
 
 
+def test_the_smallest_weights_count_as_others_do():
+    """Two tokens of e^-20: each is half of what counts."""
+    behavior, live = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    numerator = behavior - 20
+    written = Written(torch.tensor([3, 3]), numerator, current=5)
+    applied = behavior_weight(numerator, behavior, live, SegmentWiseConfig())
+    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, live, applied))
+    assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
+
+
 @given(rows)
 def test_loglinear_error(row: list[Token]):
     counted = [
