@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -77,6 +78,48 @@ def test_arguments_are_printed_one_a_line(capsys: pytest.CaptureFixture) -> None
         capsys, "--model", "qwen3-4B", "--backend", "megatron", "--tp", "2", "--cp", "4", "--engine-tp", "8"
     )
     assert ulysses[ulysses.index("--cp-comm-type") + 1] == "a2a"
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ((), (8, 1, 8)),
+        (("--cp", "4"), (2, 4, 8)),
+        (("--cp", "2"), (4, 2, 8)),
+        (("--tp", "2", "--cp", "4"), (2, 4, 8)),
+        (("--tp", "8", "--cp", "2"), (8, 2, 16)),
+        (("--model", "qwen3-0.6B", "--engine-tp", "2"), (8, 1, 2)),
+    ],
+)
+def test_what_a_user_leaves_out_of_a_layout_is_chosen_so_that_it_holds(
+    words: tuple[str, ...], layout: tuple[int, int, int], capsys: pytest.CaptureFixture
+) -> None:
+    lines = printed(capsys, *words)
+    names = ("--tensor-model-parallel-size", "--context-parallel-size", "--rollout-num-gpus-per-engine")
+    assert tuple(int(lines[lines.index(name) + 1]) for name in names) == layout
+
+
+@pytest.mark.parametrize("words", [("--cp", "4", "--tp", "8", "--engine-tp", "8"), ("--cp", "2", "--tp", "1"),
+                                   ("--model", "qwen3-0.6B", "--cp", "2"), ("--tp", "2")])  # fmt: skip
+def test_what_a_refused_layout_is_told_to_set_holds(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture
+) -> None:
+    """Beside the user's own context parallelism, or without any."""
+    assert main(["flags", "--miles", *words]) == 2
+    told = capsys.readouterr().err
+    advised = dict(
+        re.findall(
+            r"--(context-parallel-size|tensor-model-parallel-size|rollout-num-gpus-per-engine) (\d+)", told
+        )
+    )
+    both = re.findall(r"both to (\d+)", told)
+    context = advised.get("context-parallel-size", "1")
+    tensor, engine = (
+        advised.get(name, *both) for name in ("tensor-model-parallel-size", "rollout-num-gpus-per-engine")
+    )
+    model = words[: 2 * ("--model" in words)]
+    assert printed(capsys, *model, "--cp", context, "--tp", tensor, "--engine-tp", engine)
+    assert context == dict(zip(words[::2], words[1::2], strict=True)).get("--cp", "1") or context == "1"
 
 
 def test_the_environment_is_printed_instead(capsys: pytest.CaptureFixture) -> None:

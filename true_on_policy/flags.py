@@ -381,7 +381,7 @@ def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=get_args(TrainBackend), help="the trainer (megatron)")
     parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (the fewest that hold)")
     parser.add_argument("--cp", type=int, help="context parallel of the trainer (1)")
-    parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (the trainer's)")
+    parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (--tp times --cp)")
     parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
 
 
@@ -422,13 +422,15 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     """Raises: ContractError: no host carries the family, or it cannot hold."""
     model, backend = arguments.model or "qwen3-4B", arguments.backend or "megatron"
     host_contract(FAMILIES[family_and_size(model)[0]])
-    ranks = fewest_ranks(model, backend) if arguments.tp is None else arguments.tp
+    context = 1 if arguments.cp is None else arguments.cp
+    shared = context if backend == "megatron" and context > 0 else 1  # others are refused below
+    tensor = fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
     return model_contract(
         model,
         backend,
-        trainer_tp=ranks,
-        engine_tp=ranks if arguments.engine_tp is None else arguments.engine_tp,
-        context_parallel=1 if arguments.cp is None else arguments.cp,
+        trainer_tp=tensor,
+        engine_tp=tensor * shared if arguments.engine_tp is None else arguments.engine_tp,
+        context_parallel=context,
         engine_gemm=arguments.gemm or TRAINER_GEMMS[backend],
     )
 

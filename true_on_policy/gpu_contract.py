@@ -285,22 +285,33 @@ def family_and_size(model: str) -> tuple[str, Size]:
     return found
 
 
-def fewest_ranks(model: str, backend: str) -> int:
-    """Of tensor parallelism, the same on both sides, where a user names none; 2 where none of RANKS holds."""
-    return 1 if backend == "fsdp" else next(iter(equal_ranks(family_and_size(model)[1])), 2)
+def fewest_ranks(model: str, backend: str, context: int = 1) -> int:
+    """Of an engine, where a user names none; twice the context-parallel ranks where none of RANKS holds."""
+    if backend == "fsdp":
+        return 1
+    return next(iter(equal_ranks(family_and_size(model)[1], context)), 2 * context)
 
 
-def equal_ranks(size: Size) -> tuple[int, ...]:
-    """Those of RANKS with which Megatron and an engine of as many ranks add up alike and share out the heads."""
+def equal_ranks(size: Size, context: int = 1) -> tuple[int, ...]:
+    """Those of RANKS with which Megatron, tensor times context parallel, and an engine of as many ranks agree.
+
+    They add up o and down alike, and Megatron's ranks can share the heads.
+    """
     return tuple(
         ranks
         for ranks in RANKS
-        if size.num_key_value_heads % ranks == 0
+        if ranks % context == 0
+        and _shares_heads(size, ranks // context, context)
         and all(
-            megatron_order(columns, ranks, 1) == engine_order(columns, ranks)
+            megatron_order(columns, ranks // context, context) == engine_order(columns, ranks)
             for columns in _cut(size).values()
         )
     )
+
+
+def _shares_heads(size: Size, tensor: int, context: int) -> bool:
+    """attention_fa3.py and cp_layout.py of the Megatron fork: groups are cut by TP, the heads of a rank by Ulysses."""
+    return size.num_key_value_heads % tensor == 0 and size.num_attention_heads % (tensor * context) == 0
 
 
 def _cut(size: Size) -> dict[str, int]:
@@ -332,7 +343,7 @@ def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> 
 
 
 def _check_layout(contract: GpuContract) -> None:
-    for name in ("trainer_tp", "engine_tp", "context_parallel"):
+    for name in ("context_parallel", "trainer_tp", "engine_tp"):
         if getattr(contract, name) < 1:
             raise ContractError(f"{name}: got {getattr(contract, name)}; a side has 1 rank or more")
     if contract.dtype != "bf16":
@@ -360,9 +371,8 @@ def _check_row_sums(contract: GpuContract, size: Size) -> None:
 
 
 def _check_heads(contract: GpuContract, size: Size) -> None:
-    """attention_fa3.py and cp_layout.py of the Megatron fork: groups are cut by TP, the heads of a rank by Ulysses."""
     tensor, context = contract.trainer_tp, contract.context_parallel
-    if size.num_key_value_heads % tensor or size.num_attention_heads % (tensor * context):
+    if not _shares_heads(size, tensor, context):
         raise ContractError(
             f"trainer tensor parallel {tensor} x context parallel {context} does not share out "
             f"{size.num_attention_heads} heads in {size.num_key_value_heads} groups; tensor parallel must divide the "
@@ -376,7 +386,9 @@ def _unequal_orders(contract: GpuContract, size: Size, name: str, columns: int) 
         f"engine tensor parallel {contract.engine_tp}"
     )
     advice = (
-        "set --rollout-num-gpus-per-engine 1" if contract.backend == "fsdp" else _advice(equal_ranks(size))
+        "set --rollout-num-gpus-per-engine 1"
+        if contract.backend == "fsdp"
+        else _advice(size, contract.context_parallel)
     )
     return (
         f"{layout}: the {name} product adds the parts of its {columns} columns in two orders, so it rounds "
@@ -384,9 +396,19 @@ def _unequal_orders(contract: GpuContract, size: Size, name: str, columns: int) 
     )
 
 
-def _advice(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        tried = ", ".join(map(str, RANKS))
-        return f"with as many on both sides none of {tried} holds for this model; set --train-backend fsdp"
-    fitting = " or ".join(map(str, ranks))
-    return f"set --tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"
+def _advice(size: Size, context: int) -> str:
+    """With the user's context parallelism, else without any."""
+    for shared in dict.fromkeys((context, 1)):
+        ranks = equal_ranks(size, shared)
+        if ranks and shared > 1:
+            return (
+                f"beside --context-parallel-size {shared} set --tensor-model-parallel-size {ranks[0] // shared} and "
+                f"--rollout-num-gpus-per-engine {ranks[0]}"
+            )
+        if ranks:
+            fitting, alone = " or ".join(map(str, ranks)), "--context-parallel-size 1, " * (context > 1)
+            return (
+                f"set {alone}--tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"
+            )
+    tried = ", ".join(map(str, RANKS))
+    return f"with as many on both sides none of {tried} holds for this model; set --train-backend fsdp"
