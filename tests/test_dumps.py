@@ -168,6 +168,29 @@ def test_an_engine_is_found_by_its_port(tmp_path: Path) -> None:
     assert load_engine(tmp_path / "engine-1.json", None).settings["port"] == "1"
 
 
+def test_engines_of_one_port_are_told_apart_by_their_machine(tmp_path: Path) -> None:
+    here = this_process().host
+    for address, host in (("10.0.0.1", "elsewhere"), ("10.0.0.2", here)):
+        told = Dump(
+            Process(url=f"http://{address}:1", host=host, pid=os.getpid()),
+            Observation({"at": address}, {}),
+            None,
+        )
+        write(tmp_path / f"engine-{address}-1.json", told)
+    for url, found in (
+        ("http://10.0.0.1:1", "10.0.0.1"),
+        ("http://10.0.0.2:1/", "10.0.0.2"),
+        ("http://127.0.0.1:1", "10.0.0.2"),
+        ("http://localhost:1", "10.0.0.2"),
+        ("http://[::1]:1", "10.0.0.2"),
+    ):
+        assert load_engine(tmp_path, url).settings["at"] == found
+    with pytest.raises(
+        DumpError, match="0 engines at http://10.0.0.3:1; there are: engine-10.0.0.1-1.json, "
+    ):
+        load_engine(tmp_path, "http://10.0.0.3:1")
+
+
 def test_an_engine_that_has_ended_is_not_believed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -6,6 +6,7 @@ tests/engines/test_sglang.py has the real one.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -46,7 +47,7 @@ def runner(**changed: Any) -> Any:
         "model_config": SimpleNamespace(dtype=torch.bfloat16, hf_text_config=config),
         "attn_backend": FlashAttentionBackend(),
         "kv_cache_dtype": torch.bfloat16,
-        "server_args": SimpleNamespace(host="0.0.0.0", port=30000),
+        "server_args": SimpleNamespace(host="0.0.0.0", port=30000, dist_init_addr=None),
     }
     return SimpleNamespace(**parts | changed)
 
@@ -161,8 +162,23 @@ def test_it_is_written_where_the_doctor_finds_it(tmp_path: Path, monkeypatch: py
     folder = tmp_path / "written"
     monkeypatch.setenv(FOLDER, str(folder))
     written(None, runner())
-    assert [file.name for file in folder.iterdir()] == ["engine-30000.json"]
+    assert [file.name for file in folder.iterdir()] == [f"engine-{socket.gethostname()}-30000.json"]
     assert load_engine(folder, "http://127.0.0.1:30000").settings["attention"] == "fa3"
+
+
+@pytest.mark.parametrize(
+    ("first", "named"), [("10.0.0.2:15003", "10.0.0.2"), ("[fe80::1]:15003", "_fe80__1_")]
+)
+def test_engines_of_two_machines_with_one_port_write_two_files(
+    first: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Miles starts them: each machine's ports begin at 15000, and all write to one folder."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "written"))
+    for where, host in (("10.0.0.1:15003", "10.0.0.1"), (first, "10.0.0.2")):
+        written(None, runner(server_args=SimpleNamespace(host=host, port=15000, dist_init_addr=where)))
+    names = {file.name for file in (tmp_path / "written").iterdir()}
+    assert names == {"engine-10.0.0.1-15000.json", f"engine-{named}-15000.json"}
+    assert load_engine(tmp_path / "written", "http://10.0.0.2:15000").settings["attention"] == "fa3"
 
 
 def test_an_engine_that_cannot_be_looked_at_starts(

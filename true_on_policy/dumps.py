@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -136,7 +137,10 @@ def load_engine(path: Path, url: str | None) -> Observation:
 
 def _one_engine(folder: Path, url: str | None) -> Path:
     firsts = [file for file in sorted(folder.glob("engine-*.json")) if ".rank" not in file.name]
-    meant = [file for file in firsts if url is None or _same_server(read(file).process.url, url)]
+    processes = {file: read(file).process for file in firsts}
+    meant = [file for file in firsts if url is None or _port(processes[file].url) == _port(url)]
+    if url is not None and len(meant) > 1:  # hosts give their engines the same ports on each machine
+        meant = [file for file in meant if _same_host(processes[file], url)]
     if len(meant) != 1:
         named = ", ".join(file.name for file in firsts) or "none"
         raise DumpError(
@@ -145,9 +149,15 @@ def _one_engine(folder: Path, url: str | None) -> Path:
     return meant[0]
 
 
-def _same_server(one: str, other: str) -> bool:
-    """By the port; an address has many names."""
-    return one.rstrip("/").rpartition(":")[2] == other.rstrip("/").rpartition(":")[2]
+def _port(url: str) -> str:
+    return url.rstrip("/").rpartition(":")[2]
+
+
+def _same_host(process: Process, url: str) -> bool:
+    """As the engine was told to call itself, or this machine by its loopback."""
+    asked = urlsplit(url).hostname or ""
+    here = asked == "localhost" or asked.startswith("127.") or asked == "::1"
+    return process.host == socket.gethostname() if here else urlsplit(process.url).hostname == asked
 
 
 def _side(first: Path) -> list[Dump]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,12 +50,12 @@ def written(result: Any, runner: Any) -> None:
 
 
 def write(runner: Any) -> Path:
-    """The file of this rank, named by the server's port."""
+    """The file of this rank, named by the machine of the engine's first rank and the server's port."""
     args = runner.server_args
     process = this_process(f"http://{args.host}:{args.port}")
-    return write_dump(
-        Path(os.environ[FOLDER]) / f"engine-{args.port}.json", Dump(process, observe(runner), None)
-    )
+    machine = (args.dist_init_addr or "").rpartition(":")[0] or socket.gethostname()
+    name = f"engine-{re.sub(r'[^A-Za-z0-9.-]', '_', machine)}-{args.port}.json"
+    return write_dump(Path(os.environ[FOLDER]) / name, Dump(process, observe(runner), None))
 
 
 def observe(runner: Any) -> Observation:
