@@ -17,8 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 import hypothesis
 import pytest
 import torch
-import torch.distributed as dist
 import triton_interpreter  # noqa: F401  (before anything imports triton)
+from process_groups import destroy_process_groups
 
 from mis_plugins import mis, notices
 from mis_plugins.recorder import Recorder
@@ -100,8 +100,4 @@ def nothing_was_said() -> None:
 def no_process_group_outlives_its_file() -> Iterator[None]:
     """Ranks that a later file forks would inherit it."""
     yield
-    if dist.is_initialized():
-        mpu = sys.modules.get("megatron.core.parallel_state")
-        if mpu is not None and mpu.model_parallel_is_initialized():
-            mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    destroy_process_groups()
