@@ -263,7 +263,7 @@ TOKEN_SUMS: dict[str, TokenRow] = {
 LOSS_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
     "with_loss": lambda t, _: t.correction.ragged.loss_mask,
     "loss": lambda t, loss: torch.where(t.correction.ragged.loss_mask, loss, 0),
-    "corrected_loss": lambda t, loss: torch.where(t.correction.keep, loss * t.correction.weights, 0),
+    "corrected_loss": lambda t, loss: t.kept(loss * t.correction.weights if t.config.corrects else loss, 0),
 }
 
 

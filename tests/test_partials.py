@@ -327,6 +327,14 @@ def test_both_denominators():
     assert found["loss_kept_denominator"] == 2.0
 
 
+def test_without_correction_a_lost_log_prob_leaves_the_loss_as_it_is():
+    batch = make_batch([([-1.0, -2.0], [-1.5, math.nan], [1, 1])])
+    parsed = from_mapping({"weight": None})
+    found = finalize(partials(corrected(batch, parsed), torch.tensor([1.0, 3.0])), parsed)
+    losses = ("loss_uncorrected", "loss_original_denominator", "loss_kept_denominator")
+    assert [found[name] for name in losses] == [2.0] * 3
+
+
 def test_lags_are_split_by_version():
     batch = ratio_batch([[1.0, 2.0, 4.0, 1.0]])
     config = from_mapping({"weight": None})

@@ -270,6 +270,27 @@ def test_ms_swift_modes(mode: str, form: str, tmp_path: Path):
     assert read_back(translation, tmp_path) == translation.config()
 
 
+def test_ms_swift_flags_with_dashes_and_comments():
+    """Its parser takes either; what a script has commented out is not said."""
+    text = f"# --{THRESHOLD} 5\nswift rlhf --{MODE.replace('_', '-')} token_mask \\\n --{THRESHOLD.replace('_', '-')}=3"
+    weight = ms_swift.translate(text + f" # --{THRESHOLD} 7").config().weight
+    assert weight == WeightConfig("token", "zero", 0.0, 3.0)
+    assert ms_swift.translate(f"{MODE.replace('_', '-')}: token_truncate").config().weight == WeightConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        (f"{DELTA}: 0.1", True),  # beta is 0.04 unless it is given
+        (f"{MODE}: token_truncate\nbeta: null", True),
+        (f"{MODE}: token_truncate\nbeta: 0", False),
+        (f"{DELTA}: 0.1\nbeta: 0.04", False),  # objective.weigh_kl serves it
+    ],
+)
+def test_ms_swift_says_where_its_kl_term_is_not_weighed(text: str, warns: bool):
+    assert any("KL term" in note for note in ms_swift.translate(text).notes) == warns
+
+
 def test_ms_swift_threshold_and_metrics():
     config = ms_swift.translate(f"{MODE}: sequence_mask\n{THRESHOLD}: 1.5").config()
     assert config.reject == (RejectRule(over="mean", upper=1.5),)

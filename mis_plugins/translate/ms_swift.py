@@ -21,7 +21,8 @@ SOURCES = {
     "objective.weigh_kl": ("beta",),
     "metrics": (METRICS,),
 }
-FLAG = re.compile(r"--(\w+)(?:[ \t=]+([^\s\\-][^\s\\]*))?")
+FLAG = re.compile(r"--([\w-]+)(?:[ \t=]+([^\s\\-][^\s\\]*))?")
+COMMENT = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
 
 # Of a threshold: the weight and what is rejected. `sequence` is the geometric mean; `mask` sets the weight to 0.
 MODES = {
@@ -73,7 +74,8 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
             "sequence_mask: the code multiplies raw token ratios by the mask; the document's formula is the preset "
             "ms-swift-sequence-mask-as-documented."
         )
-    if mode is not None and not (given.get(DELTA) is not None and _weighs_kl(given)):
+    masks = given.get(DELTA) is not None
+    if (mode is not None or masks) and _has_kl(given) and not (masks and _weighs_kl(given)):
         yield (
             "ms-swift multiplies its KL term (beta) by the weight too, and a mask drops it; here the hosts weigh the "
             "policy loss alone. objective: {weigh_kl: true} with the loss hook and --use-kl-loss is the same as theirs."
@@ -83,14 +85,27 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _weighs_kl(given: Mapping[str, Any]) -> bool:
-    return "beta" in given and number(given["beta"], "beta") != 0
+    return given.get("beta") is not None and _has_kl(given)
+
+
+def _has_kl(given: Mapping[str, Any]) -> bool:
+    """Of GRPO, unless `beta` is said to be 0: its default is 0.04."""
+    return given.get("beta") is None or number(given["beta"], "beta") != 0
 
 
 def _keys(text: str) -> Mapping[str, Any]:
-    """A yaml mapping, with or without dashes before its keys; else the `--key value` of a launch script."""
-    if not re.search(r"^\s*(?:[\w/.]+ .*)?--\w+[ =]", text, re.MULTILINE):
+    """A yaml mapping, with or without dashes before its keys; else the `--key value` of a launch script.
+
+    Its parser takes `--a-key` for `--a_key`.
+    """
+    if not re.search(r"^\s*(?:[\w/.]+ .*)?--[\w-]+[ =]", text, re.MULTILINE):
         loaded = load(text)
         if not isinstance(loaded, Mapping):
             raise ConfigError(f"got {loaded!r}; expected a yaml mapping or a launch script with --key value")
-        return {str(key).lstrip("-"): value for key, value in loaded.items()}
-    return {key: True if value == "" else load(value) for key, value in FLAG.findall(text)}
+        return {_underscored(str(key).lstrip("-")): value for key, value in loaded.items()}
+    flags = FLAG.findall(COMMENT.sub("", text))
+    return {_underscored(key): True if value == "" else load(value) for key, value in flags}
+
+
+def _underscored(key: str) -> str:
+    return key.replace("-", "_")
