@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The real SGLang against the real Megatron-core and Hugging Face on CPU, token by token, bit by bit.
-#   bash scripts/verify-sglang-megatron.sh            a quarter of an hour on 2 cores
+#   bash scripts/verify-sglang-megatron.sh            half an hour on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-sglang-megatron.sh --tokens 500
 # Certificates and pictures: benchmarks/results/certificate-*. Ends at the first chain that is broken or vacuous.
 set -euo pipefail
