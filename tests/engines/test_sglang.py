@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -35,10 +36,10 @@ from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang
 from true_on_policy.flags import launch_flags, stated_size
 from true_on_policy.gpu_contract import model_contract
-from true_on_policy.gpu_probes import digest
+from true_on_policy.gpu_probes import digest, over_ranks
 from true_on_policy.kernels import gpu
 from true_on_policy.links import Evidence
-from true_on_policy.models import updated
+from true_on_policy.models import kernel_shapes, read_config, updated
 from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
 from true_on_policy.releases import FILES, RELEASES, declares
@@ -88,6 +89,21 @@ def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, eng
     assert seen.settings[PRODUCTS] != digested()
     with pinned(Contract(dtype="bf16")):
         assert seen.settings[PRODUCTS] == digested()
+
+
+def test_the_digest_is_of_the_layers_that_ranks_share(engine_dump: Path, tiny: Path):
+    """SGLang's own RowParallelLinear on two ranks, beside the pinned products of a trainer on two."""
+    size = stated_size(json.loads((tiny / "config.json").read_text()))
+    contract = Contract(dtype="bf16", shapes=kernel_shapes(read_config(tiny), 2))
+    with closing(SGLang(tiny, "bf16", contract, ranks=2)) as two:
+        seen = load_engine(engine_dump, two._server.url)
+    assert (seen.settings["tensor parallel"], seen.settings[RANKS]) == ("2", "all")
+    with pinned(Contract(dtype="bf16")):
+        alone, shared = (
+            digest("bf16", gpu.products(size, row, row), torch.device("cpu"))
+            for row in (F.linear, over_ranks(F.linear, 2))
+        )
+    assert seen.settings[PRODUCTS] == shared != alone
 
 
 def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang):

@@ -49,8 +49,10 @@ def install(contract: GpuContract) -> Undo:
     """
     missing = [provider.NAME for provider in providers(contract) if provider.version() is None]
     if missing:
+        instead = ", or launch with what `flags --gemm triton_persistent` prints" * ("deep_gemm" in missing)
         raise PinError(
-            f"contract.backend: {contract.backend!r} pins {name(contract)}, but {', '.join(missing)} is not installed"
+            f"contract.backend: {contract.backend!r} pins {name(contract)}, but {', '.join(missing)} is not installed; "
+            f"install it{instead}"
         )
     with ExitStack() as stack:
         stack.callback(precision.pin())
