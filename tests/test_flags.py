@@ -305,6 +305,58 @@ def test_a_setting_that_undoes_a_launch_is_refused_and_said_how_to_drop(name: st
         check_host(host_args("megatron", config(tmp_path), **{name: WITHOUT_A_WORD[name]}))
 
 
+GROUPS = """
+sglang:
+  - name: actor
+    server_groups:
+      - {{worker_type: placeholder, num_gpus: 1, overrides: {{attention_backend: triton}}}}
+      - {{worker_type: regular, num_gpus: 8}}
+      - {{worker_type: regular, num_gpus: 8, {changed}}}
+  - {{name: rm, model_path: /elsewhere, num_gpus_per_engine: 1, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}
+  - {{name: eval, num_gpus_per_engine: 1, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        (
+            "num_gpus_per_engine: 4",
+            "rollout_num_gpus_per_engine is 4; launch with --rollout-num-gpus-per-engine 8",
+        ),
+        ("overrides: {tp_size: 2}", "rollout_num_gpus_per_engine is 2; launch with"),
+        ("overrides: {attention_backend: triton}", "sglang_attention_backend is 'triton'; launch with"),
+        ("overrides: {enable_mixed_chunk: true}", "sglang_enable_mixed_chunk is True: "),
+        (
+            "overrides: {enable_deterministic_inference: false}",
+            "sglang_enable_deterministic_inference is False; ",
+        ),
+    ],
+)
+def test_what_a_group_of_engines_overrides_is_checked_too(changed: str, fault: str, tmp_path: Path) -> None:
+    """Those of the trained model alone."""
+    file = tmp_path / "groups.yaml"
+    file.write_text(GROUPS.format(changed=changed))
+    with pytest.raises(ContractError) as raised:
+        check_host(host_args("megatron", config(tmp_path), sglang_config=str(file)))
+    (told,) = str(raised.value).splitlines()[1:]
+    assert told.startswith(f"  {file}, model 'actor', group 2: {fault}")
+
+
+@pytest.mark.parametrize(
+    "text", [GROUPS.format(changed="overrides: {}"), "", "[]", "sglang: 3", ":\n-", None]
+)
+def test_groups_that_change_nothing_or_cannot_be_read_stop_nothing(
+    text: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "groups.yaml"
+    if text is not None:
+        file.write_text(text)
+    args = host_args("megatron", config(tmp_path), sglang_config=str(file))
+    assert check_host(args) == CONTRACTS["megatron"]
+    assert ("its groups are not checked" in caplog.text) == (text is None or "actor" not in text)
+
+
 def test_every_fault_is_a_line(tmp_path: Path) -> None:
     args = host_args("fsdp", config(tmp_path), rollout_temperature=0.7, deterministic_mode=False)
     with pytest.raises(ContractError) as raised:

@@ -37,6 +37,7 @@ from true_on_policy.gpu_contract import (
     model_contract,
 )
 from true_on_policy.releases import RELEASES, check_installed, releases_with
+from true_on_policy.server_groups import groups
 
 PREFIX = "--sglang-"  # before SGLang's own flags, in Miles
 
@@ -257,13 +258,19 @@ def check_host(args: argparse.Namespace, environment: Mapping[str, str] = os.env
     Raises:
         ContractError: a setting breaks it, or the model is not covered. Each fault is a line of the message.
     """
-    faults = [_refused(args, rule) for rule in REFUSALS]
     contract = _asked_contract(args, environment)
-    faults += [_unset(args, flag) for flag in launch_flags(contract)]
-    found = [fault for fault in faults if fault]
+    found = _faults(args, contract)
+    for where, own in groups(args):
+        found += [f"{where}: {fault}" for fault in _faults(own, contract) if fault not in found]
     if found:
         raise ContractError("true-on-policy cannot hold:\n" + "\n".join(f"  {fault}" for fault in found))
     return contract
+
+
+def _faults(args: argparse.Namespace, contract: GpuContract) -> list[str]:
+    faults = [_refused(args, rule) for rule in REFUSALS]
+    faults += [_unset(args, flag) for flag in launch_flags(contract)]
+    return [fault for fault in faults if fault]
 
 
 def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) -> GpuContract:

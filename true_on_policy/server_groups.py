@@ -1,0 +1,54 @@
+"""What Miles's --sglang-config sets for a group of engines, after and over what the command line set for all."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+logger = logging.getLogger("true_on_policy")
+
+
+def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
+    """Each group of engines that sample from the trained model, and the host's arguments as they hold there.
+
+    Miles v0.1.0 and main (31f1ca96): backends/sglang_utils/sglang_config.py. A file that lies on another machine alone
+    cannot be read here, which is told and stops nothing.
+    """
+    path = getattr(args, "sglang_config", None)
+    if path is None:
+        return
+    try:
+        stated = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = [
+            (f"{path}, model {model['name']!r}, group {number}", _arguments(args, model, group))
+            for model in stated["sglang"]
+            if _is_trained(args, model)
+            for number, group in enumerate(model.get("server_groups") or model.get("engine_groups") or ())
+            if group["worker_type"] != "placeholder"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        logger.warning("sglang_config: %s cannot be read here (%r): its groups are not checked", path, error)
+        return
+    yield from found
+
+
+def _is_trained(args: argparse.Namespace, model: Mapping[str, Any]) -> bool:
+    """Whether it gets the trainer's weights; the engines of evaluation give no log-probs to train on."""
+    same = model.get("model_path") in (None, args.hf_checkpoint)
+    updated = model.get("update_weights")
+    return model["name"] != "eval" and (same if updated is None else updated)
+
+
+def _arguments(
+    args: argparse.Namespace, model: Mapping[str, Any], group: Mapping[str, Any]
+) -> argparse.Namespace:
+    own = group.get("overrides") or {}
+    ranks = [own.get("tp_size"), group.get("num_gpus_per_engine"), model.get("num_gpus_per_engine")]
+    stated = {f"sglang_{name}": value for name, value in own.items()}
+    engine = next(filter(None, ranks), args.rollout_num_gpus_per_engine)
+    return argparse.Namespace(**vars(args) | stated | {"rollout_num_gpus_per_engine": engine})
