@@ -386,6 +386,9 @@ def test_contradictions_quote_both(objective: dict, settings: dict, message: str
 @pytest.mark.parametrize(
     "config, settings, message",
     [
+        *((beside, {"custom_pg_loss_reducer_function_path": "mis_plugins.mis.kept_token_mean"},
+           r"kept_token_mean: mis_plugins\.mis\.policy_loss hands a reducer the masks of before.*denominator: kept")
+          for beside in (RULES, {"opsm": {"delta": 0.1}})),
         ({"opsm": {"delta": 0.1}}, {"use_opsm": True, "opsm_delta": 0.1},
          r"--use-opsm and mis\.opsm are both set; keep one"),
         (TIS, {"use_rollout_logprobs": True}, r"mis\.weight: with mis\.objective\.old: behavior"),

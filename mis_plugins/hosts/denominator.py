@@ -9,6 +9,19 @@ from mis_plugins.errors import ConfigError
 REDUCER = "mis_plugins.mis.kept_token_mean"
 
 
+def check_reducer(args: Any, drops: bool) -> None:
+    """Refuse our reducer beside the loss hook where something is dropped: it would divide by all valid tokens.
+
+    Raises:
+        ConfigError: it quotes the host's flag.
+    """
+    if drops and getattr(args, "custom_pg_loss_reducer_function_path", None) == REDUCER:
+        raise ConfigError(
+            f"--custom-pg-loss-reducer-function-path {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks "
+            "of before rejection, and it would divide by all their tokens; drop it, and say mis.denominator: kept"
+        )
+
+
 def check(args: Any) -> None:
     """Refuse `kept` where the host's own division would undo it, or another hook's would do it twice.
 

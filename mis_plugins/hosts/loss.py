@@ -131,6 +131,7 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
         opsm = OpsmConfig(args.opsm_delta, reference=objective.old)
     if config.denominator == "kept":
         denominator.check(args)
+    denominator.check_reducer(args, drops=config.rejects or opsm is not None)
     normalize = config.weight and config.weight.normalize
     if normalize and normalize.scope == "rollout" and objective.old == "behavior":
         raise ConfigError(
