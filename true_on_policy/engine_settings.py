@@ -92,9 +92,7 @@ def _probed(client: _Client) -> dict[str, str]:
     together = client.generate([PROMPT, *COMPANY])[0]
     sequence = (*PROMPT, *alone[0])
     scored = client.score([sequence])[0]
-    among = client.score([*COMPANY, sequence])[
-        -1
-    ]  # the first of a request may start before the others are there
+    *_, among = client.score([*COMPANY, sequence])  # last: the first may start before the others are there
     return {
         ALONE: _compared(alone, together),
         PREFILLED: _compared(scored, among),
