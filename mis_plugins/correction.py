@@ -161,6 +161,14 @@ class Correction:
             return self.weights
         return self.weights * self.ragged.to_tokens(self.rescale.float())
 
+    @property
+    def loss_factor_by_kept(self) -> Float[Tensor, " T"]:
+        """The same for a host that itself divides a sequence's loss by its kept tokens."""
+        if not self.config.rejects or self.config.denominator == "kept":
+            return self.weights
+        (valid, kept), _ = self.ragged.over_sequence((self.ragged.loss_mask, self.keep))
+        return self.weights * self.ragged.to_tokens((kept / valid.clamp(min=1)).float())
+
     @cached_property
     def keep(self) -> Bool[Tensor, " T"]:
         """loss_mask and every rule, OPSM included where it is known."""

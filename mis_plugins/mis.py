@@ -80,7 +80,8 @@ def compute_mis_weights_with_cp(
     """
     ranks, cp = slime.parallel() if parallel_state is None else miles.parallel(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
-    return _hook(args, pg_loss, HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks))
+    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
+    return _hook(args, pg_loss, batch, by_kept=fsdp.runs(args) and fsdp.divides_by_kept(args))
 
 
 def compute_mis_weights_fsdp(
@@ -94,11 +95,16 @@ def compute_mis_weights_fsdp(
     parallel_state: Any = None,
     **_: Any,
 ) -> Answer:
-    """The TIS hook of Miles on FSDP: whole responses, no context parallelism. See `compute_mis_weights_with_cp`."""
+    """The TIS hook of Miles on FSDP: whole responses, no context parallelism. See `compute_mis_weights_with_cp`.
+
+    There the host divides each sequence's loss, entropy and KL by its kept tokens; the loss comes back times what makes
+    of that `mis.denominator`. With Miles's flat keys it is left as it is, as by its own `mis.py`.
+    """
     ranks = fsdp.ranks(parallel_state)
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     fsdp.check_whole(rollout_log_probs, layout.response_lengths)
-    return _hook(args, pg_loss, HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks))
+    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
+    return _hook(args, pg_loss, batch, by_kept=fsdp.divides_by_kept(args))
 
 
 def compute_mis_weights(
@@ -257,6 +263,8 @@ def config_in_force(args: Any) -> CorrectionConfig:
         return CorrectionConfig(metrics=config.metrics)
     if getattr(args, "get_mismatch_metrics", False):
         warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
+    if config.rejects and config.denominator == "original":
+        denominator.warn_where_kept(args)
     return config
 
 
@@ -274,7 +282,8 @@ def _say_what_does_not_act(args: Any, config: CorrectionConfig) -> None:
         )
 
 
-def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
+def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer:
+    """by_kept: the host divides by the tokens that the returned masks keep."""
     config = config_in_force(args)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
@@ -283,7 +292,9 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch) -> Answer:
     correction, placed = _correct(args, batch, config)
     RECORDER.record(correction, pg_loss)
     if config.corrects:
-        pg_loss = torch.where(correction.keep, pg_loss * correction.loss_factor, 0)
+        rescales = by_kept and reading.says_denominator(args)
+        factor = correction.loss_factor_by_kept if rescales else correction.loss_factor
+        pg_loss = torch.where(correction.keep, pg_loss * factor, 0)
     return pg_loss, _masks(batch, correction, placed), diagnose(correction)
 
 

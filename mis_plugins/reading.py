@@ -221,6 +221,11 @@ def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
     return weighs + (rules or ["mis.reject"] * bool(config.reject))
 
 
+def says_denominator(args: Any) -> bool:
+    """Whether the config can: with Miles's flat keys it is what the host's own `mis.py` gets there."""
+    return all(getattr(args, key, None) is None for key in FLAT_KEYS)
+
+
 def spelling(args: Any) -> dict[str, str]:
     """What the user of flat keys calls the fields of the config: for `MisError.spelled`."""
     areal = [key for key in AREAL_KEYS if getattr(args, key, None) is not None]

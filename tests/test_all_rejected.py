@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
 import torch
 from batches import Batch, host_args, ratio_batch
-from drive import call, run
+from drive import call, one_rank, run
 from tolerances import EPS, weight_rtol
 
 from mis_plugins import mis
@@ -139,6 +140,39 @@ def test_a_sequence_without_a_kept_token_stays_out():
     batch = ratio_batch([[9.0, 8.0], [1.0]])
     outcome = run(batch, {"weight": {}, "reject": [{"over": "token", "upper": 5.0}], "denominator": "kept"})
     assert torch.cat(outcome.weights).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("hook", ["compute_mis_weights_fsdp", "compute_mis_weights_with_cp"])
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+def test_fsdp_divides_by_what_the_masks_keep(hook: str, denominator: str):
+    """Its batches hold no rollout_mask_sums: the host divides by the masks that it gets back."""
+    batch = ratio_batch([[1.0, 9.0, 1.5, 0.8], [9.0, 8.0], [1.2, 1.0]], [[1, 1, 1, 0], [1, 1], [1, 1]])
+    config = {
+        "weight": {"upper": 2.0},
+        "reject": [{"over": "token", "upper": 5.0}],
+        "denominator": denominator,
+    }
+    given = batch.hook_kwargs() | {"pg_loss": torch.ones(8)}
+
+    def host_loss(**settings: object) -> float:
+        """As Miles's get_sum_of_sample_mean without denominators."""
+        args = host_args(train_backend="fsdp", **settings)
+        loss, masks, _ = getattr(mis, hook)(args, **given, parallel_state=one_rank())
+        rows = zip(loss.split(batch.response_lengths), masks, strict=True)
+        return float(sum((x * m).sum() / m.sum().clamp(min=1) for x, m in rows))
+
+    kept = {"original": [2.5 / 3, 0, 2.2 / 2], "kept": [2.5 / 2, 0, 2.2 / 2]}
+    assert host_loss(mis=config) == pytest.approx(sum(kept[denominator]), rel=weight_rtol(3.0) + 6 * EPS)
+    flat = dict(tis_level="token", tis_mode="truncate", tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.1,
+                rs_upper_bound=5.0)  # fmt: skip
+    assert host_loss(**flat) == pytest.approx(sum(kept["kept"]), rel=weight_rtol(3.0) + 6 * EPS)
+
+
+def test_a_host_that_may_divide_by_what_is_kept_is_named(caplog: pytest.LogCaptureFixture):
+    config = {"weight": {}, "reject": [{"over": "token", "upper": 5.0}]}
+    with caplog.at_level(logging.WARNING, logger="mis_plugins"):
+        call(BATCH, config, custom_convert_samples_to_train_data_path="theirs.convert")
+    assert "rollout_mask_sums" in caplog.text
 
 
 KEPT = {"weight": {}, "reject": NOTHING, "denominator": "kept"}

@@ -67,16 +67,19 @@ def test_slime_call():
 def test_fsdp_call(extra: dict):
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
     function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
-    check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra))
+    check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra), by_kept=True)
 
 
-def check_answer(batch: Batch, answer: tuple) -> None:
-    """Right by the oracle, and of the shapes that the hosts' reducer splits and multiplies."""
+def check_answer(batch: Batch, answer: tuple, by_kept: bool = False) -> None:
+    """Right by the oracle, and of the shapes that the hosts' reducer splits and multiplies.
+
+    by_kept: the host divides by what the masks keep, and the loss makes up for that.
+    """
     loss, masks, metrics = answer
     expected = oracle.correct(batch.samples, CONFIG)
     assert [m.bool().tolist() for m in masks] == expected.keep
     applied = [
-        w * keep
+        w * keep * (sum(kept) / len(kept) if by_kept else 1)  # all of them are valid
         for row, kept in zip(expected.weights, expected.keep, strict=True)
         for w, keep in zip(row, kept, strict=True)
     ]

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.notices import warn_once
 
 REDUCER = "mis_plugins.mis.kept_token_mean"
+
+
+def warn_where_kept(args: Any) -> None:
+    """Say where a host may divide by the kept tokens itself, though the config says `original`."""
+    if getattr(args, "custom_convert_samples_to_train_data_path", None) is not None:
+        warn_once(
+            "mis.denominator: original: Miles divides by the kept tokens all the same where its batch lacks "
+            "rollout_mask_sums: hand them on from --custom-convert-samples-to-train-data-path"
+        )
 
 
 def check_reducer(args: Any, drops: bool) -> None:

@@ -27,6 +27,22 @@ def ranks(parallel_state: Any | None) -> Ranks:
     return miles.parallel(parallel_state)[0]
 
 
+def divides_by_kept(args: Any) -> bool:
+    """Whether this host divides a sequence's loss by the tokens that the returned mask keeps.
+
+    Its micro-batches hold no `rollout_mask_sums`, which on Megatron say what to divide by. A reducer of the user's does
+    what it does, and with --calculate-per-token-loss nothing is divided by a mask.
+    """
+    if getattr(args, "calculate_per_token_loss", False):
+        return False
+    return getattr(args, "custom_pg_loss_reducer_function_path", None) is None
+
+
+def runs(args: Any) -> bool:
+    """Whether it is the host, whichever hook it calls."""
+    return getattr(args, "train_backend", None) == "fsdp"
+
+
 def check_whole(log_probs: Handed, response_lengths: Sequence[int]) -> None:
     """Refuse pieces of responses, which only context parallelism makes."""
     for i, (piece, length) in enumerate(zip(log_probs or (), response_lengths, strict=False)):
