@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from tolerances import EPS, weight_rtol
 from mis_plugins import mis
 from mis_plugins.correction import Correction, correct
 from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.hosts import fsdp
 from mis_plugins.layout import whole
 from mis_plugins.ragged import Ranks
 from mis_plugins.reading import from_mapping
@@ -166,6 +171,26 @@ def test_fsdp_divides_by_what_the_masks_keep(hook: str, denominator: str):
     flat = dict(tis_level="token", tis_mode="truncate", tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.1,
                 rs_upper_bound=5.0)  # fmt: skip
     assert host_loss(**flat) == pytest.approx(sum(kept["kept"]), rel=weight_rtol(3.0) + 6 * EPS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"), [('"advantages"', 0.5), ('"advantages", "rollout_mask_sums"', 1.0)]
+)
+def test_a_release_whose_fsdp_batches_say_what_to_divide_by_is_left_to_it(
+    keys: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Half of the tokens are rejected."""
+    (tmp_path / "actor.py").write_text(f"KEYS = [{keys}]\n")
+    spec = importlib.util.spec_from_file_location(fsdp.ACTOR, tmp_path / "actor.py")
+    assert spec is not None and spec.loader is not None
+    actor = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, fsdp.ACTOR, actor)
+    fsdp._asks_for_mask_sums.cache_clear()
+    given: dict[str, Any] = ratio_batch([[1.0, 9.0]], [[1, 1]]).hook_kwargs() | {"pg_loss": torch.ones(2)}
+    args = host_args(mis={"weight": None, "reject": [{"over": "token", "upper": 5.0}]})
+    loss, _, _ = mis.compute_mis_weights_fsdp(args=args, **given)
+    fsdp._asks_for_mask_sums.cache_clear()
+    assert loss.tolist() == [factor, 0.0]
 
 
 def test_a_host_that_may_divide_by_what_is_kept_is_named(caplog: pytest.LogCaptureFixture):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
@@ -10,6 +13,7 @@ from mis_plugins.hosts import miles
 from mis_plugins.hosts.batch import Handed
 from mis_plugins.ragged import Ranks
 
+ACTOR = "miles.backends.fsdp_utils.actor"
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 
 
@@ -30,12 +34,21 @@ def ranks(parallel_state: Any | None) -> Ranks:
 def divides_by_kept(args: Any) -> bool:
     """Whether this host divides a sequence's loss by the tokens that the returned mask keeps.
 
-    Its micro-batches hold no `rollout_mask_sums`, which on Megatron say what to divide by. A reducer of the user's does
-    what it does, and with --calculate-per-token-loss nothing is divided by a mask.
+    A reducer of the user's does what it does, and with --calculate-per-token-loss nothing is divided by a mask.
     """
-    if getattr(args, "calculate_per_token_loss", False):
+    if getattr(args, "calculate_per_token_loss", False) or _asks_for_mask_sums():
         return False
     return getattr(args, "custom_pg_loss_reducer_function_path", None) is None
+
+
+@cache
+def _asks_for_mask_sums() -> bool:
+    """Whether its micro-batches hold what Megatron's are divided by; those of v0.1.0 and main (31f1ca96) do not.
+
+    The hook is not shown the batch: the trainer lists by name what it takes from the rollout.
+    """
+    actor = sys.modules.get(ACTOR)
+    return actor is not None and "rollout_mask_sums" in inspect.getsource(actor)
 
 
 def runs(args: Any) -> bool:
