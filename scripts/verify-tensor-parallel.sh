@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SGLang on one rank against Megatron-core on 2 and 4, and on 2 against 1, on CPU: unequal tensor parallelism, equal bits.
-#   bash scripts/verify-tensor-parallel.sh            ten minutes on 2 cores
+#   bash scripts/verify-tensor-parallel.sh            twenty minutes on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-tensor-parallel.sh --tokens 500
 # Certificates and pictures: benchmarks/results/certificate-*-tp*. Ends at the first chain that is broken or vacuous.
 set -euo pipefail
