@@ -57,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
 
 
+def pytest_sessionstart() -> None:
+    """Autograd counts devices once. After fake CUDA tensors a CUDA build finds one, and forked ranks no gradient."""
+    if not torch.cuda.is_available():
+        torch.zeros(1, requires_grad=True).sum().backward()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI a skip whose reason is not in allowed_skips.txt fails the run."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -193,6 +193,20 @@ def test_a_release_whose_fsdp_batches_say_what_to_divide_by_is_left_to_it(
     assert loss.tolist() == [factor, 0.0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"calculate_per_token_loss": True},
+        {"custom_pg_loss_reducer_function_path": "theirs.mean_over_something"},
+    ],
+)
+def test_fsdp_loss_that_no_mask_divides_is_left_as_it_is(settings: dict):
+    given: dict[str, Any] = ratio_batch([[1.0, 9.0]], [[1, 1]]).hook_kwargs() | {"pg_loss": torch.ones(2)}
+    config = {"weight": None, "reject": [{"over": "token", "upper": 5.0}]}
+    loss, _, _ = mis.compute_mis_weights_fsdp(host_args(mis=config, **settings), **given)
+    assert loss.tolist() == [1.0, 0.0]
+
+
 def test_a_host_that_may_divide_by_what_is_kept_is_named(caplog: pytest.LogCaptureFixture):
     config = {"weight": {}, "reject": [{"over": "token", "upper": 5.0}]}
     with caplog.at_level(logging.WARNING, logger="mis_plugins"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from true_on_policy import gpu_probes, settings
 from true_on_policy.engines import sglang_settings
 from true_on_policy.errors import NotSeenError
-from true_on_policy.gpu_contract import Size, gpu_contract
+from true_on_policy.gpu_contract import MODELS, Size, gpu_contract
 from true_on_policy.kernels import gpu
 from true_on_policy.kernels import megatron as mode
 from true_on_policy.row_sums import engine_order, megatron_order
@@ -168,6 +168,14 @@ def test_what_is_not_there_is_not_seen(groups: Callable[[int, int], None], monke
         mode.row_parallel()
     with pytest.raises(NotSeenError, match="Linear has no o_proj"):
         sglang_settings._products(torch.nn.Linear(2, 2), size(1024, 2048))
+
+
+def test_each_function_multiplies_its_own_product() -> None:
+    _, size = MODELS["qwen3-4B"]
+    o, down = (lambda x, weight: x for _ in range(2))
+    inner = {multiply: inner for inner, _, multiply in gpu.products(size, o, down)}
+    assert inner[o] == size.num_attention_heads * size.head_dim
+    assert inner[down] == size.intermediate_size
 
 
 def test_without_the_fork_the_row_is_not_seen() -> None:
