@@ -20,11 +20,11 @@ import triton_interpreter
 from true_on_policy import gpu_probes
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import GpuContract, family
+from true_on_policy.gpu_contract import GpuContract, gpu_contract
 from true_on_policy.gpu_probes import aten_failures
 from true_on_policy.kernels import megatron, mode, sglang
 
-CONTRACT = GpuContract(family("qwen3-dense"), "fsdp")
+CONTRACT = gpu_contract("qwen3-dense", "fsdp")
 CPU = torch.device("cpu")
 SHAPES = Shapes(linear=((64, 96), (80, 64)), hidden=(64,))
 
