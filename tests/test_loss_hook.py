@@ -405,6 +405,12 @@ def test_what_cannot_work_is_refused(config: dict, settings: dict, message: str)
         call(random_step(0), config, **settings)
 
 
+def test_our_reducer_may_stand_where_nothing_is_dropped():
+    reducer = "mis_plugins.mis.kept_token_mean"
+    given = call(random_step(0), TIS, custom_pg_loss_reducer_function_path=reducer)
+    assert_same(given, call(random_step(0), TIS))
+
+
 @pytest.mark.parametrize(
     "config, without, settings, message",
     [
