@@ -11,11 +11,11 @@ from stand_ins import Write, deep_gemm_source, write  # noqa: F401
 from true_on_policy import gpu_probes
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import GpuContract, family
+from true_on_policy.gpu_contract import gpu_contract
 from true_on_policy.gpu_probes import product_failures
 from true_on_policy.kernels import deep_gemm
 
-CONTRACT = GpuContract(family("qwen3-dense"), "fsdp")
+CONTRACT = gpu_contract("qwen3-dense", "fsdp")
 SHAPES = Shapes(linear=((48, 32), (64, 16)))
 SGL, FORK = deep_gemm.SWITCHES
 

@@ -31,7 +31,7 @@ from true_on_policy.dumps import (
 )
 from true_on_policy.engines.server import free_port
 from true_on_policy.errors import ContractError
-from true_on_policy.gpu_contract import GpuContract, family, model_contract
+from true_on_policy.gpu_contract import gpu_contract, model_contract
 from true_on_policy.settings import Observation, observe
 
 
@@ -46,7 +46,7 @@ def test_a_file_gives_back_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_a_contract_without_sizes_too(tmp_path: Path) -> None:
-    contract = GpuContract(family("llama"), "fsdp", engine_gemm="deep_gemm")
+    contract = gpu_contract("llama", "fsdp", engine_gemm="deep_gemm")
     dump(tmp_path / "trainer.json", contract)
     assert load(tmp_path / "trainer.json")[0] == contract
 

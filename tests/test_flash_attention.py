@@ -13,11 +13,11 @@ from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import GpuContract, family
+from true_on_policy.gpu_contract import gpu_contract
 from true_on_policy.gpu_probes import decode_failures, mixed_failures
 from true_on_policy.kernels import flash_attention
 
-CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
+CONTRACT = gpu_contract("qwen3-dense", "megatron")
 SHAPES = Shapes(attention=((4, 2, 16),))
 CPU = torch.device("cpu")
 

@@ -16,13 +16,13 @@ from triton_interpreter import UNAVAILABLE, on_cpu
 from true_on_policy import gpu_probes
 from true_on_policy.contract import Contract
 from true_on_policy.errors import NotSeenError, PinError, ProbeError
-from true_on_policy.gpu_contract import MODELS, GpuContract, Size, family
+from true_on_policy.gpu_contract import MODELS, Size, gpu_contract
 from true_on_policy.kernels import flash_attention, gpu, megatron, mode, precision, provider
 from true_on_policy.pin import active_backend, pin, pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
-CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
+CONTRACT = gpu_contract("qwen3-dense", "megatron")
 FSDP = dataclasses.replace(CONTRACT, backend="fsdp", engine_gemm="deep_gemm")
 
 

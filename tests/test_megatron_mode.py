@@ -18,14 +18,14 @@ from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract import Contract, Shapes
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import GpuContract, family
+from true_on_policy.gpu_contract import GpuContract, gpu_contract
 from true_on_policy.gpu_probes import aten_failures
 from true_on_policy.kernels import dispatcher, megatron, mode
 from true_on_policy.pin import pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
-CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
+CONTRACT = gpu_contract("qwen3-dense", "megatron")
 SHAPES = Shapes(linear=((64, 96), (80, 64)), hidden=(64,))
 CPU = torch.device("cpu")
 OURS = "batch_invariant_kernels.py of megatron"
@@ -99,7 +99,7 @@ def test_a_bias_is_added_before_the_sum_is_rounded(library: ModuleType):
 
 
 def biased() -> GpuContract:
-    return GpuContract(family("qwen2.5-dense"), "megatron")
+    return gpu_contract("qwen2.5-dense", "megatron")
 
 
 def test_log_softmax_of_bf16_is_summed_in_fp32(library: ModuleType):

@@ -17,7 +17,7 @@ import torch
 from true_on_policy import settings
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import ENVIRONMENT, GpuContract, model_contract
+from true_on_policy.gpu_contract import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.probes import Failure
 from true_on_policy.settings import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
 
@@ -128,7 +128,7 @@ def test_without_an_accelerator_it_says_what_it_could_not_look_at() -> None:
     seen = observe(CONTRACT, HOST)
     for name in ("device", "NCCL", KERNELS, PRODUCTS, "TF32"):
         assert name not in seen.settings and seen.why(name) == "no CUDA device"
-    unsized = GpuContract(CONTRACT.family, "megatron")
+    unsized = gpu_contract(CONTRACT.family.name, "megatron")
     assert observe(unsized).why(PRODUCTS) == "the contract knows no sizes"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from true_on_policy.errors import ContractError
@@ -176,7 +176,7 @@ class GpuContract:
     backend: str = "megatron"
     dtype: str = "bf16"
     attention: str = "fa3"
-    engine_gemm: str = "triton_persistent"
+    engine_gemm: str = field(kw_only=True)
     trainer_tp: int = 1
     engine_tp: int = 1
     context_parallel: int = 1

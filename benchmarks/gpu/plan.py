@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from true_on_policy.gpu_contract import MODELS, GpuContract, Size, family
+from true_on_policy.gpu_contract import MODELS, Size, gpu_contract
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
 
 
 # Nothing of it depends on the ranks: Qwen3-4B's full shapes on the kernels that Megatron's trainer pins.
-CONTRACT = GpuContract(family("qwen3-dense"), "megatron")
+CONTRACT = gpu_contract("qwen3-dense", "megatron")
 
 FULL = Plan(
     size=MODELS["qwen3-4B"][1],

@@ -20,7 +20,7 @@ import triton_interpreter
 from true_on_policy import gpu_probes
 from true_on_policy.contract import Shapes
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import GpuContract, gpu_contract
+from true_on_policy.gpu_contract import gpu_contract
 from true_on_policy.gpu_probes import aten_failures
 from true_on_policy.kernels import megatron, mode, sglang
 
@@ -113,10 +113,10 @@ def a_silent_fallback(library: Any) -> dict:
 
 def two_copies(library: Any) -> dict:
     undo = sglang.pin(CONTRACT)
-    second = refused(lambda: megatron.pin(GpuContract(CONTRACT.family, "megatron")))
+    second = refused(lambda: megatron.pin(gpu_contract(CONTRACT.family.name, "megatron")))
     kept = state(library)
     undo()
-    undo = megatron.pin(GpuContract(CONTRACT.family, "megatron"))
+    undo = megatron.pin(gpu_contract(CONTRACT.family.name, "megatron"))
     first = refused(lambda: sglang.pin(CONTRACT))
     undo()
     return {"megatron_second": second, "kept": kept, "sglang_second": first, "after": state(library)}
