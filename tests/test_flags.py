@@ -113,6 +113,7 @@ def test_what_a_refused_layout_is_told_to_set_holds(
         )
     )
     both = re.findall(r"both to (\d+)", told)
+    assert ("--cp" in words) == ("context-parallel-size" in advised), "the user's own is kept or taken back"
     context = advised.get("context-parallel-size", "1")
     tensor, engine = (
         advised.get(name, *both) for name in ("tensor-model-parallel-size", "rollout-num-gpus-per-engine")
@@ -341,6 +342,15 @@ def test_what_a_group_of_engines_overrides_is_checked_too(changed: str, fault: s
         check_host(host_args("megatron", config(tmp_path), sglang_config=str(file)))
     (told,) = str(raised.value).splitlines()[1:]
     assert told.startswith(f"  {file}, model 'actor', group 2: {fault}")
+
+
+def test_a_fault_of_all_engines_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(GROUPS.format(changed="overrides: {}"))
+    args = host_args("megatron", config(tmp_path), sglang_config=str(file), sglang_enable_mixed_chunk=True)
+    with pytest.raises(ContractError) as raised:
+        check_host(args)
+    assert str(raised.value).count("sglang_enable_mixed_chunk") == 1
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def test_equal_tensor_parallel_holds_where_orders_agree(model: str, ranks: int) 
 def test_the_fewest_ranks_that_hold_are_taken() -> None:
     assert [fewest_ranks(model, "megatron") for model in ("qwen3-0.6B", "Qwen3-4b", "qwen3-8B")] == [8, 8, 2]
     assert fewest_ranks("qwen3-4B", "fsdp") == 1
+    two_groups = MODELS["qwen2.5-3B"][1]  # the trainer's ranks must divide them, not the engine's
+    assert [equal_ranks(two_groups, context) for context in (1, 2, 4, 8)] == [(), (4,), (4, 8), (8,)]
     for model, (_, size) in MODELS.items():
         assert equal_ranks(size) == HOLD.get(model, ())
 

@@ -769,6 +769,19 @@ def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch, ratio: 
         assert_close(torch.tensor(logged[0][name] * count), torch.tensor(total).double())
 
 
+def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(monkeypatch: pytest.MonkeyPatch):
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    config, step = {"objective": {"ratio": "sequence", "old": "behavior"}, "metrics": "all"}, random_step(5)
+    step.behavior[0][step.responses[0].mask.index(True)] = math.nan
+    mis.report_step(flags(), 0, 0)
+    found = call(step, config, calculate_per_token_loss=True)
+    mis.report_step(flags(), 0, 1)
+    valid = sum(sum(x.mask) for x in step.responses)
+    total = torch.tensor(logged[0]["loss_original_denominator"] * valid)
+    assert_close(total, found.metrics["pg_loss"].double())
+
+
 @pytest.mark.parametrize(
     "correction", [{}, {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}]}]
 )
