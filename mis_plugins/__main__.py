@@ -21,9 +21,9 @@ import yaml
 
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.config_file import keys_of
+from mis_plugins.config_file import keys_of, text_of
 from mis_plugins.describe import describe
-from mis_plugins.errors import MisError
+from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.formula import formula
 from mis_plugins.translate import miles, ms_swift, verl
 
@@ -97,7 +97,7 @@ def from_verl(arguments: argparse.Namespace) -> str:
         python -m mis_plugins config from-verl ppo_trainer.yaml \\
             algorithm.rollout_correction.rollout_is=token > mis.yaml
     """
-    return verl.translate(Path(arguments.target).read_text(encoding="utf-8"), arguments.overrides).text()
+    return verl.translate(text_of(arguments.target), arguments.overrides).text()
 
 
 def from_ms_swift(arguments: argparse.Namespace) -> str:
@@ -105,7 +105,7 @@ def from_ms_swift(arguments: argparse.Namespace) -> str:
 
     Its code is followed where its document says otherwise (sequence_mask).
     """
-    return ms_swift.translate(Path(arguments.target).read_text(encoding="utf-8")).text()
+    return ms_swift.translate(text_of(arguments.target)).text()
 
 
 def load(file: Path) -> CorrectionConfig:
@@ -117,6 +117,11 @@ def load(file: Path) -> CorrectionConfig:
 
 
 def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
+    if not any(reading.is_ours(key) for key in keys):
+        verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
+        raise ConfigError(
+            f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
+        )
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))

@@ -46,13 +46,7 @@ def keys_of(file: Path | str) -> dict[str, Any]:
         ConfigError: no mapping; a key that stands twice, or where nobody reads it; no UTF-8.
         yaml.YAMLError, OSError: no YAML, no such file.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"byte {error.start} is not UTF-8 ({error.reason}); save it as plain text"
-        ) from None
-    keys = yaml.load(text, StrictLoader)
+    keys = yaml.load(text_of(file), StrictLoader)
     if not isinstance(keys, dict):
         said = "it is empty" if keys is None else f"got {keys!r}"
         raise ConfigError(f"{said}; expected a mapping with the key `mis:` or Miles's flat keys")
@@ -62,3 +56,18 @@ def keys_of(file: Path | str) -> dict[str, Any]:
         if key in SWITCHES and not isinstance(value, bool):
             raise ConfigError(f"{key}: got {value!r}; expected true or false")
     return {str(key): value for key, value in keys.items()}
+
+
+def text_of(file: Path | str) -> str:
+    """What a text file holds.
+
+    Raises:
+        ConfigError: no UTF-8.
+        OSError: no such file.
+    """
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"byte {error.start} is not UTF-8 ({error.reason}); save it as plain text"
+        ) from None

@@ -165,17 +165,18 @@ def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> Correction
     return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen)
 
 
+def is_ours(name: str) -> bool:
+    """Whether an argument of a host, or a top-level key of a config file, is read here, or refused."""
+    return name in READ_KEYS or name.startswith(OUR_PREFIXES)
+
+
 def from_args(args: Any) -> CorrectionConfig:
     """The config that a host's argument Namespace carries, in one of its spellings.
 
     Raises:
         ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
     """
-    said = {
-        name: value
-        for name, value in vars(args).items()
-        if name in READ_KEYS or name.startswith(OUR_PREFIXES)
-    }
+    said = {name: value for name, value in vars(args).items() if is_ours(name)}
     key = repr(said)
     if key not in _READ_BEFORE:
         _READ_BEFORE[key] = _of_said(said)

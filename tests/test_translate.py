@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,13 @@ def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
         ),
         ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, "nothing to translate"),
         ({"algorithm": {"gamma": 1.0}}, "nothing to translate: no algorithm.rollout_correction"),
+        ({}, "nothing to translate: no algorithm.rollout_correction"),
+        ({"algorithm": "grpo"}, "algorithm: got 'grpo'; expected a mapping with rollout_correction"),
+        ({"rollout_rs": {"token_k1": 2}}, "rollout_rs: got {'token_k1': 2}; choose one of token_k1"),
+        ({"bypass_mode": "${bypass}"}, "bypass_mode: got '\\$.*'; expected true or false"),
+        (TOKEN_IS | {"bypass_mode": "false"}, "bypass_mode: got 'false'; expected true or false"),
+        ({"use_policy_gradient": "false"}, "use_policy_gradient: got 'false'"),
+        (TOKEN_IS | {"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize: got 'no'"),
     ],
 )
 def test_verl_refused(keys: dict, message: str):
@@ -401,6 +410,18 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
 def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: {path: x}")
-    for target in (broken, tmp_path / "missing.yaml"):
+    packed = tmp_path / "packed.yaml.gz"
+    packed.write_bytes(gzip.compress(b"rollout_is: token"))
+    for target in (broken, packed, tmp_path / "missing.yaml"):
         assert main(["config", command, str(target)]) == 2
         assert str(target) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_a_file_of_another_framework_is_told_from_an_empty_one(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    theirs = tmp_path / "ppo_trainer.yaml"
+    theirs.write_text(yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS}}))
+    assert main(["config", command, str(theirs)]) == 2
+    assert re.search("neither the key `mis:` nor .*`config from-verl`", capsys.readouterr().err)

@@ -108,6 +108,14 @@ def number(value: Any, key: str) -> float:
         raise ConfigError(f"{key}: got {value!r}; expected a number") from None
 
 
+def switch(given: Mapping[str, Any], key: str) -> bool:
+    """Whether it is on; unset or null is off. Text, be it `${...}` or "false", says neither."""
+    value = given.get(key)
+    if not isinstance(value, bool | None):
+        raise ConfigError(f"{key}: got {value!r}; expected true or false")
+    return bool(value)
+
+
 def choice(value: Any, key: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ConfigError(f"{key}: got {value!r}; choose one of {', '.join(choices)}")

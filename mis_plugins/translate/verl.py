@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.translate.translation import Translation, Unquoted, choice, load, number
+from mis_plugins.translate.translation import Translation, Unquoted, choice, load, number, switch
 
 SECTION = ("algorithm", "rollout_correction")
 COMMON = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
@@ -86,7 +86,7 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    tree = load(text)
+    tree = load(text) or {}
     given = _checked(_section(tree) | _overridden(overrides))
     draft = Draft(given)
     if isinstance(given.get("rollout_is"), bool) or any(key in given for key in BOOLEAN_DIALECT):
@@ -109,6 +109,8 @@ def _section(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {tree!r}; expected a mapping with {'.'.join(SECTION)}")
     algorithm = tree.get("algorithm") or {}
+    if not isinstance(algorithm, Mapping):
+        raise ConfigError(f"algorithm: got {algorithm!r}; expected a mapping with {SECTION[1]}")
     for holder in (algorithm, tree):
         if isinstance(holder.get("rollout_correction"), Mapping):
             return dict(holder["rollout_correction"])
@@ -152,12 +154,12 @@ def _translate_weight(draft: Draft) -> None:
     bound = {"bound": "truncate"} if lower is None else {"bound": "zero", "lower": lower}
     by_threshold = {name: ("rollout_is_threshold",) for name in ("bound", "lower", "upper")}
     draft.weigh({"level": level, **bound, "upper": upper}, {"level": ("rollout_is",), **by_threshold})
-    if draft.given.get("rollout_is_batch_normalize"):
+    if switch(draft.given, "rollout_is_batch_normalize"):
         _normalize(draft)
 
 
 def _normalize(draft: Draft) -> None:
-    bypass = bool(draft.given.get("bypass_mode"))
+    bypass = switch(draft.given, "bypass_mode")
     draft.mis["weight"]["normalize"] = {"scope": "data_parallel" if bypass else "rollout", "over": "valid"}
     draft.sources["weight.normalize"] = ("rollout_is_batch_normalize",)
     whose = "each micro-batch over all ranks" if bypass else "the whole training batch, on one process"
@@ -174,6 +176,8 @@ def _normalize(draft: Draft) -> None:
 
 def _translate_rejection(draft: Draft) -> None:
     names, threshold = _parts(draft.given.get("rollout_rs")), draft.given.get("rollout_rs_threshold")
+    for name in names:
+        choice(name, "rollout_rs", (*OPTIONS, *OVER_LEVEL))
     if names and set(names) <= set(OVER_LEVEL):
         _reject_levels(draft, names)
     elif names:
@@ -234,11 +238,12 @@ def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
 def _translate_bypass(draft: Draft) -> None:
     given = draft.given
     loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
-    if given.get("use_policy_gradient"):
+    bypass = switch(given, "bypass_mode")
+    if switch(given, "use_policy_gradient"):
         loss_type = "reinforce"
-        if not given.get("bypass_mode"):
+        if not bypass:
             raise ConfigError("use_policy_gradient: needs bypass_mode: true, in verl as here")
-    if not given.get("bypass_mode"):
+    if not bypass:
         if loss_type != "ppo_clip":
             draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
         return
@@ -277,7 +282,7 @@ def _translate_boolean(draft: Draft) -> None:
     level = choice(given.get("rollout_is_level", "token"), "rollout_is_level", tuple(OVER_LEVEL))
     mode = choice(given.get("rollout_is_mode", "truncate"), "rollout_is_mode", ("truncate", "mask"))
     bounds = _boolean_bounds(given, mode)
-    if given.get("rollout_is"):
+    if switch(given, "rollout_is"):
         draft.weigh({"level": level, "bound": mode, **bounds}, BOOLEAN_SOURCES)
     elif mode == "mask":
         draft.reject({"over": OVER_LEVEL[level], **bounds}, "rollout_is_level", "rollout_is_threshold")
