@@ -1,23 +1,23 @@
-"""`docs/metrics.md`, from the docstrings of the metrics: `python -m mis_plugins.metric_docs > docs/metrics.md`."""
+"""`docs/metrics.md`, from what the metrics say of themselves: `python -m mis_plugins.metric_docs > docs/metrics.md`."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from mis_plugins import sketch, slope
 from mis_plugins.hosts.tracking import PREFIX, STEP_KEY
+from mis_plugins.metric import Metric
 from mis_plugins.partials import LAGS
 from mis_plugins.peer_names import OTHERWISE, PEERS
 from mis_plugins.staleness import WEIGHT_METRICS
-from mis_plugins.step_metrics import METRICS, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.step_metrics import PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
 from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
 
 INTRODUCTION = f"""# Metrics of `metrics: all`
 
-<!-- Made by `python -m mis_plugins.metric_docs`: change the docstrings in mis_plugins/step_metrics.py and
-     mis_plugins/staleness.py instead. -->
+<!-- Made by `python -m mis_plugins.metric_docs`: change what mis_plugins/step_metrics.py and
+     mis_plugins/staleness.py say of them instead. -->
 
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
@@ -51,7 +51,7 @@ those in the loss mask with finite log-probs, means over sequences over those wi
 What cannot be known, a mean of nothing, is not reported.
 """
 
-FAMILIES: dict[str, tuple[str, Mapping[str, Callable]]] = {
+FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
     "Percentiles": (
         f"percent is one of {', '.join(map(str, QUANTILES))}. From histograms over logarithmic buckets that add: what "
         f"they hold, a logarithm, is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, whatever the split. "
@@ -81,36 +81,30 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Callable]]] = {
 }
 
 HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|---|"
-FIELDS = ("Range", "Bad", "Do")
 
 
 def document() -> str:
     parts = [INTRODUCTION]
-    for title, names in SECTIONS.items():
-        parts += [f"## {title}\n", table({name: METRICS[name] for name in names})]
-    for title, (words, functions) in FAMILIES.items():
-        parts += [f"## {title}\n", words + "\n", table(functions)]
+    for title, metrics in SECTIONS.items():
+        parts += [f"## {title}\n", table(metrics)]
+    for title, (words, metrics) in FAMILIES.items():
+        parts += [f"## {title}\n", words + "\n", table(metrics)]
     parts += ["## What other packages call them\n", *_peers()]
     parts += ["## Log-probs processed on one side\n", inspect.cleandoc(slope.__doc__ or "") + "\n"]
     return "\n".join(parts)
 
 
-def table(functions: Mapping[str, Callable]) -> str:
+def table(metrics: Mapping[str, Metric]) -> str:
     rows = [
-        f"| `{name}` | {' | '.join([*parse(function), _elsewhere(name)])} |"
-        for name, function in functions.items()
+        " | ".join([f"`{name}`", *cells_of(metric), _elsewhere(name)]) for name, metric in metrics.items()
     ]
-    return "\n".join([HEAD, *rows]) + "\n"
+    return "\n".join([HEAD, *(f"| {row} |" for row in rows)]) + "\n"
 
 
-def parse(function: Callable) -> list[str]:
-    """What a metric is, its range, what a bad value looks like and what to do, as its docstring has them."""
-    what, *fields = re.split(
-        rf"\n+(?={'|'.join(f'{field}: ' for field in FIELDS)})", inspect.getdoc(function) or ""
-    )
-    assert [field.partition(": ")[0] for field in fields] == list(FIELDS), function.__name__
-    cells = [what, *(field.partition(": ")[2] for field in fields)]
-    return [" ".join(cell.split()).replace("|", "\\|") for cell in cells]
+def cells_of(metric: Metric) -> list[str]:
+    """What a metric says of itself, in the order of `HEAD`."""
+    said = metric.what, metric.range, metric.bad, metric.do
+    return [cell.replace("|", "\\|") for cell in said]
 
 
 def _elsewhere(name: str) -> str:

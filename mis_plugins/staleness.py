@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mis_plugins.by_age import ByAge, Rows, by_age
 from mis_plugins.loglinear import loglinear
+from mis_plugins.metric import Metric
 from mis_plugins.ratios import LOG_RATIO_CLAMP, finite
 from mis_plugins.segmentwise import STORED_FROM, BehaviorWeight, Written
 
@@ -108,7 +109,7 @@ def _excess(log_ratio: Tensor) -> Tensor:
 
 
 def _weight_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    values = ((name, metric(row)) for name, metric in WEIGHT_METRICS.items())
+    values = ((name, metric.value(row)) for name, metric in WEIGHT_METRICS.items())
     return ((name, value) for name, value in values if not math.isnan(value))
 
 
@@ -122,143 +123,105 @@ def _error_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         yield "loglinear/error/step_rms", math.sqrt(row["step_squared"] / tokens)
 
 
-def _variance(row: Mapping[str, float], name: str, count: float) -> float:
-    """From the sums of x - 1 and of its square; never below 0, which rounding could reach."""
-    return max(0.0, row[f"{name}_squared"] / count - (row[name] / count) ** 2)
+def _variance(row: Mapping[str, float], name: str, count: str) -> float:
+    """From the sums of x - 1 and of its square; never below 0, which rounding could reach. NaN of nothing."""
+    mean, squared = _over(row, row[name], count), _over(row, row[f"{name}_squared"], count)
+    return math.nan if math.isnan(mean) else max(0.0, squared - mean**2)
 
 
-def weight_avg(row: Mapping[str, float]) -> float:
-    """Mean of the weights applied, over tokens that are kept.
-
-    Range: 0 and above; near 1.
-    Bad: far from 1 at old ages: an update moves the policy by much.
-    Do: look at behav_kl/avg; lower the learning rate, or the bound on staleness.
-    """
-    return _over(row, row["kept"] + row["weight_excess"], "kept")
-
-
-def weight_std(row: Mapping[str, float]) -> float:
-    """Standard deviation of the weights applied.
-
-    Range: 0 and above.
-    Bad: a rise with the age: then the bound, not one step's change, holds the weights.
-    Do: compare with behav_imp_weight/var/segment_wise, which no bound touches.
-    """
-    return math.sqrt(_variance(row, "weight_excess", row["kept"])) if row["kept"] else math.nan
-
-
-def weight_min(row: Mapping[str, float]) -> float:
-    """Smallest weight applied.
-
-    Range: 0 and above.
-    Bad: 0 with mode zero, often: tokens beyond a bound.
-    Do: widen the bounds of mis.segment_wise.
-    """
-    return -row["smallest"] if row["kept"] else math.nan
-
-
-def weight_max(row: Mapping[str, float]) -> float:
-    """Largest weight applied.
-
-    Range: 0 to the cap, times what normalization does.
-    Bad: at the cap in every step.
-    Do: as behav_imp_weight/avg.
-    """
-    return row["largest"] if row["kept"] else math.nan
-
-
-def weight_ess(row: Mapping[str, float]) -> float:
-    """(sum w)^2 / (n sum w^2) of the weights applied: what share of the tokens really counts.
-
-    Range: 0 to 1.
-    Bad: below 0.5.
-    Do: lower the bound on staleness, or the learning rate.
-    """
+def _effective_share(row: Mapping[str, float]) -> float:
     if not row["kept"]:
         return math.nan
     total, squares = row["kept"] + row["weight_excess"], row["weight_squared"]
     return total**2 / (row["kept"] * squares) if squares > 0 else 0.0
 
 
-def segment_wise_variance(row: Mapping[str, float]) -> float:
-    """Variance of pi_{v+1} / pi_v, before any bound.
-
-    Range: 0 and above.
-    Bad: as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.
-    Do: see whether the KV cache was kept over updates, and whether the engine itself is off (kl_k3 at lag 0).
-    """
-    return _variance(row, "excess", row["tokens"]) if row["tokens"] else math.nan
-
-
-def standard_variance(row: Mapping[str, float]) -> float:
-    """Variance of pi_old / pi_v over the same tokens: of the weights that standard decoupled PPO would bound.
-
-    Range: 0 and above; at ages 0 and 1 equal to behav_imp_weight/var/segment_wise.
-    Bad: much above 1: standard weights would be at their bounds.
-    Do: keep segment-wise weights, or lower the bound on staleness.
-    """
-    return _variance(row, "standard_excess", row["tokens"]) if row["tokens"] else math.nan
-
-
-def behavior_kl(row: Mapping[str, float]) -> float:
-    """Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1.
-
-    Range: any; its expectation is at least 0.
-    Bad: a sudden rise: one update moved the policy far.
-    Do: lower the learning rate, clip the gradient norm.
-    """
-    return _over(row, row["kl"], "tokens")
-
-
-def staleness_avg(row: Mapping[str, float]) -> float:
-    """Mean age: how many versions the trainer is ahead of the one that wrote the token.
-
-    Range: 0 to the bound on staleness.
-    Bad: at the bound: rollouts wait for the trainer.
-    Do: give the rollout less, or the trainer more.
-    """
-    return _over(row, row["age"], "tokens")
-
-
-def staleness_tokens(row: Mapping[str, float]) -> float:
-    """Number of tokens in the loss mask whose weight is known.
-
-    Range: 0 and above.
-    Bad: none at age 0 and 1: everything is stale.
-    Do: as staleness/avg.
-    """
-    return row["tokens"]
-
-
-def staleness_unknown(row: Mapping[str, float]) -> float:
-    """Number of tokens in the loss mask whose weight is not known, and reads 0.
-
-    Range: 0 and above.
-    Bad: above 0.
-    Do: read the warning in the log, which says of how many a log-prob is not finite. For the others recompute before
-        every update; drop or refuse such tokens before training (mis.segment_wise.too_old).
-    """
-    return row["unknown"]
-
-
-WEIGHT_METRICS: dict[str, Callable[[Mapping[str, float]], float]] = {
-    "behav_imp_weight/avg": weight_avg,
-    "behav_imp_weight/std": weight_std,
-    "behav_imp_weight/min": weight_min,
-    "behav_imp_weight/max": weight_max,
-    "behav_imp_weight/ess": weight_ess,
-    "behav_imp_weight/var/segment_wise": segment_wise_variance,
-    "behav_imp_weight/var/standard": standard_variance,
-    "behav_kl/avg": behavior_kl,
-    "staleness/avg": staleness_avg,
-    "staleness/tokens": staleness_tokens,
-    "staleness/unknown": staleness_unknown,
-}
-"""Each of the sums of `weights_by_age`; NaN of nothing, which is not reported."""
-
-
 def _over(row: Mapping[str, float], total: float, count: str) -> float:
     return total / row[count] if row[count] else math.nan
+
+
+WEIGHT_METRICS: dict[str, Metric] = {
+    "behav_imp_weight/avg": Metric(
+        lambda row: _over(row, row["kept"] + row["weight_excess"], "kept"),
+        "Mean of the weights applied, over tokens that are kept.",
+        range="0 and above; near 1.",
+        bad="far from 1 at old ages: an update moves the policy by much.",
+        do="look at behav_kl/avg; lower the learning rate, or the bound on staleness.",
+    ),
+    "behav_imp_weight/std": Metric(
+        lambda row: math.sqrt(_variance(row, "weight_excess", "kept")),
+        "Standard deviation of the weights applied.",
+        range="0 and above.",
+        bad="a rise with the age: then the bound, not one step's change, holds the weights.",
+        do="compare with behav_imp_weight/var/segment_wise, which no bound touches.",
+    ),
+    "behav_imp_weight/min": Metric(
+        lambda row: -row["smallest"] if row["kept"] else math.nan,
+        "Smallest weight applied.",
+        range="0 and above.",
+        bad="0 with mode zero, often: tokens beyond a bound.",
+        do="widen the bounds of mis.segment_wise.",
+    ),
+    "behav_imp_weight/max": Metric(
+        lambda row: row["largest"] if row["kept"] else math.nan,
+        "Largest weight applied.",
+        range="0 to the cap, times what normalization does.",
+        bad="at the cap in every step.",
+        do="as behav_imp_weight/avg.",
+    ),
+    "behav_imp_weight/ess": Metric(
+        _effective_share,
+        "(sum w)^2 / (n sum w^2) of the weights applied: what share of the tokens really counts.",
+        range="0 to 1.",
+        bad="below 0.5.",
+        do="lower the bound on staleness, or the learning rate.",
+    ),
+    "behav_imp_weight/var/segment_wise": Metric(
+        lambda row: _variance(row, "excess", "tokens"),
+        "Variance of pi_{v+1} / pi_v, before any bound.",
+        range="0 and above.",
+        bad="as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.",
+        do="see whether the KV cache was kept over updates, and whether the engine itself is off (kl_k3 at lag 0).",
+    ),
+    "behav_imp_weight/var/standard": Metric(
+        lambda row: _variance(row, "standard_excess", "tokens"),
+        "Variance of pi_old / pi_v over the same tokens: of the weights that standard decoupled PPO would bound.",
+        range="0 and above; at ages 0 and 1 equal to behav_imp_weight/var/segment_wise.",
+        bad="much above 1: standard weights would be at their bounds.",
+        do="keep segment-wise weights, or lower the bound on staleness.",
+    ),
+    "behav_kl/avg": Metric(
+        lambda row: _over(row, row["kl"], "tokens"),
+        "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1.",
+        range="any; its expectation is at least 0.",
+        bad="a sudden rise: one update moved the policy far.",
+        do="lower the learning rate, clip the gradient norm.",
+    ),
+    "staleness/avg": Metric(
+        lambda row: _over(row, row["age"], "tokens"),
+        "Mean age: how many versions the trainer is ahead of the one that wrote the token.",
+        range="0 to the bound on staleness.",
+        bad="at the bound: rollouts wait for the trainer.",
+        do="give the rollout less, or the trainer more.",
+    ),
+    "staleness/tokens": Metric(
+        lambda row: row["tokens"],
+        "Number of tokens in the loss mask whose weight is known.",
+        range="0 and above.",
+        bad="none at age 0 and 1: everything is stale.",
+        do="as staleness/avg.",
+    ),
+    "staleness/unknown": Metric(
+        lambda row: row["unknown"],
+        "Number of tokens in the loss mask whose weight is not known, and reads 0.",
+        range="0 and above.",
+        bad="above 0.",
+        do="read the warning in the log, which says of how many a log-prob is not finite. For the others "
+        "recompute before every update; drop or refuse such tokens before training "
+        "(mis.segment_wise.too_old).",
+    ),
+}
+"""Of the sums of `weights_by_age`."""
 
 
 def _named(

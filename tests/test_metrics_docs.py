@@ -1,20 +1,20 @@
-"""`docs/metrics.md` is what the docstrings say, and names what there is."""
+"""`docs/metrics.md` is what the metrics say of themselves, and names what there is."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mis_plugins.metric_docs import FAMILIES, document, parse
+from mis_plugins.metric import Metric
+from mis_plugins.metric_docs import FAMILIES, cells_of, document
 from mis_plugins.peer_names import PEERS
 from mis_plugins.staleness import WEIGHT_METRICS
 from mis_plugins.step_metrics import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY: dict[str, Callable] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS
+EVERY: dict[str, Metric] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS
 
 
 def test_the_committed_document_is_the_generated_one():
@@ -24,13 +24,13 @@ def test_the_committed_document_is_the_generated_one():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_metric_says_what_it_is_and_what_to_do(name: str):
-    assert all(parse(EVERY[name])), name
+    assert all(cells_of(EVERY[name])), name
 
 
 def test_every_metric_stands_in_one_section():
-    listed = [name for names in SECTIONS.values() for name in names]
+    listed = [name for metrics in SECTIONS.values() for name in metrics]
     assert sorted(listed) == sorted(METRICS)
-    families = [functions for _, functions in FAMILIES.values()]
+    families = [metrics for _, metrics in FAMILIES.values()]
     assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS]
 
 
@@ -40,11 +40,11 @@ def test_what_the_peers_have_is_ours_too():
 
 
 def test_metrics_that_are_named_in_advice_exist():
-    """A word with an underscore in a docstring is a metric, a setting or a family."""
+    """A word with an underscore in advice is a metric, a setting or a family."""
     known = {*EVERY, *(re.sub(r"_p\{percent\}|_\{\w+\}", "", name) for name in EVERY)}
     settings = {"keep_floor", "on_all_rejected", "abs_prob_diff", "log_prob", "filter_samples"}
-    for name, function in EVERY.items():
-        text = " ".join(parse(function))
+    for name, metric in EVERY.items():
+        text = " ".join(cells_of(metric))
         words = {word.strip("`.,;:()") for word in text.split()}
         named = {word for word in words if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", word)}
         families = {
