@@ -607,6 +607,14 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path):
     assert file.read_text() == "whole" and os.listdir(file.parent) == ["file"]
 
 
+def test_processes_of_one_number_write_into_one_folder(tmp_path: Path):
+    """As ranks in containers on several machines do."""
+    with replaced(tmp_path / "a") as first, replaced(tmp_path / "b") as second:
+        first.write_text("a")
+        second.write_text("b")
+    assert (tmp_path / "a").read_text() == "a" and (tmp_path / "b").read_text() == "b"
+
+
 # ------------------------------------------------------------------------------------------------------ names
 
 

@@ -16,6 +16,7 @@ from true_on_policy.contract import Contract
 from true_on_policy.links import Evidence, Link, LogProbs
 from true_on_policy.log_probs import digest, provenance
 from true_on_policy.norm_order import NormOrder
+from true_on_policy.storage import replaced
 
 Verdict = Literal["equal", "different", "vacuous"]
 
@@ -53,8 +54,9 @@ class Certificate:
         return "vacuous" if self.control.holds else "equal"
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        """As JSON, whole or not at all."""
+        with replaced(path) as partial:
+            partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def as_dict(self) -> dict[str, Any]:
         return {

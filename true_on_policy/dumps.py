@@ -21,6 +21,7 @@ import torch.distributed as dist
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.gpu_contract import GpuContract, Size, gpu_contract
 from true_on_policy.settings import Observation, observe
+from true_on_policy.storage import replaced
 
 FORMAT = 2
 RANKS = "ranks that were seen"
@@ -84,10 +85,9 @@ def write(path: Path, dumped: Dump) -> Path:
     contract = dumped.contract and asdict(dumped.contract) | {"family": dumped.contract.family.name}
     stated = {"format": FORMAT, "process": asdict(dumped.process), "contract": contract}
     file = place(path, dumped.process)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(stated | asdict(dumped.seen), indent=2) + "\n", encoding="utf-8")
-    return partial.replace(file)
+    with replaced(file) as partial:
+        partial.write_text(json.dumps(stated | asdict(dumped.seen), indent=2) + "\n", encoding="utf-8")
+    return file
 
 
 def remove(path: Path) -> None:

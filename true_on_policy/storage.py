@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -30,16 +31,17 @@ class RecordError(TrueOnPolicyError):
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; takes its name when the block ends well, and is removed when it does not."""
+    """A path beside `path` to write to; takes its name when the block ends well, and is removed when it does not.
+
+    In a folder of its own: ranks of several machines write beside each other, and their process ids may be alike.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{os.getpid()}.partial")
-    try:
+    with TemporaryDirectory(dir=path.parent, prefix=".partial-") as folder:
+        partial = Path(folder, path.name)
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def optional(module: str) -> ModuleType:

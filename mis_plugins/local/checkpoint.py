@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,9 @@ from torch import Tensor
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.trainer import Trainer
+from true_on_policy.storage import replaced
 
 FILE = "checkpoint.pt"
-
-
-def write_atomically(value: Any, path: Path) -> None:
-    """``torch.save`` that leaves either the file of before or the whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(value, partial)
-    os.replace(partial, path)
 
 
 def save(folder: str, trainer: Trainer, config: ModelConfig, next_rollout: int) -> None:
@@ -35,7 +27,8 @@ def save(folder: str, trainer: Trainer, config: ModelConfig, next_rollout: int) 
         "optimizer": trainer.optimizer_state(),
     }
     if dist.get_rank() == 0:
-        write_atomically(record, Path(folder) / FILE)
+        with replaced(Path(folder) / FILE) as partial:
+            torch.save(record, partial)
     dist.barrier()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from true_on_policy.storage import replaced
 
 METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
 
@@ -97,13 +98,14 @@ class MetricsLog:
     def truncate(self, after: int) -> None:
         """Forget the rollouts beyond `after`, which a run resumed from its checkpoint will do again."""
         kept = [record for record in self.read() if record["rollout"] <= after]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        _write_whole(self.path, lambda path: path.write_text(text))
+        with replaced(self.path) as partial:
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file that is complete whenever it exists."""
-    _write_whole(path, lambda partial: partial.write_text(json.dumps(content, indent=2) + "\n"))
+    with replaced(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:
@@ -221,7 +223,8 @@ def plot_curves(runs: Mapping[str, Path | Sequence[Path]], output: Path) -> None
         _dress(axes[panel.key], panel, empty=not _recorded(histories, panel.key))
     handles, labels = axes[panels[0].key].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
-    _write_whole(output, lambda path: figure.savefig(path, dpi=150, format="png"))
+    with replaced(output) as partial:
+        figure.savefig(partial, dpi=150, format="png")
 
 
 def _draw(axis: Axes, panel: Panel, histories: Histories) -> None:
@@ -386,10 +389,3 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path`, then rename: an interrupt leaves the old file or the whole new one."""
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    os.replace(partial, path)

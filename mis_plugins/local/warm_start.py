@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor
 
-from mis_plugins.local.checkpoint import read_weights, write_atomically
+from mis_plugins.local.checkpoint import read_weights
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.loss import of_log_probs, supervised_loss
 from mis_plugins.local.model import initial_weights
@@ -20,6 +20,7 @@ from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
+from true_on_policy.storage import replaced
 
 BATCH = 64
 
@@ -39,7 +40,8 @@ def warm_start(
         return found[0]
     weights = supervise(args, config, task, state, excluded)
     if dist.get_rank() == 0:
-        write_atomically(weights, path)
+        with replaced(path) as partial:
+            torch.save(weights, partial)
     return weights
 
 
@@ -77,14 +79,14 @@ def supervise(
     silent = args.quiet or dist.get_rank() != 0
     for step in track(range(args.warmup_steps), "warm start", disable=silent):
         problems = draw_problems(task, BATCH, derive_seed(args.seed, "warm start", step), excluded)
-        data = answers(trainer, [problems[index] for index in mine])
+        data = answers([problems[index] for index in mine])
         trainer.accumulate(settings, data, range(len(mine)), of_log_probs(supervised_loss))
         trainer.step()
         decay.step()
     return trainer.weights()
 
 
-def answers(trainer: Trainer, problems: list[Problem]) -> RolloutData:
+def answers(problems: list[Problem]) -> RolloutData:
     """Training data whose responses are the right answers."""
     data: RolloutData = {
         "tokens": [torch.tensor(problem.prompt + problem.answer) for problem in problems],
