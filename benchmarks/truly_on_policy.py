@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from provenance import as_markdown, provenance
 
-from mis_plugins.local.arguments import ENGINE_NAMES, parse_args
+from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import launch
+from mis_plugins.local.parser import ENGINE_NAMES
 from mis_plugins.local.recipe import RECIPE, command_line
 from mis_plugins.local.report import SUMMARY, MetricsLog, plot_curves, write_json
 

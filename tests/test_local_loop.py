@@ -18,13 +18,14 @@ import torch
 
 from mis_plugins.divergence import k3
 from mis_plugins.errors import ConfigError
-from mis_plugins.local import arguments, loss
+from mis_plugins.local import loss
 from mis_plugins.local.advantages import ESTIMATORS
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.batch import pack
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.loss import MicroBatch, clipped_surrogate, policy_loss
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupInfo, ParallelState, launch
+from mis_plugins.local.parser import build_parser
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
 from mis_plugins.local.tasks import TASKS
 from mis_plugins.reading import preset_path
@@ -370,7 +371,7 @@ def test_seeds_differ_with_every_part() -> None:
 
 
 def test_the_help_shows_every_flag_of_a_miles_launch_script() -> None:
-    text = arguments.build_parser().format_help()
+    text = build_parser().format_help()
     for flag in (
         "--use-tis",
         "--custom-config-path",

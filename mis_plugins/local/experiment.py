@@ -24,12 +24,13 @@ import torch.distributed as dist
 from rich.progress import track
 
 from mis_plugins.divergence import k3
-from mis_plugins.local.arguments import PRECISIONS, parse_args
+from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.folders import add_folders, with_folders
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
+from mis_plugins.local.parser import PRECISIONS
 from mis_plugins.local.provenance import as_given, as_markdown, committed_tree, measured_with
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from mis_plugins.local.report import SUMMARY, plot_curves, write_json
