@@ -202,9 +202,8 @@ def policy_loss(
         correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean, numerator)
     share = share_of(inputs, correction, config)
     watched = correction
-    if (
-        config.opsm and correction is None
-    ):  # nothing to compare with: what OPSM leaves is counted all the same
+    if config.opsm and correction is None:
+        # Nothing to compare with: what OPSM leaves is counted all the same.
         proximal = inputs.proximal
         watched = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
     if watched is not None:

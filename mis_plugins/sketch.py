@@ -16,10 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 RELATIVE_ERROR = 0.01
-SMALLEST, LARGEST = (
-    1e-8,
-    1e4,
-)  # a float32 log-prob near 1 has steps of 6e-8; sums of log ratios reach thousands
+SMALLEST = 1e-8  # a float32 log-prob near 1 has steps of 6e-8
+LARGEST = 1e4  # sums of log ratios reach thousands
 
 GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))

@@ -41,7 +41,7 @@ def test_sizes_hold_for_every_problem(name: str, digits: int) -> None:
     task = TASKS[name](digits)
     assert task.name == name
     for problem in problems(name, digits):
-        assert len(problem.prompt) <= task.max_prompt
+        assert len(problem.prompt) == (2 if name == "add" else 1) * (digits + 1)
         assert len(problem.answer) <= task.max_response
         assert problem.answer[-1] == task.eos
         assert all(0 <= token < task.vocab_size for token in (*problem.prompt, *problem.answer))

@@ -15,7 +15,6 @@ from true_on_policy.errors import ContractError
 from true_on_policy.operations import Operation, operations
 from true_on_policy.row_sums import engine_order, fsdp_order, megatron_order
 
-FamilyName = Literal["qwen3-dense", "qwen2.5-dense", "qwen3-vl-dense", "llama"]
 TrainBackend = Literal["megatron", "fsdp"]
 AttentionName = Literal["fa3", "flashinfer", "triton"]
 GemmName = Literal["deep_gemm", "triton_persistent"]
@@ -39,7 +38,7 @@ class Family:
     """Models with one order of operations.
 
     Attributes:
-        name: a FamilyName.
+        name: its key in FAMILIES.
         architectures: Hugging Face's names.
         qk_norm: query and key are normalized.
         qkv_bias: their product has a bias.

@@ -83,10 +83,8 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
     folder.mkdir(parents=True, exist_ok=True)
     log = report.MetricsLog(folder / report.METRICS)
     log.truncate(after=first_rollout - 1)
-    status, arguments = (
-        "failed",
-        dict(vars(args)),
-    )  # as they were given: a hook may keep its own things on args
+    status = "failed"
+    arguments = dict(vars(args))  # as they were given: a hook may keep its own things on args
     try:
         with _table(args, folder, first_rollout) as table:
 

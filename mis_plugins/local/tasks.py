@@ -41,11 +41,6 @@ class Task(Protocol):
     @property
     def eos(self) -> int: ...
     @property
-    def max_prompt(self) -> int:
-        """Tokens of the longest prompt."""
-        ...
-
-    @property
     def max_response(self) -> int:
         """Tokens of the longest response worth sampling, EOS included."""
         ...
@@ -89,10 +84,6 @@ class DigitTask:
     answer_digits: int
     vocab_size: int = VOCAB_SIZE
     eos: int = EOS
-
-    @property
-    def max_prompt(self) -> int:
-        return self.operands * (self.digits + 1)
 
     @property
     def max_response(self) -> int:

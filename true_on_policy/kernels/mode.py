@@ -81,7 +81,7 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
             enable()
-        _check(mode, module, key)
+        _check(module, key)
     except Exception as error:
         _switch_off(mode, disable, found, key)
         raise PinError(f"{mode.library}: its batch-invariant mode cannot be enabled ({error})") from error
@@ -109,7 +109,7 @@ def _contradiction(mode: Mode, flag: bool, key: str) -> str:
     )
 
 
-def _check(mode: Mode, module: ModuleType, key: str) -> None:
+def _check(module: ModuleType, key: str) -> None:
     if not module.is_batch_invariant_mode_enabled():
         raise RuntimeError("its flag stays off")
     for name in SHARED:
