@@ -195,7 +195,7 @@ def _sums_over_sequences(s: Sequences, ruled: Ruled) -> list[Named]:
     """What is the same on all context-parallel ranks, so that one of them counts it."""
     return [
         _summed(sequence_sums(s), s.seen),
-        _summed(sequence_counts(s), s.live),
+        _summed(sequence_counts(s), s.correction.live),
         _nonfinite(s),
         _of_micro_batch(s.correction),
         _products(s.correction),

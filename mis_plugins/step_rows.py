@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
-from mis_plugins.correction import Correction
+from mis_plugins.correction import Correction, LogPerplexity
 from mis_plugins.divergence import k2, k3
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
@@ -144,14 +144,10 @@ class Sequences:
     def totals(self) -> Totals:
         return self.correction.totals
 
-    @cached_property
-    def live(self) -> Bool[Tensor, " N"]:
-        return self.totals["valid"] > 0
-
-    @cached_property
+    @property
     def seen(self) -> Bool[Tensor, " N"]:
         """With a usable token."""
-        return self.totals["usable"] > 0
+        return self.totals.seen
 
     @property
     def log_ratio(self) -> Float[Tensor, " N"]:
@@ -164,15 +160,11 @@ class Sequences:
 
     @cached_property
     def mean_log_ratio(self) -> Float[Tensor, " N"]:
-        return self.log_ratio / self.totals["usable"].clamp(min=1)
+        return self.mean("log_ratio")
 
-    @cached_property
-    def train_log_ppl(self) -> Float[Tensor, " N"]:
-        return -self.totals["proximal"] / self.totals["usable"].clamp(min=1)
-
-    @cached_property
-    def rollout_log_ppl(self) -> Float[Tensor, " N"]:
-        return self.mean_log_ratio + self.train_log_ppl
+    @property
+    def log_ppl(self) -> LogPerplexity:
+        return self.correction.log_ppl
 
     @property
     def units(self) -> Totals:
@@ -188,30 +180,34 @@ class Sequences:
     @cached_property
     def weight(self) -> Float[Tensor, " N"]:
         """Mean of the bounded weights over its valid tokens, 0 where they are not known; not normalized."""
-        mean = self._mean(self.totals["weight" if weighs_tokens(self.config) else "usable"])
+        mean = self._over_valid(self.totals["weight" if weighs_tokens(self.config) else "usable"])
         weight = self.correction.sequence_weight
         return mean if weight is None else mean * weight
 
     @cached_property
     def ratio(self) -> Float[Tensor, " N"]:
         """Mean over its valid tokens of what their weights were before the bound."""
-        return self._mean(self.totals["weighed"])
+        return self._over_valid(self.totals["weighed"])
 
     @cached_property
     def applied(self) -> Float[Tensor, " N"]:
         """Mean over its valid tokens of the weights as multiplied into the loss, 0 where dropped."""
         c = self.correction
         if c.left is not None:
-            return self._mean(c.left.applied)
+            return self._over_valid(c.left.applied)
         if weighs_tokens(self.config):
             total = self.totals["applied"]
             total = total if c.keep_sequences is None else torch.where(c.keep_sequences, total, 0)
         else:
             total = self.kept if c.sequence_weight is None else self.kept * c.sequence_weight
-        return self._mean(total if c.mean_weight is None else total / c.mean_weight)
+        return self._over_valid(total if c.mean_weight is None else total / c.mean_weight)
 
-    def _mean(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        return total / self.totals["valid"].clamp(min=1)
+    def mean(self, row: str) -> Float[Tensor, " N"]:
+        """Of a statistic, over its usable tokens."""
+        return self.totals[row] / self.correction.usable_count
+
+    def _over_valid(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        return total / self.totals.size
 
 
 TokenRow = Callable[[Tokens], Shaped[Tensor, " T"]]
@@ -319,13 +315,13 @@ def token_maxima(t: Tokens) -> Rows:
 
 SEQUENCE_SUMS: dict[str, SequenceRow] = {
     "seen": lambda s: s.seen,
-    "log_ppl_diff": lambda s: -s.mean_log_ratio,
-    "log_ppl_abs_diff": lambda s: s.mean_log_ratio.abs(),
-    "ppl_ratio": lambda s: exp_finite(-s.mean_log_ratio),
-    "train_log_ppl": lambda s: s.train_log_ppl,
-    "train_ppl": lambda s: exp_finite(s.train_log_ppl),
-    "rollout_log_ppl": lambda s: s.rollout_log_ppl,
-    "rollout_ppl": lambda s: exp_finite(s.rollout_log_ppl),
+    "log_ppl_diff": lambda s: s.log_ppl.excess,
+    "log_ppl_abs_diff": lambda s: s.log_ppl.excess.abs(),
+    "ppl_ratio": lambda s: exp_finite(s.log_ppl.excess),
+    "train_log_ppl": lambda s: s.log_ppl.training,
+    "train_ppl": lambda s: exp_finite(s.log_ppl.training),
+    "rollout_log_ppl": lambda s: s.log_ppl.rollout,
+    "rollout_ppl": lambda s: exp_finite(s.log_ppl.rollout),
     "geometric_squared": lambda s: exp_clamped(s.mean_log_ratio).square(),
     "sequence_log_ratio": lambda s: s.log_ratio,
     "abs_sequence_log_ratio": lambda s: s.abs_log_ratio,
@@ -337,7 +333,7 @@ SEQUENCE_SUMS: dict[str, SequenceRow] = {
 }
 
 SEQUENCE_COUNTS: dict[str, SequenceRow] = {
-    "live": lambda s: s.live,
+    "live": lambda s: s.correction.live,
     "kept_sequences": lambda s: s.kept > 0,
     "touched_sequences": lambda s: s.kept < s.totals["valid"],
 }
@@ -349,9 +345,8 @@ def sequence_sums(s: Sequences) -> Rows:
     yield from _sequence_weight_sums(s)
     for name, rule in numbered(s.config):
         if rule.over == "token":
-            mean = s.totals[row_of(rule.statistic)] / s.totals["usable"].clamp(min=1)
             yield f"{name}_unit_count", s.seen
-            yield from _outside_and_moments(f"{name}_unit", rule, mean)
+            yield from _outside_and_moments(f"{name}_unit", rule, s.mean(row_of(rule.statistic)))
             yield f"{name}_unit_touched", _loses_a_token(s.totals, rule)
 
 
@@ -384,9 +379,7 @@ def sequence_maxima(s: Sequences) -> Rows:
     yield from _both_ends("sequence_applied", s.applied)
     for name, rule in numbered(s.config):
         if rule.over == "token":
-            yield from _both_ends(
-                f"{name}_unit", s.totals[row_of(rule.statistic)] / s.totals["usable"].clamp(min=1)
-            )
+            yield from _both_ends(f"{name}_unit", s.mean(row_of(rule.statistic)))
 
 
 # Of rules over units, be they sequences or segments: over those with a usable token.
