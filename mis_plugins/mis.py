@@ -141,22 +141,9 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
             "mis.weight.normalize.scope: rollout"
         )
-    if len(rest) != 2:
-        handed = (
-            "(args, samples), and samples hold no trainer log-probs" if rest else "args alone, as Miles does"
-        )
-        raise InputError(
-            "mis.weight.normalize.scope: rollout needs the rollout batch, (args, rollout_id, rollout_data), and this "
-            f"host calls --rollout-data-postprocess-path with {handed}; use scope: data_parallel"
-        )
-    data = rest[1]
-    if not data.get("log_probs") and not slime.holds_log_probs():
+    data = _rollout_data(rest)
+    if data is None:
         return
-    if not data.get("log_probs"):
-        raise InputError(
-            "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
-            "rollout_data has none; use scope: data_parallel"
-        )
     ranks, cp = slime.parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
@@ -168,6 +155,29 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         numerator = numerator_of(*log_probs, hosts_loss.written(data, layout.local_lengths), config)
     args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
     args._mis_rollout_segment_wise = config.segment_wise_on
+
+
+def _rollout_data(handed: Sequence[Any]) -> Mapping[str, Any] | None:
+    """What a host hands its rollout-data hook behind `args`; None on a pipeline stage that computes no log-probs."""
+    if len(handed) != 2:
+        lacking = (
+            "(args, samples), and samples hold no trainer log-probs"
+            if handed
+            else "args alone, as Miles does"
+        )
+        raise InputError(
+            "mis.weight.normalize.scope: rollout needs the rollout batch, (args, rollout_id, rollout_data), and this "
+            f"host calls --rollout-data-postprocess-path with {lacking}; use scope: data_parallel"
+        )
+    data = handed[1]
+    if data.get("log_probs"):
+        return data
+    if not slime.holds_log_probs():
+        return None
+    raise InputError(
+        "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
+        "rollout_data has none; use scope: data_parallel"
+    )
 
 
 def policy_loss(

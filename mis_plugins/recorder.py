@@ -158,23 +158,28 @@ class Recorder:
         if self.muted or torch._C._current_graph_task_id() != -1:
             return
         config, ranks = correction.config, correction.ragged.ranks
-        everything = config.metrics == "all" and self.step is not None
         if self.step is None:
             _check_without_hook(config)
-        first = ranks.cp is None or ranks.cp.rank() == 0
-        ages = None
-        if self.step is not None and config.metrics != "none":
-            ages = _ages(correction, written, numerator)
-        if everything:
-            loss = None if pg_loss is None else pg_loss.detach()
-            lags = None if written is None else written.lags
-            self._add(Recorded(config, ranks, partials(correction, loss, lags, counts_sequences=first), ages))
-            return
-        relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
-        if relates or config.corrects or config.opsm:
-            self._add(Recorded(config, ranks, watch(correction, first, relates), ages))
+        added = self._partials(correction, pg_loss, written)
+        if added is not None:
+            reports = self.step is not None and config.metrics != "none"
+            ages = _ages(correction, written, numerator) if reports else None
+            self._add(Recorded(config, ranks, added, ages))
         if self.step is None:
             self._poll()
+
+    def _partials(
+        self, correction: Correction, pg_loss: Float[Tensor, " T"] | None, written: Written | None
+    ) -> Partials | None:
+        """As much as the config asks for and the hook will report; None where nothing needs to be watched."""
+        config, cp = correction.config, correction.ragged.ranks.cp
+        first = cp is None or cp.rank() == 0
+        if config.metrics == "all" and self.step is not None:
+            loss = None if pg_loss is None else pg_loss.detach()
+            lags = None if written is None else written.lags
+            return partials(correction, loss, lags, counts_sequences=first)
+        relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
+        return watch(correction, first, relates) if relates or config.corrects or config.opsm else None
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
