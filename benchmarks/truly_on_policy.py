@@ -1,6 +1,6 @@
 """What becomes of the demonstration's collapse where rollout and training are equal to the bit?
 
-    python benchmarks/truly_on_policy.py            the real SGLang; about ten minutes on 2 cores
+    python benchmarks/truly_on_policy.py            the real SGLang; three to twelve minutes on 2 cores
     python benchmarks/truly_on_policy.py --engine local --smoke    tiny runs that only show that it works
 
 One recipe, one seed, the same warm-started weights, no correction: sampled by an engine with emulated int3 weights, and
