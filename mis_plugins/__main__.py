@@ -5,7 +5,7 @@
     python -m mis_plugins config check FILE.yaml
     python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
 
-Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do.
+Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mis_plugins.formula import formula
 from mis_plugins.translate import miles, ms_swift, verl
 
 REFUSED = 2  # could not compare, could not check: never a pass
+INTERRUPTED = 130  # while it waited for a pipe
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MisError, OSError, yaml.YAMLError) as error:
         print(f"{getattr(arguments, 'target', 'config')}: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

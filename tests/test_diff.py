@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from true_on_policy import comparison
+from true_on_policy import comparison, progress
 from true_on_policy.__main__ import main
 from true_on_policy.comparison import DIFFERENT, EQUAL, NOT_COMPARABLE, Report, compare
 from true_on_policy.contract import Contract
@@ -136,6 +136,50 @@ def test_an_error_is_never_different(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(comparison, "first_mismatch", broken)
     assert diff(a, a) == NOT_COMPARABLE
     assert "unforeseen" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_told_in_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    a = dump_all(tmp_path / "a", BASE)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "first_mismatch", interrupted)
+    assert diff(a, a) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_long_comparison_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    a = dump_all(tmp_path / "a", BASE)
+    assert diff(a, a) == EQUAL
+    assert "1 of 2 tensors compared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", [".", "/proc/none/out.json"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_compared(
+    target: str, tmp_path: Path, capsys: Capture
+):
+    assert diff(tmp_path / "missing", tmp_path / "missing", "--json", target) == NOT_COMPARABLE
+    assert capsys.readouterr().err.startswith(f"--json {target}: ")
+
+
+def test_a_comparison_outlives_a_full_disk(tmp_path: Path, capsys: Capture):
+    a, full = dump_all(tmp_path / "a", BASE), tmp_path / "full.json"
+    full.symlink_to("/dev/full")
+    assert diff(a, a, "--json", full) == NOT_COMPARABLE
+    assert capsys.readouterr().out.endswith("equal\n")
+
+
+def test_a_link_stays_a_link(tmp_path: Path):
+    a, link = dump_all(tmp_path / "a", BASE), tmp_path / "link.json"
+    link.symlink_to(tmp_path / "out.json")
+    (tmp_path / "out.json").write_text("before")
+    assert diff(a, a, "--json", link) == EQUAL
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "equal"
 
 
 def test_another_command_that_cannot_be_imported(
@@ -506,6 +550,11 @@ def test_records_compared(case: str, swapped: bool, tmp_path: Path, capsys: Capt
     files = [save(tmp_path / "a.safetensors"), save(tmp_path / "b.safetensors", **change)]
     assert diff(*(files[::-1] if swapped else files)) == code
     assert said in capsys.readouterr().out
+
+
+def test_records_of_nothing_are_not_equal(tmp_path: Path):
+    LogProbRecord.from_sequences([], []).save(tmp_path / "a.safetensors")
+    assert diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors") == NOT_COMPARABLE
 
 
 def test_two_tokens_without_log_prob_are_not_equal(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Proofs and searches for differences, bit by bit.
 
-Exit codes: 0 equal; 1 different; 2 it could not be compared, and stderr says why. An error is never 1.
+Exit codes: 0 equal; 1 different; 2 it could not be compared, and stderr says why; 130 interrupted. An error is never 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from true_on_policy.errors import TrueOnPolicyError
 
 # Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.
 COMMANDS = {"verify": "verify", "diff": "diff", "contract": "show", "flags": "flags", "doctor": "doctor"}
-FAILED = 2
+FAILED, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except (TrueOnPolicyError, OSError) as error:
         print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except Exception:  # Python would exit with 1, which means different
         traceback.print_exc()
     return FAILED

@@ -16,6 +16,7 @@ from torch import Tensor
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
 from true_on_policy.log_probs import LogProbRecord
 from true_on_policy.names import PARTS, Correspondence, Heads, Renaming, regrouped
+from true_on_policy.progress import told
 from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value, numbered
 from true_on_policy.storage import RecordError
 
@@ -112,7 +113,9 @@ def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | No
     """Every tensor of A against its counterpart in B, one pair loaded at a time."""
     left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
     keys = [*left, *(key for key in right if key not in left)]
-    rows = [row_of(key, left.get(key), right.get(key), names.regroup) for key in keys]
+    rows = [
+        row_of(key, left.get(key), right.get(key), names.regroup) for key in told(keys, "tensors compared")
+    ]
     return Report(
         a.path,
         b.path,
@@ -130,6 +133,8 @@ def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_K
     for name in ("tokens", "cu_seqlens", "versions"):
         if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
             return Row(key, "not comparable", detail=f"not the same {name}: {mismatch}")
+    if not len(a.tokens):
+        return Row(key, "not comparable", detail="no token is recorded")
     missing = a.log_probs.isnan() | b.log_probs.isnan()
     if missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)

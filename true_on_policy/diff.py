@@ -16,7 +16,7 @@ from pathlib import Path
 from true_on_policy.comparison import Report, Row, compare
 from true_on_policy.names import Heads, correspondence
 from true_on_policy.records import read_recording
-from true_on_policy.storage import replaced
+from true_on_policy.storage import check_writable, replaced
 from true_on_policy.table import print_table, printable
 from true_on_policy.tokens import compare_by_token
 
@@ -55,13 +55,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        check_writable(arguments.json, "--json")
     a, b = read_recording(arguments.a), read_recording(arguments.b)
     heads = Heads.of(arguments.model) if arguments.model else None
     matched = compare_by_token if arguments.by_token else compare
     report = matched(a, b, correspondence(a.names, b.names, arguments.map), heads)
+    show(report)
     if arguments.json:
         write_json(report, arguments.json)
-    show(report)
     return report.exit_code
 
 

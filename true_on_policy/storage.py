@@ -33,15 +33,35 @@ class RecordError(TrueOnPolicyError):
 def replaced(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; takes its name when the block ends well, and is removed when it does not.
 
-    In a folder of its own: ranks of several machines write beside each other, and their process ids may be alike.
+    In a folder of its own: ranks of several machines write beside each other, and their process ids may be alike. A
+    pipe, a link or /dev/stdout is written to itself: its name is not ours to give away.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        yield path
+        return
     with TemporaryDirectory(dir=path.parent, prefix=".partial-") as folder:
         partial = Path(folder, path.name)
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Called before work whose outcome goes there.
+
+    Raises:
+        RecordError: it could not be written; it names the flag.
+    """
+    if path.is_dir():
+        raise RecordError(f"{flag} {path}: is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordError(f"{flag} {path}: its folder cannot be made: {error.strerror}") from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RecordError(f"{flag} {path}: may not be written")
 
 
 def optional(module: str) -> ModuleType:

@@ -25,6 +25,7 @@ from torch import Tensor
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.comparison import Report, Row, Status, left_out, renamed, row_of, verdict
 from true_on_policy.names import Correspondence, Heads, Renaming
+from true_on_policy.progress import told
 from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value
 from true_on_policy.storage import RecordError
 
@@ -97,7 +98,7 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     left, right = (_side(a, names.a, heads), _side(b, names.b, heads))
     pairs = _pairs(left, right)
     keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
-    rows = [row for key in keys if (row := _row(key, left, right, pairs))]
+    rows = [row for key in told(keys, "tensors compared") if (row := _row(key, left, right, pairs))]
     alone = [*_unmatched(left, right, "missing in B"), *_unmatched(right, left, "missing in A")]
     return Report(
         a.path,

@@ -26,10 +26,12 @@ from true_on_policy.errors import ContractError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
+from true_on_policy.storage import RecordError, check_writable
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.workload import Workload, arrangements
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2}
+PICTURES = (".png", ".pdf", ".svg")
 UPDATES = 3
 SCORED_AT_ONCE = 8
 CONTROL_TOKENS = 500
@@ -128,15 +130,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _quiet()
     plan = Plan.of(arguments)
+    for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
+        if path:
+            check_writable(path, flag)
+    if arguments.picture and arguments.picture.suffix not in PICTURES:
+        raise RecordError(f"--picture {arguments.picture}: end its name in {' or '.join(PICTURES)}")
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
         certificate, off, on = verify(plan, Path(scratch))
+    print(certificate)
     if arguments.json:
         certificate.write(arguments.json)
     if arguments.picture:
         from true_on_policy.picture import draw
 
         draw(off, on, plan.title, arguments.picture)
-    print(certificate)
     return EXIT[certificate.verdict]
 
 

@@ -1,0 +1,21 @@
+"""Signs of life, on stderr, of work that takes longer than a moment."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+SECONDS = 2.0
+
+
+def told(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items; between two of them, every two seconds, a line says how many are done."""
+    said = time.monotonic()
+    for done, item in enumerate(items):
+        if time.monotonic() - said >= SECONDS:
+            print(f"{done} of {len(items)} {what}", file=sys.stderr, flush=True)
+            said = time.monotonic()
+        yield item
