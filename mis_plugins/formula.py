@@ -76,8 +76,7 @@ def formula(config: CorrectionConfig) -> list[str]:
 
 def scored_policy(config: CorrectionConfig) -> str:
     """Whose log-probs weights and rules compare with those of mu."""
-    bypass = config.objective is not None and config.objective.old == "behavior"
-    return "pi_theta" if bypass else "pi_old"
+    return "pi_theta" if config.bypass else "pi_old"
 
 
 def truncated(ratio: str, weight: WeightConfig) -> str:

@@ -1037,3 +1037,27 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
         for name, value in alone.items():
             atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
             assert (split[name] - value).abs().max() <= atol, name
+
+
+QUIET = {"metrics": "none", "opsm": {"delta": 0.1}}
+DIFFERENT = {
+    "delta": (QUIET, QUIET | {"opsm": {"delta": 0.2}}),
+    "objective": ({"metrics": "none"}, {"metrics": "none", "objective": {"surrogate": "cispo"}}),
+    "weight": (QUIET, QUIET | {"weight": {"upper": 2.0}}),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_context_parallel_ranks_with_different_configs(what: str, tmp_path: Path):
+    """Also where nothing but the loss itself differs, which compares no policy with mu: every rank says so."""
+    step = random_step(11, (9, 1, 20, 13, 6))
+
+    def work(rank: int) -> str:
+        args = flags(mis=DIFFERENT[what][rank], rollout_temperature=1.0, true_on_policy=False)
+        try:
+            embedded_outcome(args, step, 2)
+        except MisError as error:
+            return str(error)
+        return "no error"
+
+    assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))

@@ -128,6 +128,13 @@ def host_kwargs(
     return kwargs, owned
 
 
+def rollout_data(kwargs: dict) -> dict:
+    """What the rollout-data hook sees of the same batch."""
+    lists = {"log_probs": kwargs["train_log_probs"], "rollout_log_probs": kwargs["rollout_log_probs"]}
+    names = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
+    return lists | {name: kwargs[name] for name in names if name in kwargs}
+
+
 def correct_on_rank(case: Case, cp: int, state: SimpleNamespace | None) -> dict:
     """The hook as the host of this case calls it; under activation recompute a second time, to the same bits."""
     rank = dist.get_rank()
@@ -135,9 +142,7 @@ def correct_on_rank(case: Case, cp: int, state: SimpleNamespace | None) -> dict:
     args = host_args(mis=case.config, qkv_format=case.qkv_format)
     kwargs, owned = host_kwargs(case, batch, cp, rank % cp, state)
     if (case.config["weight"] or {}).get("normalize", {}).get("scope") == "rollout":
-        lists = {"log_probs": kwargs["train_log_probs"], "rollout_log_probs": kwargs["rollout_log_probs"]}
-        names = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
-        mis.normalize_rollout(args, 0, lists | {name: kwargs[name] for name in names if name in kwargs})
+        mis.normalize_rollout(args, 0, rollout_data(kwargs))
     loss, masks, metrics = mis.compute_mis_weights_with_cp(args, **kwargs)
     if case.recompute:
         again, masks_again, _ = mis.compute_mis_weights_with_cp(args, **kwargs)
@@ -360,6 +365,22 @@ def test_ranks_with_different_configs(what: str, tmp_path: Path):
         kwargs, _ = host_kwargs(case, batch, 2, rank, None)
         try:
             mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs)
+        except MisError as error:
+            return str(error)
+        return "no error"
+
+    assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
+
+
+def test_the_rollout_hook_of_ranks_with_different_configs(tmp_path: Path):
+    """Ratios of one sequence bounded in two ways have no mean: every rank says so before it adds any up."""
+    batch = random_batch(2)
+
+    def work(rank: int) -> str:
+        config = {"weight": {"upper": 2.0 + rank, "normalize": {"scope": "rollout"}}}
+        kwargs, _ = host_kwargs(Case(config, (batch,)), batch, 2, rank, None)
+        try:
+            mis.normalize_rollout(host_args(mis=config), 0, rollout_data(kwargs))
         except MisError as error:
             return str(error)
         return "no error"
