@@ -321,7 +321,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
-    return _boolean(value, path) if kind is bool else _number(value, path)
+    return _boolean(value, path) if kind is bool else number(value, path)
 
 
 def _boolean(value: Any, path: str) -> bool:
@@ -330,10 +330,14 @@ def _boolean(value: Any, path: str) -> bool:
     return value
 
 
-def _number(value: Any, path: str) -> float:
-    """YAML reads 1e-4 as text: a number all the same."""
+def number(value: Any, path: str) -> float:
+    """YAML reads 1e-4 as text: a number all the same. Not so verl's pair 0.5_5, which Python reads as 0.55.
+
+    Raises:
+        ConfigError: it quotes `path`.
+    """
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or "_" in str(value):
             raise TypeError
         return float(value)
     except (TypeError, ValueError):

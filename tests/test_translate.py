@@ -129,6 +129,16 @@ def test_verl_settings_without_effect_are_told():
     assert "calculate_log_probs" not in " ".join(from_verl(TOKEN_IS).notes)
 
 
+def test_verl_trainer_since_0_9_ignores_bypass_rules():
+    """`apply_bypass_mode`, which hands the settings to the loss, is called by the trainer before it alone."""
+    v1 = "applies no more of this"
+    rejecting = {"algorithm": {"rollout_correction": GEO | PPO}}
+    assert v1 in " ".join(from_verl(rejecting).notes)
+    assert v1 in " ".join(from_verl({"rollout_correction": TOKEN_IS | PG}).notes)
+    assert v1 not in " ".join(from_verl(rejecting | {"trainer": {"use_v1": False}}).notes)
+    assert v1 not in " ".join(from_verl({"rollout_correction": TOKEN_IS | PPO}).notes)
+
+
 # ---------------------------------------------------------------------------------------------------- verl, earlier
 
 
@@ -137,6 +147,11 @@ def test_verl_settings_without_effect_are_told():
 def test_verl_levels_bound_the_ratio_itself(level: str, over: str, lower: float | None):
     found = rules_of(rollout_rs=level, rollout_rs_threshold=1.25, rollout_rs_threshold_lower=lower)
     assert found == (RejectRule(over=over, lower=lower or 0.8, upper=1.25),)  # type: ignore[arg-type]
+
+
+def test_verl_a_lower_bound_of_0_is_none():
+    found = rules_of(rollout_rs="token", rollout_rs_threshold=2, rollout_rs_threshold_lower=0.0)
+    assert found == (RejectRule(upper=2.0),)
 
 
 def test_verl_veto():
@@ -154,7 +169,24 @@ def test_verl_use_policy_gradient():
         from_verl({"use_policy_gradient": True})
 
 
-FLAT = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate"}
+def test_verl_0_6_1_rejects_in_bypass_with_its_policy_gradient_alone():
+    """Its bypass leaves out what computes weights and rules; the policy gradient's loss has its own."""
+    rules = {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001}
+    bypass = {"bypass_mode": True, "rollout_token_veto_threshold": 1e-4}
+    clipped = from_verl(SEQUENCE_IS | rules | bypass | {"use_policy_gradient": False})
+    assert clipped.config() == preset("verl-bypass-ppo-clip")
+    assert "neither weighs nor rejects" in " ".join(clipped.notes)
+    gradient = from_verl(SEQUENCE_IS | rules | bypass | {"use_policy_gradient": True}).config()
+    assert [rule.over for rule in gradient.reject] == ["mean", "min"]
+    veto_alone = from_verl(SEQUENCE_IS | bypass | {"use_policy_gradient": True})
+    assert veto_alone.config() == preset("verl-bypass-pg-is")
+    assert "beside rollout_rs alone" in " ".join(veto_alone.notes)
+    assert len(rules_of(**rules, **bypass)) == 2
+
+
+FLAT = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate",
+        "rollout_is_veto_threshold": None}  # fmt: skip
+VETO = (RejectRule(over="min", lower=1e-4),)
 
 
 @pytest.mark.parametrize(
@@ -165,23 +197,24 @@ FLAT = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mo
         ({"rollout_is": True, "rollout_is_threshold": None}, CorrectionConfig()),
         (
             {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_level": "geometric"},
-            CorrectionConfig(WeightConfig("geometric", "mask", 0.5, 2.0)),
+            CorrectionConfig(WeightConfig("geometric", "zero", 0.5, 2.0)),
         ),
         (
             {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0.25},
-            CorrectionConfig(WeightConfig("token", "mask", 0.25, 2.0), denominator="kept"),
+            CorrectionConfig(WeightConfig("token", "zero", 0.25, 2.0)),
         ),
         (
-            {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_level": "sequence"},
-            CorrectionConfig(None, (RejectRule(over="sum", lower=0.5, upper=2.0),)),
+            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0},
+            CorrectionConfig(WeightConfig("token", "zero", 0.0, 2.0)),
         ),
         (
-            {"rollout_is": True, "rollout_is_veto_threshold": 1e-4},
-            CorrectionConfig(WeightConfig(upper=2.0), (RejectRule(over="min", lower=1e-4),)),
+            {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_veto_threshold": 1e-4},
+            CorrectionConfig(),
         ),
+        ({"rollout_is_mode": "mask"}, CorrectionConfig()),
         (
-            {"rollout_is_mode": "mask"},
-            CorrectionConfig(None, (RejectRule(lower=0.5, upper=2.0),), denominator="kept"),
+            {"rollout_is": True, "rollout_is_veto_threshold": "1e-4"},
+            CorrectionConfig(WeightConfig(upper=2.0), VETO),
         ),
         (
             {"rollout_is": True, "rollout_rs": None, "bypass_mode": False},
@@ -195,7 +228,19 @@ def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
     assert from_verl(flat).config() == config
 
 
+def test_verl_0_6_0_vetoes_by_default():
+    """1e-4 in its yaml and its dataclass, so that a command line that says nothing of it has it."""
+    asked = from_verl({}, "algorithm.rollout_is=True", "algorithm.rollout_is_threshold=2.0")
+    assert asked.config() == CorrectionConfig(WeightConfig(), VETO)
+    told = " ".join(asked.notes)
+    assert "1e-4 in verl 0.6.0 where it is not given" in told and "main branch before 0.6.1" in told
+    assert "leaves rejected sequences out" not in told
+
+
 # ---------------------------------------------------------------------------------------------------- verl, refused
+
+
+LEVEL = {"rollout_rs_threshold": 1.25}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +252,18 @@ def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
         (TOKEN_IS | {"rollout_is_threshold": True}, "rollout_is_threshold: got True"),
         (TOKEN_IS | {"rollout_is_threshold": -1}, "rollout_is_threshold: got -1; every ratio is above 0"),
         (TOKEN_IS | {"rollout_is_threshold": "5_0.5"}, "rollout_is_threshold: 5 is not below"),
+        (TOKEN_IS | {"rollout_is_threshold": "0_3"}, "rollout_is_threshold: got 0; every ratio is above 0"),
+        ({"rollout_rs": ""}, "rollout_rs: got ''; choose of token_k1, "),
+        ({"rollout_rs": "token,geometric"} | LEVEL, "rollout_rs: got 'token'; choose one of token_k1"),
+        (
+            {"rollout_rs": "token"} | LEVEL | {"rollout_rs_threshold": "1_2"},
+            "rollout_rs_threshold: got '1_2'",
+        ),
+        ({"rollout_token_veto_threshold": 0}, "rollout_token_veto_threshold: got 0; every ratio is above 0"),
+        (
+            FLAT | {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold": 1},
+            "^rollout_is_threshold: 1 is not below",
+        ),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "rollout_rs: got 'seq_max_k1'"),
         ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold: got 0 for 1 of rollout_rs"),
         ({"rollout_rs": "geometric"}, "rollout_rs_threshold: missing; rollout_rs: geometric needs it"),
@@ -251,6 +308,19 @@ def test_verl_a_pair_without_quotes():
     assert verl.translate('rollout_is: token\nrollout_is_threshold: "0.5_5"').config().weight is not None
 
 
+@pytest.mark.parametrize("value", ["no", "OFF", "yes"])
+def test_verl_override_is_read_as_hydra_reads_it(value: str):
+    """`no` on a command line is text to Hydra, which verl takes for true; in a yaml it is false to both."""
+    with pytest.raises(ConfigError, match=f"bypass_mode: got '{value}'; expected true or false"):
+        from_verl(TOKEN_IS, f"algorithm.rollout_correction.bypass_mode={value}")
+    assert not verl.translate(f"rollout_is: token\nbypass_mode: {value.replace('yes', 'no')}").config().bypass
+    assert (
+        from_verl(TOKEN_IS | PG, "algorithm.rollout_correction.bypass_mode=FALSE").config().objective is None
+    )
+    with pytest.raises(ConfigError, match="rollout_is: got ''"):
+        from_verl({}, "rollout_correction.rollout_is=")
+
+
 @pytest.mark.parametrize(
     "override", ["rollout_is", "trainer.n_gpus=8", "algorithm.rollout_correction.nope=1"]
 )
@@ -288,8 +358,33 @@ def test_ms_swift_flags_with_dashes_and_comments():
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        f"CUDA_VISIBLE_DEVICES=0 swift rlhf --{MODE} token_mask --{THRESHOLD} 3",
+        f"swift rlhf --{MODE} \\\n  token_mask \\\n  --{THRESHOLD} \\\r\n  3",
+        f"swift rlhf --{MODE} token_mask --{THRESHOLD} 2 --{THRESHOLD}=3",
+        f"ARGS=(\n  --{MODE} 'token_mask'\n  --{THRESHOLD} \"3\"\n)\nswift rlhf ${{ARGS[@]}}",
+        f"echo it's\nswift rlhf --model a#b --{MODE} token_mask --{THRESHOLD} 03",
+    ],
+)
+def test_ms_swift_scripts_are_read_as_a_shell_reads_them(script: str):
+    assert ms_swift.translate(script).config().weight == WeightConfig("token", "zero", 0.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "metrics"), [("", "full"), (" 'false'", "none"), ("=F", "none"), (" yes", "full")]
+)
+def test_ms_swift_truths(said: str, metrics: str):
+    assert ms_swift.translate(f"swift rlhf --log_rollout_offpolicy_metrics{said}").config().metrics == metrics
+
+
+@pytest.mark.parametrize(
     ("text", "warns"),
     [
+        (f"{MODE}: token_truncate\nkl_in_reward: true", False),
+        (f"{DELTA}: 0.1\nbeta: 0.04\nkl_in_reward: true", False),
+        (f"{MODE}: token_truncate\nadvantage_estimator: rloo", False),  # the KL goes into its reward
+        (f"{MODE}: token_truncate\nadvantage_estimator: rloo\nkl_in_reward: false", True),
         (f"{DELTA}: 0.1", True),  # beta is 0.04 unless it is given
         (f"{MODE}: token_truncate\nbeta: null", True),
         (f"{MODE}: token_truncate\nbeta: 0", False),
@@ -313,7 +408,8 @@ def test_ms_swift_off_policy_mask():
     assert ms_swift.translate(f"{DELTA}: 0.1").config() == CorrectionConfig(opsm=opsm)
     with_kl = ms_swift.translate(f"{MODE}: token_truncate\n{DELTA}: 0.1\nbeta: 0.04").config()
     assert with_kl == CorrectionConfig(WeightConfig(), opsm=opsm, objective=ObjectiveConfig(weigh_kl=True))
-    assert ms_swift.translate(f"{DELTA}: 0.1\nbeta: 0").config().objective is None
+    for no_kl_term in ("beta: 0", "beta: 0.04\nkl_in_reward: true"):
+        assert ms_swift.translate(f"{DELTA}: 0.1\n{no_kl_term}").config().objective is None
 
 
 @pytest.mark.parametrize(
@@ -323,6 +419,14 @@ def test_ms_swift_off_policy_mask():
         (f"{MODE}: token_mask\n{THRESHOLD}: 0", f"{THRESHOLD}: got 0"),
         (f"{MODE}: token_mask\n{THRESHOLD}: wide", f"{THRESHOLD}: got 'wide'; expected a number"),
         (f"{DELTA}: -1", f"{DELTA}: got -1"),
+        (f"swift rlhf --{MODE} token_mask --{THRESHOLD} -1", f"{THRESHOLD}: got -1; every ratio"),
+        (f"swift rlhf --{MODE} $MODE", rf"{MODE}: got '\$MODE'; choose one of token_truncate"),
+        (f"swift rlhf --{MODE} token_mask --system 'it", "No closing quotation; give the flags of this line"),
+        (f"swift rlhf --{THRESHOLD} --{MODE} token_mask", f"{THRESHOLD}: got True; expected a number"),
+        (
+            "log_rollout_offpolicy_metrics: maybe",
+            "log_rollout_offpolicy_metrics: got 'maybe'; expected true",
+        ),
         ("rlhf_type: grpo", "nothing to translate"),
         ("[1]", "expected a yaml mapping"),
     ],

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.translate.translation import Translation, choice, load, number
+from mis_plugins.reading import number
+from mis_plugins.translate.translation import Translation, choice, load
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
+KL_IN_REWARD = "kl_in_reward"
+OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
 DEFAULT_THRESHOLD = 2.0
 SOURCES = {
     "weight.bound": (MODE,),
@@ -21,8 +26,9 @@ SOURCES = {
     "objective.weigh_kl": ("beta",),
     "metrics": (METRICS,),
 }
-FLAG = re.compile(r"--([\w-]+)(?:[ \t=]+([^\s\\-][^\s\\]*))?")
+FLAG = re.compile(rf"--(?:{'|'.join(KEYS)})(?=[\s=]|$)".replace("_", "[_-]"))
 COMMENT = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 # Of a threshold: the weight and what is rejected. `sequence` is the geometric mean; `mask` sets the weight to 0.
 MODES = {
@@ -40,11 +46,11 @@ def translate(text: str) -> Translation:
         ConfigError: none of its keys; a mode that it has not.
     """
     keys = _keys(text)
-    given = {key: keys[key] for key in (*KEYS, "beta") if key in keys}
+    given = {key: keys[key] for key in (*KEYS, *OF_KL) if key in keys}
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     mis = _weighed(given) | _masked(given)
-    mis["metrics"] = "full" if mis or given.get(METRICS) else "none"
+    mis["metrics"] = "full" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
     return Translation("ms-swift", given, mis, SOURCES, tuple(_notes(given)))
 
 
@@ -89,23 +95,56 @@ def _weighs_kl(given: Mapping[str, Any]) -> bool:
 
 
 def _has_kl(given: Mapping[str, Any]) -> bool:
-    """Of GRPO, unless `beta` is said to be 0: its default is 0.04."""
-    return given.get("beta") is None or number(given["beta"], "beta") != 0
+    """A KL term in the loss: of GRPO, unless `beta` is said to be 0: its default is 0.04."""
+    if given.get("beta") is not None and number(given["beta"], "beta") == 0:
+        return False
+    if given.get(KL_IN_REWARD) is None:
+        return given.get("advantage_estimator", "grpo") == "grpo"
+    return not _truth(given[KL_IN_REWARD], KL_IN_REWARD)
 
 
 def _keys(text: str) -> Mapping[str, Any]:
-    """A yaml mapping, with or without dashes before its keys; else the `--key value` of a launch script.
+    """The `--key value` of a launch script; else a yaml mapping, with or without dashes before its keys.
 
     Its parser takes `--a-key` for `--a_key`.
     """
-    if not re.search(r"^\s*(?:[\w/.]+ .*)?--[\w-]+[ =]", text, re.MULTILINE):
-        loaded = load(text)
-        if not isinstance(loaded, Mapping):
-            raise ConfigError(f"got {loaded!r}; expected a yaml mapping or a launch script with --key value")
-        return {_underscored(str(key).lstrip("-")): value for key, value in loaded.items()}
-    flags = FLAG.findall(COMMENT.sub("", text))
-    return {_underscored(key): True if value == "" else load(value) for key, value in flags}
+    script = COMMENT.sub("", text)
+    if FLAG.search(script):
+        return dict(_flags(script))
+    loaded = load(text)
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"got {loaded!r}; expected a yaml mapping or a launch script with --key value")
+    return {_underscored(str(key).lstrip("-")): value for key, value in loaded.items()}
+
+
+def _flags(script: str) -> Iterator[tuple[str, Any]]:
+    """As a shell splits each command into words; of a flag that stands twice the last one counts."""
+    for line in re.sub(r"\\\r?\n", " ", script).splitlines():
+        for word, following in itertools.pairwise([*_words(line), "--"]):
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--"):
+                alone = following.startswith("--")
+                yield _underscored(flag[2:]), value if equals else True if alone else following
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        if FLAG.search(line):
+            raise ConfigError(
+                f"{line.strip()!r}: {error}; give the flags of this line without the rest"
+            ) from None
+        return []  # one line of a quotation of several
 
 
 def _underscored(key: str) -> str:
     return key.replace("-", "_")
+
+
+def _truth(value: Any, key: str) -> bool:
+    """As its parser reads text."""
+    text = str(value).lower()
+    if text not in TRUE + FALSE:
+        raise ConfigError(f"{key}: got {value!r}; expected true or false")
+    return text in TRUE

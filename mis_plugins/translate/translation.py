@@ -98,16 +98,6 @@ def said(value: Any) -> str:
     ).split("\n")[0]
 
 
-def number(value: Any, key: str) -> float:
-    """A positive or negative number, or text that is one."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(f"{key}: got {value!r}; expected a number")
-    try:
-        return float(value)
-    except ValueError:
-        raise ConfigError(f"{key}: got {value!r}; expected a number") from None
-
-
 def switch(given: Mapping[str, Any], key: str) -> bool:
     """Whether it is on; unset or null is off. Text, be it `${...}` or "false", says neither."""
     value = given.get(key)

@@ -1,8 +1,8 @@
 """verl's rollout correction, of 0.9.1 and of earlier releases.
 
-Three dialects. 0.9.1: `rollout_rs` names statistics (`seq_mean_k1`), whose thresholds bound k1 = -log r, so that
-"lo_hi" means a ratio in [1/hi, 1/lo]. Before: `rollout_rs` names levels (`geometric`), with bounds on the ratio and a
-veto. At first: keys of `algorithm` itself, where `rollout_is` is a bool.
+Three dialects. Since 0.7.1: `rollout_rs` names statistics (`seq_mean_k1`), whose thresholds bound k1 = -log r, so that
+"lo_hi" means a ratio in [1/hi, 1/lo]. 0.6.1 and 0.7.0: `rollout_rs` names a level (`geometric`), with bounds on the
+ratio and a veto. 0.6.0: keys of `algorithm` itself, where `rollout_is` is a bool.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.translate.translation import Translation, Unquoted, choice, load, number, switch
+from mis_plugins.reading import number
+from mis_plugins.translate.translation import Translation, Unquoted, choice, load, switch
 
 SECTION = ("algorithm", "rollout_correction")
 COMMON = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
@@ -37,11 +38,13 @@ OPTIONS = tuple(
     f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
 )
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
-BOOLEAN_LOWER = "rollout_is_threshold_lower"
+BOOLEAN_BOUND = {"truncate": "truncate", "mask": "zero"}
+BOOLEAN_LOWER, BOOLEAN_VETO = "rollout_is_threshold_lower", "rollout_is_veto_threshold"
+BOOLEAN_VETO_DEFAULT = 1e-4
 BOOLEAN_SOURCES = {
     "level": ("rollout_is_level",),
     "bound": ("rollout_is_mode",),
-    "lower": (BOOLEAN_LOWER,),
+    "lower": (BOOLEAN_LOWER, "rollout_is_threshold"),
     "upper": ("rollout_is_threshold",),
 }
 
@@ -52,6 +55,26 @@ TOKENS_LEFT = (
 SEQUENCES_LEFT = (
     "verl leaves rejected sequences out of the number that it averages over; the hosts count them, so that a step "
     "that rejects much is smaller here."
+)
+AS_0_6_0 = (
+    "Read as verl 0.6.0: what mask or veto rejects weighs 0 and stays in the loss mask, and rollout_is: false applies "
+    "nothing. Its main branch before 0.6.1 took it out of the mask, with rollout_is: false too, and had no veto by "
+    "default: say that with rollout_rs and rollout_token_veto_threshold."
+)
+VETO_OF_0_6_0 = (
+    f"{BOOLEAN_VETO}: 1e-4 in verl 0.6.0 where it is not given, null for none. There KL and entropy of such a sequence "
+    "stay; here they go with it."
+)
+AS_0_6_1 = (
+    "use_policy_gradient: false with bypass_mode is of verl 0.6.1, which neither weighs nor rejects there. Leave "
+    "use_policy_gradient out to have it read as in later releases, which reject."
+)
+VETO_OF_0_6_1 = (
+    "rollout_token_veto_threshold: with use_policy_gradient verl 0.6.1 applies it beside rollout_rs alone."
+)
+V1_TRAINER = (
+    "verl's trainer since 0.9.0 (trainer.use_v1: true) takes mu for pi_old in bypass and applies no more of this: "
+    "neither weights, nor rules, nor loss_type. Here they act as its documents and use_v1: false have them."
 )
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
@@ -79,6 +102,12 @@ class Draft:
         self.sources[f"reject[{len(rules)}]"] = keys
         rules.append(rule)
 
+    def drop(self, part: str, why: str) -> None:
+        """Take back the `weight`, or all that is to `reject`."""
+        self.mis[part] = None
+        self.sources = {path: keys for path, keys in self.sources.items() if not path.startswith(part)}
+        self.notes.append(why)
+
 
 def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     """A yaml of verl's, or a part of one, with Hydra overrides.
@@ -94,7 +123,8 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     else:
         _translate_weight(draft)
         _translate_rejection(draft)
-        _translate_bypass(draft)
+        _translate_bypass(draft, tree)
+        _translate_denominator(draft)
     _finish(draft, tree)
     return Translation(
         "verl's rollout correction", given, draft.mis, draft.sources, tuple(draft.notes), draft.remarks
@@ -126,8 +156,15 @@ def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
         found = OVERRIDE.fullmatch(override)
         if found is None:
             raise ConfigError(f"override {override!r}: expected algorithm.rollout_correction.KEY=VALUE")
-        keys[found["key"]] = load(found["value"])
+        keys[found["key"]] = _of_hydra(found["value"])
     return keys
+
+
+def _of_hydra(text: str) -> Any:
+    """As YAML, but that nothing, and a boolean by another name than true or false, is text."""
+    value = load(text)
+    spelled_out = text.strip().lower() in ("true", "false")
+    return text if text == "" or (isinstance(value, bool) and not spelled_out) else value
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
@@ -175,26 +212,28 @@ def _normalize(draft: Draft) -> None:
 
 
 def _translate_rejection(draft: Draft) -> None:
-    names, threshold = _parts(draft.given.get("rollout_rs")), draft.given.get("rollout_rs_threshold")
+    given = draft.given
+    names = _parts(given.get("rollout_rs"))
     for name in names:
         choice(name, "rollout_rs", (*OPTIONS, *OVER_LEVEL))
-    if names and set(names) <= set(OVER_LEVEL):
-        _reject_levels(draft, names)
+    if len(names) == 1 and names[0] in OVER_LEVEL:
+        _reject_level(draft, names[0])
     elif names:
-        _reject_options(draft, list(dict.fromkeys(names)), threshold)
-    _veto(draft, "rollout_token_veto_threshold")
+        _reject_options(draft, list(dict.fromkeys(names)), given.get("rollout_rs_threshold"))
+    elif given.get("rollout_rs") is not None:
+        raise ConfigError(f"rollout_rs: got {given['rollout_rs']!r}; choose of {', '.join(OPTIONS)}, or null")
+    _veto(draft, given.get("rollout_token_veto_threshold"), "rollout_token_veto_threshold")
 
 
-def _reject_levels(draft: Draft, names: list[str]) -> None:
-    """The earlier dialect: bounds on the ratio itself."""
+def _reject_level(draft: Draft, name: str) -> None:
+    """The dialect of 0.6.1 and 0.7.0: bounds on the ratio itself."""
     keys = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
     if draft.given.get(keys[1]) is None:
-        raise ConfigError(f"rollout_rs_threshold: missing; rollout_rs: {', '.join(names)} needs it")
-    upper = number(draft.given[keys[1]], keys[1])
-    lower = draft.given.get(keys[2])
-    lower = _reciprocal(upper, keys[1]) if lower is None else number(lower, keys[2])
-    for name in names:
-        draft.reject({"over": OVER_LEVEL[name], "lower": lower, "upper": upper}, *keys)
+        raise ConfigError(f"rollout_rs_threshold: missing; rollout_rs: {name} needs it")
+    upper, lower = _positive(draft.given[keys[1]], keys[1]), draft.given.get(keys[2])
+    lower = 1 / upper if lower is None else number(lower, keys[2])
+    bounds = {"lower": lower, "upper": upper} if lower else {"upper": upper}
+    draft.reject({"over": OVER_LEVEL[name], **bounds}, *keys)
 
 
 def _reject_options(draft: Draft, names: list[str], threshold: Any) -> None:
@@ -226,7 +265,7 @@ def _ratio_rule(spec: Any) -> dict[str, float]:
     """lower_upper bounds exp(-log r) = 1 / r."""
     key = "rollout_rs_threshold"
     lower, upper = _bounds(spec, key)
-    return {"lower": _reciprocal(upper, key), "upper": upper if lower is None else _reciprocal(lower, key)}
+    return {"lower": 1 / upper, "upper": upper if lower is None else 1 / lower}
 
 
 def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
@@ -235,37 +274,66 @@ def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
     return {"statistic": k, "upper": number(spec, "rollout_rs_threshold")}
 
 
-def _translate_bypass(draft: Draft) -> None:
-    given = draft.given
-    loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
-    bypass = switch(given, "bypass_mode")
-    if switch(given, "use_policy_gradient"):
-        loss_type = "reinforce"
-        if not bypass:
-            raise ConfigError("use_policy_gradient: needs bypass_mode: true, in verl as here")
-    if not bypass:
-        if loss_type != "ppo_clip":
-            draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
+def _translate_bypass(draft: Draft, tree: Any) -> None:
+    loss_type = _loss_type(draft)
+    if not switch(draft.given, "bypass_mode"):
         return
     draft.mis["objective"] = {"old": "behavior", "surrogate": SURROGATE[loss_type]}
     draft.sources |= {
         "objective.old": ("bypass_mode",),
         "objective.surrogate": ("loss_type", "use_policy_gradient"),
     }
+    old_trainer = _at(tree, "trainer", "use_v1") is False
+    if draft.given.get("use_policy_gradient") is not None:
+        _as_in_0_6_1(draft)
+    elif (draft.mis.get("reject") or loss_type == "reinforce") and not old_trainer:
+        draft.notes.append(V1_TRAINER)
     if loss_type == "ppo_clip" and draft.mis.get("weight"):
-        draft.mis["weight"] = None
-        draft.sources = {path: keys for path, keys in draft.sources.items() if not path.startswith("weight")}
-        draft.notes.append(
+        draft.drop(
+            "weight",
             "rollout_is: with loss_type: ppo_clip verl computes these weights for its metrics and does not apply "
-            "them; the clipped ratio is pi_theta / mu already."
+            "them; the clipped ratio is pi_theta / mu already.",
         )
+
+
+def _loss_type(draft: Draft) -> str:
+    """Of the bypass. 0.6.1 said `use_policy_gradient` for reinforce."""
+    given = draft.given
+    loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
+    bypass = switch(given, "bypass_mode")
+    if switch(given, "use_policy_gradient"):
+        if not bypass:
+            raise ConfigError("use_policy_gradient: needs bypass_mode: true, in verl as here")
+        return "reinforce"
+    if loss_type != "ppo_clip" and not bypass:
+        draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
+    return loss_type
+
+
+def _as_in_0_6_1(draft: Draft) -> None:
+    """Its rules are those of its own policy gradient, where a veto needs `rollout_rs`."""
+    if not draft.mis.get("reject"):
+        return
+    if not draft.given["use_policy_gradient"]:
+        draft.drop("reject", AS_0_6_1)
+    elif draft.given.get("rollout_rs") is None:
+        draft.drop("reject", VETO_OF_0_6_1)
+
+
+def _translate_denominator(draft: Draft) -> None:
+    rules = draft.mis.get("reject") or []
+    if any(rule["over"] == "token" for rule in rules):
+        draft.mis["denominator"] = "kept"
+        draft.notes.append(TOKENS_LEFT)
+    elif rules:
+        draft.notes.append(SEQUENCES_LEFT)
 
 
 # What it means where `rollout_is` is a bool.
 
 
 def _translate_boolean(draft: Draft) -> None:
-    """`rollout_is_threshold` switches it on; `rollout_is` says whether the weights apply, beside rejection."""
+    """`rollout_is_threshold` switches it on; `rollout_is` says whether it is more than metrics."""
     given = draft.given
     for key in given:
         if key not in (*BOOLEAN_DIALECT, "rollout_is", "rollout_is_threshold") and given[key] not in (
@@ -279,30 +347,28 @@ def _translate_boolean(draft: Draft) -> None:
             )
     if given.get("rollout_is_threshold") is None:
         return
+    draft.notes.append(AS_0_6_0)
+    if not switch(given, "rollout_is"):
+        return
     level = choice(given.get("rollout_is_level", "token"), "rollout_is_level", tuple(OVER_LEVEL))
     mode = choice(given.get("rollout_is_mode", "truncate"), "rollout_is_mode", ("truncate", "mask"))
     bounds = _boolean_bounds(given, mode)
-    if switch(given, "rollout_is"):
-        draft.weigh({"level": level, "bound": mode, **bounds}, BOOLEAN_SOURCES)
-    elif mode == "mask":
-        draft.reject({"over": OVER_LEVEL[level], **bounds}, "rollout_is_level", "rollout_is_threshold")
-        draft.notes.append(
-            "rollout_is: false applies no weights; rollout_is_mode: mask rejects all the same."
-        )
-    _veto(draft, "rollout_is_veto_threshold")
+    draft.weigh({"level": level, "bound": BOOLEAN_BOUND[mode], **bounds}, BOOLEAN_SOURCES)
+    _veto(draft, given.get(BOOLEAN_VETO, BOOLEAN_VETO_DEFAULT), BOOLEAN_VETO)
+    if draft.mis.get("reject"):
+        draft.notes.append(VETO_OF_0_6_0)
 
 
 def _boolean_bounds(given: Mapping[str, Any], mode: str) -> dict[str, float]:
-    upper, lower = number(given["rollout_is_threshold"], "rollout_is_threshold"), given.get(BOOLEAN_LOWER)
+    upper, lower = _positive(given["rollout_is_threshold"], "rollout_is_threshold"), given.get(BOOLEAN_LOWER)
     if mode == "truncate":
         return {"upper": upper}
-    lower = _reciprocal(upper, "rollout_is_threshold") if lower is None else number(lower, BOOLEAN_LOWER)
-    return {"lower": lower, "upper": upper}
+    return {"lower": 1 / upper if lower is None else number(lower, BOOLEAN_LOWER), "upper": upper}
 
 
-def _veto(draft: Draft, key: str) -> None:
-    if draft.given.get(key) is not None:
-        draft.reject({"over": "min", "lower": number(draft.given[key], key)}, key)
+def _veto(draft: Draft, threshold: Any, key: str) -> None:
+    if threshold is not None:
+        draft.reject({"over": "min", "lower": _positive(threshold, key)}, key)
 
 
 # What is left to say.
@@ -310,31 +376,21 @@ def _veto(draft: Draft, key: str) -> None:
 
 def _finish(draft: Draft, tree: Any) -> None:
     mis = draft.mis
-    if not mis.get("weight") and not mis.get("reject"):
-        mis.pop("weight", None)
+    for part in ("reject", "weight"):
+        if not mis.get(part) and not mis.get("reject"):
+            mis.pop(part, None)
     if not mis:
         draft.notes.append("verl corrects nothing with these; it computes its metrics.")
-    if _rejects_tokens(mis):
-        mis["denominator"] = "kept"
-        draft.notes.append(TOKENS_LEFT)
-    elif mis.get("reject"):
-        draft.notes.append(SEQUENCES_LEFT)
-    if not _logs_probabilities(tree):
+    if _at(tree, "actor_rollout_ref", "rollout", "calculate_log_probs") is False:
         draft.notes.append(NO_LOG_PROBS)
     mis["metrics"] = "full"
     draft.notes = list(dict.fromkeys(draft.notes))
 
 
-def _rejects_tokens(mis: Mapping[str, Any]) -> bool:
-    weight = mis.get("weight") or {}
-    masks = (weight.get("level"), weight.get("bound")) == ("token", "mask")
-    return masks or any(rule["over"] == "token" for rule in mis.get("reject", []))
-
-
-def _logs_probabilities(tree: Any) -> bool:
-    for key in ("actor_rollout_ref", "rollout"):
+def _at(tree: Any, *path: str) -> Any:
+    for key in path:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return not isinstance(tree, Mapping) or bool(tree.get("calculate_log_probs", True))
+    return tree
 
 
 # Values.
@@ -350,16 +406,17 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _bounds(spec: Any, key: str) -> tuple[float | None, float]:
-    """`lower_upper`, or an upper bound alone."""
+    """`lower_upper`, or an upper bound alone, of ratios."""
     if isinstance(spec, Unquoted):
         raise ConfigError(f'{key}: {spec} without quotes is one number to YAML; write "{spec}"')
     lower, separator, upper = str(spec).strip().partition("_") if isinstance(spec, str) else ("", "", spec)
     if not separator:
-        return None, number(spec, key)
-    return number(lower, key), number(upper, key)
+        return None, _positive(spec, key)
+    return _positive(lower, key), _positive(upper, key)
 
 
-def _reciprocal(bound: float, key: str) -> float:
-    if bound <= 0:
-        raise ConfigError(f"{key}: got {bound:g}; every ratio is above 0, so give a number above 0")
-    return 1 / bound
+def _positive(value: Any, key: str) -> float:
+    ratio = number(value, key)
+    if ratio <= 0:
+        raise ConfigError(f"{key}: got {ratio:g}; every ratio is above 0, so give a number above 0")
+    return ratio
