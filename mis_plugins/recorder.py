@@ -207,7 +207,8 @@ class Recorder:
         pending, self.pending = ({} if ended is None else self.pending), {}
         same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
         together = can_add_up(list(pending), ended is not None, same_ranks, ranks)
-        for recorded in pending.values():
+        for config in sorted(pending, key=repr):  # of several one after the other, in one order on every rank
+            recorded = pending[config]
             assert ended is not None
             if together:
                 self._report(recorded, *ended)

@@ -573,6 +573,25 @@ def test_ranks_that_corrected_differently_do_not_wait_for_each_other(tmp_path: P
         )
 
 
+def in_another_order(rank: int) -> list[float]:
+    module = Tracking()
+    sys.modules[module.__name__] = module
+    ranks = Ranks(dp=dist.group.WORLD)
+    recorder = Recorder()
+    recorder.report(ARGS, 0, 0, ranks)
+    of_config = [(EVERYTHING | {"keep_floor": 0.1}, 1), (EVERYTHING | {"keep_floor": 0.2}, 10)]
+    for config, tokens in reversed(of_config) if rank else of_config:
+        host = handed(ratio_batch([[1.0] * tokens]), 1, 0, ranks)
+        recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+    recorder.flush(ARGS, ranks)
+    return [row["train/mis_step/tokens"] for row in module.logged]
+
+
+def test_two_configs_that_ranks_met_in_another_order_are_not_mixed(tmp_path: Path):
+    """As micro-batches with rollout log-probs and without, which come as they come."""
+    assert run_ranks(2, 1, in_another_order, tmp_path) == [[2.0, 20.0], []]
+
+
 def test_two_configs_in_one_step(tracked: list[dict]):
     """The second hides nothing of the first."""
     recorder = Recorder()
