@@ -378,6 +378,24 @@ def test_it_says_which_log_probs_were_compared(flags: dict, expected: str):
     assert expected in described(Namespace(**flags))
 
 
+def test_a_sample_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, comparison: Comparison, caplog: pytest.LogCaptureFixture
+):
+    """Told each time, and written once it can be: its disk was full, say."""
+    blocked = tmp_path / "samples"
+    blocked.write_text("a file, and no folder")
+    args = settings(blocked)
+    hosts.report_step(args, 0, 0)
+    loss(args, handed(flip(example(), 0, 0)))
+    hosts.report_step(args, 0, 1)
+    assert "the sample was not written: " in caplog.text and str(blocked) in caplog.text
+    assert comparison.totals.different == 1
+    blocked.unlink()
+    loss(args, handed(flip(example(), 0, 0)))
+    hosts.report_step(args, 1, 0)
+    assert [path.name for path in blocked.iterdir()] == ["rollout-0-step-1-rank-0"]
+
+
 # ------------------------------------------------------------------------------------------------------------ stopping
 
 
@@ -562,6 +580,15 @@ def test_a_bit_on_one_rank_stops_all(broken: tuple[int, int], tmp_path: Path):
     (differs,) = (records[0].log_probs != records[1].log_probs).nonzero().flatten().tolist()
     assert load_safetensors(folder / "sample.safetensors", "positions")[differs] == broken[1]
     assert records[0].tokens[differs] == 100 * broken[0] + 3 + broken[1]
+
+
+def test_a_sample_that_cannot_be_written_keeps_no_rank_waiting(tmp_path: Path):
+    """It is told, and all ranks stop together for what was asked: that bits differ."""
+    blocked = tmp_path / "samples"
+    blocked.write_text("a file, and no folder")
+    found = run_ranks(2, 2, lambda rank: of_rank(rank, 2, (0, 7), blocked), tmp_path, limit_s=20)
+    assert sorted(different for _, different, _ in found) == [0, 1]
+    assert all("to be bitwise equal and are not" in stopped for _, _, stopped in found)
 
 
 # ----------------------------------------------------------------------------------------------------- embedded host

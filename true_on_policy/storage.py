@@ -10,7 +10,7 @@ import importlib
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,6 +117,24 @@ def load_safetensors(path: Path, name: str) -> Tensor:
             return file.get_tensor(name)
 
     return read(path, tensor)
+
+
+def save_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        RecordError: the library is not installed, or failed.
+        OSError: the file cannot be made.
+    """
+    save_file = optional("safetensors.torch").save_file
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replaced(path) as partial:
+        try:
+            save_file(plain, partial, None if header is None else dict(header))
+        except Exception as error:
+            raise RecordError(f"{path}: cannot be written: {error}") from error
 
 
 def npz_names(path: Path) -> list[str]:

@@ -32,6 +32,7 @@ from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import Flags, MicroBatch
 from true_on_policy.hosts.sample import check_writable, write_sample
+from true_on_policy.storage import RecordError
 
 logger = logging.getLogger("true_on_policy")
 
@@ -197,15 +198,24 @@ class Comparison:
 
     def _show(self, first: Difference, args: Any, config: BitwiseConfig, step: Step | None) -> None:
         logger.warning("%s: first in %s: %s", _where(step), first.place, first)
-        if self.written is None:
-            self.written = config.place(args) / _folder(step)
-            metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
-            files = write_sample(first.batch, first.sequence, self.written, metadata)
-            logger.warning("written; compare with: python -m true_on_policy diff %s %s", *files)
+        if self.written is not None:
+            return
+        folder = config.place(args) / _folder(step)
+        metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
+        try:
+            files = write_sample(first.batch, first.sequence, folder, metadata)
+        except (
+            OSError,
+            RecordError,
+        ) as error:  # no reason to stop, least of all alone: other ranks would wait
+            logger.error("the sample was not written: %s; make room, or name another bitwise.folder", error)
+            return
+        self.written = folder
+        logger.warning("written; compare with: python -m true_on_policy diff %s %s", *files)
 
     def _stop(self, config: BitwiseConfig, found: bool, step: Step | None) -> None:
         if found and config.on_difference == "raise":
-            where = f"in {self.written}" if self.written else "where the rank that saw it wrote it"
+            where = f"in {self.written}" if self.written else "told of in the log of the rank that saw it"
             raise DifferenceError(
                 f"{_where(step)}: rollout and trainer log-probs were to be bitwise equal and are not "
                 f"(bitwise.on_difference: raise); the first sample is {where}"

@@ -19,7 +19,7 @@ import torch
 from mis_plugins.transfer import Arrival, to_host
 from true_on_policy.hosts.micro_batch import MicroBatch
 from true_on_policy.log_probs import LogProbRecord, provenance
-from true_on_policy.storage import optional, replaced
+from true_on_policy.storage import optional, save_safetensors
 
 NO_VERSION = -1
 
@@ -36,7 +36,11 @@ def check_writable() -> None:
 def write_sample(
     batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]
 ) -> tuple[Path, Path]:
-    """Write a sequence of a micro-batch; gives the two files to compare."""
+    """Write a sequence of a micro-batch; gives the two files to compare.
+
+    Raises:
+        RecordError, OSError: there is no room for it, say.
+    """
     ends = batch.ends()
     mine = slice(ends[sequence], ends[sequence + 1])
     engine, trainer, valid = (x[mine] for x in batch.on_host())
@@ -45,7 +49,7 @@ def write_sample(
     positions = torch.tensor(batch.positions(sequence), dtype=torch.int64)[valid]
     response = tokens[len(tokens) - len(loss_mask) :].to(torch.int64)
     whole = {"tokens": tokens.to(torch.int64), "loss_mask": loss_mask, "positions": positions}
-    _save(folder / "sample.safetensors", whole)
+    save_safetensors(folder / "sample.safetensors", whole)
     header = {**metadata, **provenance()}
     for name, log_probs in (("engine", engine), ("trainer", trainer)):
         LogProbRecord(
@@ -56,8 +60,3 @@ def write_sample(
             metadata={**header, "side": name},
         ).save(folder / f"{name}.safetensors")
     return folder / "engine.safetensors", folder / "trainer.safetensors"
-
-
-def _save(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    with replaced(file) as partial:
-        optional("safetensors.torch").save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
