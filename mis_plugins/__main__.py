@@ -71,8 +71,8 @@ def check(arguments: argparse.Namespace) -> str:
 
 
 def path(arguments: argparse.Namespace) -> str:
-    """Where a preset lies."""
-    return str(reading.preset_path(arguments.target))
+    """Where a preset lies, or a file: in full, as a job that starts in another folder needs it."""
+    return str(_file(arguments.target).resolve(strict=True))
 
 
 def names(arguments: argparse.Namespace) -> str:
@@ -155,8 +155,8 @@ Command = tuple[Callable[[argparse.Namespace], str], str, str | None]  # what it
 COMMANDS: tuple[Command, ...] = (
     (names, "list", None),
     (show, "show", "PRESET_OR_FILE"),
-    (check, "check", "FILE"),
-    (path, "path", "PRESET"),
+    (check, "check", "PRESET_OR_FILE"),
+    (path, "path", "PRESET_OR_FILE"),
     (from_miles, "from-miles", "FILE"),
     (from_verl, "from-verl", "FILE"),
     (from_ms_swift, "from-ms-swift", "FILE"),

@@ -8,14 +8,15 @@
 #
 # MODEL_DIR holds Qwen3-4B (Hugging Face) and Qwen3-4B_torch_dist (converted by slime); DATA_DIR holds
 # dapo-math-17k/dapo-math-17k.jsonl.
-# MIS_CONFIG names another config; --get-mismatch-metrics in place of --use-tis watches without correcting.
+# MIS_CONFIG names another preset or file, of the TIS hook. To watch without correcting, write --get-mismatch-metrics
+# in place of --use-tis below.
 # A Ray cluster must be up (ray start --head --num-gpus 8).
 set -euo pipefail
 
 : "${SLIME_DIR:=$HOME/slime}" "${MEGATRON_DIR:=$HOME/Megatron-LM}"
 : "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${SAVE_DIR:=$HOME/runs/qwen3-4b-mis-slime}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
-MIS_CONFIG=${MIS_CONFIG:-$(python3 -m mis_plugins config path mis)}
+MIS_CONFIG=$(python3 -m mis_plugins config path "${MIS_CONFIG:-mis}")
 python3 -m mis_plugins config check "$MIS_CONFIG"
 
 CORRECTION=(

@@ -31,7 +31,10 @@ COMPARISON=(
     --loss-type custom_loss
     --custom-loss-function-path true_on_policy.hosts.policy_loss
 )
-[[ -z $BITWISE_CONFIG ]] || COMPARISON+=(--custom-config-path "$BITWISE_CONFIG")
+if [[ $BITWISE_CONFIG ]]; then
+    BITWISE_CONFIG=$(realpath -e "$BITWISE_CONFIG")
+    COMPARISON+=(--custom-config-path "$BITWISE_CONFIG")
+fi
 CHECKPOINT=(
     --hf-checkpoint "$MODEL_DIR/Qwen3-4B"
     --save "$SAVE_DIR"

@@ -71,6 +71,9 @@ def test_another_file_is_refused(change, message: str, tmp_path: Path) -> None:
     file.write_text("not json")
     with pytest.raises(DumpError, match="not written by"):
         load(file)
+    file.unlink()
+    with pytest.raises(DumpError, match="no such file; true_on_policy.hosts.miles_init writes"):
+        load(file)
 
 
 def test_a_contract_that_cannot_hold_is_refused_from_a_file_too(tmp_path: Path) -> None:

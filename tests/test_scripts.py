@@ -125,10 +125,31 @@ def test_launch_stops_at_an_impossible_config(script: str, tmp_path: Path) -> No
     assert not (tmp_path / "ray.txt").exists()
 
 
+@launch_script
+@pytest.mark.parametrize("given", ["geometric-mis", "mine.yaml"])
+def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
+    given: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("mis: {weight: {upper: 3.0}}")
+    monkeypatch.chdir(tmp_path)
+    assert launch(script, tmp_path, MIS_CONFIG=given).returncode == 0
+    arguments = trainer_arguments(tmp_path)
+    config = Path(arguments[arguments.index("--custom-config-path") + 1])
+    assert config.is_absolute() and config.is_file()
+    assert config.stem == Path(given).stem
+
+
+def test_a_bitwise_config_that_is_not_there_launches_nothing(tmp_path: Path) -> None:
+    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, BITWISE_CONFIG="/no/such.yaml")
+    assert done.returncode != 0 and "/no/such.yaml" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
 @pytest.mark.parametrize("backend", TRUE_ON_POLICY)
 def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path) -> None:
     """The host would parse what `check_host` asks for, in an environment that `check_environment` accepts."""
     config = tmp_path / "bitwise.yaml"
+    config.write_text("bitwise: {on_difference: raise}")
     done = launch(
         "run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND=backend, BITWISE_CONFIG=str(config)
     )

@@ -186,6 +186,11 @@ def read(path: Path) -> Dump:
             split=tuple(stated["split"]),
         )
         process, contract = Process(**stated["process"]), _parts(stated["contract"])
+    except FileNotFoundError as error:
+        raise DumpError(
+            f"{path}: no such file; true_on_policy.hosts.miles_init writes a trainer's, our plugin that of an engine "
+            "which is started with TRUE_ON_POLICY_ENGINE_DUMP"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, DumpError):
             raise
