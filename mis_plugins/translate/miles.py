@@ -53,6 +53,11 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
             yield f"{', '.join(idle)}: without effect, use_rs is off."
         if keys.get("rs_veto_threshold") is not None:
             yield "rs_veto_threshold: mis.py reads it with use_rs alone; here the veto needs no switch."
+    if config.rejects:
+        yield (
+            "On Miles's FSDP backend the flat keys leave a sequence's loss divided by its kept tokens; this file has it "
+            "divided by all of them, as on Megatron. denominator: kept is the other."
+        )
     if config.weight and config.weight.normalize:
         yield (
             "tis_batch_normalize: as in mis.py the mean is over the valid tokens of each micro-batch, rejected ones "

@@ -112,6 +112,8 @@ def _keys(text: str) -> Mapping[str, Any]:
     if FLAG.search(script):
         return dict(_flags(script))
     loaded = load(text)
+    if isinstance(loaded, str):
+        return {}  # a script without these flags
     if not isinstance(loaded, Mapping):
         raise ConfigError(f"got {loaded!r}; expected a yaml mapping or a launch script with --key value")
     return {_underscored(str(key).lstrip("-")): value for key, value in loaded.items()}
