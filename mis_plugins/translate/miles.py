@@ -55,8 +55,8 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
             yield "rs_veto_threshold: mis.py reads it with use_rs alone; here the veto needs no switch."
     if config.rejects:
         yield (
-            "On Miles's FSDP backend the flat keys leave a sequence's loss divided by its kept tokens; this file has it "
-            "divided by all of them, as on Megatron. denominator: kept is the other."
+            "On Miles's FSDP backend the flat keys leave a sequence's loss divided by its kept tokens; this file has "
+            "it divided by all of them, as on Megatron. denominator: kept is the other."
         )
     if config.weight and config.weight.normalize:
         yield (
