@@ -85,7 +85,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         "One seed of one toy task: it shows that the mismatch of int3 weights caused this collapse, not how often a",
         "mismatch causes one. Float32 on both sides without any pin does not fall either (`matched` in collapse.md,",
-        "k3 7e-11).",
+        "k3 6e-14).",
         "",
         f"    {' '.join(RECIPE)} --advantage-estimator reinforce --reward-shift -1",
         "",
