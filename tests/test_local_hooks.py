@@ -17,7 +17,7 @@ from tolerances import EPS, FP32_LOG_PROB
 
 from mis_plugins.local import loss, parallel
 from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.kl import ESTIMATORS, kl_term
+from mis_plugins.local.kl import kl_term
 from mis_plugins.local.log_probs import get_log_probs_and_entropy
 from mis_plugins.local.loop import model_config, run_rank
 from mis_plugins.local.loss import clipped_surrogate, custom_loss, policy_loss
@@ -26,6 +26,7 @@ from mis_plugins.local.rollout import Rollout, shard
 from mis_plugins.local.tasks import TASKS
 from mis_plugins.local.trainer import Trainer
 from mis_plugins.mis import drop_broken_samples
+from mis_plugins.objective import ESTIMATORS, KlType
 
 RTOL = 1e-5  # what the project promises between layouts of ranks, relative
 FAILURES = "--advantage-estimator reinforce --reward-shift -1"  # a smoke run earns nothing: else there is no gradient
@@ -242,7 +243,7 @@ def test_the_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("unbiased", [True, False])
-def test_the_kl_term(kind: str, unbiased: bool) -> None:
+def test_the_kl_term(kind: KlType, unbiased: bool) -> None:
     """Against Schulman's formulas in float64; the reference gets no gradient, the ratio does."""
     target = torch.tensor([-1.0, -2.0, -0.5, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -0.5, -0.5, -30.0], dtype=torch.float64)

@@ -20,12 +20,12 @@ from stand_ins import Write, deep_gemm_source, write  # noqa: F401
 from test_products import model
 
 from true_on_policy import gpu_probes
+from true_on_policy.contract import Shapes
 from true_on_policy.dumps import load_engine
 from true_on_policy.engines import sglang_settings
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.sglang_settings import MODE, SPLITS, observe, written
 from true_on_policy.gpu_contract import WHY, Size
-from true_on_policy.kernels import gpu
 from true_on_policy.settings import KERNELS, PRODUCTS
 
 SIZE = Size(32, 48, 4, 2, 16, 64)
@@ -92,7 +92,7 @@ def test_kernels_are_tried_at_the_shapes_of_one_rank(monkeypatch: pytest.MonkeyP
         lambda dtype, shapes, where: iter(tried.append((dtype, shapes)) or ()),
     )
     observe(runner())
-    assert tried == [("bf16", gpu.shapes_of(SIZE, 2))]
+    assert tried == [("bf16", Shapes.of(SIZE, 2))]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_deep_gemms_mode_is_that_of_the_call(write: Write, monkeypatch: pytest.M
     assert observe(runner()).why(MODE) == "SGLang's product did not call deep_gemm"
     monkeypatch.setattr(gpu_probes.F, "linear", around_each_call(library))
     assert not library.get_deterministic_algorithms()
-    where, shapes = torch.device("cpu"), gpu.shapes_of(SIZE, 1)
+    where, shapes = torch.device("cpu"), Shapes.of(SIZE, 1)
     assert sglang_settings._deep_gemm_mode("bf16", shapes, where) == "deterministic"
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from true_on_policy import picture, verify
 from true_on_policy.__main__ import main
 from true_on_policy.commit import commit
-from true_on_policy.contract import Contract
+from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.links import Evidence, conclusion
-from true_on_policy.models import TINY, checkpoint, kernel_shapes, read_config, updated
+from true_on_policy.models import TINY, checkpoint, read_config, updated
 from true_on_policy.norm_order import NormOrder
 from true_on_policy.pin import active_backend
 from true_on_policy.trainers.hf import HuggingFace
@@ -293,7 +293,7 @@ def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):
 
 
 def test_the_kernels_are_probed_at_the_models_own_shapes(tiny: Path):
-    shapes = kernel_shapes(read_config(tiny))
+    shapes = Shapes.of(read_config(tiny))
     assert (128, 320) in shapes.linear and shapes.attention == ((4, 2, 32),) and 32 in shapes.hidden
 
 

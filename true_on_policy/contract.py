@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from math import ceil
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -32,6 +33,29 @@ class Shapes:
     attention: tuple[tuple[int, int, int], ...] = ((4, 2, 32),)
     hidden: tuple[int, ...] = (64,)
     activated: tuple[int, ...] = (100,)
+
+    @classmethod
+    def of(cls, model: Any, ranks: int = 1) -> Shapes:
+        """Of one of so many tensor-parallel ranks, its weights fused: qkv, o, gate and up, down, and the LM head.
+
+        Args:
+            model: its sizes under Hugging Face's names: a config of theirs, or a `gpu_contract.Size`.
+        """
+        hidden, width = model.hidden_size, model.head_dim
+        heads, groups = model.num_attention_heads // ranks, max(model.num_key_value_heads // ranks, 1)
+        inner = model.intermediate_size // ranks
+        return cls(
+            linear=(
+                (hidden, (heads + 2 * groups) * width),
+                (heads * width, hidden),
+                (hidden, 2 * inner),
+                (inner, hidden),
+                (hidden, ceil(model.vocab_size / ranks)),
+            ),
+            attention=((heads, groups, width),),
+            hidden=(hidden, width),
+            activated=(inner,),
+        )
 
 
 @dataclass(frozen=True)

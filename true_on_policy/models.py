@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from true_on_policy.contract import Contract, Shapes
+from true_on_policy.contract import Contract
 from true_on_policy.errors import ContractError, TrueOnPolicyError
 
 MAX_POSITIONS = 2048
@@ -139,24 +138,6 @@ def read_config(checkpoint: Path) -> Qwen3Config:
     if not isinstance(config, Qwen3Config):
         raise ModelError(f"{checkpoint}: {config.model_type}; the contract covers dense Qwen3 alone")
     return config
-
-
-def kernel_shapes(config: Any, ranks: int = 1) -> Shapes:
-    """Where a tensor-parallel rank of a Qwen3 model calls its kernels, with weights fused as engines do."""
-    hidden, ffn, dim = config.hidden_size, config.intermediate_size // ranks, config.head_dim
-    heads, kv_heads = config.num_attention_heads // ranks, max(config.num_key_value_heads // ranks, 1)
-    return Shapes(
-        linear=(
-            (hidden, (heads + 2 * kv_heads) * dim),
-            (heads * dim, hidden),
-            (hidden, 2 * ffn),
-            (ffn, hidden),
-            (hidden, ceil(config.vocab_size / ranks)),
-        ),
-        attention=((heads, kv_heads, dim),),
-        hidden=(hidden, dim),
-        activated=(ffn,),
-    )
 
 
 def check_shares(config: Any, contract: Contract) -> None:

@@ -211,13 +211,13 @@ class Plan:
 
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """The certificate, and the evidence of the control and of the chain."""
-    from true_on_policy.models import check_shares, checkpoint, kernel_shapes, read_config
+    from true_on_policy.models import check_shares, checkpoint, read_config
     from true_on_policy.pin import pinned
 
     started, ran = time.monotonic(), commit()
     source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)
     config = read_config(source)
-    contract = plan.contract(kernel_shapes(config))
+    contract = plan.contract(Shapes.of(config))
     check_shares(config, contract)
     order = agreed_order(contract, plan.engine, plan.trainer)
     workload = Workload(config.vocab_size, plan.seed)

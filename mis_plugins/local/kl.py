@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from mis_plugins.divergence import k1, k2, k3
-
-KL_LIMIT = 10.0
-"""Where ``low_var_kl`` clamps its result, as in Miles."""
+from mis_plugins.objective import ESTIMATORS, LOW_VAR_KL_BOUND, KlType
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}
-"""By ``--kl-loss-type``, of log reference - log target."""
-
-
-def kl_term(kind: str, target: Tensor, reference: Tensor, ratio: Tensor | None) -> Tensor:
+def kl_term(kind: KlType, target: Tensor, reference: Tensor, ratio: Tensor | None) -> Tensor:
     """KL a token, with gradient through the target policy.
 
     Args:
@@ -26,4 +17,4 @@ def kl_term(kind: str, target: Tensor, reference: Tensor, ratio: Tensor | None) 
     value = ESTIMATORS[kind](reference - target)
     if ratio is not None:
         value = ratio * value
-    return value.clamp(-KL_LIMIT, KL_LIMIT) if kind == "low_var_kl" else value
+    return value.clamp(-LOW_VAR_KL_BOUND, LOW_VAR_KL_BOUND) if kind == "low_var_kl" else value

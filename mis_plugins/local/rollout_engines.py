@@ -11,7 +11,7 @@ import torch
 
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.engine import DecodeEngine, RolloutEngine
-from true_on_policy.contract import Contract
+from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.pin import pinned
 
@@ -30,9 +30,8 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
     if not args.true_on_policy:
         return None
     from mis_plugins.local.served import model_shape
-    from true_on_policy.models import kernel_shapes
 
-    return Contract(dtype="fp32", shapes=kernel_shapes(model_shape(config).config(torch.float32)))
+    return Contract(dtype="fp32", shapes=Shapes.of(model_shape(config).config(torch.float32)))
 
 
 def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:

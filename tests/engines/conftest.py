@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.models import checkpoint, kernel_shapes, read_config
+from true_on_policy.models import checkpoint, read_config
 from true_on_policy.norm_order import ORDERS
 from true_on_policy.verify import ENGINES
 
@@ -81,7 +81,7 @@ def engine_dump(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def engine(tiny: Path, engine_dump: Path) -> Iterator[Engine]:
     """One pinned server for every test that brings its own requests, and for the verification that would start it."""
-    contract = Contract(dtype="bf16", shapes=kernel_shapes(read_config(tiny)))
+    contract = Contract(dtype="bf16", shapes=Shapes.of(read_config(tiny)))
     with closing(ENGINES["sglang"](tiny, contract, ORDERS["sglang"])) as engine:
         yield engine
 

@@ -20,7 +20,7 @@ from test_verify import OneBitOffTrainer, flipped
 from true_on_policy import verify
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Contract
+from true_on_policy.contract import Contract, Shapes
 from true_on_policy.dumps import RANKS, load_engine
 from true_on_policy.engine_settings import (
     ALONE,
@@ -39,7 +39,7 @@ from true_on_policy.gpu_contract import model_contract
 from true_on_policy.gpu_probes import digest, over_ranks
 from true_on_policy.kernels import gpu
 from true_on_policy.links import Evidence
-from true_on_policy.models import kernel_shapes, read_config, updated
+from true_on_policy.models import read_config, updated
 from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
 from true_on_policy.releases import FILES, RELEASES, declares
@@ -94,7 +94,7 @@ def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, eng
 def test_the_digest_is_of_the_layers_that_ranks_share(engine_dump: Path, tiny: Path):
     """SGLang's own RowParallelLinear on two ranks, beside the pinned products of a trainer on two."""
     size = stated_size(json.loads((tiny / "config.json").read_text()))
-    contract = Contract(dtype="bf16", shapes=kernel_shapes(read_config(tiny), 2))
+    contract = Contract(dtype="bf16", shapes=Shapes.of(read_config(tiny), 2))
     with closing(SGLang(tiny, "bf16", contract, ranks=2)) as two:
         seen = load_engine(engine_dump, two._server.url)
     assert (seen.settings["tensor parallel"], seen.settings[RANKS]) == ("2", "all")

@@ -64,7 +64,7 @@ def observe(runner: Any) -> Observation:
     where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]
     size = stated_size(runner.model_config.hf_text_config.to_dict())
     ranks = _tensor_parallel()
-    own = gpu.shapes_of(size, ranks)
+    own = Shapes.of(size, ranks)
     looks: dict[str, Look] = LOOKS | {
         "device": lambda: where.type,
         "TF32": lambda: found(precision.probe(where), "off"),

@@ -80,28 +80,10 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
 def products(size: Size, o: Product, down: Product) -> Iterator[tuple[int, int, Product]]:
     """K, N and how it is multiplied, of each product of a model; tensor parallelism cuts the K of o and down."""
     row_parallel = {1: o, 3: down}
-    for place, (inner, outer) in enumerate(shapes_of(size, ranks=1).linear):
+    for place, (inner, outer) in enumerate(Shapes.of(size).linear):
         yield inner, outer, row_parallel.get(place, F.linear)
 
 
 def shapes(contract: GpuContract) -> Shapes:
     """The shapes of one tensor-parallel rank of the trainer."""
-    return shapes_of(contract.size or PROBED, contract.trainer_tp)
-
-
-def shapes_of(size: Size, ranks: int) -> Shapes:
-    """The shapes of one of so many tensor-parallel ranks: fused qkv, o, fused gate and up, down, and the LM head."""
-    heads, groups = size.num_attention_heads // ranks, max(size.num_key_value_heads // ranks, 1)
-    inner = size.intermediate_size // ranks
-    return Shapes(
-        linear=(
-            (size.hidden_size, (heads + 2 * groups) * size.head_dim),
-            (heads * size.head_dim, size.hidden_size),
-            (size.hidden_size, 2 * inner),
-            (inner, size.hidden_size),
-            (size.hidden_size, size.vocab_size // ranks),
-        ),
-        attention=((heads, groups, size.head_dim),),
-        hidden=(size.hidden_size, size.head_dim),
-        activated=(inner,),
-    )
+    return Shapes.of(contract.size or PROBED, contract.trainer_tp)

@@ -21,11 +21,11 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.kernels.row_parallel import agreed_tree
-from true_on_policy.models import kernel_shapes, read_config
+from true_on_policy.models import read_config
 from true_on_policy.norm_order import NormOrder
 from true_on_policy.pin import pinned
 
@@ -125,7 +125,7 @@ def _serve(
         _join(rank, ranks, store)
         from true_on_policy.trainers.megatron import Megatron
 
-        probed = replace(contract, shapes=kernel_shapes(read_config(checkpoint), ranks))
+        probed = replace(contract, shapes=Shapes.of(read_config(checkpoint), ranks))
         with nullcontext() if order is None else pinned(probed):
             tree = None if order is None else agreed_tree(contract)
             trainer = Megatron(checkpoint, contract.dtype, order, tree)
