@@ -34,11 +34,12 @@ from true_on_policy.engine_settings import (
 from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang
-from true_on_policy.flags import launch_flags, stated_size
+from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import model_contract
 from true_on_policy.gpu_probes import digest, over_ranks
 from true_on_policy.kernels import gpu
 from true_on_policy.links import Evidence
+from true_on_policy.model_config import stated_size
 from true_on_policy.models import read_config, updated
 from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
