@@ -94,7 +94,15 @@ def test_verl_options_are_anded(names: object, thresholds: object):
     both = (RejectRule("k3", "token", upper=0.5), RejectRule("k3", "mean", upper=0.01))
     translation = from_verl({"rollout_rs": names, "rollout_rs_threshold": thresholds})
     assert translation.config() == CorrectionConfig(None, both, denominator="kept")
+    assert translation.notes == (verl.TOKENS_LEFT,)
     assert rules_of(rollout_rs="token_k3,token_k3,seq_mean_k3", rollout_rs_threshold=0.5)[1].upper == 0.5
+
+
+def test_verl_says_what_its_bounds_on_k1_are():
+    first, *_ = from_verl({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_4"}).notes
+    assert first.startswith(
+        "seq_sum_k1: verl bounds k1 = -log r, so 0.5_4 keeps ratios in [1/upper, 1/lower]"
+    )
 
 
 def test_verl_weight_of_a_sequence_zeroed():
@@ -117,6 +125,8 @@ def test_verl_computes_weights_under_ppo_clip_and_applies_none():
     translation = from_verl(TOKEN_IS | PPO)
     assert translation.config() == preset("verl-bypass-ppo-clip")
     assert "does not apply them" in " ".join(translation.notes)
+    normalized = from_verl(TOKEN_IS | PPO | {"rollout_is_batch_normalize": True})
+    assert normalized.notes == translation.notes
 
 
 def test_verl_settings_without_effect_are_told():
@@ -395,9 +405,25 @@ def test_ms_swift_says_where_its_kl_term_is_not_weighed(text: str, warns: bool):
     assert any("KL term" in note for note in ms_swift.translate(text).notes) == warns
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("loss_type: cispo", "loss_type: cispo is another policy loss"),
+        ("importance_sampling_level: sequence", "importance_sampling_level: sequence is another"),
+        ("loss_type: dr_grpo", ""),
+    ],
+)
+def test_ms_swift_objective_beside_another_policy_loss(said: str, told: str):
+    with_kl = " ".join(ms_swift.translate(f"{DELTA}: 0.1\nbeta: 0.04\n{said}").notes)
+    assert told in with_kl and ("another policy loss" in with_kl) == bool(told)
+    assert "another policy loss" not in " ".join(ms_swift.translate(f"{DELTA}: 0.1\nbeta: 0\n{said}").notes)
+
+
 def test_ms_swift_threshold_and_metrics():
     config = ms_swift.translate(f"{MODE}: sequence_mask\n{THRESHOLD}: 1.5").config()
     assert config.reject == (RejectRule(over="mean", upper=1.5),)
+    told = {mode: " ".join(ms_swift.translate(f"{MODE}: {mode}").notes) for mode in ms_swift.MODES}
+    assert [mode for mode in told if "raw token ratios" in told[mode]] == ["sequence_mask"]
     assert ms_swift.translate("log_rollout_offpolicy_metrics: true").config() == CorrectionConfig()
     assert ms_swift.translate(f"{MODE}: null").config() == CorrectionConfig(metrics="none")
 
@@ -472,7 +498,8 @@ def test_miles_what_differs_is_told():
         "FSDP backend",
     ):
         assert words in told
-    assert "FSDP" not in " ".join(miles.translate({"use_tis": True, "tis_upper_bound": 2.0}).notes)
+    told = miles.translate({"use_tis": True, "tis_upper_bound": 2.0}).notes
+    assert [note.partition(":")[0] for note in told] == ["use_tis"]
     idle = MILES_YAML | {"use_tis": False, "use_rs": False, "num_rollout": 100}
     told = " ".join(miles.translate(idle).notes)
     for words in (

@@ -17,6 +17,7 @@ DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metric
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
 KL_IN_REWARD = "kl_in_reward"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
+OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
 DEFAULT_THRESHOLD = 2.0
 SOURCES = {
     "weight.bound": (MODE,),
@@ -46,7 +47,7 @@ def translate(text: str) -> Translation:
         ConfigError: none of its keys; a mode that it has not.
     """
     keys = _keys(text)
-    given = {key: keys[key] for key in (*KEYS, *OF_KL) if key in keys}
+    given = {key: keys[key] for key in (*KEYS, *OF_KL, *OF_CLIP) if key in keys}
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     mis = _weighed(given) | _masked(given)
@@ -86,8 +87,11 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
             "ms-swift multiplies its KL term (beta) by the weight too, and a mask drops it; here the hosts weigh the "
             "policy loss alone. objective: {weigh_kl: true} with the loss hook and --use-kl-loss is the same as theirs."
         )
-    if given.get(DELTA) is not None:
+    if masks:
         yield f"{DELTA}: without rollout log-probs both compare with the trainer before the update."
+    for key, clips in OF_CLIP.items():
+        if masks and _weighs_kl(given) and given.get(key, clips[0]) not in clips:
+            yield f"{key}: {given[key]} is another policy loss than this objective, PPO's clip of token ratios."
 
 
 def _weighs_kl(given: Mapping[str, Any]) -> bool:

@@ -124,6 +124,7 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
         _translate_weight(draft)
         _translate_rejection(draft)
         _translate_bypass(draft, tree)
+        _translate_normalization(draft)
         _translate_denominator(draft)
     _finish(draft, tree)
     return Translation(
@@ -191,11 +192,11 @@ def _translate_weight(draft: Draft) -> None:
     bound = {"bound": "truncate"} if lower is None else {"bound": "zero", "lower": lower}
     by_threshold = {name: ("rollout_is_threshold",) for name in ("bound", "lower", "upper")}
     draft.weigh({"level": level, **bound, "upper": upper}, {"level": ("rollout_is",), **by_threshold})
-    if switch(draft.given, "rollout_is_batch_normalize"):
-        _normalize(draft)
 
 
-def _normalize(draft: Draft) -> None:
+def _translate_normalization(draft: Draft) -> None:
+    if not draft.mis.get("weight") or not switch(draft.given, "rollout_is_batch_normalize"):
+        return
     bypass = switch(draft.given, "bypass_mode")
     draft.mis["weight"]["normalize"] = {"scope": "data_parallel" if bypass else "rollout", "over": "valid"}
     draft.sources["weight.normalize"] = ("rollout_is_batch_normalize",)
