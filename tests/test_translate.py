@@ -105,6 +105,15 @@ def test_verl_says_what_its_bounds_on_k1_are():
     )
 
 
+def test_verl_each_rule_stands_beside_its_own_words():
+    both = {"rollout_rs": "token_k3,seq_mean_k1", "rollout_rs_threshold": "0.5,0.5_4"}
+    rules = [line for line in from_verl(both).text().splitlines() if line.lstrip().startswith("- ")]
+    assert [line.partition("# ")[2] for line in rules] == [
+        "rollout_rs: token_k3, rollout_rs_threshold: 0.5",
+        "rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.5_4",
+    ]
+
+
 def test_verl_weight_of_a_sequence_zeroed():
     config = from_verl({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5"}).config()
     assert config.weight == WeightConfig("sequence", "zero", 0.5, 5.0)
@@ -132,6 +141,7 @@ def test_verl_computes_weights_under_ppo_clip_and_applies_none():
 def test_verl_settings_without_effect_are_told():
     told = " ".join(from_verl(TOKEN_IS | {"loss_type": "reinforce"}).notes)
     assert "loss_type: reinforce has no effect without bypass_mode" in told
+    assert "no effect" not in " ".join(from_verl(TOKEN_IS | PG).notes)
     assert "corrects nothing" in " ".join(from_verl(DEFAULTS).notes)
     off = {"actor_rollout_ref": {"rollout": {"calculate_log_probs": False}}}
     whole = off | {"algorithm": {"rollout_correction": TOKEN_IS}}
@@ -424,6 +434,7 @@ def test_ms_swift_threshold_and_metrics():
     assert config.reject == (RejectRule(over="mean", upper=1.5),)
     told = {mode: " ".join(ms_swift.translate(f"{MODE}: {mode}").notes) for mode in ms_swift.MODES}
     assert [mode for mode in told if "raw token ratios" in told[mode]] == ["sequence_mask"]
+    assert not any(said in " ".join(told.values()) for said in ("corrects nothing", DELTA))
     assert ms_swift.translate("log_rollout_offpolicy_metrics: true").config() == CorrectionConfig()
     assert ms_swift.translate(f"{MODE}: null").config() == CorrectionConfig(metrics="none")
 
