@@ -255,6 +255,7 @@ def test_verl_0_6_0_vetoes_by_default():
     told = " ".join(asked.notes)
     assert "1e-4 in verl 0.6.0 where it is not given" in told and "main branch before 0.6.1" in told
     assert "leaves rejected sequences out" not in told
+    assert from_verl(FLAT | {"rollout_is": True}).notes == (verl.AS_0_6_0,)
 
 
 # ---------------------------------------------------------------------------------------------------- verl, refused
