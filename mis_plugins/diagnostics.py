@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Literal
 
@@ -36,9 +36,17 @@ Metric = Callable[[Correction], Tensor | None]  # None only where the config has
 class Catalogue:
     """The metrics of one config, not yet computed: each a function of the Correction, by what it has one value for."""
 
-    token: Mapping[str, Metric]
-    sequence: Mapping[str, Metric]
-    micro_batch: Mapping[str, Metric]
+    token: Mapping[str, Metric] = field(default_factory=dict)
+    sequence: Mapping[str, Metric] = field(default_factory=dict)
+    micro_batch: Mapping[str, Metric] = field(default_factory=dict)
+
+    def __or__(self, other: Catalogue) -> Catalogue:
+        """Those of both."""
+        return Catalogue(
+            {**self.token, **other.token},
+            {**self.sequence, **other.sequence},
+            {**self.micro_batch, **other.micro_batch},
+        )
 
 
 class TokenMetrics(Mapping[str, Tensor]):
@@ -97,23 +105,11 @@ def diagnose(correction: Correction, prefix: str = "mis_") -> TokenMetrics:
 def catalogue(config: CorrectionConfig) -> Catalogue:
     """Which metrics a config has."""
     if config.metrics == "none":
-        return Catalogue({}, {}, {})
+        return Catalogue()
     if config.metrics == "core":
-        token = {"kl": TOKEN["kl"], "k3_kl": TOKEN["k3_kl"]}
-        core = {
-            name: MICRO_BATCH[name] for name in ("ratio_max_mb", "nonfinite_train_mb", "nonfinite_rollout_mb")
-        }
-        if config.corrects:
-            token["kept_fraction"] = kept_fraction
-            core["ess_mb"] = effective_sample_size
-        return Catalogue(token, {}, core | _normalization(config))
-    token = TOKEN | ({"kept_fraction": kept_fraction} if config.corrects else {})
-    sequence, micro_batch = dict(SEQUENCE), MICRO_BATCH | _normalization(config)
-    _weight_metrics(config, token, sequence)
-    _rule_metrics(config, token, sequence)
-    if config.corrects:
-        micro_batch |= WEIGHT_MICRO_BATCH
-    return Catalogue(token, sequence, micro_batch)
+        return CORE | (CORE_OF_CORRECTION if config.corrects else Catalogue()) | _normalization(config)
+    found = FULL | _normalization(config) | (FULL_OF_CORRECTION if config.corrects else Catalogue())
+    return found | _weight_metrics(config.weight) | _rule_metrics(config.reject)
 
 
 # Per token.
@@ -231,7 +227,7 @@ def nonfinite_rollout(c: Correction) -> Float[Tensor, ""]:
     return c.totals["nonfinite_rollout"]
 
 
-TOKEN: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl, "saturated_fraction": lambda c: saturated(c.log_ratio)}
+KL: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl}
 
 SEQUENCE: dict[str, Metric] = {
     "training_log_ppl": training_log_ppl,
@@ -245,73 +241,99 @@ SEQUENCE: dict[str, Metric] = {
     "chi2_seq": chi2_seq,
 }
 
-MICRO_BATCH: dict[str, Metric] = {
-    "ratio_max_mb": ratio_max,
-    "ratio_min_mb": ratio_min,
+NONFINITE: dict[str, Metric] = {
     "nonfinite_train_mb": nonfinite_train,
     "nonfinite_rollout_mb": nonfinite_rollout,
 }
 
-WEIGHT_MICRO_BATCH: dict[str, Metric] = {
-    "weight_max_mb": weight_max,
-    "weight_min_mb": weight_min,
-    "kept_sequences_mb": kept_sequences,
-    "ess_mb": effective_sample_size,
-}
+CORE = Catalogue(KL, micro_batch={"ratio_max_mb": ratio_max} | NONFINITE)
+CORE_OF_CORRECTION = Catalogue(
+    {"kept_fraction": kept_fraction}, micro_batch={"ess_mb": effective_sample_size}
+)
+
+FULL = Catalogue(
+    KL | {"saturated_fraction": lambda c: saturated(c.log_ratio)},
+    SEQUENCE,
+    {"ratio_max_mb": ratio_max, "ratio_min_mb": ratio_min} | NONFINITE,
+)
+FULL_OF_CORRECTION = Catalogue(
+    {"kept_fraction": kept_fraction},
+    micro_batch={
+        "weight_max_mb": weight_max,
+        "weight_min_mb": weight_min,
+        "kept_sequences_mb": kept_sequences,
+        "ess_mb": effective_sample_size,
+    },
+)
 
 
-def _normalization(config: CorrectionConfig) -> dict[str, Metric]:
+def _normalization(config: CorrectionConfig) -> Catalogue:
     if config.weight is None or config.weight.normalize is None:
-        return {}
-    return {"batch_norm_factor": lambda c: c.mean_weight}
+        return Catalogue()
+    return Catalogue(micro_batch={"batch_norm_factor": lambda c: c.mean_weight})
 
 
-def _weight_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: dict[str, Metric]) -> None:
+def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
     """The weight before and after its bound, and what the bound touched; then the weights as applied."""
-    weight = config.weight
     if weight is None:
-        return
-    if weight.by_sequence:
-        home, log_ratio = sequence, lambda c: known_log_ratio(c.verdict.unit_totals, weight)
-        before, after = lambda c: unit_ratio(c.verdict.unit_totals, weight), lambda c: c.sequence_weight
-        sequence["saturated_sequence_fraction"] = lambda c: saturated(log_ratio(c))
-    else:
-        home, log_ratio = token, _of_unit
-        before, after = _token_ratio(weight), lambda c: c.stage.weight
-    if weight.by_segment:
-        token["saturated_segment_fraction"] = lambda c: saturated(log_ratio(c))
-    home["tis_weight_before_bound"] = before
-    home["tis_weight_after_bound"] = home["is_ratio_mean_after_tis_rs"] = after
-    high = lambda c: share_above(log_ratio(c), log_bound(weight.ceiling))  # noqa: E731
-    if weight.bound == "truncate":
-        home["tis_truncate_fraction"] = high
-    elif weight.bound != "none":
-        home[f"tis_{weight.bound}_fraction_low"] = lambda c: share_below(
-            log_ratio(c), log_bound(weight.floor)
-        )
-        home[f"tis_{weight.bound}_fraction_high"] = high
-    sequence |= {
+        return Catalogue()
+    final: dict[str, Metric] = {
         "is_ratio_mean_final": final_mean,
         "is_ratio_min_final": final_min,
         "is_ratio_max_final": final_max,
     }
+    if not weight.by_sequence:
+        far: dict[str, Metric] = {"saturated_segment_fraction": lambda c: saturated(_of_unit(c))}
+        bounded = _around_bound(weight, _of_unit, _token_ratio(weight), lambda c: c.stage.weight)
+        return Catalogue(far | bounded if weight.by_segment else bounded, final)
+    log_ratio = lambda c: known_log_ratio(c.verdict.unit_totals, weight)  # noqa: E731
+    before = lambda c: unit_ratio(c.verdict.unit_totals, weight)  # noqa: E731
+    far = {"saturated_sequence_fraction": lambda c: saturated(log_ratio(c))}
+    bounded = _around_bound(weight, log_ratio, before, lambda c: c.sequence_weight)
+    return Catalogue(sequence=far | bounded | final)
 
 
-def _rule_metrics(config: CorrectionConfig, token: dict[str, Metric], sequence: dict[str, Metric]) -> None:
+def _around_bound(
+    weight: WeightConfig, log_ratio: Callable[[Correction], Tensor], before: Metric, after: Metric
+) -> dict[str, Metric]:
+    """Of tokens or of sequences, whichever the weight is of."""
+    found: dict[str, Metric] = {
+        "tis_weight_before_bound": before,
+        "tis_weight_after_bound": after,
+        "is_ratio_mean_after_tis_rs": after,
+    }
+    low = lambda c: share_below(log_ratio(c), log_bound(weight.floor))  # noqa: E731
+    high = lambda c: share_above(log_ratio(c), log_bound(weight.ceiling))  # noqa: E731
+    if weight.bound == "none":
+        return found
+    if weight.bound == "truncate":
+        return found | {"tis_truncate_fraction": high}
+    return found | {f"tis_{weight.bound}_fraction_low": low, f"tis_{weight.bound}_fraction_high": high}
+
+
+def _rule_metrics(rules: tuple[RejectRule, ...]) -> Catalogue:
     """What each rule would drop alone. A second rule of a kind is numbered."""
-    for rule, suffix in zip(config.reject, _suffixes(config.reject), strict=True):
-        home = token if rule.over == "token" or rule.unit == "segment" else sequence
-        low, high = _outside(rule)
-        if _is_veto(rule):
-            token[f"rs_catastrophic_token_fraction{suffix}"] = _outside(
-                replace(rule, over="token", aggregate=None)
-            )[0]
-            sequence[f"rs_catastrophic_seq_fraction{suffix}"] = low
-            continue
-        if rule.lower is not None:
-            home[f"rs_mask_fraction_low{suffix}"] = low
-        if rule.upper is not None:
-            home[f"rs_mask_fraction_high{suffix}"] = high
+    found = Catalogue()
+    for rule, suffix in zip(rules, _suffixes(rules), strict=True):
+        found |= _veto_metrics(rule, suffix) if _is_veto(rule) else _bound_metrics(rule, suffix)
+    return found
+
+
+def _veto_metrics(rule: RejectRule, suffix: str) -> Catalogue:
+    of_token, _ = _outside(replace(rule, over="token", aggregate=None))
+    of_sequence, _ = _outside(rule)
+    return Catalogue(
+        {f"rs_catastrophic_token_fraction{suffix}": of_token},
+        {f"rs_catastrophic_seq_fraction{suffix}": of_sequence},
+    )
+
+
+def _bound_metrics(rule: RejectRule, suffix: str) -> Catalogue:
+    low, high = _outside(rule)
+    found = {f"rs_mask_fraction_low{suffix}": low} if rule.lower is not None else {}
+    found |= {f"rs_mask_fraction_high{suffix}": high} if rule.upper is not None else {}
+    by_token = rule.over == "token" or rule.unit == "segment"
+    return Catalogue(found) if by_token else Catalogue(sequence=found)
 
 
 def _outside(rule: RejectRule) -> tuple[Metric, Metric]:
