@@ -46,6 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _fill_defaults(args)
     _check_sizes(args)
     _check_engine(args)
+    _fill_asynchronous(args)
     _check_asynchronous(args)
     _check_correction(args)
     _check_loss(args)
@@ -130,13 +131,17 @@ def _check_engine(args: argparse.Namespace) -> None:
         )
 
 
-def _check_asynchronous(args: argparse.Namespace) -> None:
-    """Fill in what ``--async`` leaves open; refuse what it cannot do, and its flags without it."""
+def _fill_asynchronous(args: argparse.Namespace) -> None:
+    """Fill in what ``--async`` leaves open; refuse its flags without it."""
     for name, value in ASYNCHRONOUS.items():
         given = getattr(args, name)
         if given is not None and not args.asynchronous:
             raise ConfigError(f"{_flag(name)} has no effect without --async; give both, or drop it")
         setattr(args, name, value if given is None else given)
+
+
+def _check_asynchronous(args: argparse.Namespace) -> None:
+    """Refuse what ``--async`` cannot do."""
     if not args.asynchronous:
         return
     HeadOffpolicyness(args.max_head_offpolicyness)
