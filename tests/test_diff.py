@@ -552,6 +552,24 @@ def test_records_compared(case: str, swapped: bool, tmp_path: Path, capsys: Capt
     assert said in capsys.readouterr().out
 
 
+def test_a_hosts_dump_is_read_as_the_document_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    """Sequence 0 differs in its second token, which the mask leaves out of the metrics; sequence 1 is equal."""
+    engine = [torch.tensor([-0.5, -1.0]), torch.tensor([-2.0])]
+    sides = {"rollout_log_probs": engine, "log_probs": [torch.tensor([-0.5, -3.0]), engine[1]]}
+    masks = [torch.tensor([1, 0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)]
+    (tmp_path / "train_data").mkdir()
+    torch.save({"rank": 0, "rollout_data": sides | {"loss_masks": masks}}, tmp_path / "train_data/7_0.pt")
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "docs" / "diff.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "load_pt" in block)
+    exec(code, {})
+    said = capsys.readouterr().out
+    assert "0 1 of 2 values differ, first at [1]" in said and "1 equal" in said
+    assert "\nk3_kl 0.0\n" in said and "\nrollout_log_ppl 1.25\n" in said
+
+
 def test_records_of_nothing_are_not_equal(tmp_path: Path):
     LogProbRecord.from_sequences([], []).save(tmp_path / "a.safetensors")
     assert diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors") == NOT_COMPARABLE
