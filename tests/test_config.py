@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import oracle
 import pytest
@@ -22,7 +23,8 @@ from mis_plugins.config import (
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
-from mis_plugins.reading import from_args, from_flat, from_mapping
+from mis_plugins.reading import from_args, from_flat, from_mapping, spelling
+from mis_plugins.writing import as_mapping
 
 MILES_YAML = {
     "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
@@ -156,6 +158,63 @@ def test_what_can_be_dropped_within_a_unit(config: dict, of_a_segment: bool, of_
     """Tokens of either, segments of a sequence alone; only rules and mask bounds drop."""
     parsed = from_mapping(config)
     assert (parsed.drops_below("segment"), parsed.drops_below("sequence")) == (of_a_segment, of_a_sequence)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "low", "high"),
+    [("prob_diff", -1, 1), ("abs_prob_diff", 0, 1), ("proximal_prob", 0, 1), ("behavior_prob", 0, 1)],
+)
+def test_bounds_lie_within_what_probabilities_can_be(statistic: Any, low: float, high: float):
+    RejectRule(statistic, lower=low + EPS64, upper=high - EPS64)
+    for beyond in ({"lower": low}, {"upper": high}):
+        with pytest.raises(ConfigError, match=f"lies between {low} and {high}"):
+            RejectRule(statistic, **beyond)
+
+
+@pytest.mark.parametrize(
+    ("weight", "takes"),
+    [
+        ({"level": "sequence"}, True),
+        ({"level": "segment_geometric"}, True),
+        ({"level": "token"}, False),
+        (None, False),
+    ],
+)
+def test_kept_tokens_are_those_of_a_weight_too(weight: dict | None, takes: bool):
+    """Beside a rule over tokens alone, there is only the weight to add them up."""
+    config = {"weight": weight, "reject": [{"upper": 2}], "aggregate": "kept"}
+    if takes:
+        assert from_mapping(config).weight_population == "kept"
+    else:
+        with pytest.raises(ConfigError, match="mis.aggregate: kept has no effect"):
+            from_mapping(config)
+
+
+def test_kept_denominator_needs_something_that_drops():
+    for dropping in (
+        {"weight": {"bound": "mask"}},
+        {"weight": None, "reject": [{"upper": 2}]},
+        {"opsm": {"delta": 0.1}},
+    ):
+        assert from_mapping(dropping | {"denominator": "kept"}).denominator == "kept"
+    with pytest.raises(ConfigError, match="mis.denominator: kept has no effect where nothing is rejected"):
+        from_mapping({"weight": {"bound": "zero"}, "denominator": "kept"})
+
+
+def test_flat_keys_are_what_an_error_of_a_hook_quotes():
+    flat = spelling(SimpleNamespace(tis_upper_bound=2.0))
+    assert flat["weight"] == "tis_upper_bound" and "Miles's flat keys" in flat["segment_wise.enabled"]
+    assert spelling(SimpleNamespace(tis_upper_bound=None)) == {}
+
+
+def test_a_written_config_says_what_is_not_the_default():
+    assert as_mapping(CorrectionConfig()) == {"metrics": "full"}
+    rejecting = CorrectionConfig(None, (RejectRule(upper=2.0),))
+    assert as_mapping(rejecting) == {
+        "weight": None,
+        "reject": [{"over": "token", "upper": 2.0}],
+        "metrics": "full",
+    }
 
 
 def test_binary_kl_is_bounded_by_the_most_it_can_be():
