@@ -166,9 +166,9 @@ def test_what_can_be_dropped_within_a_unit(config: dict, of_a_segment: bool, of_
 )
 def test_bounds_lie_within_what_probabilities_can_be(statistic: Any, low: float, high: float):
     RejectRule(statistic, lower=low + EPS64, upper=high - EPS64)
-    for beyond in ({"lower": low}, {"upper": high}):
+    for lower, upper in ((low, None), (None, high)):
         with pytest.raises(ConfigError, match=f"lies between {low} and {high}"):
-            RejectRule(statistic, **beyond)
+            RejectRule(statistic, lower=lower, upper=upper)
 
 
 @pytest.mark.parametrize(
