@@ -56,3 +56,12 @@ def test_a_rank_that_dies_is_an_error_not_a_hang(tiny: Path):
     with pytest.raises(RankError, match="megatron: rank 1 ended without an answer|megatron, rank 0: "):
         trainer.log_probs(SAMPLES, [1.0, 1.0])
     assert not any(process.is_alive() for process in trainer._processes)
+
+
+def test_an_interrupt_of_the_terminal_is_left_to_the_driver(tiny: Path):
+    """Ctrl-C reaches the ranks too: none ends by it, or prints where it was."""
+    trainer = start(tiny)
+    for process in trainer._processes:
+        os.kill(process.pid, signal.SIGINT)
+    trainer.log_probs(SAMPLES, [1.0, 1.0])
+    trainer.close()

@@ -7,6 +7,7 @@ run autograd holds threads, and what is forked from it may hang.
 from __future__ import annotations
 
 import pickle
+import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -119,6 +120,7 @@ def _serve(
     order: NormOrder | None,
 ) -> None:
     """One rank: the trainer, and an answer to every call until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the one who drives ends us
     ranks = contract.trainer_tensor_parallel
     try:
         torch.set_num_threads(threads)
