@@ -120,7 +120,8 @@ def _serve(
     order: NormOrder | None,
 ) -> None:
     """One rank: the trainer, and an answer to every call until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the one who drives ends us
+    # Ctrl-C reaches every process of a terminal; the one who drives ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ranks = contract.trainer_tensor_parallel
     try:
         torch.set_num_threads(threads)
