@@ -343,6 +343,21 @@ def test_verl_override_is_read_as_hydra_reads_it(value: str):
 
 
 @pytest.mark.parametrize(
+    ("text", "upper"), [("2", 2), ("2.5", 2.5), ("+.5", 0.5), ("1.0E+1", 10), ("1e1", 10), ("010", 10)]
+)
+def test_verl_override_is_the_number_that_hydra_hands_on(text: str, upper: float):
+    """010 is 8 to YAML; to Hydra it is text, of which verl makes 10."""
+    weight = from_verl(TOKEN_IS, f"rollout_is_threshold={text}").config().weight
+    assert weight == WeightConfig(upper=upper)
+
+
+@pytest.mark.parametrize("text", ["0x2", "1:30", ".inf"])
+def test_verl_override_that_verl_takes_for_no_number(text: str):
+    with pytest.raises(ConfigError, match="rollout_is_threshold: got '.*'; expected a number"):
+        from_verl(TOKEN_IS, f"rollout_is_threshold={text}")
+
+
+@pytest.mark.parametrize(
     "override", ["rollout_is", "trainer.n_gpus=8", "algorithm.rollout_correction.nope=1"]
 )
 def test_verl_override_refused(override: str):

@@ -31,6 +31,7 @@ KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT
 OVERRIDE = re.compile(
     r"\+{0,2}(?:algorithm\.)?(?:rollout_correction\.)?(?P<key>\w+)=(?P<value>.*)", re.DOTALL
 )
+HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
 OVER_LEVEL = {"token": "token", "sequence": "sum", "geometric": "mean"}
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
@@ -162,10 +163,10 @@ def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_hydra(text: str) -> Any:
-    """As YAML, but that nothing, and a boolean by another name than true or false, is text."""
+    """As YAML, but that nothing, and a boolean or number in a spelling of YAML's own (`no`, 010), is text."""
     value = load(text)
-    spelled_out = text.strip().lower() in ("true", "false")
-    return text if text == "" or (isinstance(value, bool) and not spelled_out) else value
+    own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
+    return text if own or text == "" else value
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
