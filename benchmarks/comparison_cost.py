@@ -39,7 +39,7 @@ from correction_cost import (
     response_lengths,
 )
 from host_checkout import run_ranks, start_groups
-from provenance import as_markdown, provenance
+from provenance import as_markdown, provenance, target
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -169,7 +169,7 @@ def parse_arguments() -> Namespace:
         help="tokens of each (default: 128,1024,8192)",
     )
     parser.add_argument("--cp", type=comma, default=["1", "2"], help="ranks (default: 1,2)")
-    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
     return parser.parse_args()
 

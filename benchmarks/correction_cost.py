@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
-from provenance import as_markdown, provenance
+from provenance import as_markdown, provenance, target
 from rich.console import Console
 from rich.table import Table
 from tallies import peak_bytes, tally
@@ -310,7 +310,7 @@ def parse_arguments() -> Namespace:
         "--baseline", default=PLAIN, help="dotted path of a hook to compare with (default: the plain way)"
     )
     parser.add_argument("--metrics", choices=("full", "core", "none"), default="full", help="of ours")
-    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--thp", action="store_true", help="again in a child with transparent huge pages")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
     return parser.parse_args()

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_checkout import HOSTS, CannotCompare, Host, load_host, run_ranks, start_groups
+from host_checkout import HOSTS, Host, load_host, run_ranks, start_groups
 from parity.cases import Batch, batches, make_batch
 from parity.drive import OURS, Outcome, drive, host_args
-from provenance import as_markdown, provenance
+from provenance import as_markdown, provenance, target
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -223,7 +223,7 @@ def parse_arguments() -> Namespace:
     )
     parser.add_argument("--host", choices=sorted(HOSTS), required=True)
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
-    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     return parser.parse_args()
 
 
@@ -232,11 +232,11 @@ def main() -> int:
     try:
         host = load_host(arguments.host, arguments.checkout)
         logging.getLogger("true_on_policy").setLevel(logging.CRITICAL)
-    except CannotCompare as error:
+        layouts = track(LAYOUTS[host.name], description=f"{host.name}: layouts")
+        rows = {layout.name: answer(host, layout) for layout in layouts}
+    except Exception as error:  # Python would exit with 1, which means different
         print(f"could not compare: {error}")
         return 2
-    layouts = track(LAYOUTS[host.name], description=f"{host.name}: layouts")
-    rows = {layout.name: answer(host, layout) for layout in layouts}
     table = Table("layout", *QUESTIONS, title=f"{host.name}, right of asked")
     for name, found in rows.items():
         table.add_row(name, *cells(found))

@@ -43,7 +43,7 @@ from parity.verdict import (
     magnitude,
     what_theirs_gave,
 )
-from provenance import as_markdown, provenance
+from provenance import as_markdown, provenance, target
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -293,7 +293,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--host", choices=sorted(HOSTS), required=True)
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
     parser.add_argument("--hook", choices=("tis", "loss"), default="tis", help="which of our functions")
-    parser.add_argument("--json", type=Path, help="write the figures here, and beside it a .md")
+    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--limit", type=int, help="only the first N configurations")
     return parser.parse_args()
 

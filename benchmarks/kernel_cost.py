@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from provenance import as_markdown, provenance
+from provenance import as_markdown, provenance, target
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--calls", type=int, default=9, help="of each, after one that is not counted")
-    parser.add_argument("--json", type=Path, help="write the figures here, and a table beside it")
+    parser.add_argument("--json", type=target, help="write the figures here, and a table beside it")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     table = Table(*HEADINGS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from mis_plugins.local.provenance import as_given, as_markdown, measured_with
 
-__all__ = ["as_markdown", "provenance"]
+__all__ = ["as_markdown", "provenance", "target"]
 
 MEASURED = ("mis_plugins", "true_on_policy", "benchmarks", ":!mis_plugins/local", ":!benchmarks/results")
 
@@ -16,3 +18,11 @@ def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
     """See `measured_with`."""
     command = as_given(f"python benchmarks/{Path(sys.argv[0]).name}", sys.argv[1:])
     return measured_with(command, MEASURED, checkouts)
+
+
+def target(text: str) -> Path:
+    """An argument: the file that figures go to, refused before minutes are spent on them."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{text} cannot be written; name a file in a folder that is there")
+    return path

@@ -189,3 +189,16 @@ def _plain() -> Any:
 
 def _batch() -> dict[str, Any]:
     return correction_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["comparison_cost", "correction_cost", "host_comparison", "host_parity", "kernel_cost"]
+)
+def test_figures_that_could_not_be_written_are_not_measured(name: str, tmp_path: Path):
+    """Exit code 2: 1 means different."""
+    host = ["--host", "miles", "--checkout", str(tmp_path)] if name.startswith("host_") else []
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *host, "--json", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2
+    assert f"argument --json: {tmp_path} cannot be written" in done.stderr
