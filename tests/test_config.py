@@ -23,7 +23,7 @@ from mis_plugins.config import (
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
-from mis_plugins.reading import from_args, from_flat, from_mapping, spelling
+from mis_plugins.reading import correcting_keys, from_args, from_flat, from_mapping, spelling
 from mis_plugins.writing import as_mapping
 
 MILES_YAML = {
@@ -207,8 +207,34 @@ def test_flat_keys_are_what_an_error_of_a_hook_quotes():
     assert spelling(SimpleNamespace(tis_upper_bound=None)) == {}
 
 
+@pytest.mark.parametrize(
+    ("said", "keys"),
+    [
+        (MILES_YAML, ["tis_upper_bound", "use_rs", "rs_veto_threshold"]),
+        ({"mis": {"weight": {}, "reject": [{"upper": 2}]}}, ["mis.weight", "mis.reject"]),
+        ({"mis": {"weight": None, "reject": [{"upper": 2}]}}, ["mis.reject"]),
+        ({"mis": {"segment_wise": {}}}, ["mis.segment_wise"]),
+        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 3.0}, ["behav_imp_weight_cap"]),
+        ({"enable_segment_wise_ppo": True}, ["enable_segment_wise_ppo"]),
+        ({}, []),
+    ],
+)
+def test_what_weighs_and_rejects_goes_by_the_users_own_key(said: dict, keys: list[str]):
+    args = SimpleNamespace(**said)
+    assert correcting_keys(args, from_args(args)) == keys
+
+
+def test_reinforce_needs_the_behavior_policy():
+    with pytest.raises(
+        ConfigError, match=r"mis\.objective\.old: proximal with mis\.objective\.surrogate: reinforce"
+    ):
+        from_mapping({"objective": {"surrogate": "reinforce"}})
+
+
 def test_a_written_config_says_what_is_not_the_default():
     assert as_mapping(CorrectionConfig()) == {"metrics": "full"}
+    segment_wise = {"enabled": True, "weight_cap": 5.0, "mode": "truncate"}
+    assert as_mapping(from_mapping({"segment_wise": {}})) == {"segment_wise": segment_wise, "metrics": "full"}
     rejecting = CorrectionConfig(None, (RejectRule(upper=2.0),))
     assert as_mapping(rejecting) == {
         "weight": None,
