@@ -790,6 +790,17 @@ def test_the_recorder_leaves_the_model_as_it_was(tmp_path: Path):
         pass
 
 
+def test_ranks_record_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whichever begins first; only its own recording is in a rank's way."""
+    for rank in (1, 0, 10):
+        monkeypatch.setattr("true_on_policy.recorder._rank", lambda rank=rank: rank)
+        with record(Toy(), tmp_path / "a") as recorder:
+            recorder.write("x", X)
+    assert {entry.key.rank for entry in read_recording(tmp_path / "a").entries} == {0, 1, 10}
+    with pytest.raises(RecordError, match="holds a recording already"), record(Toy(), tmp_path / "a"):
+        pass
+
+
 def test_the_recorder_names_and_orders(tmp_path: Path):
     model = Toy()
     with record(model, tmp_path / "a") as recorder:

@@ -43,7 +43,7 @@ def record(
             the same sequence alone.
 
     Raises:
-        RecordError: `folder` holds a recording already; two would be counted as one.
+        RecordError: `folder` holds a recording of this rank already; two would be counted as one.
     """
     recorder = Recorder(Path(folder), select or (lambda x: x))
     with ExitStack() as hooks:
@@ -72,7 +72,8 @@ class Recorder:
     layer: int | None = None
 
     def __post_init__(self):
-        if any(self.folder.glob("*dump_index=*")):
+        # Ranks share a folder, and another may have begun.
+        if any(self.folder.glob(f"*rank={self.rank}___dump_index=*")):
             raise RecordError(f"{self.folder}: holds a recording already; name another folder")
 
     def write(self, name: str, value: Tensor) -> None:
