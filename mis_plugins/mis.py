@@ -223,8 +223,6 @@ def policy_loss(
         RECORDER.record(counted(watched, share), pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
-    if not inputs.target.numel():
-        loss = loss + 0 * logits.sum()  # a rank without a token must run its backward all the same
     return loss, metrics | hosts_loss.passed_on(batch, sum_of_sample_mean)
 
 

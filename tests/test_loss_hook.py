@@ -14,6 +14,7 @@ import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,12 +31,14 @@ from loss_oracle import Response, Spec
 from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, normalized_rtol, sum_rtol
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from mis_plugins import loss, mis, reading
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking
+from mis_plugins.local import log_probs
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
 
@@ -900,13 +903,17 @@ def test_opsm_of_everything_skips_or_keeps():
 
 
 def test_a_rank_without_tokens_still_has_a_gradient(monkeypatch: pytest.MonkeyPatch):
-    """Its backward must run: the model's own collectives wait for it. The hosts score no token without a graph."""
+    """Its backward must run: the model's own collectives wait for it. The hosts score no token without a graph.
+    Logits of the padding, or of a masked vocabulary, are anything.
+    """
     helper = sys.modules["miles.backends.training_utils.loss_hub.logit_processors"]
     empty = lambda logits, **_: {"log_probs": [logits.new_zeros(0)]}  # noqa: E731
     monkeypatch.setattr(helper, "get_log_probs_and_entropy", empty)
     batch = Step([Response([], [], [], [], [], [])], [[]]).batch()
     for objective in ({}, {"ratio": "sequence"}):
-        found = drive(flags(mis=TIS | {"objective": objective}), batch, torch.ones(4))
+        found = drive(
+            flags(mis=TIS | {"objective": objective}), batch, torch.tensor([1.0, -math.inf, math.nan, 2.0])
+        )
         assert found.loss == 0 and torch.equal(found.gradient, torch.zeros(4))
 
 
@@ -947,7 +954,6 @@ def test_recompute_gives_the_same_bits():
     for recompute in (False, True):
         logits = torch.cat(step.rows("target")).requires_grad_()
         call_it = lambda x: mis.policy_loss(args, batch, x, reducer(batch, "miles"))[0]  # noqa: E731
-        checkpoint = torch.utils.checkpoint.checkpoint  # type: ignore[attr-defined]
         loss = checkpoint(call_it, logits, use_reentrant=False) if recompute else call_it(logits)
         answers.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
     assert all(map(same_bytes, *answers))
@@ -971,14 +977,16 @@ def embedded_outcome(args: Namespace, step: Step, cp: int) -> dict[str, Any]:
     return outcome_of(args, *embedded_batch(step, dist.get_rank(), cp))
 
 
-def outcome_of(args: Namespace, layout: Layout, batch: MicroBatch) -> dict[str, Any]:
+def outcome_of(
+    args: Namespace, layout: Layout, batch: MicroBatch, loss_of: Callable[..., Any] = mis.policy_loss
+) -> dict[str, Any]:
     torch.manual_seed(0)
     logits = torch.randn(sum(layout.total_lengths), VOCABULARY, requires_grad=True)
     starts = torch.tensor([0, *itertools.accumulate(layout.total_lengths)])[layout.sequence]
     lengths = torch.tensor(layout.total_lengths)[layout.sequence]
     slots = logits[starts + layout.positions.minimum(lengths - 1)]
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
-    loss, metrics = mis.policy_loss(args, host_batch(batch), slots.unsqueeze(0), reduce)
+    loss, metrics = loss_of(args, host_batch(batch), slots.unsqueeze(0), reduce)
     loss.backward()
     return {"loss": loss.detach(), "gradient": logits.grad, **metrics}
 
@@ -1037,6 +1045,37 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
         for name, value in alone.items():
             atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
             assert (split[name] - value).abs().max() <= atol, name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("config", EMBEDDED)
+def test_a_rank_without_tokens_recomputes_with_the_others(
+    config: dict, reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A checkpointed loss asks all ranks once more in its backward; Miles scores no token without a graph."""
+    scores = log_probs.get_log_probs_and_entropy
+
+    def graph_with_tokens(logits: Tensor, **kwargs: Any) -> dict[str, Any]:
+        found = scores(logits, **kwargs)
+        on_the_tape = any(map(len, found["log_probs"]))
+        return (
+            found if on_the_tape else {name: [x.detach() for x in values] for name, values in found.items()}
+        )
+
+    monkeypatch.setattr(log_probs, "get_log_probs_and_entropy", graph_with_tokens)
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [3])
+    step = random_step(11, (2,))
+    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False, use_kl_loss=True, kl_loss_type="k3",
+                 kl_loss_coef=0.3, entropy_coef=0.01)  # fmt: skip
+    recomputed = partial(checkpoint, mis.policy_loss, use_reentrant=reentrant)
+
+    def work(rank: int) -> list[dict[str, Any]]:
+        layout, batch = embedded_batch(step, rank, 2)
+        assert sum(layout.local_lengths) == 2 * rank
+        return [outcome_of(args, layout, batch, loss_of) for loss_of in (mis.policy_loss, recomputed)]
+
+    for once, twice in run_ranks(2, 2, work, tmp_path, limit_s=20):
+        assert all(same_bytes(once[name], twice[name]) for name in once)
 
 
 QUIET = {"metrics": "none", "opsm": {"delta": 0.1}}

@@ -241,7 +241,7 @@ def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: Correc
     def constant(name: str) -> Tensor | None:
         return _flat(name, batch[name], layout.local_lengths).detach() if batch.get(name) else None
 
-    target = _flat("log-probs of the logits", log_probs, layout.local_lengths)
+    target = _on_the_tape(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
     proximal = None if getattr(args, "skip_actor_forward_only", False) else constant("log_probs")
     return LossInputs(
         ragged=layout.place(masks, ranks).ragged,
@@ -253,6 +253,15 @@ def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: Correc
         entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
         written=written(batch, layout.local_lengths) if _reads_versions(batch, config) else None,
     )
+
+
+def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:
+    """log pi_theta with a graph, also where a host scores no token without one.
+
+    The model's own collectives wait for the backward of every rank. So do those of the loss where it is checkpointed,
+    which runs it again there, and on a rank whose loss kept nothing for a backward not at all.
+    """
+    return target if target.numel() else target + logits[..., :0].flatten().to(target.dtype)
 
 
 VERSIONS = "output_versions"  # which version wrote each token
