@@ -31,7 +31,7 @@ def preset(name: str) -> CorrectionConfig:
     return load(preset_path(name))
 
 
-def from_verl(keys: dict, *overrides: str) -> Translation:
+def from_verl(keys: dict | list, *overrides: str) -> Translation:
     return verl.translate(yaml.safe_dump(keys), overrides)
 
 
@@ -201,6 +201,7 @@ def test_verl_0_6_1_rejects_in_bypass_with_its_policy_gradient_alone():
     veto_alone = from_verl(SEQUENCE_IS | bypass | {"use_policy_gradient": True})
     assert veto_alone.config() == preset("verl-bypass-pg-is")
     assert "beside rollout_rs alone" in " ".join(veto_alone.notes)
+    assert from_verl(SEQUENCE_IS | {"bypass_mode": True, "use_policy_gradient": True}).notes == ()
     assert len(rules_of(**rules, **bypass)) == 2
 
 
@@ -309,6 +310,11 @@ LEVEL = {"rollout_rs_threshold": 1.25}
         ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, "nothing to translate"),
         ({"algorithm": {"gamma": 1.0}}, "nothing to translate: no algorithm.rollout_correction"),
         ({}, "nothing to translate: no algorithm.rollout_correction"),
+        (
+            {"_target_": "verl.RolloutCorrectionConfig"},
+            "nothing to translate: no algorithm.rollout_correction",
+        ),
+        ([1], r"got \[1\]; expected a mapping with algorithm.rollout_correction"),
         ({"algorithm": "grpo"}, "algorithm: got 'grpo'; expected a mapping with rollout_correction"),
         ({"rollout_rs": {"token_k1": 2}}, "rollout_rs: got {'token_k1': 2}; choose one of token_k1"),
         ({"bypass_mode": "${a.bypass}"}, r"bypass_mode: got '\$\{a.bypass\}'; expected true or false"),
@@ -317,7 +323,7 @@ LEVEL = {"rollout_rs_threshold": 1.25}
         (TOKEN_IS | {"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize: got 'no'"),
     ],
 )
-def test_verl_refused(keys: dict, message: str):
+def test_verl_refused(keys: dict | list, message: str):
     with pytest.raises(ConfigError, match=message):
         from_verl(keys).text()
 
@@ -452,7 +458,9 @@ def test_ms_swift_threshold_and_metrics():
     assert [mode for mode in told if "raw token ratios" in told[mode]] == ["sequence_mask"]
     assert not any(said in " ".join(told.values()) for said in ("corrects nothing", DELTA))
     assert ms_swift.translate("log_rollout_offpolicy_metrics: true").config() == CorrectionConfig()
-    assert ms_swift.translate(f"{MODE}: null").config() == CorrectionConfig(metrics="none")
+    nothing = ms_swift.translate(f"{MODE}: null")
+    assert nothing.config() == CorrectionConfig(metrics="none")
+    assert nothing.notes == ("ms-swift corrects nothing with these.",)
 
 
 def test_ms_swift_off_policy_mask():
