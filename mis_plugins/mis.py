@@ -261,9 +261,10 @@ def config_in_force(args: Any) -> CorrectionConfig:
         unseen = (
             "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
         )
+        flag = "--use-tis" if args.use_tis else "--get-mismatch-metrics"
         raise ConfigError(
             f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
-            "mis_plugins.mis.policy_loss in place of --use-tis"
+            f"mis_plugins.mis.policy_loss in place of {flag}"
         ).spelled(reading.spelling(args), "mis.")
     if config.denominator == "kept":
         denominator.check(args)

@@ -126,6 +126,15 @@ def test_launch_stops_at_an_impossible_config(script: str, tmp_path: Path) -> No
 
 
 @launch_script
+def test_launch_stops_at_a_config_of_the_loss_hook(script: str, tmp_path: Path) -> None:
+    done = launch(script, tmp_path, MIS_CONFIG="opsm")
+    assert done.returncode == 2
+    assert "--loss-type custom_loss" in done.stdout
+    assert "opsm.yaml needs the flags above" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@launch_script
 @pytest.mark.parametrize("given", ["geometric-mis", "mine.yaml"])
 def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
     given: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import random
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -500,10 +501,14 @@ def test_a_flag_that_excludes_it():
         call(aged(random_step(0), 0), {"segment_wise": {}}, use_rollout_logprobs=True)
 
 
-def test_the_tis_hook_cannot_serve_it():
-    message = r"mis\.segment_wise: the TIS hook does not see which version wrote a token; pass --loss-type custom_loss"
-    with pytest.raises(ConfigError, match=message):
-        mis.config_in_force(Namespace(use_tis=True, mis={"segment_wise": {}}))
+@pytest.mark.parametrize(("use_tis", "flag"), [(True, "--use-tis"), (False, "--get-mismatch-metrics")])
+def test_the_tis_hook_cannot_serve_it(use_tis: bool, flag: str):
+    message = (
+        "mis.segment_wise: the TIS hook does not see which version wrote a token; pass --loss-type custom_loss "
+        f"--custom-loss-function-path mis_plugins.mis.policy_loss in place of {flag}"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        mis.config_in_force(Namespace(use_tis=use_tis, mis={"segment_wise": {}}))
     off = mis.config_in_force(Namespace(use_tis=True, mis={"segment_wise": {"enabled": False}}))
     assert off.weight is not None and off.weight.ceiling == 5.0
 

@@ -410,4 +410,5 @@ def _advice(size: Size, context: int) -> str:
                 f"set {alone}--tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"
             )
     tried = ", ".join(map(str, RANKS))
-    return f"with as many on both sides none of {tried} holds for this model; set --train-backend fsdp"
+    fsdp = "train it with FSDP (--backend fsdp here, --train-backend fsdp of Miles)"
+    return f"with as many on both sides none of {tried} holds for this model; {fsdp}"
