@@ -133,7 +133,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     Raises:
         InputError: Miles, which hands this hook no data; samples, which slime's documentation promises and its code
             does not pass; a rollout without recomputed log-probs.
-        ConfigError: without effect; context-parallel ranks with different configs.
+        ConfigError: without effect; context- or tensor-parallel ranks with different configs.
     """
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
     config = reading.from_args(args) if by_loss_hook else config_in_force(args)
@@ -154,7 +154,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     if config.segment_wise_on:
         hosts_loss.check_versions(args, data, config)
         numerator = numerator_of(*log_probs, hosts_loss.written(data, layout.local_lengths), config)
-    check_agreement(config, ranks.cp, data["loss_masks"][0].device)
+    check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
     args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
     args._mis_rollout_segment_wise = config.segment_wise_on
 
@@ -206,7 +206,8 @@ def policy_loss(
     config = hosts_loss.config_in_force(args, asked, hosts_loss.knows_versions(batch))
     flags, reduce_policy = hosts_loss.loss_config(args), hosts_loss.policy_reducer(args, batch)
     inputs = hosts_loss.read(host, args, batch, logits, config)
-    check_agreement(config, inputs.ragged.ranks.cp, logits.device)
+    ranks = inputs.ragged.ranks
+    check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
         rollout_mean = _rollout_mean(args, config)
@@ -309,7 +310,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer
 
 
 def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:
-    check_agreement(config, batch.ranks.cp, batch.loss_masks[0].device)
+    check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()
     rollout_mean = _rollout_mean(args, config)
     return correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean), placed

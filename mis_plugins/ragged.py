@@ -27,10 +27,12 @@ class Ranks:
 
     cp: ranks that hold other tokens of the same sequences.
     dp: ranks that hold other sequences of the same step.
+    tp: ranks that hold the same tokens, and other parts of the model: nothing is added up over them.
     """
 
     cp: dist.ProcessGroup | None = None
     dp: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,11 @@ class Recorded:
             ages = ages.merge(other.ages)
         return replace(self, partials=self.partials.merge(other.partials), ages=ages)
 
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else has anything to add."""
+        return self.ranks.cp is None and self.ranks.dp is None
+
     def over_ranks(self) -> Recorded:
         """Of all ranks."""
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
@@ -237,7 +242,7 @@ class Recorder:
             return
         for recorded in pending.values():
             try:
-                if recorded.ranks == ALONE:
+                if recorded.alone:
                     self._report(recorded, *ended)
                 else:
                     self._report_alone(recorded, recorded.ranks, LAST, *ended)

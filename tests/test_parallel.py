@@ -17,6 +17,7 @@ import torch.distributed as dist
 from batches import BOUNDS, LEVELS, Batch, host_args, make_batch
 from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, run, same_bytes
 from launch import run_ranks
+from megatron.core import parallel_state as mpu
 from tolerances import DECISION, EPS
 
 from mis_plugins import mis
@@ -103,15 +104,18 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
 # ------------------------------------------------------------------------------------------------- on the ranks
 
 
-def handed_state(cp: int) -> SimpleNamespace:
+def handed_state(cp: int, tp: int = 1) -> SimpleNamespace:
     """Miles's `parallel_state`, on groups of its own: Megatron is not set up, as its DP group may be wrong there."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cp_groups = [dist.new_group(list(range(first, first + cp))) for first in range(0, world, cp)]
-    dp_groups = [dist.new_group(list(range(first, world, cp))) for first in range(cp)]
-    info = lambda group: SimpleNamespace(group=group, size=group.size(), rank=group.rank())  # noqa: E731
-    return SimpleNamespace(
-        cp=info(cp_groups[rank // cp]), effective_dp=info(dp_groups[rank % cp]), is_ulysses_cp=False
-    )
+    grid = torch.arange(dist.get_world_size()).view(tp, -1, cp)
+
+    def info(axis: int) -> SimpleNamespace:
+        lines = grid.movedim(axis, -1).reshape(-1, grid.shape[axis]).tolist()
+        made = [dist.new_group(line) for line in lines]
+        group = next(one for one, line in zip(made, lines, strict=True) if dist.get_rank() in line)
+        assert isinstance(group, dist.ProcessGroup)
+        return SimpleNamespace(group=group, size=group.size(), rank=group.rank())
+
+    return SimpleNamespace(tp=info(0), effective_dp=info(1), cp=info(2), is_ulysses_cp=False)
 
 
 def host_kwargs(
@@ -370,6 +374,31 @@ def test_ranks_with_different_configs(what: str, tmp_path: Path):
         return "no error"
 
     assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("host", ["megatron's groups", "handed groups"])
+def test_one_rank_of_the_grid_with_another_config(host: str, odd: int, tmp_path: Path):
+    """TP 2 x CP 2. Each tensor-parallel rank makes a part of the gradient: by two configs it is that of no loss."""
+    batch = random_batch(2)
+
+    def work(rank: int) -> str:
+        if host == "megatron's groups":
+            mpu.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
+            state, cp_rank = None, mpu.get_context_parallel_rank()
+        else:
+            state = handed_state(2, tp=2)
+            cp_rank = state.cp.rank
+        config = {"weight": {"upper": 9.0 if rank == odd else 2.0}, "metrics": "none"}
+        kwargs, _ = host_kwargs(Case(config, (batch,)), batch, 2, cp_rank, state)
+        try:
+            mis.compute_mis_weights_with_cp(host_args(mis=config), **kwargs)
+        except MisError as error:
+            return str(error)
+        return "no error"
+
+    told = run_ranks(4, 2, work, tmp_path, limit_s=20, megatron=False)
+    assert all("different mis configs" in message for message in told)
 
 
 def test_the_rollout_hook_of_ranks_with_different_configs(tmp_path: Path):

@@ -91,6 +91,16 @@ def test_ranks_wait_for_nobody(tmp_path: Path):
     assert "not logged" not in second
 
 
+def test_tensor_parallel_ranks_have_nothing_to_add(tmp_path: Path):
+    """They recorded the same."""
+    ending = """
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+    step(Ranks(tp=dist.group.WORLD))
+    """
+    out = told(run(ending, str(tmp_path / "store")))
+    assert out.count("train/mis_step/tokens") == 1 and "this rank" not in out
+
+
 def test_after_an_update_of_weights(tmp_path: Path):
     """As slime calls `--custom-update-weight-post-write-path`, on every rank: reported once, and not again at exit."""
     ending = """

@@ -122,7 +122,7 @@ def test_context_parallel(cp: int, tmp_path: Path):
 def miles_state(size: int, rank: int, **more: Any) -> SimpleNamespace:
     group = SimpleNamespace(size=size, rank=rank, group=None)
     alone = SimpleNamespace(size=1, rank=0, group=None)
-    return SimpleNamespace(**{"cp": group, "effective_dp": alone, "is_ulysses_cp": False} | more)
+    return SimpleNamespace(**{"cp": group, "tp": alone, "effective_dp": alone, "is_ulysses_cp": False} | more)
 
 
 def load_miles(monkeypatch: pytest.MonkeyPatch, state: SimpleNamespace) -> None:

@@ -1,5 +1,5 @@
-"""Ranks that read different config files would mix two corrections of one sequence, and nobody would see it; ranks that
-recorded different things would wait for each other for ever.
+"""Ranks that read different config files would mix two corrections of one sequence, or of one gradient, and nobody
+would see it; ranks that recorded different things would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -18,21 +18,34 @@ from mis_plugins.transfer import Arrival, to_host
 
 
 @functools.cache
-def check_agreement(config: CorrectionConfig, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def check_agreement(
+    config: CorrectionConfig,
+    cp: dist.ProcessGroup | None,
+    tp: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
     """Compare the config with those of the ranks that hold the same sequences: once a config, at first use.
 
-    The only wait for the device, and the only collective of a config that needs none. Not over data-parallel ranks:
+    Context-parallel ones hold other tokens. Tensor-parallel ones hold the same, and each its own part of their
+    gradient, which would be that of one loss here and of another there.
+
+    The only wait for the device, and the only collectives of a config that needs none. Not over data-parallel ranks:
     a fault-tolerant host replaces those one by one, and a new one would wait alone.
 
     Raises:
-        ConfigError: on every rank of the group alike.
+        ConfigError: on every rank of both groups alike.
     """
-    if group is None:
+    groups = [group for group in (cp, tp) if group is not None]
+    if not groups:
         return
-    digests = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(digests, torch.tensor([_digest(config)], device=device), group=group)
-    if len(set(digests.tolist())) > 1:
-        raise ConfigError(f"context-parallel ranks have different mis configs; this one has {config}")
+    digest = _digest(config)
+    extremes = torch.tensor([digest, -digest], device=device)
+    for group in groups:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if extremes.tolist() != [digest, -digest]:
+        raise ConfigError(
+            f"context- or tensor-parallel ranks have different mis configs; this one has {config}"
+        )
 
 
 def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bool, ranks: Ranks) -> bool:

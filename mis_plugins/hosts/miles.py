@@ -12,6 +12,6 @@ def parallel(parallel_state: Any) -> tuple[Ranks, tuple[int, int]]:
 
     Under Ulysses (`--cp-comm-type a2a`) too Miles cuts tokens and log-probs zigzag (`cp_utils.slice_log_prob_with_cp`).
     """
-    cp, dp = parallel_state.cp, parallel_state.effective_dp
-    ranks = Ranks(cp.group if cp.size > 1 else None, dp.group if dp.size > 1 else None)
+    cp, dp, tp = parallel_state.cp, parallel_state.effective_dp, parallel_state.tp
+    ranks = Ranks(*(info.group if info.size > 1 else None for info in (cp, dp, tp)))
     return ranks, (cp.size, cp.rank)

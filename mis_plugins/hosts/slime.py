@@ -13,12 +13,10 @@ def parallel() -> tuple[Ranks, tuple[int, int]]:
     mpu = _mpu()
     if mpu is None:
         return Ranks(), (1, 0)
-    size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    cp, tp = mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()
     dp = mpu.get_data_parallel_group(with_context_parallel=False)
-    return Ranks(mpu.get_context_parallel_group() if size > 1 else None, dp if dp.size() > 1 else None), (
-        size,
-        rank,
-    )
+    ranks = Ranks(*(group if group.size() > 1 else None for group in (cp, dp, tp)))
+    return ranks, (cp.size(), cp.rank())
 
 
 def holds_log_probs() -> bool:
