@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -210,6 +211,20 @@ def test_every_sample_is_scored_once_and_in_order(count: int, batches: list[int]
     engine = Scoring()
     found = verify._scores(engine, samples)
     assert [one.item() for one in found] == list(range(count)) and engine.asked == batches
+
+
+def test_a_target_without_permission_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The superuser of a container may write anywhere: it is asked for, not tried."""
+    asked: list[tuple[Path, int]] = []
+    monkeypatch.setattr("os.access", lambda path, mode: asked.append((path, mode)))
+    old = tmp_path / "old.json"
+    old.touch()
+    for file, of in ((old, old), (tmp_path / "new.json", tmp_path)):
+        assert main(["verify", "--engine", "hf", "--trainer", "hf", "--json", str(file)]) == 2
+        assert capsys.readouterr().err == f"--json {file}: may not be written\n"
+        assert asked.pop() == (of, os.W_OK)
 
 
 @pytest.mark.parametrize(
