@@ -204,10 +204,8 @@ class Comparison:
         metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
         try:
             files = write_sample(first.batch, first.sequence, folder, metadata)
-        except (
-            OSError,
-            RecordError,
-        ) as error:  # no reason to stop, least of all alone: other ranks would wait
+        except (OSError, RecordError) as error:
+            # No reason to stop, least of all alone: other ranks would wait.
             logger.error("the sample was not written: %s; make room, or name another bitwise.folder", error)
             return
         self.written = folder
