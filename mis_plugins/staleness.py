@@ -17,6 +17,7 @@ from mis_plugins.loglinear import loglinear
 from mis_plugins.metric import Metric
 from mis_plugins.ratios import LOG_RATIO_CLAMP, finite
 from mis_plugins.segmentwise import STORED_FROM, BehaviorWeight, Written
+from mis_plugins.step import ratio_of
 
 
 @torch.no_grad()
@@ -125,7 +126,7 @@ def _error_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 
 def _variance(row: Mapping[str, float], name: str, count: str) -> float:
     """From the sums of x - 1 and of its square; never below 0, which rounding could reach. NaN of nothing."""
-    mean, squared = _over(row, row[name], count), _over(row, row[f"{name}_squared"], count)
+    mean, squared = ratio_of(row[name], row[count]), ratio_of(row[f"{name}_squared"], row[count])
     return math.nan if math.isnan(mean) else max(0.0, squared - mean**2)
 
 
@@ -136,13 +137,9 @@ def _effective_share(row: Mapping[str, float]) -> float:
     return total**2 / (row["kept"] * squares) if squares > 0 else 0.0
 
 
-def _over(row: Mapping[str, float], total: float, count: str) -> float:
-    return total / row[count] if row[count] else math.nan
-
-
 WEIGHT_METRICS: dict[str, Metric] = {
     "behav_imp_weight/avg": Metric(
-        lambda row: _over(row, row["kept"] + row["weight_excess"], "kept"),
+        lambda row: ratio_of(row["kept"] + row["weight_excess"], row["kept"]),
         "Mean of the weights applied, over tokens that are kept.",
         range="0 and above; near 1.",
         bad="far from 1 at old ages: an update moves the policy by much.",
@@ -191,14 +188,14 @@ WEIGHT_METRICS: dict[str, Metric] = {
         do="keep segment-wise weights, or lower the bound on staleness.",
     ),
     "behav_kl/avg": Metric(
-        lambda row: _over(row, row["kl"], "tokens"),
+        lambda row: ratio_of(row["kl"], row["tokens"]),
         "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1.",
         range="any; its expectation is at least 0.",
         bad="a sudden rise: one update moved the policy far.",
         do="lower the learning rate, clip the gradient norm.",
     ),
     "staleness/avg": Metric(
-        lambda row: _over(row, row["age"], "tokens"),
+        lambda row: ratio_of(row["age"], row["tokens"]),
         "Mean age: how many versions the trainer is ahead of the one that wrote the token.",
         range="0 to the bound on staleness.",
         bad="at the bound: rollouts wait for the trainer.",

@@ -16,13 +16,7 @@ set -euo pipefail
 : "${SLIME_DIR:=$HOME/slime}" "${MEGATRON_DIR:=$HOME/Megatron-LM}"
 : "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${SAVE_DIR:=$HOME/runs/qwen3-4b-mis-slime}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
-MIS_CONFIG=$(python3 -m mis_plugins config path "${MIS_CONFIG:-mis}")
-checked=$(python3 -m mis_plugins config check "$MIS_CONFIG")
-echo "$checked"
-if [[ $checked != *mis_plugins.mis.compute_mis_weights* ]]; then
-    echo "$0: MIS_CONFIG=$MIS_CONFIG needs the flags above; this script has those of the TIS hook" >&2
-    exit 2
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/tis_config.sh"
 
 CORRECTION=(
     --use-tis

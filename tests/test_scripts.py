@@ -21,7 +21,7 @@ from true_on_policy.gpu_contract import check_environment, model_contract
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]
-SOURCED = {"environment.sh", "cleanup.sh"}
+SOURCED = {"environment.sh", "cleanup.sh", "tis_config.sh"}
 CORRECTIONS = {
     "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
     "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),
