@@ -1,8 +1,11 @@
-# Sourced by the other scripts: enters the active virtual environment, or else .venv (made if missing), and installs
-# '.[local,dev]' with constraints.txt into it. A stamp skips the install until setup.py, pyproject.toml or
-# constraints.txt change. PYTHON names the interpreter that makes .venv (default python3).
+# Sourced by the other scripts: makes .venv of this repository where it is missing, installs '.[local,dev]' with
+# constraints.txt into it, and enters it. An environment that happens to be active is left alone: it may be a host's,
+# with another torch. MIS_VENV names another environment, for example MIS_VENV="$VIRTUAL_ENV". A stamp skips the install
+# until setup.py, pyproject.toml or constraints.txt change. PYTHON names the interpreter (default python3).
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+environment=${MIS_VENV:-$repository/.venv}
+[[ $environment = /* ]] || environment=$PWD/$environment
 
 make_environment() {
     local python=${PYTHON:-python3}
@@ -10,21 +13,26 @@ make_environment() {
         echo "$python is not Python 3.11 to 3.13; name one, for example PYTHON=python3.11 bash $0" >&2
         return 1
     }
-    "$python" -m venv "$repository/.venv"
+    "$python" -m venv "$environment"
+}
+
+enter_environment() {
+    if [ -n "${VIRTUAL_ENV:-}" ] && [ "$VIRTUAL_ENV" != "$environment" ]; then
+        echo "leaving the active environment $VIRTUAL_ENV alone; using $environment (MIS_VENV names another)" >&2
+    fi
+    unset PYTHONHOME
+    export VIRTUAL_ENV="$environment" PATH="$environment/bin:$PATH"
 }
 
 install_once() {
-    local stamp="$VIRTUAL_ENV/.mis-plugins-install" wanted
+    local stamp="$environment/.mis-plugins-install" wanted
     wanted="$repository $(cat "$repository"/{setup.py,pyproject.toml,constraints.txt} | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
-    echo "installing '.[local,dev]' into $VIRTUAL_ENV (once)" >&2
+    echo "installing '.[local,dev]' into $environment (once)" >&2
     (cd "$repository" && python -m pip install -qq --editable '.[local,dev]' --constraint constraints.txt)
     echo "$wanted" >"$stamp"
 }
 
-if [ -z "${VIRTUAL_ENV:-}" ]; then
-    [ -x "$repository/.venv/bin/python" ] || make_environment
-    # shellcheck disable=SC1091
-    source "$repository/.venv/bin/activate"
-fi
+[ -x "$environment/bin/python" ] || make_environment
+enter_environment
 install_once

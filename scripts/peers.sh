@@ -2,7 +2,7 @@
 # Calls other packages' corrections and compares them with ours. Arguments go to pytest.
 #   bash scripts/peers.sh -k verl
 # Their requirements contradict each other and ours, so no extra can name them: .venv-peers (or PEERS_VENV) holds
-# what peers.txt pins, without dependencies, and sees everything else, torch included, in the ordinary environment.
+# what peers.txt pins, without dependencies, and sees everything else, torch included, in the environment of test.sh.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -67,7 +67,7 @@ def test_note_is_understood(block: Block) -> None:
 def test_command_runs(block: Block) -> None:
     if not (Path(sys.prefix) / ".mis-plugins-install").exists():
         pytest.skip("the README's commands run in the environment that scripts/test.sh makes")
-    environment = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    environment = {"MIS_VENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.script],
         cwd=ROOT,

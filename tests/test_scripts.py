@@ -199,20 +199,35 @@ def test_a_true_on_policy_launch_stops_where_there_is_no_contract(tmp_path: Path
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with an active environment whose `python` only writes down what it was asked."""
+    """A checkout with its `.venv`, an environment of a host and one named `mine`; each `python` logs its arguments."""
     for name in ("scripts/environment.sh", "setup.py", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    executable(tmp_path / "venv" / "bin" / "python", f'echo "$@" >>"{tmp_path}/installs.txt"')
+    for environment in (".venv", "host", "mine"):
+        executable(tmp_path / environment / "bin" / "python", 'echo "$@" >>"${0%/bin/python}/installs.txt"')
     return tmp_path
 
 
-def installs(checkout: Path) -> int:
-    """Enter the environment; how often anything was installed so far."""
-    environment = {"VIRTUAL_ENV": f"{checkout}/venv", "PATH": f"{checkout}/venv/bin:{os.environ['PATH']}"}
-    command = ["bash", "-euo", "pipefail", "-c", f'source "{checkout}/scripts/environment.sh"']
-    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
-    return len((checkout / "installs.txt").read_text().splitlines())
+def enter(checkout: Path, *then: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Source environment.sh as a script does, in a shell in which the host's environment is active."""
+    host = {"VIRTUAL_ENV": f"{checkout}/host", "PATH": f"{checkout}/host/bin:{os.environ['PATH']}"}
+    inherited = {name: value for name, value in os.environ.items() if name != "MIS_VENV"}
+    script = "\n".join([f'source "{checkout}/scripts/environment.sh"', *then])
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=inherited | host | environment,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+    )
+
+
+def installs(checkout: Path, environment: str = ".venv", **variables: str) -> int:
+    """Enter the environment; how often anything was installed into the one named, so far."""
+    done = enter(checkout, **variables)
+    assert done.returncode == 0, done.stderr
+    log = checkout / environment / "installs.txt"
+    return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def test_environment_is_installed_once_and_again_after_a_change(checkout: Path) -> None:
@@ -222,24 +237,55 @@ def test_environment_is_installed_once_and_again_after_a_change(checkout: Path) 
     assert [installs(checkout), installs(checkout)] == [2, 2]
 
 
+def test_an_active_environment_is_left_alone(checkout: Path) -> None:
+    """The commands would put the CPU build of torch into the environment of a host."""
+    assert installs(checkout, "host") == 0
+    done = enter(checkout, "command -v python", 'echo "$VIRTUAL_ENV"')
+    assert done.stdout.split() == [f"{checkout}/.venv/bin/python", f"{checkout}/.venv"]
+    assert f"leaving the active environment {checkout}/host alone; using {checkout}/.venv" in done.stderr
+
+
+@pytest.mark.parametrize("named", ["mine", "{checkout}/mine"])
+def test_another_environment_is_used_where_a_variable_names_it(named: str, checkout: Path) -> None:
+    named = named.format(checkout=checkout)
+    assert installs(checkout, "mine", MIS_VENV=named) == 1
+    assert installs(checkout, "mine", MIS_VENV=named) == 1
+    assert not (checkout / ".venv" / "installs.txt").exists()
+    done = enter(checkout, "cd /", "command -v python", MIS_VENV=named)
+    assert done.stdout.strip() == f"{checkout}/mine/bin/python"
+
+
+def test_the_active_environment_is_used_where_the_variable_names_it(checkout: Path) -> None:
+    assert installs(checkout, "host", MIS_VENV=f"{checkout}/host") == 1
+    assert enter(checkout, MIS_VENV=f"{checkout}/host").stderr == ""
+
+
+def test_a_missing_environment_is_made(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".venv")
+    interpreter = executable_that_makes(checkout)
+    assert installs(checkout, PYTHON=str(interpreter)) == 1
+    assert f"-m venv {checkout}/.venv" in (checkout / "made.txt").read_text()
+
+
+def executable_that_makes(checkout: Path) -> Path:
+    """An interpreter whose `-m venv FOLDER` copies the environment `mine`."""
+    interpreter = checkout / "any-python"
+    makes = f'if [ "$1" = -m ]; then echo "$@" >>"{checkout}/made.txt"; cp -r "{checkout}/mine" "$3"; fi'
+    executable(interpreter, makes)
+    return interpreter
+
+
 def test_failed_install_is_tried_again(checkout: Path) -> None:
-    executable(checkout / "venv" / "bin" / "python", f'echo "$@" >>"{checkout}/installs.txt"; exit 1')
-    with pytest.raises(subprocess.CalledProcessError):
-        installs(checkout)
-    with pytest.raises(subprocess.CalledProcessError):
-        installs(checkout)
+    executable(checkout / ".venv" / "bin" / "python", f'echo "$@" >>"{checkout}/installs.txt"; exit 1')
+    assert enter(checkout).returncode != 0
+    assert enter(checkout).returncode != 0
     assert len((checkout / "installs.txt").read_text().splitlines()) == 2
 
 
 def test_environment_refuses_a_python_it_does_not_support(checkout: Path) -> None:
     executable(checkout / "old-python", "exit 1")
-    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f'source "{checkout}/scripts/environment.sh"'],
-        env=environment | {"PYTHON": f"{checkout}/old-python"},
-        capture_output=True,
-        text=True,
-    )
+    shutil.rmtree(checkout / ".venv")
+    done = enter(checkout, PYTHON=f"{checkout}/old-python")
     assert done.returncode != 0
     assert "is not Python 3.11 to 3.13" in done.stderr
 
