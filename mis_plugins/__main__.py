@@ -25,6 +25,7 @@ from mis_plugins.config_file import keys_of, text_of
 from mis_plugins.describe import describe
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.formula import formula
+from mis_plugins.hosts import denominator
 from mis_plugins.translate import miles, ms_swift, verl
 
 REFUSED = 2  # could not compare, could not check: never a pass
@@ -138,6 +139,9 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
+    split = denominator.other_terms(argparse.Namespace(**keys), config, by_kept=False)
+    if split is not None and not config.needs_loss_hook:
+        yield split
 
 
 def _file(target: str) -> Path:

@@ -74,6 +74,8 @@ class NormalizeConfig:
 
     scope: whose mean. `micro_batch`; `data_parallel`, all-reduced over the ranks of this micro-batch; `rollout`,
         the whole rollout batch, computed once by `--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout`.
+        With dynamic batches a host's micro-batch holds `max_tokens_per_gpu` times the context-parallel size of tokens,
+        so that the first two change with either number.
     over: `valid`, what loss_mask keeps; `kept`, what also passes rejection. What a mask bound drops enters neither;
         what a zero bound sets to 0 enters both as 0.
     """
@@ -318,7 +320,7 @@ class CorrectionConfig:
     opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
-        the `kept` ones.
+        the `kept` ones. The TIS hook is handed the policy term, and changes that one; the loss hook KL and entropy too.
     aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` ones, or those that
         mask bound and rules over smaller units (tokens; for a sequence segments too) have `kept` (SkyRL). A rule may
         say so for itself.

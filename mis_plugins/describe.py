@@ -11,6 +11,7 @@ from mis_plugins.config import (
     Over,
     Population,
     RejectRule,
+    Scope,
     SegmentWiseConfig,
     Statistic,
     WeightConfig,
@@ -20,6 +21,10 @@ from mis_plugins.formula import scored_policy
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
+ONE_STEP = (
+    "slime computes the trainer's log-probs before training only where a rollout is more than one optimizer step: with "
+    f"one step give --get-mismatch-metrics beside --use-tis, or use the loss hook ({LOSS_HOOK})"
+)
 STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 LEVEL: dict[Level, str] = {
@@ -85,7 +90,32 @@ ALL_REJECTED = {
     "keep": "rejects nothing",
     "raise": "stops the job at the next optimizer step, and trains on nothing until then",
 }
+RECOMMENDED = (
+    "recommended: weight.normalize with weight.level: {level}: weights of sequences differ so much that their mean "
+    "changes the learning rate from step to step; the Miles blog recommends it strongly"
+)
+WHOSE_MEAN: dict[Scope, str] = {
+    "micro_batch": (
+        "normalize: with dynamic batches a host's micro-batch holds max_tokens_per_gpu x context-parallel size tokens, "
+        "so that mean and loss change with either; scope: rollout (slime) depends on neither"
+    ),
+    "data_parallel": (
+        "normalize: with dynamic batches a host's micro-batch holds max_tokens_per_gpu x context-parallel size tokens "
+        "on each data-parallel rank, so that mean and loss change with any of them; scope: rollout (slime) does not"
+    ),
+}
 LONG, DRIFT = 2000, 1.001
+HIGHEST_CAP = 100
+EFFECT: dict[Bound, str] = {
+    "truncate": "changes",
+    "clip": "changes",
+    "mask": "drops",
+    "zero": "weighs with 0",
+}
+ON_POLICY: dict[Statistic, float] = {
+    "ratio": 1, "k1": 0, "k2": 0, "k3": 0, "binary_kl": 0, "prob_diff": 0, "abs_prob_diff": 0,
+}  # fmt: skip
+"""What a statistic is where trainer and rollout engine agree; probabilities alone have no such value."""
 
 
 def describe(config: CorrectionConfig) -> str:
@@ -93,6 +123,7 @@ def describe(config: CorrectionConfig) -> str:
     scored = scored_policy(config)
     lines = [_weight(config.weight, "pi_{v+1}" if config.segment_wise_on else scored)]
     lines += _segment_wise(config)
+    lines += _normalization(config.weight)
     lines += [_rule(rule, scored) for rule in config.reject]
     if config.opsm:
         lines.append(_opsm(config.opsm))
@@ -122,7 +153,7 @@ def flags(config: CorrectionConfig) -> str:
 
 def warnings(config: CorrectionConfig) -> list[str]:
     """What works as it says and may yet surprise."""
-    return _nothing(config) + _products(config)
+    return _nothing(config) + _bounds(config) + _products(config) + _one_step(config)
 
 
 def _nothing(config: CorrectionConfig) -> list[str]:
@@ -132,6 +163,60 @@ def _nothing(config: CorrectionConfig) -> list[str]:
         "metrics: none alone weighs nothing, drops nothing and reports nothing: drop it, or say how to correct (it has "
         "its effect beside a weight or rules, and where the host's flags make up the loss: " + LOSS_HOOK + ")"
     ]
+
+
+def _bounds(config: CorrectionConfig) -> list[str]:
+    """Bounds that change or drop tokens on which trainer and rollout engine agree, and caps that never act."""
+    ours = ("segment_wise.weight_cap", "segment_wise.mode") if config.weighs_by_segment_wise else None
+    told = _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound"))) if config.weight else []
+    for i, rule in enumerate(config.reject):
+        agreed = ON_POLICY.get(rule.statistic)
+        if agreed is not None and not _holds(rule.lower, agreed, rule.upper):
+            told.append(
+                f"reject[{i}] drops what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
+                f"which is outside {_interval(rule.lower, rule.upper)}"
+            )
+    return told
+
+
+def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> list[str]:
+    """What to beware of in the bounds of a weight, whose `cap` and `bound` the user calls so."""
+    if weight.bound == "none":
+        return []
+    told = []
+    if weight.bound == "truncate" and weight.ceiling < 1:
+        told.append(
+            f"{cap}: {weight.ceiling:g} caps the weight below 1 also where trainer and rollout engine agree, which "
+            f"multiplies the loss there by {weight.ceiling:g}; a cap of TIS is above 1"
+        )
+    elif not _holds(weight.floor, 1, weight.ceiling):
+        effect = EFFECT[weight.bound]
+        told.append(
+            f"{bound}: {weight.bound} {effect} what trainer and rollout engine agree on: there the ratio is 1, "
+            f"which is outside {_interval(weight.floor, weight.ceiling)}"
+        )
+    if weight.ceiling > HIGHEST_CAP:
+        told.append(
+            f"{cap}: {weight.ceiling:g} hardly ever acts, and one token or sequence may weigh as much as "
+            f"{weight.ceiling:g} others; the largest cap of a preset is 5"
+        )
+    return told
+
+
+def _holds(lower: float | None, value: float, upper: float | None) -> bool:
+    return (lower is None or lower <= value) and (upper is None or value <= upper)
+
+
+def _interval(lower: float | None, upper: float | None) -> str:
+    """An interval in words, with a bound that is not set left open."""
+    return f"[{'-inf' if lower is None else f'{lower:g}'}, {'inf' if upper is None else f'{upper:g}'}]"
+
+
+def _one_step(config: CorrectionConfig) -> list[str]:
+    normalize = config.weight and config.weight.normalize
+    if config.needs_loss_hook or not normalize or normalize.scope != "rollout":
+        return []
+    return [f"weight.normalize.scope: rollout: {ONE_STEP}"]
 
 
 def _products(config: CorrectionConfig) -> list[str]:
@@ -163,6 +248,15 @@ def _weight(weight: WeightConfig | None, scored: str) -> str:
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
     scope = weight.normalize.scope.replace("_", " ")
     return f"{line}; divided by its mean over the {weight.normalize.over} {unit} of the {scope}"
+
+
+def _normalization(weight: WeightConfig | None) -> list[str]:
+    """What else decides the mean that weights are divided by, or that such a mean is recommended."""
+    if weight is None:
+        return []
+    if weight.normalize is None:
+        return [RECOMMENDED.format(level=weight.level)] if weight.by_sequence else []
+    return [WHOSE_MEAN[weight.normalize.scope]] if weight.normalize.scope in WHOSE_MEAN else []
 
 
 def _segment_wise(config: CorrectionConfig) -> list[str]:
@@ -222,9 +316,20 @@ def _objective(objective: ObjectiveConfig) -> str:
 
 
 def _consequences(config: CorrectionConfig) -> list[str]:
-    count = "the kept tokens" if config.denominator == "kept" else "the tokens of before rejection"
     return [
-        f"denominator: a sequence's loss is divided by {count}",
+        f"denominator: a sequence's loss is divided by {_denominator(config)}",
         f"all rejected: a micro-batch of which nothing is kept {ALL_REJECTED[config.on_all_rejected]}, and says so",
         f"keep floor: warns where a step keeps less than {config.keep_floor:.0%} of its tokens",
     ]
+
+
+def _denominator(config: CorrectionConfig) -> str:
+    if config.denominator == "original":
+        return "the tokens of before rejection"
+    if not config.needs_loss_hook:
+        return (
+            "the kept tokens: by the TIS hook in the policy term alone, while KL and entropy stay divided by the "
+            f"tokens of before rejection; by the loss hook ({LOSS_HOOK}) in KL and entropy too"
+        )
+    dropped = "; what OPSM drops counts in the policy term alone" if config.opsm else ""
+    return f"the kept tokens, in KL and entropy too{dropped}"

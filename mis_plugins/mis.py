@@ -25,6 +25,7 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
+from mis_plugins.describe import ONE_STEP
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import denominator, fsdp, miles, running, slime
@@ -178,7 +179,7 @@ def _rollout_data(handed: Sequence[Any]) -> Mapping[str, Any] | None:
         return None
     raise InputError(
         "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
-        "rollout_data has none; use scope: data_parallel"
+        f"rollout_data has none; {ONE_STEP}; or use scope: data_parallel"
     )
 
 
@@ -296,6 +297,7 @@ def _say_what_does_not_act(args: Any, config: CorrectionConfig) -> None:
 def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer:
     """by_kept: the host divides by the tokens that the returned masks keep."""
     config = config_in_force(args)
+    denominator.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"

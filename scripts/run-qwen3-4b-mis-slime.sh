@@ -9,7 +9,8 @@
 # MODEL_DIR holds Qwen3-4B (Hugging Face) and Qwen3-4B_torch_dist (converted by slime); DATA_DIR holds
 # dapo-math-17k/dapo-math-17k.jsonl.
 # MIS_CONFIG names another preset or file, of the TIS hook. To watch without correcting, write --get-mismatch-metrics
-# in place of --use-tis below.
+# in place of --use-tis below. A config with `scope: rollout` needs these flags at the end, as a rollout is one optimizer
+# step here: --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout --get-mismatch-metrics
 # A Ray cluster must be up (ray start --head --num-gpus 8).
 set -euo pipefail
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,48 @@ def test_a_host_that_may_divide_by_what_is_kept_is_named(caplog: pytest.LogCaptu
 
 
 KEPT = {"weight": {}, "reject": NOTHING, "denominator": "kept"}
+ORIGINAL = KEPT | {"denominator": "original"}
+WITH_CP, ON_FSDP = mis.compute_mis_weights_with_cp, mis.compute_mis_weights_fsdp
+
+
+@pytest.mark.parametrize(
+    ("hook", "config", "settings", "said"),
+    [
+        (
+            WITH_CP,
+            KEPT,
+            {"use_kl_loss": True},
+            "kept is that .* terms of --use-kl-loss, .* by the tokens of before",
+        ),
+        (
+            WITH_CP,
+            KEPT,
+            {"entropy_coef": 0.01},
+            "terms of --entropy-coef 0.01, which .* tokens of before rejection",
+        ),
+        (WITH_CP, KEPT, {"use_kl_loss": True, "entropy_coef": 0.01}, "--use-kl-loss and --entropy-coef 0.01"),
+        (WITH_CP, KEPT, {"use_kl_loss": False, "entropy_coef": 0.0}, None),
+        (WITH_CP, ORIGINAL, {"use_kl_loss": True}, None),
+        (ON_FSDP, KEPT, {"use_kl_loss": True}, None),
+        (
+            ON_FSDP,
+            ORIGINAL,
+            {"use_kl_loss": True},
+            "original is that .* divides by the kept tokens; use .*: kept",
+        ),
+        (ON_FSDP, {"weight": {}}, {"use_kl_loss": True}, None),
+    ],
+)
+def test_terms_that_the_tis_hook_is_not_handed_are_warned_of(
+    hook: Any, config: dict, settings: dict, said: str | None, caplog: pytest.LogCaptureFixture
+):
+    """Of KL and entropy the host keeps its own denominator, which is not the policy term's."""
+    given = ratio_batch([[1.0, 9.0]]).hook_kwargs()
+    with caplog.at_level(logging.WARNING, logger="mis_plugins"):
+        for _ in range(2):
+            hook(host_args(mis=config, **settings), **given)
+    told = [text for text in caplog.messages if "of the policy term alone" in text]
+    assert len(told) == (said is not None) and all(re.search(str(said), text) for text in told), told
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -271,6 +271,100 @@ def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
     assert all("1.001^2000 = 7.38" in warning for warning in told)
 
 
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        ({"weight": {"upper": 0.5}}, ["weight.upper: 0.5 caps the weight below 1"]),
+        ({"segment_wise": {"weight_cap": 0.5}}, ["segment_wise.weight_cap: 0.5 caps the weight below 1"]),
+        ({"weight": {"upper": 1}}, []),
+        ({"weight": {"bound": "mask", "lower": 1.5, "upper": 2}}, ["weight.bound: mask drops what trainer"]),
+        ({"weight": {"bound": "clip", "lower": 0.1, "upper": 0.9}}, ["weight.bound: clip changes what trainer"]),
+        ({"weight": {"bound": "zero", "lower": 0, "upper": 0.9}}, ["weight.bound: zero weighs with 0 what trainer"]),
+        ({"segment_wise": {"weight_cap": 0.5, "weight_floor": 0.1, "mode": "mask"}},
+         ["segment_wise.mode: mask drops what trainer"]),
+        ({"weight": {"bound": "mask", "lower": 1, "upper": 1.5}}, []),
+        ({"weight": {"bound": "none"}}, []),
+        ({"weight": {"upper": 200}}, ["weight.upper: 200 hardly ever acts"]),
+        ({"weight": {"upper": 100}}, []),
+        ({"weight": None, "reject": [{"lower": 1.2}, {"over": "mean", "upper": 0.99}, {"over": "max", "upper": 100}]},
+         ["reject[0] drops what trainer and rollout engine agree on: there its ratio is 1, which is outside [1.2, inf]",
+          "reject[1] drops what trainer and rollout engine agree on: there its ratio is 1, which is outside"]),
+        ({"weight": None, "reject": [{"statistic": "k3", "over": "max", "lower": 0.1}]},
+         ["reject[0] drops what trainer and rollout engine agree on: there its k3 is 0"]),
+        ({"weight": None, "reject": [{"statistic": "proximal_prob", "over": "min", "lower": 0.1}]}, []),
+    ],
+)  # fmt: skip
+def test_bounds_that_cannot_be_meant_are_warned_of(mapping: dict, said: list[str]):
+    told = describe.warnings(from_mapping(mapping))
+    assert len(told) == len(said) and all(map(str.startswith, told, said)), told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bounds_of_presets_are_not_warned_of(name: str):
+    config = DOCUMENTED[name]
+    assert all(" multiplies the ratios" in warning for warning in describe.warnings(config))
+    assert config.weight is None or config.weight.bound == "none" or config.weight.ceiling <= 5
+
+
+@pytest.mark.parametrize("level", ["token", "segment", "segment_geometric", "sequence", "geometric"])
+@pytest.mark.parametrize("normalize", [None, {}])
+def test_normalization_is_recommended_for_weights_of_sequences(level: str, normalize: dict | None):
+    told = describe.describe(from_mapping({"weight": {"level": level, "normalize": normalize}}))
+    recommended = f"\nrecommended: weight.normalize with weight.level: {level}: "
+    assert (recommended in told) == (level in ("sequence", "geometric") and normalize is None)
+
+
+@pytest.mark.parametrize(
+    ("scope", "said"),
+    [
+        (
+            "micro_batch",
+            "holds max_tokens_per_gpu x context-parallel size tokens, so that mean and loss change",
+        ),
+        (
+            "data_parallel",
+            "x context-parallel size tokens on each data-parallel rank, so that mean and loss change",
+        ),
+        ("rollout", None),
+    ],
+)
+def test_what_decides_the_mean_is_told_where_the_scope_is_chosen(scope: str, said: str | None):
+    told = describe.describe(from_mapping({"weight": {"normalize": {"scope": scope}}}))
+    assert ("\nnormalize: " in told) == (said is not None) and (said or "") in told
+
+
+@pytest.mark.parametrize(
+    ("mapping", "warns"),
+    [
+        ({"weight": {"normalize": {"scope": "rollout"}}}, True),
+        ({"weight": {"normalize": {"scope": "rollout"}}, "objective": {}}, False),
+        ({"weight": {"normalize": {"scope": "data_parallel"}}}, False),
+    ],
+)
+def test_one_step_a_rollout_is_warned_of(mapping: dict, warns: bool):
+    """slime then hands `normalize_rollout` no log-probs of the trainer, unless something else asks for them."""
+    told = "\n".join(describe.warnings(from_mapping(mapping)))
+    assert (
+        "with one step give --get-mismatch-metrics beside --use-tis, or use the loss hook" in told
+    ) == warns
+
+
+KEPT = {"weight": None, "reject": [{"over": "token", "upper": 2}], "denominator": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        (KEPT, "by the TIS hook in the policy term alone, while KL and entropy stay divided by the tokens of before"),
+        (KEPT | {"objective": {}}, "divided by the kept tokens, in KL and entropy too\n"),
+        (KEPT | {"opsm": {"delta": 1e-4}},
+         "in KL and entropy too; what OPSM drops counts in the policy term alone\n"),
+    ],
+)  # fmt: skip
+def test_which_terms_the_kept_tokens_divide_is_told(mapping: dict, said: str):
+    assert said in describe.describe(from_mapping(mapping))
+
+
 def test_flags():
     rollout = from_mapping({"weight": {"normalize": {"scope": "rollout"}}})
     assert describe.flags(rollout).startswith("--use-tis ") and "normalize_rollout" in describe.flags(rollout)

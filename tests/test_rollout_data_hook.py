@@ -63,6 +63,17 @@ def test_what_others_hand_is_not_enough(call: Any, said: str):
     assert not hasattr(args, "_mis_rollout_mean")
 
 
+def test_slime_with_one_step_a_rollout_is_told_the_ways_out():
+    """slime then leaves the trainer's log-probs out (`can_reuse_log_probs_in_loss` in its `actor.py`)."""
+    data = rollout_data(ratio_batch([[1.0, 3.0]])) | {"log_probs": None}
+    said = (
+        "with one step give --get-mismatch-metrics beside --use-tis, or use the loss hook .--loss-type custom_loss "
+        "--custom-loss-function-path mis_plugins.mis.policy_loss.; or use scope: data_parallel"
+    )
+    with pytest.raises(InputError, match=said):
+        hook(host_args(mis=ROLLOUT), 3, data)
+
+
 @pytest.mark.parametrize("call", [miles, slime, slime_as_documented])
 @pytest.mark.parametrize("settings", [{"mis": MICRO_BATCH}, {"mis": ROLLOUT, "use_tis": False}])
 def test_a_hook_without_effect_is_refused(call: Any, settings: dict):

@@ -257,6 +257,30 @@ def test_check_warns_of_the_hosts_own_switches(
     assert len(warnings) == (warning is not None) and (warning or "") in "".join(warnings)
 
 
+@pytest.mark.parametrize(
+    ("keys", "warns"),
+    [
+        ("use_kl_loss: true", True),
+        ("entropy_coef: 0.01", True),
+        ("use_kl_loss: false\nentropy_coef: 0", False),
+        (
+            "use_kl_loss: true\nmis: {weight: null, reject: [{upper: 2}], denominator: kept, objective: {}}",
+            False,
+        ),
+    ],
+)
+def test_check_warns_of_terms_that_kept_does_not_divide(
+    keys: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """KL and entropy that the file itself asks for, which the TIS hook is not handed."""
+    file = tmp_path / "kept.yaml"
+    kept = "mis: {weight: null, reject: [{upper: 2}], denominator: kept}"
+    file.write_text(keys if "mis:" in keys else f"{keys}\n{kept}")
+    assert main(["config", "check", str(file)]) == 0
+    told = "warning: mis.denominator: kept is that of the policy term alone" in capsys.readouterr().out
+    assert told == warns
+
+
 def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):
     assert main(["config", "check", "nowhere.yaml"]) == 2
     assert "nowhere.yaml" in capsys.readouterr().err

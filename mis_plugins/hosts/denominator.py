@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mis_plugins import reading
+from mis_plugins.config import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.notices import warn_once
 
@@ -17,6 +19,43 @@ def warn_where_kept(args: Any) -> None:
             "mis.denominator: original: Miles divides by the kept tokens all the same where its batch lacks "
             "rollout_mask_sums: hand them on from --custom-convert-samples-to-train-data-path"
         )
+
+
+def warn_of_other_terms(args: Any, config: CorrectionConfig, by_kept: bool) -> None:
+    """Warn once of what `other_terms` finds."""
+    found = other_terms(args, config, by_kept)
+    if found is not None:
+        warn_once(found)
+
+
+def other_terms(args: Any, config: CorrectionConfig, by_kept: bool) -> str | None:
+    """Where the TIS hook, which is handed the policy term alone, leaves KL or entropy another denominator.
+
+    Args:
+        by_kept: whether the host itself divides every term by the kept tokens, as Miles on FSDP does.
+    """
+    flags = _other_terms(args)
+    if not flags or not config.rejects or (config.denominator == "kept") == by_kept:
+        return None
+    if not reading.says_denominator(args):
+        return None
+    theirs = "kept tokens" if by_kept else "tokens of before rejection"
+    instead = (
+        "use denominator: kept"
+        if by_kept
+        else "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss divides every term alike"
+    )
+    return (
+        f"mis.denominator: {config.denominator} is that of the policy term alone: the TIS hook is not handed the terms "
+        f"of {' and '.join(flags)}, which the host divides by the {theirs}; {instead}"
+    )
+
+
+def _other_terms(args: Any) -> list[str]:
+    """The flags that add a term to the host's loss beside the policy's."""
+    entropy_coef = getattr(args, "entropy_coef", 0)
+    flags = ["--use-kl-loss"] if getattr(args, "use_kl_loss", False) else []
+    return flags + ([f"--entropy-coef {entropy_coef}"] if entropy_coef else [])
 
 
 def check_reducer(args: Any, drops: bool) -> None:
