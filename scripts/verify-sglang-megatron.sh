@@ -2,7 +2,7 @@
 # The real SGLang against the real Megatron-core and Hugging Face on CPU, token by token, bit by bit.
 #   bash scripts/verify-sglang-megatron.sh            half an hour on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-sglang-megatron.sh --tokens 500
-# Certificates and pictures: benchmarks/results/certificate-*. Ends at the first chain that is broken or vacuous.
+# Certificates and pictures: benchmarks/results/certificate-*. Ends at the first that is not "equal".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"

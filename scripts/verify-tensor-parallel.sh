@@ -2,7 +2,7 @@
 # SGLang on one rank against Megatron-core on 2 and 4, and on 2 against 1, on CPU: unequal tensor parallelism, equal bits.
 #   bash scripts/verify-tensor-parallel.sh            twenty minutes on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-tensor-parallel.sh --tokens 500
-# Certificates and pictures: benchmarks/results/certificate-*-tp*. Ends at the first chain that is broken or vacuous.
+# Certificates and pictures: benchmarks/results/certificate-*-tp*. Ends at the first that is not "equal".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"

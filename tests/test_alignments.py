@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sample(tiny: Path, tree: Tree | None) -> list[Sample]:
     with pinned(CONTRACT):
-        return Workload(320, seed=0).sample(Engine(tiny, "bf16", ORDER, tree).generate, 150)
+        batches = Workload(320, seed=0).sample(Engine(tiny, "bf16", ORDER, tree).generate, 150)
+    return [*chain.from_iterable(batches)]
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from true_on_policy import picture, verify
 from true_on_policy.__main__ import main
+from true_on_policy.certificate import Certificate
 from true_on_policy.commit import commit
 from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.links import Evidence, conclusion
+from true_on_policy.links import Evidence, Link, conclusion
 from true_on_policy.models import TINY, checkpoint, read_config, updated
-from true_on_policy.norm_order import NormOrder
+from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import active_backend
+from true_on_policy.situations import counted, not_met
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.workload import LONG_PROMPT, Workload, arrangements
@@ -278,6 +280,102 @@ def test_the_environment_of_sglang_missing_exits_with_2(
     assert "no sglang there; run `bash" in capsys.readouterr().err
 
 
+# The situations
+
+EVERY = ["batch of 1", "batch of 3", "batch of 8", "temperature 0.7", "temperature 1"]
+EVERY += ["sequence beyond 512 tokens", "continued sequence", "weight update"]
+OF_SERVERS = ["prefix-cache hit", "preemption"]
+
+
+def test_few_tokens_meet_every_situation_and_the_certificate_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert (
+        main(["verify", *"--engine hf --trainer hf --tokens 1 --json".split(), str(tmp_path / "c.json")]) == 0
+    )
+    said = json.loads((tmp_path / "c.json").read_text())
+    assert said["met"] == EVERY and said["not_met"] == {} and said["not_of_engine"] == OF_SERVERS
+    assert {"1", "3", "8"} == said["situations"]["batches"].keys()
+    assert all(said["situations"]["batches"].values()) and said["situations"]["continued_sequences"] == 3
+    out = capsys.readouterr().out
+    assert f"met: {', '.join(EVERY)}\nnot of this engine: {', '.join(OF_SERVERS)}\nverdict: equal\n" in out
+
+
+def test_a_situation_that_an_engine_should_meet_and_did_not_is_no_equal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(verify.ABILITIES, "hf", ("prefix cache", "preemption"))
+    assert run("--trainer", "hf") == 2
+    out = capsys.readouterr().out
+    assert "not met: prefix-cache hit: give more --tokens, and leave the engine's prefix cache on\n" in out
+    assert "not met: preemption: give more --tokens: " in out and out.endswith("verdict: incomplete\n")
+
+
+def sampled(cached: int = 0, preempted: int = 0) -> Evidence:
+    """A first sequence, one that continues it at another temperature and version, in batches of 1 and 3."""
+    first = Sample(Request((1,), 2), (3, 4), torch.tensor([-1.0, -2.0]), 0)
+    onward = Sample(Request((1, 3, 4), 1, 0, 0.7), (5,), torch.tensor([-1.0]), 1, cached, preempted)
+    return Evidence(samples=[first, onward], batches=[1, 3])
+
+
+def test_situations_are_counted_from_what_the_engine_returned():
+    assert counted(sampled(cached=2, preempted=1)) == {
+        "sampled_tokens": 3,
+        "sequences": 2,
+        "longest_sequence": 4,
+        "temperatures": [0.7, 1.0],
+        "batches": {"1": 1, "3": 1, "8": 0},
+        "continued_sequences": 1,
+        "weight_updates": 1,
+        "prompt_tokens_from_cache": 2,
+        "preemptions": 1,
+    }
+    lacking = ["batch of 8", "sequence beyond 512 tokens"]
+    assert [*not_met(counted(sampled(2, 1)), ("prefix cache", "preemption"))] == lacking
+    assert [*not_met(counted(sampled()), ("prefix cache", "preemption"))] == [*lacking, *OF_SERVERS]
+    assert [*not_met(counted(sampled()), ())] == lacking
+
+
+@pytest.mark.parametrize(
+    ("link", "control", "not_met", "verdict"),
+    [
+        (1, 0, {}, "equal"),
+        (1, 0, {"preemption": "why"}, "incomplete"),
+        (0, 0, {"preemption": "why"}, "different"),
+        (1, 1, {"preemption": "why"}, "vacuous"),
+    ],
+)
+def test_a_difference_outweighs_a_situation_that_was_not_met(
+    link: int, control: int, not_met: dict[str, str], verdict: str
+):
+    certificate = Certificate(
+        engine={},
+        trainer="hf",
+        model="m",
+        contract=Contract(),
+        order=ORDERS["sglang"],
+        links=[Link("a", link, 1, None, 0.0)],
+        control=Link("b", control, 1, None, 0.0),
+        situations={},
+        met=[],
+        not_met=not_met,
+        not_of_engine=[],
+        hashes={},
+        commit="",
+        seconds=0.0,
+    )
+    assert certificate.verdict == verdict
+
+
+def test_a_full_set_that_an_earlier_call_sampled_is_not_sampled_again():
+    def generate(requests: Sequence[Request]) -> list[Sample]:
+        return [Sample(r, (2,) * r.length, torch.zeros(r.length), 0) for r in requests]
+
+    workload = Workload(320, seed=0)
+    assert [len(batch) for batch in workload.sample(generate, 1, full_set=True)] == [1, 1, 3, 8, 3]
+    assert len(workload.sample(generate, 1, full_set=True)) == 1
+
+
 # The pieces
 
 
@@ -319,7 +417,9 @@ def test_the_workload_meets_its_situations(tiny: Path):
         asked.append(list(requests))
         return [Sample(r, (2,) * r.length, torch.zeros(r.length), 0) for r in requests]
 
-    samples = Workload(320, seed=0).sample(generate, 600)
+    batches = Workload(320, seed=0).sample(generate, 600)
+    samples = [sample for batch in batches for sample in batch]
+    assert [len(batch) for batch in batches] == [len(batch) for batch in asked]
     assert [len(batch) for batch in asked[:5]] == [1, 1, 3, 8, 3]
     assert len(asked[0][0].prompt) == LONG_PROMPT
     earlier = {sample.sequence for sample in samples[:13]}

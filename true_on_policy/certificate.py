@@ -18,7 +18,7 @@ from true_on_policy.log_probs import digest, provenance
 from true_on_policy.norm_order import NormOrder
 from true_on_policy.storage import replaced
 
-Verdict = Literal["equal", "different", "vacuous"]
+Verdict = Literal["equal", "different", "vacuous", "incomplete"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Certificate:
         links: the chain; each must hold.
         control: the same conclusion with the stock kernels and orders of both sides; it must not hold.
         situations: what occurred while the engine sampled, in numbers.
+        met: situations that were met, by name.
+        not_met: situations that could have been met and were not, each with how to meet it.
+        not_of_engine: situations that this engine cannot meet, or does not tell of.
         hashes: SHA-256 of the log-probs of all tokens, by who computed them.
         engine: name and versions; its packages are those of its own environment.
         commit: of this project, as the verification began.
@@ -42,16 +45,24 @@ class Certificate:
     links: Sequence[Link]
     control: Link
     situations: Mapping[str, Any]
+    met: Sequence[str]
+    not_met: Mapping[str, str]
+    not_of_engine: Sequence[str]
     hashes: Mapping[str, str]
     commit: str
     seconds: float
 
     @property
     def verdict(self) -> Verdict:
-        """`different` if a link is broken; `vacuous` if nothing had to be done for the chain to hold."""
+        """What the links, the control and the situations say together.
+
+        `different`: a link is broken. `vacuous`: the stock kernels agree too. `incomplete`: a situation was not met.
+        """
         if not all(link.holds for link in self.links):
             return "different"
-        return "vacuous" if self.control.holds else "equal"
+        if self.control.holds:
+            return "vacuous"
+        return "incomplete" if self.not_met else "equal"
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
@@ -75,21 +86,12 @@ class Certificate:
         width = max(len(link.name) for link in rows)
         lines = [f"{link.name:{width}}  {link.equal} of {link.total} equal{_gap(link)}" for link in rows]
         broken = [f"{link.name}: {link.first}" for link in self.links if not link.holds]
-        return "\n".join([*lines, *broken, f"verdict: {self.verdict}"])
+        return "\n".join([*lines, *broken, *self._situations(), f"verdict: {self.verdict}"])
 
-
-def situations(evidence: Evidence, updates: int) -> dict[str, Any]:
-    """What the workload really met, counted."""
-    samples = evidence.samples
-    return {
-        "sampled_tokens": evidence.tokens,
-        "sequences": len(samples),
-        "longest_sequence": max(len(sample.sequence) for sample in samples),
-        "temperatures": sorted({sample.request.temperature for sample in samples}),
-        "weight_updates": updates,
-        "prompt_tokens_from_cache": sum(sample.cached for sample in samples),
-        "preemptions": sum(sample.preempted for sample in samples),
-    }
+    def _situations(self) -> list[str]:
+        lacking = [f"not met: {name}: {remedy}" for name, remedy in self.not_met.items()]
+        beyond = [f"not of this engine: {', '.join(self.not_of_engine)}"] if self.not_of_engine else []
+        return [f"met: {', '.join(self.met)}", *beyond, *lacking]
 
 
 def hashes(evidence: Evidence) -> dict[str, str]:

@@ -25,6 +25,7 @@ class Evidence:
 
     Attributes:
         samples: what the engine decoded, with its log-probs.
+        batches: how many requests the engine was given in each call.
         prefill: the engine's, of the whole sequence at once, at temperature 1.
         trainer: the trainer's, each sequence alone, at temperature 1.
         trainer_tempered: the same at the temperature of each request.
@@ -32,6 +33,7 @@ class Evidence:
     """
 
     samples: list[Sample] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
     prefill: LogProbs = field(default_factory=list)
     trainer: LogProbs = field(default_factory=list)
     trainer_tempered: LogProbs = field(default_factory=list)
@@ -47,6 +49,7 @@ class Evidence:
 
     def __iadd__(self, other: Evidence) -> Evidence:
         self.samples += other.samples
+        self.batches += other.batches
         self.prefill += other.prefill
         self.trainer += other.trainer
         self.trainer_tempered += other.trainer_tempered

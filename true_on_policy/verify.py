@@ -2,6 +2,9 @@
 
 The engine samples, scores what it sampled, and takes new weights in between; the trainer computes the same tokens; the
 links of the chain are compared by bytes. Then the control: with stock kernels on both sides the chain must break.
+
+Exit codes: 0 equal, in every situation that the engine and its requests could meet; 1 different; 2 could not compare,
+which is an error, a control that holds too, or a situation that was not met.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
-from true_on_policy.certificate import Certificate, Verdict, hashes, situations
+from true_on_policy.certificate import Certificate, Verdict, hashes
 from true_on_policy.commit import commit
 from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Shapes, Side
 from true_on_policy.engines.protocol import Engine, Sample
@@ -26,11 +30,12 @@ from true_on_policy.errors import ContractError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
+from true_on_policy.situations import Ability, counted, met, not_met, not_of_engine
 from true_on_policy.storage import RecordError, check_writable
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.workload import Workload, arrangements
 
-EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2}
+EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 PICTURES = (".png", ".pdf", ".svg")
 UPDATES = 3
 SCORED_AT_ONCE = 8
@@ -95,6 +100,12 @@ TRAINERS: dict[str, Callable[[Path, Contract, NormOrder | None], Trainer]] = {
     "megatron": _megatron,
     "hf": _hf_trainer,
 }
+# Situations that each engine meets of itself and tells of; vLLM's server tells of no preemption.
+ABILITIES: dict[str, tuple[Ability, ...]] = {
+    "sglang": ("prefix cache", "preemption"),
+    "vllm": ("prefix cache",),
+    "hf": (),
+}
 # What can be split over tensor-parallel ranks.
 SPLIT = {"engine": "sglang", "trainer": "megatron"}
 
@@ -109,7 +120,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--model", default="tiny-qwen3", help="a tiny model, or a folder of a Qwen3 checkpoint"
     )
     parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
-    parser.add_argument("--tokens", type=int, default=2000, help="how many to compare, at least")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2000,
+        help="how many to compare, at least; a run goes on until each situation was asked for",
+    )
     parser.add_argument(
         "--backend", default="native", choices=get_args(BackendName), help="the kernels of both sides"
     )
@@ -231,6 +247,7 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         on = _chain(plan, engine, trainer, workload, source, scratch)
     _tell("control: starting the engine with stock kernels")
     off = _control(plan, contract, workload, source)
+    counts, abilities = counted(on), ABILITIES[plan.engine]
     certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
@@ -239,7 +256,10 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         order=order,
         links=links(on),
         control=conclusion(off, "control: stock engine decode == stock trainer"),
-        situations=situations(on, UPDATES),
+        situations=counts,
+        met=met(counts, abilities),
+        not_met=not_met(counts, abilities),
+        not_of_engine=not_of_engine(abilities),
         hashes=hashes(on),
         commit=ran,
         seconds=round(time.monotonic() - started, 1),
@@ -259,10 +279,13 @@ def _chain(
             update = updated(source, scratch / str(version), plan.seed + version)
             engine.update_weights(update, version)
             trainer.load(update)
-        samples = workload.sample(engine.generate, ceil(plan.tokens / (UPDATES + 1)))
+        share = ceil(plan.tokens / (UPDATES + 1))
+        batches = workload.sample(engine.generate, share, full_set=version == UPDATES)
+        samples = [*chain.from_iterable(batches)]
         _tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
         evidence += Evidence(
             samples=samples,
+            batches=[*map(len, batches)],
             prefill=_scores(engine, samples),
             trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
             trainer_tempered=_tempered(trainer, samples),
@@ -276,7 +299,8 @@ def _chain(
 def _control(plan: Plan, contract: Contract, workload: Workload, source: Path) -> Evidence:
     """Decoded and recomputed with stock kernels, each side in its own order."""
     with closing(ENGINES[plan.engine](source, contract, None)) as engine:
-        samples = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
+        batches = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
+    samples = [*chain.from_iterable(batches)]
     with closing(TRAINERS[plan.trainer](source, contract, None)) as trainer:
         return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
 

@@ -13,14 +13,16 @@ from true_on_policy.engines.protocol import Request, Sample
 BATCH_SIZES = (1, 3, 8)
 LONGEST_RESPONSE = 80
 LONGEST_PROMPT = 200
-LONG_PROMPT = 520  # beyond the 512 keys that a stock kernel takes at once
+STOCK_KEYS = 512  # that a stock kernel takes at once
+LONG_PROMPT = STOCK_KEYS + 8
 TEMPERATURES = (1.0, 1.0, 0.7)
 
 
 @dataclass
 class Workload:
-    """Batches of ragged requests without end: sizes 1, 3 and 8, temperatures 1 and not 1, a prompt beyond 512 tokens,
-    and after each full set a batch that continues earlier sequences, whose prompts an engine finds in its cache.
+    """Batches of ragged requests without end: sizes 1, 3 and 8, temperatures 1 and not 1, a prompt beyond 512 tokens.
+
+    A full set ends with a batch that continues earlier sequences, whose prompts an engine finds in its cache.
     """
 
     vocab: int
@@ -29,14 +31,24 @@ class Workload:
     def __post_init__(self):
         self._random = torch.Generator().manual_seed(self.seed)
         self._number = 0
+        self._full_sets = 0
 
-    def sample(self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int) -> list[Sample]:
-        """Have whole batches sampled until they hold at least `tokens` tokens."""
+    def sample(
+        self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int, full_set: bool = False
+    ) -> list[list[Sample]]:
+        """Have batches sampled, each whole, until they hold at least `tokens` tokens.
+
+        Args:
+            full_set: go on until a full set was sampled, by this call or an earlier one.
+        """
         done: list[Sample] = []
+        batches: list[list[Sample]] = []
         for batch in self._batches(done):
-            done += generate(batch)
-            if sum(len(sample.tokens) for sample in done) >= tokens:
-                return done
+            batches.append(generate(batch))
+            done += batches[-1]
+            enough = sum(len(sample.tokens) for sample in done) >= tokens
+            if enough and (self._full_sets or not full_set):
+                return batches
         raise AssertionError("batches never end")
 
     def _batches(self, done: Sequence[Sample]) -> Iterator[list[Request]]:
@@ -44,6 +56,7 @@ class Workload:
         for size in cycle(BATCH_SIZES):
             yield [self._request(self._prompt(self._length(LONGEST_PROMPT))) for _ in range(size)]
             if size == max(BATCH_SIZES):
+                self._full_sets += 1
                 yield [self._request(sample.sequence) for sample in done[-3:]]
 
     def _request(self, prompt: tuple[int, ...]) -> Request:

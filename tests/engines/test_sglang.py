@@ -196,6 +196,7 @@ def test_the_command_certifies_it(arguments: str, shared: None, tmp_path: Path):
     said = json.loads(certificate.read_text())
     assert said["engine"]["sglang"] == "0.5.23"
     assert all(link["equal"] == link["total"] > 0 for link in said["links"])
+    assert said["not_of_engine"] == [] and said["not_met"] == {}
     assert said["situations"]["preemptions"] > 0 and said["situations"]["prompt_tokens_from_cache"] > 0
 
 
