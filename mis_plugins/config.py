@@ -271,8 +271,9 @@ class SegmentWiseConfig:
     mode: what happens beyond: as `mis.weight.bound`.
     method: where the log-probs of pi_{v+1} come from at age 2 and above: stored by a `recompute` before the weights
         moved on, or `loglinear`, interpolated between pi_v and pi_old.
-    fresh_tokens: at ages 0 and 1: the `proximal` policy, which at age 1 is pi_{v+1}; or the `behavior` policy, so that
-        their weight is 1 (AReaL's branch).
+    fresh_tokens: what stands for pi_{v+1} at ages 0 and 1. `proximal` is pi_old at both, which at age 1 is pi_{v+1}.
+        `behavior` is mu at both, so that their weight is 1. `behavior_at_age_0` is mu at age 0 and pi_old at age 1, the
+        rule of AReaL's branch.
     too_old: of a token without the stored log-prob that it needs: `raise`, naming the sample, or `drop` it from the
         loss mask.
     """
@@ -282,7 +283,7 @@ class SegmentWiseConfig:
     weight_floor: float | None = None
     mode: Literal["truncate", "clip", "mask", "zero"] = "truncate"
     method: Literal["recompute", "loglinear"] = "recompute"
-    fresh_tokens: Literal["proximal", "behavior"] = "proximal"
+    fresh_tokens: Literal["proximal", "behavior", "behavior_at_age_0"] = "proximal"
     too_old: Literal["raise", "drop"] = "raise"
 
     def __post_init__(self) -> None:
@@ -428,10 +429,14 @@ class CorrectionConfig:
         """Whether the bounds of the weight are those of `segment_wise`."""
         return self.segment_wise is not None and self.weight == self.segment_wise.weight
 
+    @property
+    def weighs_behavior(self) -> bool:
+        """Whether there is a weight of tokens by pi_{v+1} / pi_v, or by pi_old / pi_v where `segment_wise` is off."""
+        return self.weight is not None and self.weight.level == "token" and not self.bypass
+
     def where_versions_are_known(self) -> CorrectionConfig:
         """The config in force on a host that knows which version wrote each token: segment-wise unless it says not."""
-        said = self.segment_wise is not None or self.bypass
-        if said or self.weight is None or self.weight.level != "token":
+        if self.segment_wise is not None or not self.weighs_behavior:
             return self
         return replace(self, segment_wise=SegmentWiseConfig())
 

@@ -74,8 +74,9 @@ SURROGATE: dict[str, str] = {
     "cispo": "CISPO, -A log pi_theta, with the clipped {ratio} as a constant factor",
 }
 FRESH = {
-    "proximal": "pi_old",
-    "behavior": "mu itself, so that their weight is 1",
+    "proximal": "at ages 0 and 1, pi_old",
+    "behavior": "at ages 0 and 1, mu itself, so that their weight is 1",
+    "behavior_at_age_0": "at age 0, mu itself, so that the weight is 1, at age 1, pi_old",
 }
 OLDER = {
     "recompute": "what was recomputed under pi_{v+1} before the weights moved on",
@@ -275,7 +276,7 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
 
 def _told(segment_wise: SegmentWiseConfig) -> str:
     line = (
-        "segment_wise: v is the version that wrote the token; for pi_{v+1} stands, at ages 0 and 1, "
+        "segment_wise: v is the version that wrote the token; for pi_{v+1} stands, "
         f"{FRESH[segment_wise.fresh_tokens]}, from age 2 on {OLDER[segment_wise.method]}"
     )
     if segment_wise.method == "recompute":

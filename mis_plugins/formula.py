@@ -104,7 +104,11 @@ BOUNDS: dict[Bound, Callable[[str, WeightConfig], str]] = {
 }
 
 
-FRESH = {"proximal": "pi_old(y_t) / mu(y_t)", "behavior": "1"}
+FRESH = {
+    "proximal": ["pi_old(y_t) / mu(y_t) at age 0 and 1"],
+    "behavior": ["1 at age 0 and 1"],
+    "behavior_at_age_0": ["1 at age 0", "pi_old(y_t) / mu(y_t) at age 1"],
+}
 OLDER = {
     "recompute": "pi_{v+1}(y_t) / mu(y_t), as stored before the weights moved on",
     "loglinear": "(pi_old(y_t) / mu(y_t))^(1 / age)",
@@ -113,8 +117,8 @@ OLDER = {
 
 def _segment_wise(segment_wise: SegmentWiseConfig) -> list[str]:
     """pi_{v+1} / mu by the age of the token: how many versions the trainer is ahead of the one that wrote it."""
-    fresh, older = FRESH[segment_wise.fresh_tokens], OLDER[segment_wise.method]
-    return [f"q_t    = {fresh} at age 0 and 1", f"       = {older}, from age 2"]
+    first, *others = [*FRESH[segment_wise.fresh_tokens], f"{OLDER[segment_wise.method]}, from age 2"]
+    return [f"q_t    = {first}", *(f"       = {other}" for other in others)]
 
 
 def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:

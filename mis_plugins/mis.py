@@ -206,7 +206,7 @@ def policy_loss(
     asked = reading.from_args(args)
     config = hosts_loss.config_in_force(args, asked, hosts_loss.knows_versions(batch))
     flags, reduce_policy = hosts_loss.loss_config(args), hosts_loss.policy_reducer(args, batch)
-    inputs = hosts_loss.read(host, args, batch, logits, config)
+    inputs = hosts_loss.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)

@@ -59,7 +59,7 @@ logger = logging.getLogger("mis_plugins")
 class Recorded:
     """What was added up, under which config and among which ranks.
 
-    ages: the weights by age; None where they are not segment-wise.
+    ages: the weights by age; None where the host knows no versions, or there is no weight of tokens.
     """
 
     config: CorrectionConfig
@@ -95,7 +95,7 @@ class Recorded:
         """Those of the partials, and how many tokens of the loss mask have a segment-wise weight that is not known:
         because a log-prob is not finite, or for lack of one. Reads them.
         """
-        if self.ages is None:
+        if self.ages is None or not self.config.segment_wise_on:
             return self.partials.named_sums
         row = self.ages.groups[""]
         why = {"nonfinite_weights": row["nonfinite"], "lacking_weights": row["unknown"] - row["nonfinite"]}
@@ -104,7 +104,7 @@ class Recorded:
     def metrics(self) -> dict[str, float]:
         """What goes to the host's log. Reads them: on the host, by now."""
         found = finalize(self.partials, self.config) if self.config.metrics == "all" else {}
-        return found if self.ages is None else found | weight_metrics(self.ages)
+        return found if self.ages is None else found | weight_metrics(self.ages, self.config.segment_wise_on)
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,14 @@ class Recorder:
             _check_without_hook(config)
         added = self._partials(correction, pg_loss, written)
         if added is not None:
-            reports = self.step is not None and config.metrics != "none"
-            ages = _ages(correction, written, numerator) if reports else None
+            ages = _ages(correction, written, numerator) if self.reports_weights(config) else None
             self._add(Recorded(config, ranks, added, ages))
         if self.step is None:
             self._poll()
+
+    def reports_weights(self, config: CorrectionConfig) -> bool:
+        """Whether the weights of what is recorded now will be logged by age, where the host knows versions."""
+        return self.step is not None and config.metrics != "none" and config.weighs_behavior
 
     def _partials(
         self, correction: Correction, pg_loss: Float[Tensor, " T"] | None, written: Written | None
@@ -292,11 +295,12 @@ def _at_exit(recorder: weakref.ref[Recorder]) -> None:
 def _ages(
     correction: Correction, written: Written | None, numerator: Float[Tensor, " T"] | None
 ) -> ByAge | None:
-    if written is None or numerator is None:
+    if written is None:
         return None
     scored = correction.stage.log_probs
     applied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask
+    numerator = scored.proximal if numerator is None else numerator  # of standard weights
     return weights_by_age(numerator, scored.proximal, scored.behavior, written, mask, applied)
 
 

@@ -76,13 +76,22 @@ def proximal_t(
     """
     if not config.enabled:
         return proximal
-    fresh = proximal if config.fresh_tokens == "proximal" else behavior
+    fresh = FRESH[config.fresh_tokens](proximal, behavior, written)
     older = OLDER[config.method](proximal, behavior, written)
     known = torch.where(written.age < STORED_FROM, fresh, older)
     return torch.where(written.known, known, torch.nan)
 
 
-OLDER: dict[str, Callable[[Tensor, Tensor, Written], Float[Tensor, " T"]]] = {
+Numerator = Callable[[Tensor, Tensor, Written], Float[Tensor, " T"]]
+
+FRESH: dict[str, Numerator] = {
+    "proximal": lambda proximal, behavior, written: proximal,
+    "behavior": lambda proximal, behavior, written: behavior,
+    "behavior_at_age_0": lambda proximal, behavior, written: torch.where(
+        written.age == 0, behavior, proximal
+    ),
+}
+OLDER: dict[str, Numerator] = {
     "recompute": lambda proximal, behavior, written: written.recomputed,
     "loglinear": lambda proximal, behavior, written: loglinear(proximal, behavior, written.age),
 }

@@ -90,9 +90,15 @@ def loglinear_error_by_age(
     return by_age([Rows(counted, sums, {"largest": error.abs()})], written)
 
 
-def weight_metrics(measured: ByAge) -> dict[str, float]:
-    """`WEIGHT_METRICS` of a whole step, each also by age (`/age_2`): on the host, of merged sums."""
-    return _named(measured, _weight_row)
+def weight_metrics(measured: ByAge, segment_wise: bool = True) -> dict[str, float]:
+    """`WEIGHT_METRICS` of a whole step, each also by age (`/age_2`): on the host, of merged sums.
+
+    Args:
+        segment_wise: false where the weights are the standard ones, pi_old / pi_v: nobody knows the variance of
+            pi_{v+1} / pi_v then.
+    """
+    found = _named(measured, _weight_row)
+    return found if segment_wise else {name: x for name, x in found.items() if SEGMENT_WISE_ONLY not in name}
 
 
 def error_metrics(measured: ByAge) -> dict[str, float]:
@@ -102,6 +108,9 @@ def error_metrics(measured: ByAge) -> dict[str, float]:
     loglinear/error/step_rms: root mean square of log pi_{v+1} - log pi_v itself, which the error is to be held against.
     """
     return _named(measured, _error_row)
+
+
+SEGMENT_WISE_ONLY = "behav_imp_weight/var/segment_wise"
 
 
 def _excess(log_ratio: Tensor) -> Tensor:
@@ -173,9 +182,9 @@ WEIGHT_METRICS: dict[str, Metric] = {
         bad="below 0.5.",
         do="lower the bound on staleness, or the learning rate.",
     ),
-    "behav_imp_weight/var/segment_wise": Metric(
+    SEGMENT_WISE_ONLY: Metric(
         lambda row: _variance(row, "excess", "tokens"),
-        "Variance of pi_{v+1} / pi_v, before any bound.",
+        "Variance of pi_{v+1} / pi_v, before any bound. Not reported where segment_wise is off.",
         range="0 and above.",
         bad="as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.",
         do="see whether the KV cache was kept over updates, and whether the engine itself is off (kl_k3 at lag 0).",
@@ -183,13 +192,14 @@ WEIGHT_METRICS: dict[str, Metric] = {
     "behav_imp_weight/var/standard": Metric(
         lambda row: _variance(row, "standard_excess", "tokens"),
         "Variance of pi_old / pi_v over the same tokens: of the weights that standard decoupled PPO would bound.",
-        range="0 and above; at ages 0 and 1 equal to behav_imp_weight/var/segment_wise.",
+        range="0 and above; with fresh_tokens: proximal equal to behav_imp_weight/var/segment_wise at ages 0 and 1.",
         bad="much above 1: standard weights would be at their bounds.",
         do="keep segment-wise weights, or lower the bound on staleness.",
     ),
     "behav_kl/avg": Metric(
         lambda row: ratio_of(row["kl"], row["tokens"]),
-        "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1.",
+        "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1; pi_old stands for pi_{v+1} where "
+        "segment_wise is off.",
         range="any; its expectation is at least 0.",
         bad="a sudden rise: one update moved the policy far.",
         do="lower the learning rate, clip the gradient norm.",
@@ -210,7 +220,7 @@ WEIGHT_METRICS: dict[str, Metric] = {
     ),
     "staleness/unknown": Metric(
         lambda row: row["unknown"],
-        "Number of tokens in the loss mask whose weight is not known, and reads 0.",
+        "Number of tokens in the loss mask whose version or weight is not known; a weight that is not known reads 0.",
         range="0 and above.",
         bad="above 0.",
         do="read the warning in the log, which says of how many a log-prob is not finite. For the others "

@@ -37,7 +37,8 @@ def numerator(token: Token, spec: Spec) -> float | None:
     if token.version < 0 or token.age < 0:
         return None
     if token.age == 0 or token.age == 1:
-        return token.proximal if spec.fresh == "proximal" else token.behavior
+        weighs_one = spec.fresh == "behavior" or (spec.fresh == "behavior_at_age_0" and token.age == 0)
+        return token.behavior if weighs_one else token.proximal
     if spec.method == "loglinear":
         alpha = 1 / token.age
         return (1 - alpha) * token.behavior + alpha * token.proximal

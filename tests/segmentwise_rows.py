@@ -46,7 +46,7 @@ specs = st.builds(
     floor=st.none(),
     mode=st.sampled_from(["truncate", "clip", "mask", "zero"]),
     method=st.just("recompute"),
-    fresh=st.sampled_from(["proximal", "behavior"]),
+    fresh=st.sampled_from(["proximal", "behavior", "behavior_at_age_0"]),
 ) | st.sampled_from([Spec(cap=None), Spec(BOUNDS[1], BOUNDS[0], "mask"), Spec(BOUNDS[1], 0.0, "zero")])
 
 

@@ -165,6 +165,11 @@ def test_comments_stand_beside_their_settings():
             "q_t    = 1 at age 0 and 1",
         ),
         (
+            {"segment_wise": {"fresh_tokens": "behavior_at_age_0"}},
+            "for pi_{v+1} stands, at age 0, mu itself, so that the weight is 1, at age 1, pi_old, from age 2 on what",
+            "       = pi_old(y_t) / mu(y_t) at age 1",
+        ),
+        (
             {"segment_wise": {"enabled": False, "weight_cap": 3}},
             "weight: the ratio of each token, pi_old / mu, capped at 3",
             "w_t    = min(r_t, 3)",

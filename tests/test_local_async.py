@@ -430,13 +430,17 @@ def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, 
     assert summary["behav_imp_weight/var/segment_wise/age_1"] == summary[f"{name}/age_1"]
 
 
-def test_switched_off_nothing_is_recomputed_and_no_key_added(tmp_path: Path, warm: Path) -> None:
+def test_switched_off_nothing_is_recomputed_and_the_standard_weights_are_measured(
+    tmp_path: Path, warm: Path
+) -> None:
     path = tmp_path / "mis.yaml"
     path.write_text("mis: {segment_wise: {enabled: false}}\n")
     flags = f"{SEGMENT_WISE} --custom-config-path {path} --async --max-head-offpolicyness 2"
     assert run(flags, tmp_path, warm, rollouts=4) == 0
     names = {name for row in records(tmp_path) for name in row}
-    assert not [name for name in names if name.startswith(("behav_", "recompute", "loglinear"))]
+    assert not [name for name in names if name.startswith(("recompute", "loglinear"))]
+    assert {"behav_imp_weight/avg", "behav_imp_weight/std/age_2", "behav_imp_weight/var/standard"} <= names
+    assert "behav_imp_weight/var/segment_wise" not in names
     assert "staleness/tokens/age_2" in names, "ages are of the rollout, not of its weights"
 
 

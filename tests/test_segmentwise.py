@@ -90,7 +90,7 @@ def test_is_the_pipeline_on_other_log_probs(row: list[Token], spec: Spec):
 @given(st.lists(tokens(st.integers(0, 1)).filter(lambda token: token.version >= 0), max_size=12), specs)
 def test_one_version_behind_is_standard(row: list[Token], spec: Spec):
     """pi_{v+1} is pi_V there: the very bytes of the proximal policy, whatever was stored."""
-    if spec.fresh == "behavior":
+    if spec.fresh != "proximal":
         return
     assert same_bytes(numerator_of(row, config_of(spec)), flat(row, "proximal"))
     assert same_bytes(numerator_of(row, SegmentWiseConfig(method="loglinear")), flat(row, "proximal"))
@@ -112,6 +112,16 @@ def test_fresh_tokens_at_the_behavior_policy_weigh_one(row: list[Token]):
     for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
         if token.version >= 0 and token.age in (0, 1) and token.live:
             assert weight == 1.0 and keep
+
+
+@given(rows)
+def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
+    """The bytes of mu at age 0 and of pi_V at age 1; what was stored from age 2 on."""
+    found = numerator_of(row, SegmentWiseConfig(fresh_tokens="behavior_at_age_0"))
+    for i, token in enumerate(row):
+        if token.version >= 0 and token.age in (0, 1):
+            expected = flat(row, "proximal" if token.age else "behavior")
+            assert same_bytes(found[i : i + 1], expected[i : i + 1])
 
 
 @given(rows, specs)

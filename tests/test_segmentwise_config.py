@@ -114,7 +114,10 @@ def test_bounds_beside_a_weight_are_refused_in_python_too():
 
 blocks = st.fixed_dictionaries(
     {"enabled": st.just(True)},
-    optional={"method": st.just("loglinear"), "fresh_tokens": st.sampled_from(["proximal", "behavior"])},
+    optional={
+        "method": st.just("loglinear"),
+        "fresh_tokens": st.sampled_from(["proximal", "behavior", "behavior_at_age_0"]),
+    },
 )
 bounds = st.one_of(
     st.fixed_dictionaries({}, optional={"weight_cap": st.sampled_from([None, 2.0, 5.0, 1e-4])}),
@@ -141,9 +144,14 @@ def test_what_is_written_is_read_back(block: dict, bound: dict, enabled: bool, w
 
 AREAL = {
     "enable_segment_wise_ppo: true\nbehav_imp_weight_cap: 5.0\nbehav_imp_weight_floor: 0.2\nmax_head_offpolicyness: 2":
-        CorrectionConfig(WeightConfig("token", "zero", 0.2, 5.0), segment_wise=SegmentWiseConfig()),
+        CorrectionConfig(
+            WeightConfig("token", "zero", 0.2, 5.0),
+            segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0"),
+        ),
     "enable_segment_wise_ppo: true\nbehav_imp_weight_cap: null":
-        CorrectionConfig(WeightConfig(bound="none"), segment_wise=SegmentWiseConfig()),
+        CorrectionConfig(
+            WeightConfig(bound="none"), segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0")
+        ),
     "behav_imp_weight_cap: 5\nuse_decoupled_loss: true\nmis: {metrics: all}":
         CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0), metrics="all"),
     "enable_segment_wise_ppo: false\nbehav_imp_weight_cap: 5":

@@ -158,7 +158,8 @@ CORRECTIONS = [
     {"segment_wise": {"weight_cap": 1.2}},
     {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.8, "mode": "mask", "fresh_tokens": "behavior"},
      "denominator": "kept"},
-    {"segment_wise": {"weight_cap": 1.3, "weight_floor": 0, "mode": "zero", "method": "loglinear"},
+    {"segment_wise": {"weight_cap": 1.3, "weight_floor": 0, "mode": "zero", "method": "loglinear",
+                      "fresh_tokens": "behavior_at_age_0"},
      "reject": [SEQUENCE_RULE]},
     {"weight": {"level": "token", "bound": "clip", "upper": 1.3, "lower": 0.7,
                 "normalize": {"scope": "micro_batch", "over": "kept"}},
@@ -340,11 +341,12 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
     ("areal", "ours"),
     [
         ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero"}}),
+         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero", "fresh_tokens": "behavior_at_age_0"}}),
         ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": "1.2", "behav_imp_weight_floor": 0.9},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.9, "mode": "zero"}}),
+         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.9, "mode": "zero",
+                           "fresh_tokens": "behavior_at_age_0"}}),
         ({"enable_segment_wise_ppo": True, "use_decoupled_loss": True},
-         {"segment_wise": {"weight_cap": None}}),
+         {"segment_wise": {"weight_cap": None, "fresh_tokens": "behavior_at_age_0"}}),
         ({"enable_segment_wise_ppo": False, "behav_imp_weight_cap": 1.2},
          {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}, "segment_wise": {"enabled": False}}),
         ({"behav_imp_weight_cap": 1.2, "max_head_offpolicyness": 4},
@@ -592,7 +594,8 @@ def test_the_mismatch_is_split_by_lag(enabled: bool, logged: list[dict[str, floa
     call(step, switched(CAP, enabled) | {"metrics": "all"})
     mis.report_step(flags(), 0, 1)
     (found,) = logged
-    assert any(name.startswith("behav_imp_weight") for name in found) == enabled
+    assert "behav_imp_weight/avg" in found
+    assert ("behav_imp_weight/var/segment_wise" in found) == enabled
     live = [token for row in step.tokens for token in row if token.live]
     for lag in range(6):
         part = [token.proximal - token.behavior for token in live if token.age == lag]
@@ -601,10 +604,38 @@ def test_the_mismatch_is_split_by_lag(enabled: bool, logged: list[dict[str, floa
         assert found[f"lag_{lag}_kl_k1"] == pytest.approx(mean, abs=step_weight_atol(len(part), 3.0))
 
 
-def test_nothing_is_added_up_where_it_is_off(logged: list[dict[str, float]]):
+@pytest.mark.parametrize("metrics", ["full", "core", "all"])
+def test_switched_off_the_standard_weights_are_reported_by_age(
+    metrics: str, logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
+):
+    """AReaL's names with its feature off: what pi_old / pi_v weighs, and no word of pi_{v+1}, which nobody knows."""
+    step = aged(random_step(9), 9)
     mis.report_step(flags(), 0, 0)
-    call(aged(random_step(9), 9), STANDARD)
-    call(aged(random_step(9), 9), CAP | {"metrics": "none"})
+    call(step, STANDARD | {"metrics": metrics})
+    with caplog.at_level(logging.WARNING, "mis_plugins"):
+        mis.report_step(flags(), 0, 1)
+    (found,) = logged
+    assert not [name for name in found if "segment_wise" in name] and "segment-wise" not in caplog.text
+    live = [token for row in step.tokens for token in row if token.live]
+    for age in (None, 0, 1, 2, 5):
+        part = [token.proximal - token.behavior for token in live if age is None or token.age == age]
+        suffix, atol = "" if age is None else f"/age_{age}", step_weight_atol(len(part), 1.3**2)
+        weights = [min(math.exp(x), 1.3) for x in part]
+        assert found[f"behav_imp_weight/avg{suffix}"] == pytest.approx(
+            math.fsum(weights) / len(part), abs=atol
+        )
+        assert found[f"behav_imp_weight/max{suffix}"] == pytest.approx(max(weights), abs=atol)
+        assert found[f"behav_kl/avg{suffix}"] == pytest.approx(-math.fsum(part) / len(part), abs=atol)
+
+
+def test_nothing_is_added_up_without_metrics_or_without_a_weight_of_tokens(logged: list[dict[str, float]]):
+    step = aged(random_step(9), 9)
+    mis.report_step(flags(), 0, 0)
+    for config in (CAP, STANDARD):
+        call(step, config | {"metrics": "none"})
+    call(step, {"weight": {"level": "sequence"}})
+    call(step, {"weight": None, "reject": [SEQUENCE_RULE]})
+    call(step, {"objective": {"old": "behavior"}})
     mis.report_step(flags(), 0, 1)
     assert logged == []
 

@@ -225,8 +225,18 @@ def policy_reducer(args: Any, batch: Batch) -> Reduce | None:
 # The batch.
 
 
-def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: CorrectionConfig) -> LossInputs:
+def read(
+    host: LossHost,
+    args: Any,
+    batch: Batch,
+    logits: Tensor,
+    config: CorrectionConfig,
+    reports_weights: bool = False,
+) -> LossInputs:
     """Score the tokens with the host's own helper, and lay everything out flat.
+
+    Args:
+        reports_weights: whether the weights will be logged by age, which takes versions also where they are standard.
 
     Raises:
         ConfigError, InputError: a layout that is not read; a list that is missing or does not fit.
@@ -234,7 +244,8 @@ def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: Correc
     ranks, cp = host.parallel()
     lengths = batch["total_lengths"], batch["response_lengths"]
     layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *cp)
-    _check_present(host, args, batch, config)
+    reads_versions = _reads_versions(batch, config, reports_weights)
+    _check_present(host, args, batch, config, reads_versions)
     masks = _flat("loss_masks", batch["loss_masks"], layout.response_lengths)
     log_probs, entropy = host.scores(args, batch, logits)
 
@@ -251,7 +262,7 @@ def read(host: LossHost, args: Any, batch: Batch, logits: Tensor, config: Correc
         reference=constant("ref_log_probs"),
         advantages=_flat("advantages", batch["advantages"], layout.local_lengths).detach(),
         entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
-        written=written(batch, layout.local_lengths) if _reads_versions(batch, config) else None,
+        written=written(batch, layout.local_lengths) if reads_versions else None,
     )
 
 
@@ -298,11 +309,14 @@ def written(batch: Batch, lengths: Sequence[int]) -> Written:
     return Written(versions, recomputed, batch[VERSION])
 
 
-def _reads_versions(batch: Batch, config: CorrectionConfig) -> bool:
-    return config.segment_wise_on or (config.metrics == "all" and knows_versions(batch))
+def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: bool) -> bool:
+    by_age = config.metrics == "all" or reports_weights
+    return config.segment_wise_on or (by_age and knows_versions(batch))
 
 
-def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionConfig) -> None:
+def _check_present(
+    host: LossHost, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool
+) -> None:
     wanted = {
         "rollout_log_probs": config.corrects or config.bypass,
         "ref_log_probs": getattr(args, "use_kl_loss", False),
@@ -316,16 +330,17 @@ def _check_present(host: LossHost, args: Any, batch: Batch, config: CorrectionCo
     for name, is_wanted in wanted.items():
         if is_wanted and not batch.get(name):
             raise InputError(f"{name}: none in this micro-batch; {why[name]}")
-    check_versions(args, batch, config)
+    if reads_versions:
+        check_versions(args, batch, config)
 
 
 def check_versions(args: Any, batch: Batch, config: CorrectionConfig) -> None:
-    """Of a micro-batch, or of a rollout: refuse it without what segment-wise weights and metrics by age read.
+    """Refuse a micro-batch, or a rollout, without what segment-wise weights and metrics by age read.
 
     Raises:
         InputError: it names the key.
     """
-    lacks = _lacking(batch, config) if _reads_versions(batch, config) else None
+    lacks = _lacking(batch, config)
     if lacks is not None:
         raise InputError(lacks).spelled(reading.spelling(args), "mis.")
 

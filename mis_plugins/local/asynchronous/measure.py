@@ -19,9 +19,10 @@ OURS = "mis_plugins."
 
 
 def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
-    """The weights to measure, and to recompute for; None where they are switched off, or no proximal policy is scored.
+    """The weights to measure, and, where they are on, to recompute for; None where no proximal policy is scored.
 
-    Where nothing is said of them they are measured by their defaults, whether the loss uses them or not.
+    Where nothing is said of them they are measured by their defaults, whether the loss uses them or not. Switched off,
+    the standard weights are measured.
     """
     if args.use_rollout_logprobs and not args.get_mismatch_metrics:
         return None
@@ -29,7 +30,7 @@ def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
     ours = "mis" in vars(args) or any(path is not None and path.startswith(OURS) for path in hooks)
     config = from_args(args).where_versions_are_known() if ours else CorrectionConfig()
     found = config.segment_wise or SegmentWiseConfig()
-    if not found.enabled:
+    if config.bypass:
         return None
     return found if config.weight is None or config.weighs_by_segment_wise else _bounded(found, config.weight)
 
@@ -53,4 +54,5 @@ def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig)
     weights = weights_by_age(numerator, proximal, behavior, written, mask, applied)
     error = loglinear_error_by_age(proximal, behavior, written, mask)
     ranks = [state.effective_dp_cp.group] if state.effective_dp_cp.group is not None else []
-    return weight_metrics(weights.over_ranks(ranks)) | error_metrics(error.over_ranks(ranks))
+    applied_metrics = weight_metrics(weights.over_ranks(ranks), config.enabled)
+    return applied_metrics | error_metrics(error.over_ranks(ranks))

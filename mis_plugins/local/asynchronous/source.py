@@ -65,7 +65,7 @@ class AsynchronousRollouts:
     @property
     def recomputes(self) -> bool:
         """Whether any token may grow old enough to need what its next version gives it."""
-        stored = self.measures is not None and self.measures.method == "recompute"
+        stored = self.measures is not None and self.measures.enabled and self.measures.method == "recompute"
         return stored and self.args.max_head_offpolicyness >= STORED_FROM
 
     def rollout(self, rollout_id: int) -> Rollout:
