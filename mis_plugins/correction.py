@@ -96,6 +96,7 @@ class Correction:
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
     on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
     left: what rules and OPSM leave together; None without OPSM, or where `metrics` does not ask.
+    nonfinite_advantages: valid tokens whose advantage is NaN or infinite; None where no loss hook knows advantages.
     """
 
     config: CorrectionConfig
@@ -106,6 +107,7 @@ class Correction:
     rescale: Float[Tensor, " N"] | None
     on_policy: Bool[Tensor, " T"] | None = None
     left: Left | None = None
+    nonfinite_advantages: Bool[Tensor, " T"] | None = None
 
     @property
     def stage(self) -> TokenStage:

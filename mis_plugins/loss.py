@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,7 +27,7 @@ from mis_plugins.objective import (
 )
 from mis_plugins.opsm import on_policy, reference_policy
 from mis_plugins.ragged import Ragged
-from mis_plugins.ratios import exp_clamped
+from mis_plugins.ratios import exp_clamped, nonfinite
 from mis_plugins.segmentwise import Written, proximal_t
 
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
@@ -39,6 +40,7 @@ class LossInputs:
     target: log-probs of pi_theta, with gradient. Of the same tokens, without: `proximal`, the trainer before the update
         (pi_theta itself where it was not recomputed); `behavior`, the rollout engine, and `reference`, the policy of
         the KL term, None where there are none.
+    advantages: from the host, without gradient; the loss reads `finite_advantages`.
     entropy: of pi_theta's distribution at each token; None where it is not wanted.
     written: which version wrote each token; None where the host does not know.
     """
@@ -51,6 +53,20 @@ class LossInputs:
     advantages: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None
     written: Written | None = None
+
+    @cached_property
+    def finite_advantages(self) -> Float[Tensor, " T"]:
+        """A_t, and 0 where it is NaN or infinite: such a token learns nothing, and the sum of the loss stays finite."""
+        return torch.where(self._nonfinite, 0, self.advantages)
+
+    @cached_property
+    def nonfinite_advantages(self) -> Bool[Tensor, " T"]:
+        """Valid tokens whose advantage is NaN or infinite."""
+        return self.ragged.loss_mask & self._nonfinite
+
+    @cached_property
+    def _nonfinite(self) -> Bool[Tensor, " T"]:
+        return nonfinite(self.advantages)
 
 
 @dataclass(frozen=True)
@@ -125,7 +141,7 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     if config.opsm is None:
         return Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
-    stays = on_policy(x.target.detach(), reference, x.advantages, x.ragged, config.opsm)
+    stays = on_policy(x.target.detach(), reference, x.finite_advantages, x.ragged, config.opsm)
     (valid, after, weighed), _ = x.ragged.over_sequence((mask, keep & stays, keep & stays & (weights > 0)))
     nothing_left = (valid > 0).any() & ~(weighed > 0).any()
     if config.on_all_rejected == "keep":
@@ -151,12 +167,16 @@ def given_back(correction: Correction, share: Share) -> Correction:
 
 
 @torch.no_grad()
-def counted(correction: Correction, share: Share) -> Correction:
-    """The correction as a step counts it: less what OPSM masks.
+def counted(x: LossInputs, correction: Correction, share: Share) -> Correction:
+    """The correction as a step counts it: less what OPSM masks, with the advantages that are not finite.
 
     One collective over context-parallel ranks, for OPSM with `metrics: all` alone.
     """
-    correction = replace(given_back(correction, share), on_policy=share.on_policy)
+    correction = replace(
+        given_back(correction, share),
+        on_policy=share.on_policy,
+        nonfinite_advantages=x.nonfinite_advantages,
+    )
     if share.on_policy is None or correction.config.metrics != "all":
         return correction
     left = correction.keep & correction.stage.usable
@@ -189,7 +209,7 @@ def micro_batch_loss(
     objective = config.objective or ObjectiveConfig()
     old = x.behavior if objective.old == "behavior" else x.proximal
     assert old is not None
-    term = policy_term(x.target, old, x.advantages, share.factor, x.ragged, objective, flags.clip)
+    term = policy_term(x.target, old, x.finite_advantages, share.factor, x.ragged, objective, flags.clip)
     loss = pg_loss = (reduce_policy or reduce)(term.loss)
     terms = {"pg_loss": pg_loss, "entropy_loss": torch.zeros_like(pg_loss)}
     if x.entropy is not None:
@@ -214,12 +234,12 @@ def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> F
     objective = config.objective or ObjectiveConfig()
     old = x.behavior if objective.old == "behavior" else x.proximal
     assert old is not None
-    every = x.ragged.loss_mask.float()
-    term = policy_term(x.target.detach(), old, x.advantages, every, x.ragged, objective, flags.clip)
+    every, advantages = x.ragged.loss_mask.float(), x.finite_advantages
+    term = policy_term(x.target.detach(), old, advantages, every, x.ragged, objective, flags.clip)
     if (objective.surrogate, objective.ratio) != ("clip", "sequence"):
         return term.loss
     # There each token holds the mean of its sequence, of which no weight or mask of its own can be taken.
-    own = clipped_surrogate(exp_clamped(term.log_ratio), widened(x.advantages), flags.clip)
+    own = clipped_surrogate(exp_clamped(term.log_ratio), widened(advantages), flags.clip)
     return torch.where(term.known, own, 0)
 
 
@@ -239,6 +259,8 @@ def _host_metrics(
     """What the hosts report beside the loss, a token each; like theirs, rejected tokens count 0."""
     yield "pg_clipfrac", share.kept(term.clipped)
     yield "ppo_kl", share.kept(-term.log_ratio)
+    if config.metrics != "none":
+        yield "nonfinite_advantages", x.nonfinite_advantages.to(term.clipped.dtype)
     if config.metrics in ("full", "all"):
         yield "ess_ratio", _effective_share(exp_clamped(term.log_ratio), x.ragged)
     if share.on_policy is not None:

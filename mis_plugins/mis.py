@@ -216,13 +216,12 @@ def policy_loss(
         correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean, numerator)
     share = share_of(inputs, correction, config)
     watched = correction
-    if config.opsm and correction is None:
-        # Nothing to compare with: what OPSM leaves is counted all the same.
+    if watched is None:
+        # Nothing to compare with: what OPSM leaves, and advantages that are not finite, are counted all the same.
         proximal = inputs.proximal
         watched = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
-    if watched is not None:
-        pg_loss = uncorrected(inputs, config, flags) if config.metrics == "all" else None
-        RECORDER.record(counted(watched, share), pg_loss, inputs.written, numerator)
+    pg_loss = uncorrected(inputs, config, flags) if watched.config.metrics == "all" else None
+    RECORDER.record(counted(inputs, watched, share), pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
     return loss, metrics | hosts_loss.passed_on(batch, sum_of_sample_mean)

@@ -157,6 +157,9 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
     if not counts_sequences:
         once = [torch.zeros_like(one)] * len(once)
     names, sums = ["valid", "kept", "micro_batches", "all_rejected"], torch.stack(tokens + once).double()
+    if correction.nonfinite_advantages is not None:
+        lost = correction.nonfinite_advantages.count_nonzero().double()
+        names, sums = [*names, "nonfinite_advantages"], torch.cat([sums, lost.unsqueeze(0)])
     if multiplies(correction.config) is not None:
         product_names, products = _products(correction)
         names, sums = names + product_names, torch.cat([sums, products if counts_sequences else 0 * products])

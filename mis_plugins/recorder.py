@@ -187,7 +187,9 @@ class Recorder:
             lags = None if written is None else written.lags
             return partials(correction, loss, lags, counts_sequences=first)
         relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
-        return watch(correction, first, relates) if relates or config.corrects or config.opsm else None
+        has_advantages = correction.nonfinite_advantages is not None
+        watches = relates or config.corrects or config.opsm or has_advantages
+        return watch(correction, first, relates) if watches else None
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -367,6 +369,14 @@ def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Se
     ] * bool(count)
 
 
+def nonfinite_advantages(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("nonfinite_advantages", 0.0)
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens have an advantage that is NaN or infinite: they count as 0 and "
+        "learn nothing. Look at the rewards, and at what normalizes them (a group without spread, an empty one)"
+    ] * bool(count)
+
+
 Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
 ALARMS: dict[str, Alarm] = {
     "all_rejected": all_rejected,
@@ -375,6 +385,7 @@ ALARMS: dict[str, Alarm] = {
     "processed_log_probs": processed_log_probs,
     "lacking_weights": lacking_weights,
     "nonfinite_weights": nonfinite_weights,
+    "nonfinite_advantages": nonfinite_advantages,
 }
 ONCE = {"product_too_long", "processed_log_probs"}  # of a run
 EACH_TIME = {"all_rejected"}  # the others when they begin to hold

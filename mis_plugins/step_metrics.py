@@ -78,6 +78,14 @@ AMOUNTS: dict[str, Metric] = {
         bad="above 0. They get weight 0.",
         do="find out which samples (mis_plugins.mis.drop_broken_samples names them); often a custom rollout function.",
     ),
+    "nonfinite_advantage_tokens": Metric(
+        lambda s: s.sums["nonfinite_advantages"] if s.sums["with_advantage"] else math.nan,
+        "Number of tokens in the loss mask whose advantage is NaN or infinite, which counts as 0. Reported by the loss "
+        "hook, which alone sees advantages.",
+        range="0 and above.",
+        bad="above 0. Such tokens learn nothing, and a warning is logged.",
+        do="look at the rewards, and at what normalizes them (a group without spread, an empty one).",
+    ),
 }
 
 TOKENS: dict[str, Metric] = {

@@ -256,6 +256,11 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "kept_log_ratio": lambda t: t.kept(t.log_ratio, 0),
 }
 
+ADVANTAGE_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
+    "with_advantage": lambda t, _: t.correction.ragged.loss_mask,
+    "nonfinite_advantages": lambda t, lost: lost,
+}
+
 LOSS_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
     "with_loss": lambda t, _: t.correction.ragged.loss_mask,
     "loss": lambda t, loss: torch.where(t.correction.ragged.loss_mask, loss, 0),
@@ -278,6 +283,9 @@ def token_sums(t: Tokens) -> Rows:
         yield "lifted_squared", lifted.square()
     for name, row in LOSS_SUMS.items():
         yield name, torch.zeros_like(t.log_ratio) if t.pg_loss is None else row(t, t.pg_loss.double())
+    lost = t.correction.nonfinite_advantages
+    for name, row in ADVANTAGE_SUMS.items():
+        yield name, torch.zeros_like(t.log_ratio) if lost is None else row(t, lost)
 
 
 def usable_token_sums(t: Tokens) -> Rows:

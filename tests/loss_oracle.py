@@ -25,6 +25,11 @@ class Response:
         return [t for t, live in enumerate(self.mask) if live]
 
     @property
+    def learned(self) -> list[float]:
+        """Advantages, 0 where one is no number."""
+        return [a if math.isfinite(a) else 0.0 for a in self.advantages]
+
+    @property
     def log_ratios(self) -> list[float]:
         return [p - q for p, q in zip(self.target, self.old, strict=True)]
 
@@ -57,7 +62,7 @@ def clamp(x: float, low: float, high: float) -> float:
 
 def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float:
     """The loss of one token. `frozen` is what a stop-gradient sees."""
-    ratio, advantage = math.exp(unit_log_ratio(response, t, spec)), response.advantages[t]
+    ratio, advantage = math.exp(unit_log_ratio(response, t, spec)), response.learned[t]
     if spec.surrogate == "reinforce":
         return -advantage * response.target[t]
     if spec.surrogate == "cispo":
@@ -80,7 +85,7 @@ def held_back(response: Response, t: int, spec: Spec) -> bool:
     ratio = math.exp(unit_log_ratio(response, t, spec))
     inside = clamp(ratio, 1 - spec.low, 1 + spec.high)
     if spec.surrogate == "clip":
-        return inside * response.advantages[t] < ratio * response.advantages[t]
+        return inside * response.learned[t] < ratio * response.learned[t]
     return spec.surrogate == "cispo" and inside != ratio
 
 
@@ -127,7 +132,7 @@ def magnitude(batch: Sequence[Response]) -> float:
     """What the terms of any of these losses add up to at most, in absolute value."""
     return math.fsum(
         abs(x.factor[t])
-        * (1 + abs(x.advantages[t]))
+        * (1 + abs(x.learned[t]))
         * math.exp(abs(x.log_ratios[t]))
         * math.exp(abs(x.target[t] - x.reference[t]))
         * (1 + abs(x.target[t]))
@@ -142,9 +147,9 @@ def opsm_keep(response: Response, behavior: Row, delta: float, by_sequence: bool
         return [False] * len(response.mask)
     gaps = [behavior[t] - response.target[t] for t in response.valid]
     left = not math.fsum(gaps) / len(gaps) <= delta  # NaN counts as far
-    mean = math.fsum(response.advantages[t] for t in response.valid) / len(response.valid)
+    mean = math.fsum(response.learned[t] for t in response.valid) / len(response.valid)
     keep = []
     for t, live in enumerate(response.mask):
-        advantage = mean if by_sequence else response.advantages[t]
+        advantage = mean if by_sequence else response.learned[t]
         keep.append(bool(live) and not (advantage < 0 and left))
     return keep

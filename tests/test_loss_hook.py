@@ -678,6 +678,64 @@ def test_an_unknown_rollout_log_prob_leaves_loss_and_gradient_finite(config: dic
     assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
 
 
+def without_advantages(step: Step, value: float) -> Step:
+    """The first valid token of every response but one has the advantage `value`."""
+    responses = [
+        dataclasses.replace(
+            x, advantages=[value if t == x.valid[0] else a for t, a in enumerate(x.advantages)]
+        )
+        if i and x.valid
+        else x
+        for i, x in enumerate(step.responses)
+    ]
+    return dataclasses.replace(step, responses=responses)
+
+
+@pytest.mark.parametrize("value", GARBAGE)
+@pytest.mark.parametrize("opsm", OPSM, ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_an_advantage_that_is_no_number_teaches_nothing(
+    objective: tuple[dict, Spec], opsm: dict, value: float
+):
+    """Loss and gradient are the formulas' with the advantage 0, whose bits they have; the KL term stays."""
+    question = Question({**opsm, "objective": objective[0], "metrics": "none"}, objective[1], "k3")
+    steps = (without_advantages(random_step(seed), value) for seed in itertools.count())
+    expected = next(
+        e for e in (Expected(step, question) for step in steps) if e.margin > DECISION and e.decides
+    )
+    found = call(expected.step, question.mis, **question.settings)
+    zero = [dataclasses.replace(x, advantages=x.learned) for x in expected.step.responses]
+    assert_same(found, call(Step(zero, expected.step.behavior), question.mis, **question.settings))
+    atol = expected.rtol * expected.magnitude
+    assert abs(found.loss.item() - expected(expected.step.responses)) <= atol
+    slopes = loss_oracle.gradient(expected, expected.step.responses, FINITE_STEP)
+    flat = torch.tensor([slope for row in slopes for slope in row])
+    assert (found.gradient - flat).abs().max() <= atol + finite_difference_atol(expected.magnitude)
+    assert found.gradient.any()
+
+
+@pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
+@pytest.mark.parametrize("metrics", ["all", "full", "none"])
+def test_an_advantage_that_is_no_number_is_counted_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, metrics: str, without: Sequence[str]
+):
+    """Whatever the config, and without rollout log-probs too."""
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    step = random_step(5)
+    lost = sum(bool(x.valid) for x in step.responses[1:])
+    for number, advantages in enumerate((step, without_advantages(step, math.nan), step)):
+        mis.report_step(flags(), 0, number)
+        found = call(advantages, {"metrics": metrics}, without=without, calculate_per_token_loss=True).metrics
+        reported = found["nonfinite_advantages"].item() if metrics != "none" else None
+        assert reported in (None, lost * (number == 1))
+        assert caplog.text.count(f"{lost} of") == (number == 2)
+    mis.report_step(flags(), 0, 3)
+    assert "an advantage that is NaN or infinite" in caplog.text
+    if metrics == "all" and not without:
+        assert [row["nonfinite_advantage_tokens"] for row in logged] == [0, lost, 0]
+
+
 @pytest.mark.parametrize("objective", [{}, {"ratio": "sequence"}, {"surrogate": "cispo"}])
 def test_everything_rejected_trains_on_nothing(objective: dict):
     config = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "objective": objective,
@@ -749,8 +807,11 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
         mis.report_step(flags(), 0, 2)
 
 
+@pytest.mark.parametrize("lost", [lambda step: step, lambda step: without_advantages(step, math.nan)])
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch, ratio: str):
+def test_both_denominators_are_reported(
+    monkeypatch: pytest.MonkeyPatch, ratio: str, lost: Callable[[Step], Step]
+):
     """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens.
 
     Of a ratio of the sequence too, where advantages differ from token to token.
@@ -759,7 +820,7 @@ def test_both_denominators_are_reported(monkeypatch: pytest.MonkeyPatch, ratio: 
     monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}], "opsm": {"delta": 0.05},
               "objective": {"ratio": ratio}, "metrics": "all"}  # fmt: skip
-    step = random_step(5)
+    step = lost(random_step(5))
     mis.report_step(flags(), 0, 0)
     found = call(step, config, calculate_per_token_loss=True)
     mis.report_step(flags(), 0, 1)
