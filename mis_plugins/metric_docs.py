@@ -22,16 +22,17 @@ INTRODUCTION = f"""# Metrics of `metrics: all`
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
 what follows: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel ranks however
-the step is split (`tests/test_partials.py`), in the host's own tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`. It
-needs
+the step is split (`tests/test_partials.py`). They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`, and
+as one line to its log, which has them without wandb and tensorboard too. They need
 
 ```
 --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
 ```
 
 which reports a step when the next one begins. Warnings (everything rejected, too little kept, products that saturate,
-log-probs that are scaled) go to the log of one rank. Where Miles replaced a rank meanwhile (`--use-fault-tolerance`),
-each rank warns of its own part of that step, and its metrics are not logged.
+log-probs that are scaled) go to the log of one rank. Where Miles lost or replaced a rank (`--use-fault-tolerance`),
+each rank warns of its own part of that step, and its metrics are not logged; nothing is raised but
+`on_all_rejected: raise`. Of a step that Miles repeats, the last attempt alone is reported.
 
 The last step of a run has no next one. One process reports it when it exits. Of many ranks
 

@@ -4,7 +4,8 @@ While a step runs, its micro-batches are added up on the device (`record`). At t
 (`report`) sees whether all ranks recorded alike, adds up what they did, copies it to the host, reads it, warns, logs
 the metrics and, if the config asks for it, stops the job. It waits twice, for the one and for the other: once a step,
 between two steps, where the hosts have just waited for their own loss and gradient norm. What ranks recorded before
-one of them was replaced is not added up: each warns of its own. The last step of a run is reported by `flush`, a
+one of them died or was replaced is not added up: each warns of its own. An attempt at a step that a host repeats is
+forgotten. The last step of a run is reported by `flush`, a
 collective that whoever ends the run calls on every rank. Where nobody does, a process without other ranks reports it
 when it exits; one with others, which may be gone by then, warns of its own micro-batches and asks nobody.
 
@@ -32,7 +33,7 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.agreement import can_add_up
+from mis_plugins.hosts.agreement import RANK_LOST, can_add_up, raise_if_aborted
 from mis_plugins.notices import warn_once
 from mis_plugins.partials import Partials, partials, watch
 from mis_plugins.ragged import Ranks
@@ -80,10 +81,16 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Of all ranks."""
+        """Of all ranks.
+
+        Raises:
+            RANK_LOST: a rank died.
+        """
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
         ages = None if self.ages is None else self.ages.over_ranks(groups)
-        return replace(self, partials=self.partials.over_ranks(groups), ages=ages)
+        added = replace(self, partials=self.partials.over_ranks(groups), ages=ages)
+        raise_if_aborted(groups)
+        return added
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
         """The same of other tensors."""
@@ -105,6 +112,26 @@ class Recorded:
         """What goes to the host's log. Reads them: on the host, by now."""
         found = finalize(self.partials, self.config) if self.config.metrics == "all" else {}
         return found if self.ages is None else found | weight_metrics(self.ages, self.config.segment_wise_on)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An optimizer step that is over.
+
+    is_last: the rollout is known to have ended with this step.
+    """
+
+    rollout_id: int
+    step_id: int
+    is_last: bool = False
+
+    def __str__(self) -> str:
+        return f"rollout {self.rollout_id}, step {self.step_id}"
+
+    def number(self, args: Any) -> int:
+        """What the host counts this step by: its steps per rollout, which the last one tells, times the rollout."""
+        per_rollout = self.step_id + 1 if self.is_last else tracking.steps_per_rollout(args)
+        return self.rollout_id * per_rollout + self.step_id
 
 
 @dataclass(frozen=True)
@@ -214,54 +241,77 @@ class Recorder:
         if self.step is None:
             atexit.register(_at_exit, weakref.ref(self))
         ended, self.step, self.args = self.step, (rollout_id, step_id), args
-        pending, self.pending = ({} if ended is None else self.pending), {}
-        same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
-        together = can_add_up(list(pending), ended is not None, same_ranks, ranks)
-        for config in sorted(pending, key=repr):  # of several one after the other, in one order on every rank
-            recorded = pending[config]
-            assert ended is not None
-            if together:
-                self._report(recorded, *ended)
-            else:
-                self._report_alone(recorded, ranks, REGROUPED, *ended)
+        if ended == self.step:
+            self.pending = {}  # of an attempt that the host has thrown away, and now repeats
+        self._report_ended(None if ended is None else Ended(*ended, is_last=ended[0] != rollout_id), ranks)
 
-    def _report(self, pending: Recorded, *ended: int) -> None:
-        recorded, where = Copy.begin(pending.over_ranks()).wait(), "rollout {}, step {}".format(*ended)
+    def _report_ended(self, ended: Ended | None, ranks: Ranks) -> None:
+        """Report what is pending; of several configs one after the other, in one order on every rank."""
+        pending, self.pending = ({} if ended is None else self.pending), {}
+        apart = self._why_apart(pending, ended is not None, ranks)
+        for config in sorted(pending, key=repr):
+            assert ended is not None
+            if apart is None:
+                apart = self._report(pending[config], ranks, ended)
+            else:
+                self._report_alone(pending[config], ranks, apart, ended)
+
+    def _why_apart(
+        self, pending: Mapping[CorrectionConfig, Recorded], began: bool, ranks: Ranks
+    ) -> str | None:
+        """Why what ranks recorded is not added up; None where it is."""
+        same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
+        try:
+            return None if can_add_up(list(pending), began, same_ranks, ranks) else REGROUPED
+        except RANK_LOST as error:
+            return f"a rank was lost ({error})"
+
+    def _report(self, pending: Recorded, ranks: Ranks, ended: Ended) -> str | None:
+        """Report what all ranks recorded; this rank alone where one of them is lost, and then why."""
+        try:
+            recorded = Copy.begin(pending.over_ranks()).wait()
+        except RANK_LOST as error:
+            why = f"a rank was lost ({error})"
+            self._report_alone(pending, ranks, why, ended)
+            return why
         sums = recorded.sums
         if tracking.reports(recorded.ranks):
-            self._warn(recorded.config, sums, where)
+            self._warn(recorded.config, sums, str(ended))
             if metrics := recorded.metrics():
-                tracking.log(self.args, metrics, *ended)
+                tracking.log(self.args, metrics, ended.number(self.args))
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {where}")
+            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {ended}")
+        return None
 
     def flush(self, args: Any, ranks: Ranks = ALONE) -> None:
         """Report the last step; on every rank, when nothing will be recorded any more."""
         if self.step is not None:
-            self.report(args, *self.step, ranks)
+            self.args = args
+            self._report_ended(Ended(*self.step), ranks)
 
     def at_exit(self) -> None:
         """Report the last step as far as this process can alone. Nothing it meets is raised."""
-        ended, pending, self.pending = self.step, self.pending, {}
-        if ended is None:
+        pending, self.pending = self.pending, {}
+        if self.step is None:
             return
+        ended = Ended(*self.step)
         for recorded in pending.values():
             try:
                 if recorded.alone:
-                    self._report(recorded, *ended)
+                    self._report(recorded, recorded.ranks, ended)
                 else:
-                    self._report_alone(recorded, recorded.ranks, LAST, *ended)
+                    self._report_alone(recorded, recorded.ranks, LAST, ended)
             except Exception as error:
                 logger.error("the last step, reported at exit: %s", error)
 
-    def _report_alone(self, pending: Recorded, ranks: Ranks, why: str, *ended: int) -> None:
-        recorded, where = Copy.begin(pending).wait(), "rollout {}, step {}".format(*ended)
+    def _report_alone(self, pending: Recorded, ranks: Ranks, why: str, ended: Ended) -> None:
+        recorded = Copy.begin(pending).wait()
         sums = recorded.sums
-        self._warn(recorded.config, sums, f"{where}, this rank")
+        self._warn(recorded.config, sums, f"{ended}, this rank")
         if recorded.config.metrics == "all" and tracking.reports(ranks):
-            logger.warning("%s: its metrics are not logged, which takes all its ranks: %s", where, why)
+            logger.warning("%s: its metrics are not logged, which takes all its ranks: %s", ended, why)
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {where}, on this rank")
+            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {ended}, on this rank")
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)

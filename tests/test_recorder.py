@@ -143,6 +143,18 @@ def test_without_a_host_the_metrics_go_to_the_log(caplog: pytest.LogCaptureFixtu
     assert "'train/mis_step/tokens': 1.0" in caplog.text
 
 
+def test_with_a_host_they_go_to_the_log_as_well(tracked: list[dict], caplog: pytest.LogCaptureFixture):
+    """The hosts' tracking writes nothing where neither wandb nor tensorboard is on; their log has every step."""
+    recorder = Recorder()
+    with caplog.at_level(logging.INFO, "mis_plugins"):
+        recorder.report(ARGS, 3, 1)
+        recorder.record(micro_batch([[1.0]], EVERYTHING))
+        recorder.report(ARGS, 4, 0)
+    (record,) = [x for x in caplog.records if x.levelno == logging.INFO]
+    assert record.getMessage() == f"step 7: {tracked[0]}"
+    assert tracked[0]["train/mis_step/tokens"] == 1.0
+
+
 def test_only_metrics_all_reaches_the_tracking(tracked: list[dict]):
     recorder = Recorder()
     recorder.report(ARGS, 0, 0)
@@ -175,6 +187,39 @@ def test_the_number_of_a_step_is_the_hosts():
     assert tracking.steps_per_rollout(ARGS) == 2
     assert tracking.steps_per_rollout(SimpleNamespace(num_steps_per_rollout=5, global_batch_size=8)) == 5
     assert tracking.steps_per_rollout(SimpleNamespace()) == 1
+
+
+def test_a_dynamic_global_batch_makes_one_step_of_a_rollout(tracked: list[dict]):
+    """Miles's --use-dynamic-global-batch-size, whatever the other flags say of the batch."""
+    args = SimpleNamespace(**vars(ARGS), use_dynamic_global_batch_size=True, num_steps_per_rollout=2)
+    recorder = Recorder()
+    for rollout in (5, 6):
+        recorder.report(args, rollout, 0)
+        recorder.record(micro_batch([[1.0]], EVERYTHING))
+    recorder.flush(args)
+    assert [row["train/step"] for row in tracked] == [5, 6]
+
+
+def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[dict]):
+    """A rollout function of the user's may return more samples than the flags promise, or fewer."""
+    recorder = Recorder()
+    for rollout, step in [(3, 1), (3, 2), (4, 0), (5, 0)]:
+        recorder.report(ARGS, rollout, step)
+        recorder.record(micro_batch([[1.0]], EVERYTHING))
+    recorder.flush(ARGS)
+    promised, three_steps, one_step, at_the_end = 3 * 2 + 1, 3 * 3 + 2, 4 * 1, 5 * 2
+    assert [row["train/step"] for row in tracked] == [promised, three_steps, one_step, at_the_end]
+
+
+def test_an_attempt_that_the_host_repeats_is_forgotten(tracked: list[dict], caplog: pytest.LogCaptureFixture):
+    """Miles repeats a step where a cell was lost, under the number that it had; only the last attempt is applied."""
+    recorder, config = Recorder(), EVERYTHING | {"reject": VETO["reject"], "on_all_rejected": "raise"}
+    for ratio in (0.01, 2.0):
+        recorder.report(ARGS, 0, 0)
+        recorder.record(micro_batch([[ratio]], config))
+    recorder.report(ARGS, 1, 0)
+    assert [row["train/mis_step/ratio_mean"] for row in tracked] == [pytest.approx(2.0)]
+    assert "was rejected" not in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------- warnings
@@ -612,3 +657,71 @@ def test_unobserved_records_nothing(tracked: list[dict]):
     recorder.record(micro_batch([[1.0, 2.0]], EVERYTHING))
     recorder.flush(ARGS)
     assert [row["train/mis_step/tokens"] for row in tracked] == [2.0]
+
+
+# ------------------------------------------------------------------------------------------------------- lost ranks
+
+
+class Cells(dist.ProcessGroup):
+    """A group of torchft's: `rank()` is 0 in each cell. This many collectives succeed; then a cell is lost."""
+
+    def __init__(self, succeed: int, aborts: bool = False):
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self.left, self.aborts = succeed, aborts
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object) -> None:  # type: ignore[override]
+        self.left -= 1
+        if self.left < 0 and not self.aborts:
+            raise RuntimeError("Connection closed by peer")
+        if self.left < 0:
+            tensors[0].fill_(7)
+
+    def errored(self) -> Exception | None:
+        return RuntimeError("aborted") if self.left < 0 else None
+
+
+def lose_a_cell(config: dict, cells: Cells) -> None:
+    """One step, at whose report a cell is lost."""
+    recorder, ranks = Recorder(), Ranks(dp=cells)
+    recorder.step = (0, 0)
+    host = handed(ratio_batch([[0.01, 1.0]]), 1, 0, ranks)
+    recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+    recorder.report(ARGS, 1, 0, ranks)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("succeed", [0, 1, 2])
+def test_where_a_rank_is_lost_the_others_report_alone(
+    tracked: list[dict], caplog: pytest.LogCaptureFixture, succeed: int, aborts: bool
+):
+    """At the first question, or in the sums, or in the maxima; on a GPU torchft aborts without an exception."""
+    lose_a_cell(VETO | {"metrics": "all"}, Cells(succeed, aborts))
+    assert tracked == []
+    assert "rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches was rejected" in caplog.text
+    said = "aborted" if aborts else "Connection closed by peer"
+    assert f"its metrics are not logged, which takes all its ranks: a rank was lost ({said})" in caplog.text
+
+
+def test_where_no_rank_is_lost_they_report_together(tracked: list[dict]):
+    lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
+    assert len(tracked) == 1
+
+
+def test_a_survivor_raises_where_the_config_says_so():
+    with pytest.raises(MisError, match="was rejected .*, in rollout 0, step 0, on this rank"):
+        lose_a_cell(VETO | {"on_all_rejected": "raise", "metrics": "full"}, Cells(0))
+
+
+@pytest.mark.parametrize(("cell", "tp", "cp"), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_under_miles_one_rank_of_one_cell_logs(
+    tracked: list[dict], monkeypatch: pytest.MonkeyPatch, cell: int, tp: int, cp: int
+):
+    info = lambda rank, group=None: SimpleNamespace(rank=rank, size=2, group=group)  # noqa: E731
+    state = SimpleNamespace(cp=info(cp), effective_dp=info(cell, Cells(3)), tp=info(tp))
+    module = SimpleNamespace(get_parallel_state=lambda: state)
+    monkeypatch.setitem(sys.modules, "miles.backends.training_utils.parallel", module)
+    lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
+    assert len(tracked) == ((cell, tp, cp) == (0, 0, 0))

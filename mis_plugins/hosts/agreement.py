@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.ragged import Ranks, to_device
 from mis_plugins.transfer import Arrival, to_host
+
+RANK_LOST = (RuntimeError, OSError)
+"""What a collective raises where another rank has died; Miles's torchft lets the others live, and repeat the step."""
 
 
 @functools.cache
@@ -62,6 +65,7 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
 
     Raises:
         InputError: on every rank alike: they were all there, and recorded under different configs.
+        RANK_LOST: a rank of a group died.
     """
     groups = [group for group in (ranks.cp, ranks.dp) if group is not None]
     if not groups:
@@ -73,6 +77,7 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
     found = to_host(mine)
     Arrival.of_copies_from(mine).wait()
+    raise_if_aborted(groups)
     largest, negated_smallest, some_began, some_joined, some_moved = found.tolist()
     if (some_began and some_joined) or some_moved:
         return False
@@ -82,6 +87,20 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
             "some lack what those of others have (proximal_version, rollout_log_probs), or their config files differ"
         )
     return True
+
+
+def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise what a collective of torchft's met: on a GPU it aborts without an exception, and leaves any numbers there.
+
+    Asking waits for the device. Groups of torch's own raise by themselves, or end the process.
+
+    Raises:
+        RANK_LOST: what the group reports.
+    """
+    for group in groups:
+        error = group.errored() if hasattr(group, "errored") else None
+        if error is not None:
+            raise error
 
 
 def _digest(said: object) -> int:

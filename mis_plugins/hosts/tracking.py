@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from mis_plugins.hosts import miles, running
 from mis_plugins.ragged import Ranks
 
 logger = logging.getLogger("mis_plugins")
@@ -17,22 +18,24 @@ TRACKING = ("miles.utils.tracking_utils.tracking", "slime.observability.logging_
 PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 
 
-def log(args: Any, metrics: Mapping[str, float], rollout_id: int, step_id: int) -> None:
-    """To the tracking of the host that runs this process, beside its own `train/` metrics of that step; else the log.
+def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
+    """To the tracking of the host that runs this process, beside its own `train/` metrics of that step, and to the log.
 
-    Call it on one rank, `reports`: on the others the hosts have not set their tracking up.
+    Both, because the hosts do both: their tracking writes nothing where no tracker is switched on. Call it on one rank,
+    `reports`: on the others the hosts have not set their tracking up.
     """
-    named = {PREFIX + name: value for name, value in metrics.items()}
-    named[STEP_KEY] = rollout_id * steps_per_rollout(args) + step_id
+    named = {PREFIX + name: value for name, value in metrics.items()} | {STEP_KEY: step}
     host = _tracking()
-    if host is None:
-        logger.info("rollout %d, step %d: %s", rollout_id, step_id, named)
-        return
-    host.log(args, named, step_key=STEP_KEY)
+    if host is not None:
+        host.log(args, named, step_key=STEP_KEY)
+    logger.info("step %d: %s", step, named)
 
 
 def reports(ranks: Ranks) -> bool:
     """Whether this is the rank on which both hosts set their tracking up, among those that hold log-probs."""
+    state = running.miles_state()
+    if state is not None:
+        return miles.is_first(state)
     mpu = sys.modules.get("megatron.core.parallel_state")
     first_of_tensor = (
         mpu is None or not mpu.model_parallel_is_initialized() or mpu.get_tensor_model_parallel_rank() == 0
@@ -41,7 +44,9 @@ def reports(ranks: Ranks) -> bool:
 
 
 def steps_per_rollout(args: Any) -> int:
-    """As both hosts count their optimizer steps."""
+    """How many optimizer steps the host's arguments promise for each rollout."""
+    if getattr(args, "use_dynamic_global_batch_size", False):
+        return 1  # Miles makes one batch of all samples that a rollout returned.
     given = getattr(args, "num_steps_per_rollout", None)
     if given:
         return given
