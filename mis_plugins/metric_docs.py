@@ -22,8 +22,8 @@ INTRODUCTION = f"""# Metrics of `metrics: all`
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
 what follows: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel ranks however
-the step is split (`tests/test_partials.py`). They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`, and
-as one line to its log, which has them without wandb and tensorboard too. They need
+the step is split (`tests/test_partials.py`). They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`,
+and as one line to its log, which has them without wandb and tensorboard too. They need
 
 ```
 --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step

@@ -5,9 +5,9 @@ While a step runs, its micro-batches are added up on the device (`record`). At t
 the metrics and, if the config asks for it, stops the job. It waits twice, for the one and for the other: once a step,
 between two steps, where the hosts have just waited for their own loss and gradient norm. What ranks recorded before
 one of them died or was replaced is not added up: each warns of its own. An attempt at a step that a host repeats is
-forgotten. The last step of a run is reported by `flush`, a
-collective that whoever ends the run calls on every rank. Where nobody does, a process without other ranks reports it
-when it exits; one with others, which may be gone by then, warns of its own micro-batches and asks nobody.
+forgotten. The last step of a run is reported by `flush`, a collective that whoever ends the run calls on every rank.
+Where nobody does, a process without other ranks reports it when it exits; one with others, which may be gone by then,
+warns of its own micro-batches and asks nobody.
 
 Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one late, as soon as
 their copy has arrived.
