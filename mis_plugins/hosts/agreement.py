@@ -98,7 +98,7 @@ def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
         RANK_LOST: what the group reports.
     """
     for group in groups:
-        error = group.errored() if hasattr(group, "errored") else None
+        error = getattr(group, "errored", lambda: None)()
         if error is not None:
             raise error
 
