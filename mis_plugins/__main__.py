@@ -134,8 +134,15 @@ def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
 def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     """What the file does to the host's own flags: a host sets its keys after it has read the command line."""
     if keys.get("use_tis") is False:
-        yield "use_tis: false wins over --use-tis: with --get-mismatch-metrics metrics alone, else nothing at all"
-    if keys.get("use_tis") is None and keys.get("get_mismatch_metrics") and config.corrects:
+        yield (
+            "use_tis: false wins over --use-tis: metrics alone through the loss hook, or with --get-mismatch-metrics, "
+            "else nothing at all"
+        )
+    if (
+        keys.get("use_tis") is None
+        and keys.get("get_mismatch_metrics")
+        and (config.corrects or config.needs_loss_hook)
+    ):
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"

@@ -6,6 +6,8 @@ last; a rule that stands beside `mis:`, and not under it, becomes an argument th
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -58,16 +60,26 @@ def keys_of(file: Path | str) -> dict[str, Any]:
     return {str(key): value for key, value in keys.items()}
 
 
+INLINE = "base64:"  # what a path begins with that is the file itself, for Miles
+
+
 def text_of(file: Path | str) -> str:
-    """What a text file holds.
+    """What a text file holds, or Miles's `base64:` payload in place of a path.
 
     Raises:
-        ConfigError: no UTF-8.
+        ConfigError: no base64, no UTF-8.
         OSError: no such file.
     """
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return _inline(file) if str(file).startswith(INLINE) else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"byte {error.start} is not UTF-8 ({error.reason}); save it as plain text"
         ) from None
+
+
+def _inline(file: Path | str) -> str:
+    try:
+        return base64.b64decode(str(file).removeprefix(INLINE), validate=True).decode("utf-8")
+    except binascii.Error as error:
+        raise ConfigError(f"{INLINE} no base64 behind it ({error})") from None

@@ -28,7 +28,7 @@ from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.describe import ONE_STEP
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import denominator, fsdp, miles, running, slime
+from mis_plugins.hosts import denominator, fsdp, miles, running, slime, watching
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts.agreement import check_agreement
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
@@ -44,7 +44,6 @@ from mis_plugins.loss import (
     share_of,
     uncorrected,
 )
-from mis_plugins.notices import warn_once
 from mis_plugins.recorder import RECORDER
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
@@ -137,7 +136,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         ConfigError: without effect; context- or tensor-parallel ranks with different configs.
     """
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
-    config = reading.from_args(args) if by_loss_hook else config_in_force(args)
+    config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else config_in_force(args)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
         raise ConfigError(
             "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
@@ -190,6 +189,7 @@ def policy_loss(
 
     Pass `--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss`; it needs no `--use-tis`.
     `mis.objective` and `mis.opsm` may say more than the host's flags can; without them the flags alone decide.
+    `use_tis: false` in the file, or `--get-mismatch-metrics` without `--use-tis`, leaves the host's loss, and metrics.
 
     Args:
         batch: the host's micro-batch.
@@ -270,27 +270,11 @@ def config_in_force(args: Any) -> CorrectionConfig:
     if config.denominator == "kept":
         denominator.check(args)
     if not args.use_tis:
-        _say_what_does_not_act(args, config)
-        return CorrectionConfig(metrics=config.metrics)
-    if getattr(args, "get_mismatch_metrics", False):
-        warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
+        return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
+    watching.warn_of_both(args)
     if config.rejects and config.denominator == "original":
         denominator.warn_where_kept(args)
     return config
-
-
-def _say_what_does_not_act(args: Any, config: CorrectionConfig) -> None:
-    """Without --use-tis."""
-    if idle := reading.correcting_keys(args, config):
-        warn_once(
-            f"--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} say; give "
-            "--use-tis to correct"
-        )
-    elif config.metrics == "none":
-        warn_once(
-            "mis.metrics: none without --use-tis: nothing is weighed, rejected or reported; drop the hook, or ask for "
-            "metrics"
-        )
 
 
 def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer:

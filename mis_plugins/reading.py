@@ -218,11 +218,16 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
 
 
 def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
-    """What the user calls that of `config`, and of flat keys that are not read, which weighs or rejects."""
+    """What the user calls the parts of `config`, and flat keys that are not read, which would change a loss."""
+    names = spelling(args)
     nested = "mis.segment_wise" if config.weighs_by_segment_wise else "mis.weight"
-    weighs = [spelling(args).get("weight", nested)] if config.weight else []
+    weighs = [names.get("weight", nested)] if config.weight else []
     rules = [key for key in ("use_rs", "rs_veto_threshold") if getattr(args, key, None)]
-    return weighs + (rules or ["mis.reject"] * bool(config.reject))
+    rules = rules or ["mis.reject"] * bool(config.reject)
+    others = [
+        names.get(part, f"mis.{part}") for part in ("opsm", "objective") if getattr(config, part) is not None
+    ]
+    return weighs + rules + others
 
 
 def says_denominator(args: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import denominator, miles, slime
+from mis_plugins.hosts import denominator, miles, slime, watching
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.loss import LossConfig, LossInputs, Reduce
 from mis_plugins.objective import ESTIMATORS, Clip
@@ -117,12 +117,16 @@ HOSTS = {
 def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = False) -> CorrectionConfig:
     """`config` with an objective and OPSM: the user's own, which must not contradict the host's flags, or the flags'.
 
+    Where the run only watches, metrics are left of `config`, and the flags' objective and OPSM.
+
     Args:
         versions_known: whether the host says which version wrote each token.
 
     Raises:
         ConfigError: it quotes both.
     """
+    watching.warn_of_both(args)
+    config = watching.for_loss_hook(args, config)
     asked, opsm = config.objective, config.opsm
     objective = _objective(args, asked)
     if getattr(args, "use_opsm", False):
@@ -163,14 +167,16 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
         {"surrogate": "cispo"},
     ),
     ("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, {"old": "behavior"}),
-    ("use_decoupled_loss: false", lambda args: _coupled(args), {"old": "behavior"}),
     ("--use-unbiased-kl", lambda args: getattr(args, "use_unbiased_kl", False), {"unbiased_kl": True}),
 )
 
 
 def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
     said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
-    if asked is None or _coupled(args):
+    coupled = asked is not None and getattr(args, "use_decoupled_loss", None) is False
+    if coupled:  # AReaL's key speaks of `old` alone: the rest is the flags'
+        said.append(("use_decoupled_loss: false", {"old": "behavior"}))
+    if asked is None or coupled:
         return ObjectiveConfig(**{name: value for _, fields in said for name, value in fields.items()})
     for flag, fields in said:
         for name, value in fields.items():
@@ -183,11 +189,6 @@ def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
         if getattr(asked, name) and not getattr(args, "use_kl_loss", False):
             raise ConfigError(f"mis.objective.{name}: true has no effect without --use-kl-loss")
     return asked
-
-
-def _coupled(args: Any) -> bool:
-    """AReaL's key, which speaks of `old` alone: the rest is the flags'."""
-    return getattr(args, "use_decoupled_loss", None) is False
 
 
 def _yaml(value: Any) -> str:

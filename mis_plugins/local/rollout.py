@@ -19,6 +19,7 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import watching
 from mis_plugins.local.advantages import ESTIMATORS
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.engine import Generation, RolloutEngine
@@ -195,7 +196,8 @@ def _segment_wise(args: Namespace) -> SegmentWiseConfig | None:
     """What a custom loss is to make of versions; no other loss sees them."""
     if args.loss_type != "custom_loss":
         return None
-    return reading.from_args(args).where_versions_are_known().segment_wise
+    config = watching.for_loss_hook(args, reading.from_args(args))
+    return config.where_versions_are_known().segment_wise
 
 
 def _written(sample: Sample, current: int) -> Written:

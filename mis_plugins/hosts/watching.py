@@ -1,0 +1,124 @@
+"""Whether a run only watches: metrics are computed, and the loss is the host's own.
+
+An argument whose default is false is not the user's word. A file that the host has set on its arguments is, so that the
+loss hook, which needs no `--use-tis`, looks there for `use_tis: false`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mis_plugins import reading
+from mis_plugins.config import CorrectionConfig
+from mis_plugins.config_file import keys_of
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts import fsdp
+from mis_plugins.notices import warn_once
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What says that a run only watches, and what the user changes to have it correct."""
+
+    what: str
+    way_out: str
+
+
+WITHOUT_USE_TIS = Reason("--use-tis is not set", "give --use-tis to correct")
+MISMATCH_METRICS = Reason("--get-mismatch-metrics without --use-tis", "give --use-tis to correct")
+
+
+def metrics_alone(args: Any, config: CorrectionConfig, reason: Reason) -> CorrectionConfig:
+    """A config that changes no loss, with the metrics of `config`; a warning names what does not act."""
+    if idle := reading.correcting_keys(args, config):
+        warn_once(
+            f"{reason.what}: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} say; "
+            f"{reason.way_out}"
+        )
+    elif config.metrics == "none":
+        warn_once(
+            "mis.metrics: none without --use-tis: nothing is weighed, rejected or reported; drop the hook, or ask for "
+            "metrics"
+        )
+    return CorrectionConfig(metrics=config.metrics)
+
+
+def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
+    """What the loss hook does of `config`: all of it, or its metrics alone.
+
+    Raises:
+        ConfigError: flat keys that nothing reads; a file that may say `use_tis: false` and cannot be read here.
+    """
+    asked = reading.correcting_keys(args, config)
+    if not asked:
+        return config
+    reason = _reason(args)
+    if reason is not None:
+        return metrics_alone(args, config, reason)
+    if not (config.corrects or config.needs_loss_hook):
+        raise ConfigError(
+            f"{', '.join(asked)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
+        )
+    return config
+
+
+def warn_of_both(args: Any) -> None:
+    """Say which of the two switches wins where both are on."""
+    if getattr(args, "use_tis", False) and getattr(args, "get_mismatch_metrics", False):
+        warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
+
+
+def _reason(args: Any) -> Reason | None:
+    """What has the loss hook only watch; None where it corrects."""
+    if getattr(args, "use_tis", False):
+        return None
+    if getattr(args, "get_mismatch_metrics", False):
+        return MISMATCH_METRICS
+    if not hasattr(args, "_mis_file_that_watches"):  # once a job: a host asks for each micro-batch
+        args._mis_file_that_watches = _file_that_watches(args)
+    file = args._mis_file_that_watches
+    if file is None:
+        return None
+    return Reason(f"use_tis: false in {file}", "say true there to correct, or drop it")
+
+
+def _file_that_watches(args: Any) -> str | None:
+    """The flag and path of the file in which the user says `use_tis: false`; None without one."""
+    return next((name for name, keys in _files(args) if keys.get("use_tis") is False), None)
+
+
+def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The files that a host has read into its arguments: what they are called, and their keys."""
+    path = getattr(args, "custom_config_path", None)
+    if path:
+        name = f"--custom-config-path {path[:80]}"  # Miles takes the file itself, in base64
+        keys = _keys(name, path)
+        _check_unchanged(args, name, keys)
+        yield name, keys
+    path = getattr(args, "config", None)
+    if path and fsdp.runs(args):
+        yield f"--config {path}", _keys(f"--config {path}", path)
+
+
+def _keys(name: str, path: str) -> Mapping[str, Any]:
+    try:
+        return keys_of(path)
+    except (OSError, yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(
+            f"{name}: whether it says use_tis: false cannot be read by this worker ({error}); give --use-tis, or say "
+            "use_tis: true in the file, to correct; give --get-mismatch-metrics to watch"
+        ) from error
+
+
+def _check_unchanged(args: Any, name: str, keys: Mapping[str, Any]) -> None:
+    """Refuse a file that no longer says what the job was started with."""
+    for key, value in keys.items():
+        if reading.is_ours(key) and getattr(args, key, None) != value:
+            raise ConfigError(
+                f"{name}: {key} has changed since the job read the file, so that nobody knows whether it said use_tis: "
+                "false; leave the file of a starting job alone"
+            )

@@ -1,0 +1,196 @@
+"""A run that only watches: the loss hook leaves the host's own loss and reports metrics, and says what does not act."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from drive import same_bytes
+from test_loss_hook import Outcome, call, drive, flags, hosts, random_step
+
+from mis_plugins import mis
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts import watching
+from mis_plugins.local.arguments import merge_custom_config
+
+__all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
+
+NESTED = {"mis": {"weight": {"upper": 1.05}, "reject": [{"over": "min", "lower": 0.8}]}}
+FLAT = {"tis_upper_bound": 1.5, "tis_mode": "mask", "use_rs": True, "rs_level": "geometric"}
+AREAL = {"behav_imp_weight_cap": 1.05}
+MORE = {"mis": {"opsm": {"delta": 1e-4}, "objective": {"surrogate": "cispo"}, "weight": {"upper": 1.05}}}
+BYPASS = {"use_decoupled_loss": False}
+CORRECTING = [NESTED, FLAT, AREAL, MORE, BYPASS]
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, logger="mis_plugins")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("mis_plugins")]
+
+
+def from_file(path: Path, keys: dict[str, Any], **settings: Any) -> Namespace:
+    """The arguments of a host that has read such a file: each key is set over the default."""
+    path.write_text(yaml.safe_dump(keys))
+    return Namespace(**vars(flags(custom_config_path=str(path), **settings)) | keys)
+
+
+def loss_of(args: Namespace) -> Outcome:
+    step = random_step(0)
+    return drive(args, step.batch(), torch.cat(step.rows("target")))
+
+
+def assert_same(first: Outcome, second: Outcome) -> None:
+    assert same_bytes(first.loss, second.loss) and same_bytes(first.gradient, second.gradient)
+
+
+@pytest.mark.parametrize("keys", CORRECTING)
+def test_a_file_that_says_use_tis_false_leaves_the_hosts_loss(keys: dict, tmp_path: Path):
+    plain = call(random_step(0))
+    watched = loss_of(from_file(tmp_path / "mis.yaml", keys | {"use_tis": False}))
+    assert_same(watched, plain)
+    assert {"mis_kl", "mis_ratio_mean_mb"} & watched.metrics.keys()
+    corrected = loss_of(from_file(tmp_path / "other.yaml", keys))
+    assert not same_bytes(corrected.loss, plain.loss)
+
+
+@pytest.mark.parametrize("keys", CORRECTING)
+def test_mismatch_metrics_without_use_tis_leave_the_hosts_loss(keys: dict, tmp_path: Path):
+    plain = call(random_step(0))
+    by_flag = from_file(tmp_path / "a.yaml", keys, get_mismatch_metrics=True)
+    by_file = from_file(tmp_path / "b.yaml", keys | {"get_mismatch_metrics": True})
+    for args in (by_flag, by_file):
+        assert_same(loss_of(args), plain)
+
+
+@pytest.mark.parametrize("keys", [NESTED, FLAT, AREAL, MORE])
+def test_use_tis_corrects_whatever_watches(keys: dict, tmp_path: Path, warnings: Callable[[], list[str]]):
+    both = {"use_tis": True, "get_mismatch_metrics": True}
+    corrected = loss_of(Namespace(**vars(flags()) | keys))
+    assert not same_bytes(corrected.loss, call(random_step(0)).loss)
+    assert_same(loss_of(from_file(tmp_path / "mis.yaml", keys | both)), corrected)
+    assert warnings() == ["--get-mismatch-metrics and --use-tis are both set: the loss is corrected"]
+
+
+def test_an_argument_whose_default_is_false_is_not_the_users_word(tmp_path: Path):
+    corrected = call(random_step(0), NESTED["mis"], use_tis=False, get_mismatch_metrics=False)
+    assert not same_bytes(corrected.loss, call(random_step(0)).loss)
+    silent = from_file(tmp_path / "mis.yaml", NESTED | {"get_mismatch_metrics": False})
+    assert_same(loss_of(silent), corrected)
+
+
+def test_the_hosts_own_objective_and_opsm_act_all_the_same(tmp_path: Path):
+    own: dict[str, Any] = {"use_opsm": True, "opsm_delta": 0.05, "advantage_estimator": "gspo"}
+    watched = loss_of(from_file(tmp_path / "mis.yaml", MORE | {"use_tis": False}, **own))
+    assert_same(watched, call(random_step(0), **own))
+    assert not same_bytes(watched.loss, call(random_step(0)).loss)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (NESTED, "mis.weight, mis.reject"),
+        (FLAT, "tis_upper_bound, use_rs"),
+        (AREAL | {"enable_segment_wise_ppo": True}, "behav_imp_weight_cap"),
+        ({"mis": {"segment_wise": {}}}, "mis.segment_wise"),
+        ({"mis": {"segment_wise": {}, "weight": {}}}, "mis.weight"),
+        (MORE, "mis.weight, mis.opsm, mis.objective"),
+        (BYPASS, "use_decoupled_loss"),
+        ({"use_rs": True}, "use_rs"),
+    ],
+)
+def test_what_does_not_act_is_named_once(
+    keys: dict, named: str, tmp_path: Path, warnings: Callable[[], list[str]]
+):
+    path = tmp_path / "mis.yaml"
+    by_file = from_file(path, keys | {"use_tis": False})
+    by_flag = Namespace(**vars(flags(get_mismatch_metrics=True)) | keys)
+    for args in (by_file, by_file, by_flag, by_flag):
+        loss_of(args)
+    nothing = f"metrics only, nothing is weighed or rejected, whatever {named} say"
+    assert warnings() == [
+        f"use_tis: false in --custom-config-path {path}: {nothing}; say true there to correct, or drop it",
+        f"--get-mismatch-metrics without --use-tis: {nothing}; give --use-tis to correct",
+    ]
+
+
+def test_a_file_that_this_worker_cannot_read_is_refused(tmp_path: Path):
+    """It may have said `use_tis: false`: neither answer is safe."""
+    args = from_file(tmp_path / "mis.yaml", NESTED)
+    (tmp_path / "mis.yaml").unlink()
+    with pytest.raises(
+        ConfigError, match=r"--custom-config-path .*mis\.yaml: whether it says use_tis: false cannot"
+    ):
+        loss_of(args)
+    args.use_tis = True
+    assert not same_bytes(loss_of(args).loss, call(random_step(0)).loss)
+    args.use_tis, args.get_mismatch_metrics = False, True
+    assert_same(loss_of(args), call(random_step(0)))
+    nothing_asked = Namespace(**vars(flags(custom_config_path=str(tmp_path / "gone.yaml"))))
+    assert_same(loss_of(nothing_asked), call(random_step(0)))
+
+
+def test_a_file_that_has_changed_is_refused(tmp_path: Path):
+    args = from_file(tmp_path / "mis.yaml", NESTED)
+    from_file(tmp_path / "mis.yaml", {"mis": {"weight": {"upper": 3}}, "use_tis": False})
+    with pytest.raises(ConfigError, match=r"mis\.yaml: mis has changed since the job read the file"):
+        loss_of(args)
+
+
+def test_a_file_is_read_once_a_job(tmp_path: Path):
+    """A host asks for each micro-batch, and a file may be gone by then."""
+    args = from_file(tmp_path / "mis.yaml", NESTED | {"use_tis": False})
+    plain = call(random_step(0))
+    assert_same(loss_of(args), plain)
+    (tmp_path / "mis.yaml").unlink()
+    assert_same(loss_of(args), plain)
+
+
+@pytest.mark.parametrize(("said", "watches"), [({"use_tis": False}, True), ({}, False)])
+def test_miles_takes_the_file_itself_in_base64(said: dict, watches: bool):
+    payload = base64.b64encode(yaml.safe_dump(NESTED | said).encode()).decode()
+    args = flags(custom_config_path=f"base64:{payload}")
+    merge_custom_config(args, args.custom_config_path)
+    assert args.mis == NESTED["mis"]
+    assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
+
+
+def test_what_is_no_base64_is_refused():
+    args = flags(custom_config_path="base64:mis.yaml", **NESTED)
+    with pytest.raises(ConfigError, match=r"whether it says use_tis: false .*base64: no base64 behind it"):
+        loss_of(args)
+
+
+@pytest.mark.parametrize(("backend", "watches"), [("fsdp", True), ("megatron", False)])
+def test_miles_on_fsdp_has_a_file_of_its_own(backend: str, watches: bool, tmp_path: Path):
+    """`--config` sets defaults there, which the command line overrides; elsewhere it is nobody's word."""
+    (tmp_path / "fsdp.yaml").write_text("use_tis: false\nlr: 1.0e-6\n")
+    args = flags(config=str(tmp_path / "fsdp.yaml"), train_backend=backend, lr=2e-6, **NESTED)
+    assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
+
+
+def test_flat_keys_that_nothing_reads_are_refused():
+    """Without a `tis_upper_bound` nobody reads them, and the loss hook would correct nothing."""
+    with pytest.raises(ConfigError, match=r"^use_rs, rs_veto_threshold: no effect without a tis_upper_bound"):
+        loss_of(flags(use_rs=True, rs_veto_threshold=1e-4))
+
+
+def test_the_mean_of_a_rollout_has_no_effect_where_the_loss_hook_watches(tmp_path: Path):
+    keys = {"mis": {"weight": {"normalize": {"scope": "rollout"}}}, "use_tis": False}
+    args = from_file(tmp_path / "mis.yaml", keys, loss_type="custom_loss")
+    with pytest.raises(ConfigError, match="normalize_rollout has no effect without --use-tis"):
+        mis.normalize_rollout(args, 0, {})
+
+
+def test_metrics_keep_their_size(tmp_path: Path):
+    keys = {"mis": {"weight": {"upper": 1.05}, "metrics": "core"}, "use_tis": False}
+    args = from_file(tmp_path / "mis.yaml", keys)
+    left = watching.for_loss_hook(args, mis.reading.from_args(args))
+    assert left == mis.CorrectionConfig(metrics="core")
