@@ -262,7 +262,9 @@ def config_in_force(args: Any) -> CorrectionConfig:
         unseen = (
             "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
         )
-        flag = "--use-tis" if args.use_tis else "--get-mismatch-metrics"
+        flag = (
+            "--use-tis" if args.use_tis else "--get-mismatch-metrics, and to watch use_tis: false in the file"
+        )
         raise ConfigError(
             f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
             f"mis_plugins.mis.policy_loss in place of {flag}"

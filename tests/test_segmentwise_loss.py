@@ -503,7 +503,10 @@ def test_a_flag_that_excludes_it():
         call(aged(random_step(0), 0), {"segment_wise": {}}, use_rollout_logprobs=True)
 
 
-@pytest.mark.parametrize(("use_tis", "flag"), [(True, "--use-tis"), (False, "--get-mismatch-metrics")])
+@pytest.mark.parametrize(
+    ("use_tis", "flag"),
+    [(True, "--use-tis"), (False, "--get-mismatch-metrics, and to watch use_tis: false in the file")],
+)
 def test_the_tis_hook_cannot_serve_it(use_tis: bool, flag: str):
     message = (
         "mis.segment_wise: the TIS hook does not see which version wrote a token; pass --loss-type custom_loss "
