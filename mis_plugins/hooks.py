@@ -81,7 +81,11 @@ class Hooks:
         name = name or f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', repr(hook))}"
         if inspect.iscoroutinefunction(hook):
             raise ConfigError(
-                f"register_{point}_hook: {name} is a coroutine function; give a plain one, hooks are not awaited"
+                f"{{register_{point}_hook}}: {name} is a coroutine function; give a plain one, hooks are not awaited"
+            )
+        if not _takes_nothing(hook):
+            raise ConfigError(
+                f"{{register_{point}_hook}}: {name} needs arguments; hooks are called without any"
             )
         self._registered[point].append((name, hook))
 
@@ -94,3 +98,14 @@ class Hooks:
                 if self.on_error == "stop":
                     raise HookError(message) from error
                 logger.exception("%s; on_error: continue, so the update goes on", message)
+
+
+def _takes_nothing(hook: Hook) -> bool:
+    """Whether a hook can be called without arguments; so it is assumed of what does not tell its signature."""
+    try:
+        inspect.signature(hook).bind()
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True

@@ -26,8 +26,8 @@ from mis_plugins.hooks import HookError
 from mis_plugins.local.asynchronous import controller as controller_module
 from mis_plugins.local.asynchronous import process as process_module
 from mis_plugins.local.asynchronous.controller import Controller, Tally, WorkerError
-from mis_plugins.local.asynchronous.ledger import Wanted
-from mis_plugins.local.asynchronous.messages import Pause, Publish
+from mis_plugins.local.asynchronous.ledger import Ledger, Wanted
+from mis_plugins.local.asynchronous.messages import Pause, Publish, Tokens
 from mis_plugins.local.asynchronous.process import WorkerProcess
 from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Heartbeat, Watchdog
 from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
@@ -175,6 +175,43 @@ def test_the_tally_adds_up_what_happened_since_the_last_one(monkeypatch: pytest.
             made.update(weights(version))
         assert made.take_tally() == Tally(waited=2, paused=3)
         assert made.take_tally() == Tally()
+
+
+class Flight:
+    """Counts the responses in flight as the trainer hears of them, from the first token drawn to the last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.most, write = set[int](), 0, Ledger.write
+
+        def counted(ledger: Ledger, said: Tokens) -> None:
+            self.open |= set(said.drawn.numbers)
+            self.most = max(self.most, len(self.open))
+            rows = zip(said.drawn.numbers, said.drawn.ended, strict=True)
+            self.open -= {number for number, ended in rows if ended}
+            write(ledger, said)
+
+        monkeypatch.setattr(Ledger, "write", counted)
+
+
+@pytest.mark.parametrize(
+    ("mode", "places"), [("in_place", 4), ("retract", 4), ("abort", 4), ("retract", None)]
+)
+def test_no_more_responses_are_in_flight_than_there_are_places(
+    mode: PauseMode, places: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over updates in mid-sequence, and with a pace at which a later rollout must not hold the places of an earlier."""
+    flight = Flight(monkeypatch)
+    settings = WorkerSettings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, 0.0, 5, places)
+    made = Controller(settings, HeadOffpolicyness(2), wanted, range(ROLLOUTS), weights(0), 60.0)
+    try:
+        for version in range(ROLLOUTS):
+            check_written(made.rollout(version), stale_may_differ=True)
+            if mode == "abort":
+                flight.open.clear()  # the worker forgets them, and begins others in their places
+            made.update(weights(version + 1))
+    finally:
+        made.close()
+    assert flight.most == 4 if places else flight.most > 4
 
 
 def older_tokens(made: Controller, version: int) -> int:

@@ -493,11 +493,81 @@ def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
         ("--async --grad-cosine-every 2", "--grad-cosine-every with --async"),
         ("--async --rollout-engine hf", "--async with --rollout-engine hf: only the local engine steps"),
         ("--async --true-on-policy", "--async with --true-on-policy"),
+        (
+            "--async --max-concurrent-rollouts 0",
+            "--max-concurrent-rollouts: got 0; give a whole number, at least 1",
+        ),
+        ("--max-concurrent-rollouts 4", "--max-concurrent-rollouts has no effect without --async"),
+        ("--post-pause-hook-path os.getpid", "--post-pause-hook-path has no effect without --async"),
+        ("--async --pre-pause-hook-path os.nothing", "--pre-pause-hook-path: cannot load 'os.nothing'"),
+        ("--async --pre-resume-hook-path shutil.copy", "--pre-resume-hook-path: shutil.copy needs arguments"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_args(flags.split())
+
+
+NOTES = "MIS_TEST_HOOK_NOTES"
+
+
+def note_pre_pause() -> None:
+    note("pre_pause")
+
+
+def note_post_pause() -> None:
+    note("post_pause")
+
+
+def note_pre_resume() -> None:
+    note("pre_resume")
+
+
+def note_post_resume() -> None:
+    note("post_resume")
+
+
+def note(point: str) -> None:
+    with open(os.environ[NOTES], "a", encoding="utf-8") as file:
+        file.write(f"{point}\n")
+
+
+def broken() -> None:
+    raise RuntimeError("no disk")
+
+
+POINTS = ("pre_pause", "post_pause", "pre_resume", "post_resume")
+
+
+def test_hooks_of_the_user_run_around_every_update(
+    tmp_path: Path, warm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of each kind, and two of one, by their dotted path."""
+    monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
+    paths = [
+        f"--{point.replace('_', '-')}-hook-path {__name__}.note_{point}" for point in (*POINTS, "pre_pause")
+    ]
+    assert run(f"--async --max-concurrent-rollouts 3 {' '.join(paths)}", tmp_path, warm) == 0
+    once = ["pre_pause", *POINTS]
+    found = (tmp_path / "notes").read_text().split()
+    assert len(found) >= 2 * len(once) and found == once * (len(found) // len(once))
+
+
+def test_a_hook_of_the_user_that_raises_ends_the_run_by_its_name(
+    tmp_path: Path, warm: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert run(f"--async --post-resume-hook-path {__name__}.broken", tmp_path, warm) != 0
+    assert f"post_resume hook {__name__}.broken raised RuntimeError: no disk" in capfd.readouterr().err
+
+
+def test_hooks_and_places_may_stand_in_the_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "async.yaml"
+    path.write_text("max_concurrent_rollouts: 4\npre_pause_hook_path: os.getpid\n")
+    args = parse_args(["--async", "--custom-config-path", str(path)])
+    assert (args.max_concurrent_rollouts, args.pre_pause_hook_path) == (4, "os.getpid")
+    path.write_text("max_concurrent_rollouts: many\n")
+    with pytest.raises(ConfigError, match="--max-concurrent-rollouts: got 'many'; give a whole number"):
+        parse_args(["--async", "--custom-config-path", str(path)])
 
 
 def test_the_bound_may_stand_in_the_yaml(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import yaml
 
 from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
+from mis_plugins.hooks import Hooks
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
-from mis_plugins.local.parser import ASYNCHRONOUS, build_parser
+from mis_plugins.local.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
 from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.reading import from_args
 
@@ -138,6 +139,31 @@ def _fill_asynchronous(args: argparse.Namespace) -> None:
         if given is not None and not args.asynchronous:
             raise ConfigError(f"{_flag(name)} has no effect without --async; give both, or drop it")
         setattr(args, name, value if given is None else given)
+    for point in HOOK_POINTS:
+        name = f"{point}_hook_path"
+        if getattr(args, name) and not args.asynchronous:
+            raise ConfigError(f"{_flag(name)} has no effect without --async; give both, or drop it")
+
+
+def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
+    """Register the user's own hooks of each kind, in the order of the command line.
+
+    Raises:
+        ConfigError: a path that cannot be loaded, or a function that takes arguments; it quotes the flag.
+    """
+    for point in HOOK_POINTS:
+        flag = _flag(f"{point}_hook_path")
+        for path in _listed(getattr(args, f"{point}_hook_path")):
+            hook = load_function(path, flag)
+            try:
+                getattr(hooks, f"register_{point}_hook")(hook, path)
+            except ConfigError as error:
+                raise error.spelled({f"register_{point}_hook": flag}) from None
+
+
+def _listed(paths: list[str] | str | None) -> list[str]:
+    """Paths as the command line lists them; a file may give a single one as text."""
+    return [paths] if isinstance(paths, str) else paths or []
 
 
 def _check_asynchronous(args: argparse.Namespace) -> None:
@@ -152,6 +178,10 @@ def _check_asynchronous(args: argparse.Namespace) -> None:
             f"--rollout-health-check-timeout: got {args.rollout_health_check_timeout:g}; give at least "
             f"{LEAST_LIMIT_SECONDS:g} seconds, as a busy machine may keep a sound worker waiting"
         )
+    places = args.max_concurrent_rollouts
+    if places is not None and (not isinstance(places, int) or isinstance(places, bool) or places < 1):
+        raise ConfigError(f"--max-concurrent-rollouts: got {places!r}; give a whole number, at least 1")
+    register_hooks(Hooks(), args)
     for name in ("rollout_step_seconds", "rollout_steps_per_update"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{_flag(name)}: got {getattr(args, name):g}; give 0 or more")

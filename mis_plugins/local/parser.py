@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from mis_plugins.hooks import Point
+
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 ENGINE_NAMES = ("local", "hf", "sglang")
 PAUSE_MODES = ("in_place", "retract", "abort")
@@ -11,6 +13,7 @@ TASK_NAMES = ("reverse", "sort", "add")
 
 ASYNCHRONOUS = {
     "max_head_offpolicyness": 2,
+    "max_concurrent_rollouts": None,
     "pause_generation_mode": "retract",
     "rollout_step_seconds": 0.0,
     "rollout_steps_per_update": 0,
@@ -18,6 +21,14 @@ ASYNCHRONOUS = {
     "rollout_health_check_timeout": 120.0,
 }
 """What flags that need ``--async`` are where they are not given."""
+
+HOOK_POINTS: dict[Point, str] = {
+    "pre_pause": "before generation pauses for new weights",
+    "post_pause": "once nothing is generated any more, before the weights move",
+    "pre_resume": "after the weights have moved, before generation goes on",
+    "post_resume": "once generation goes on",
+}
+"""When each kind of user hook runs."""
 
 DESCRIPTION = """\
 A small, real RL run on CPU. A Megatron-core trainer learns from what a separate rollout engine sampled in a
@@ -221,6 +232,12 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
         f"(default: {ASYNCHRONOUS['max_head_offpolicyness']})",
     )
     group.add_argument(
+        "--max-concurrent-rollouts",
+        type=int,
+        metavar="N",
+        help="responses in flight at most; the others wait for one to end (default: no limit)",
+    )
+    group.add_argument(
         "--pause-generation-mode",
         choices=PAUSE_MODES,
         help="what new weights do to a sequence: in_place goes on over the old keys and values, retract makes them "
@@ -256,6 +273,13 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
         help="a worker that uses no processor time for this long is stuck, and replaced; one that computes is not, "
         f"unless a single step takes ten times as long (default: {ASYNCHRONOUS['rollout_health_check_timeout']:g})",
     )
+    for point, when in HOOK_POINTS.items():
+        group.add_argument(
+            f"--{point.replace('_', '-')}-hook-path",
+            action="append",
+            metavar="FN",
+            help=f"a function without arguments, called {when}; may be given several times",
+        )
 
 
 def _add_correction(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_plugins.by_age import age_column
+from mis_plugins.local.arguments import register_hooks
 from mis_plugins.local.asynchronous.controller import Controller
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.measure import measured, segment_wise
@@ -61,6 +62,8 @@ class AsynchronousRollouts:
         self.controller = self._controller(config, first) if dist.get_rank() == 0 else None
         if self.controller is not None and self.recomputes:
             self.controller.hooks.register_pre_pause_hook(self._recompute, "recompute")
+        if self.controller is not None:
+            register_hooks(self.controller.hooks, args)
 
     @property
     def recomputes(self) -> bool:
@@ -130,6 +133,7 @@ class AsynchronousRollouts:
             args.pause_generation_mode,
             args.rollout_step_seconds,
             args.rollout_steps_per_update,
+            args.max_concurrent_rollouts,
         )
         return Controller(
             settings,

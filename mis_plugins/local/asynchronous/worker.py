@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -43,6 +44,7 @@ class WorkerSettings:
         makes these anew with the new weights; `abort` forgets the responses, for the trainer to send again.
     step_seconds: a step takes at least as long; 0 is as fast as the machine.
     steps_per_update: tokens that a response gets of one version at most, before its rollout is due; 0 is no limit.
+    max_concurrent: responses in flight at most, the others wait for one to end; None is no limit.
     """
 
     config: ModelConfig
@@ -51,6 +53,7 @@ class WorkerSettings:
     pause_mode: PauseMode
     step_seconds: float = 0.0
     steps_per_update: int = 0
+    max_concurrent: int | None = None
 
 
 def run(connection: Connection, settings: WorkerSettings) -> None:
@@ -93,10 +96,18 @@ class Batch:
 
 
 class Worker:
+    """What generates.
+
+    Attributes:
+        batches: the responses in flight.
+        waiting: those that wait for a place, in the order of their arrival, which is the order of training.
+    """
+
     def __init__(self, connection: Connection, voice: Voice, settings: WorkerSettings) -> None:
         self.connection, self.voice, self.settings = connection, voice, settings
         self.engine = DecodeEngine(settings.config, settings.precision)
         self.batches: list[Batch] = []
+        self.waiting: list[Begin] = []
         self.paused = False
 
     def serve(self) -> None:
@@ -134,20 +145,39 @@ class Worker:
             batch.steps += 1
             self.voice.say(Tokens(drawn, self.engine.version, batch.decoding.stale_cache))
         self.batches = [batch for batch in self.batches if not batch.decoding.ended]
+        self.fill()
 
     def obey(self, command: Command) -> None:
         COMMANDS[type(command)](self, command)
 
     def begin(self, command: Begin) -> None:
-        decoding = self.engine.begin(command.responses, self.settings.sampling)
-        self.batches.append(Batch(command.rollout, decoding))
+        self.waiting.append(command)
+        self.fill()
+
+    def fill(self) -> None:
+        """Begin as many of the waiting responses as there are places."""
+        while self.waiting and (places := self.places()):
+            first, *others = self.waiting
+            later = [Begin(first.rollout, first.responses[places:])] if places < len(first.responses) else []
+            self.waiting = later + others
+            decoding = self.engine.begin(first.responses[:places], self.settings.sampling)
+            self.batches.append(Batch(first.rollout, decoding))
+
+    def places(self) -> int:
+        """How many responses may join those in flight."""
+        if self.settings.max_concurrent is None:
+            return sys.maxsize
+        return self.settings.max_concurrent - sum(len(batch.decoding.unfinished) for batch in self.batches)
 
     def pause(self, command: Pause) -> None:
         self.paused = True
         aborted: frozenset[int] = frozenset()
         if self.settings.pause_mode == "abort":
-            aborted = frozenset(one.number for batch in self.batches for one in batch.decoding.unfinished)
-            self.batches = []
+            # Those that wait too: they come back behind the earlier rollouts, which the trainer waits for first.
+            waiting = [one for begin in self.waiting for one in begin.responses]
+            running = [one for batch in self.batches for one in batch.decoding.unfinished]
+            aborted = frozenset(one.number for one in (*running, *waiting))
+            self.batches, self.waiting = [], []
         self.voice.say(Paused(aborted))
 
     def publish(self, command: Publish) -> None:
