@@ -41,6 +41,9 @@ class Sample:
     group_index: int | None = 3
     status: Status = Status.COMPLETED
     metadata: dict = field(default_factory=dict)
+    tokens: Any = (1, 2, 5, 6)
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
 
 
 def good(**changes: Any) -> Sample:
@@ -203,3 +206,65 @@ def test_the_three_faults(log_probs: list, length: int, data: st.DataObject):
         assert (fault is not None) == bool(broken)
         if fault:
             assert fault.cause == "not finite" and fault.detail.startswith(f"{len(broken)} of {length} ")
+
+
+# ----------------------------------------------------------------------------------------- tokens that were changed
+
+
+def returned(*tokens: int | None) -> dict[str, list]:
+    """A sample's metadata, with SGLang's entries for tokens that the engine sampled."""
+    return {"output_token_logprobs": [None if x is None else [-0.5, x, None] for x in tokens]}
+
+
+def nucleus(*kept: list[int]) -> dict[str, Any]:
+    """What slime keeps of the tokens that each one was sampled from."""
+    offsets = [sum(map(len, kept[:i])) for i in range(len(kept) + 1)]
+    flat = torch.tensor(sum(kept, []), dtype=torch.int32)
+    return {
+        "rollout_top_p_token_ids": flat,
+        "rollout_top_p_token_offsets": torch.tensor(offsets, dtype=torch.int32),
+    }
+
+
+UNCHANGED = {
+    "the engine's own": good(metadata=returned(5, 6)),
+    "a tensor of them": good(tokens=torch.tensor([1, 2, 5, 6]), metadata=returned(5, 6)),
+    "another one outside the loss": good(loss_mask=[0, 1], metadata=returned(4, 6)),
+    "one that no engine sampled": good(metadata=returned(None, 6)),
+    "no metadata": good(metadata=None),
+    "in its nucleus": good(**nucleus([5], [3, 6])),
+    "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
+    "of a nucleus that slime refuses": good(**nucleus([5])),
+    "no response": Sample([], response_length=0, metadata=returned(), **nucleus()),
+}
+CHANGED = {
+    "another token": good(metadata=returned(5, 7)),
+    "in another order": good(metadata=returned(6, 5)),
+    "beside a masked one": good(loss_mask=[0, 1], metadata=returned(5, 7)),
+    "an entry too few": good(metadata=returned(5)),
+    "an entry too many": good(metadata=returned(5, 6, 7)),
+    "outside its nucleus": good(**nucleus([5], [3, 7])),
+    "in the other's nucleus": good(**nucleus([6], [5])),
+}
+
+
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_tokens_of_the_engine_stay(case: str):
+    assert fault_of(UNCHANGED[case]) is None
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_tokens_that_an_environment_changed_are_dropped(case: str):
+    """At equal length, so that every count fits, and the log-probs are those of another text."""
+    sample = replace(CHANGED[case])
+    drop_broken_samples(ARGS, [[good(), sample]])
+    assert sample.remove_sample
+
+
+def test_the_log_says_which_token_differs(caplog: pytest.LogCaptureFixture):
+    drop_broken_samples(ARGS, [[good(metadata=returned(5, 7)), good(metadata=returned(5))]])
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped sample 7 of group 3: 1 of 2 response tokens are not those that the engine returned, the first at 1",
+        "dropped sample 7 of group 3: 1 output_token_logprobs for 2 response tokens",
+        "dropped 2 of 2 samples from the loss: rollout log-probs of other tokens in 2",
+    ]

@@ -5,22 +5,29 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from mis_plugins.errors import InputError
 from mis_plugins.notices import warn_once
 
 logger = logging.getLogger("mis_plugins")
 
-Cause = Literal["missing", "of another count", "not finite"]
+Cause = Literal["missing", "of another count", "not finite", "of other tokens"]
 
 NAMED = 10
 """How many dropped samples of one rollout are named in the log, before their total."""
 
 UNSAMPLED = 0.0
 """What the hosts themselves give to tokens that no engine sampled, such as a tool's."""
+
+ENTRIES = "output_token_logprobs"
+"""SGLang's name, and ours in a sample's metadata, for (log-prob, token id, ...) of each token that it sampled."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,14 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
     Sets `remove_sample` where rollout log-probs are missing, of another count than the response's tokens (a
-    post-processed response), or not finite at a token of the loss, and names those samples in the log. They stay in
-    their group's advantages. The hosts slice and convert the log-probs of dropped samples too, and would fail there:
-    what is missing or not finite becomes 0, all of it outside the loss by then.
+    post-processed response), not finite at a token of the loss, or there of another token than the response holds; names
+    those samples in the log. They stay in their group's advantages. The hosts slice and convert the log-probs of dropped
+    samples too, and would fail there: what is missing or not finite becomes 0, all of it outside the loss by then.
+
+    Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are compared
+    where a sample holds both. A generate function of the user's may keep SGLang's entries, one for each response token
+    and None where no engine sampled, in `metadata["output_token_logprobs"]`. And slime has `rollout_top_p_token_ids`
+    where top-p is below 1: each sampled token is one of its own.
 
     Args:
         args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores samples anew after this
@@ -69,7 +81,52 @@ def fault_of(sample: Any) -> Fault | None:
         return Fault("of another count", f"{len(log_probs)} rollout log-probs for {expected} response tokens")
     pairs = zip(log_probs, _in_loss(sample), strict=True)
     broken = sum(counts and not math.isfinite(x) for x, counts in pairs)
-    return Fault("not finite", f"{broken} of {expected} rollout log-probs not finite") if broken else None
+    if broken:
+        return Fault("not finite", f"{broken} of {expected} rollout log-probs not finite")
+    return _other_tokens(sample)
+
+
+def _other_tokens(sample: Any) -> Fault | None:
+    """Whether a token of the loss is another than the engine returned, as far as the sample tells."""
+    length = sample.response_length
+    entries = (getattr(sample, "metadata", None) or {}).get(ENTRIES)
+    if entries is not None and len(entries) != length:
+        return Fault("of other tokens", f"{len(entries)} {ENTRIES} for {length} response tokens")
+    changed = _outside_nucleus(sample) if entries is None else _unlike_entries(sample, entries)
+    pairs = zip(changed, _in_loss(sample), strict=True)
+    places = [i for i, (is_other, counts) in enumerate(pairs) if is_other and counts]
+    if not places:
+        return None
+    return Fault(
+        "of other tokens",
+        f"{len(places)} of {length} response tokens are not those that the engine returned, the first at {places[0]}",
+    )
+
+
+def _unlike_entries(sample: Any, entries: Sequence[Any]) -> list[bool]:
+    """By response token, whether the engine's entry names another; no entry names none."""
+    tokens = _response(sample).tolist()
+    return [x is not None and int(x[1]) != token for x, token in zip(entries, tokens, strict=True)]
+
+
+def _outside_nucleus(sample: Any) -> list[bool]:
+    """By response token, whether it is not among the tokens that slime says it was sampled from; without such, none."""
+    found = [getattr(sample, f"rollout_top_p_token_{name}", None) for name in ("ids", "offsets")]
+    none = [False] * sample.response_length
+    if any(x is None for x in found):
+        return none
+    ids, offsets = (torch.as_tensor(x).long().flatten() for x in found)
+    sizes, tokens = offsets.diff(), _response(sample)
+    if len(sizes) != len(tokens) or int(offsets[-1]) != len(ids):
+        return none  # slime itself refuses such a sample
+    owner = torch.repeat_interleave(sizes)
+    hits = torch.zeros_like(sizes).index_add_(0, owner, (ids == tokens[owner]).long())
+    return ((sizes > 0) & (hits == 0)).tolist()
+
+
+def _response(sample: Any) -> Int[Tensor, " R"]:
+    tokens = torch.as_tensor(sample.tokens).long().flatten()
+    return tokens[len(tokens) - sample.response_length :]
 
 
 def _flat(data: Any) -> Iterator[Any]:
