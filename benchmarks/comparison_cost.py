@@ -35,6 +35,7 @@ from correction_cost import (
     cost_of,
     hook_args,
     hook_kwargs,
+    lengths,
     load,
     response_lengths,
 )
@@ -44,6 +45,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from mis_plugins.numerals import counts
 from true_on_policy import hosts
 from true_on_policy.hosts.comparison import Comparison
 
@@ -160,15 +162,14 @@ def parse_arguments() -> Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    comma: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences (default: 8,64,256)")
+    parser.add_argument("--n", type=counts, default=[8, 64, 256], help="sequences (default: 8,64,256)")
     parser.add_argument(
         "--length",
-        type=comma,
+        type=lengths,
         default=["128", "1024", "8192"],
         help="tokens of each (default: 128,1024,8192)",
     )
-    parser.add_argument("--cp", type=comma, default=["1", "2"], help="ranks (default: 1,2)")
+    parser.add_argument("--cp", type=counts, default=[1, 2], help="ranks (default: 1,2)")
     parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
     return parser.parse_args()
@@ -177,15 +178,15 @@ def parse_arguments() -> Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.smoke:
-        arguments.n, arguments.length = ["8", "64"], ["128"]
+        arguments.n, arguments.length = [8, 64], ["128"]
     warnings.filterwarnings("ignore", module="megatron")
     importlib.import_module("megatron.core")  # before the fork: seconds a rank
     logging.getLogger("true_on_policy").setLevel(
         logging.CRITICAL
     )  # each reading of `one bit off` would say so
-    shapes = [(int(n), length) for n, length in itertools.product(arguments.n, arguments.length)]
+    shapes = list(itertools.product(arguments.n, arguments.length))
     timed = functools.partial(measure, shapes, seconds=0.1 if arguments.smoke else 3.0)
-    rows = [row for cp in arguments.cp for row in timed(int(cp))]
+    rows = [row for cp in arguments.cp for row in timed(cp)]
     table = Table(*HEADINGS, title="the bitwise comparison beside the TIS hook")
     for line in lines(rows):
         table.add_row(*line, end_section=line[2] == NAMES[-1])

@@ -47,6 +47,8 @@ from rich.table import Table
 from tallies import peak_bytes, tally
 from torch import Tensor
 
+from mis_plugins.numerals import count, counts
+
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 PLAIN = "per_sequence.compute_mis_weights_with_cp"
 MIXED = (16, 8192)
@@ -104,6 +106,11 @@ def response_lengths(sequences: int, length: str) -> list[int]:
     low, high = (torch.tensor(float(x)).log() for x in MIXED)
     drawn = torch.rand(sequences, generator=torch.Generator().manual_seed(0))
     return (low + drawn * (high - low)).exp().long().tolist()
+
+
+def lengths(text: str) -> list[str]:
+    """The words of --length: counts of tokens and `mixed`, between commas."""
+    return [part if part == "mixed" else str(count(part)) for part in text.split(",")]
 
 
 def zigzag(full: Tensor, total: int, cp: int, rank: int) -> Tensor:
@@ -297,15 +304,14 @@ def parse_arguments() -> Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    comma: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--n", type=comma, default=["8", "64", "256"], help="sequences (default: 8,64,256)")
+    parser.add_argument("--n", type=counts, default=[8, 64, 256], help="sequences (default: 8,64,256)")
     parser.add_argument(
         "--length",
-        type=comma,
+        type=lengths,
         default=["128", "1024", "8192", "mixed"],
         help="tokens of each; mixed: ragged (default: 128,1024,8192,mixed)",
     )
-    parser.add_argument("--cp", type=comma, default=["1", "2", "4"], help="ranks (default: 1,2,4)")
+    parser.add_argument("--cp", type=counts, default=[1, 2, 4], help="ranks (default: 1,2,4)")
     parser.add_argument(
         "--baseline", default=PLAIN, help="dotted path of a hook to compare with (default: the plain way)"
     )
@@ -318,10 +324,10 @@ def parse_arguments() -> Namespace:
 
 def measure_all(arguments: Namespace) -> list[Row]:
     if arguments.smoke:
-        arguments.n, arguments.length, arguments.cp = ["8", "64"], ["128"], ["1", "2"]
+        arguments.n, arguments.length, arguments.cp = [8, 64], ["128"], [1, 2]
     contest = Contest(arguments.baseline, arguments.metrics, 0.1 if arguments.smoke else 3.0)
-    shapes = [(int(n), length) for n, length in itertools.product(arguments.n, arguments.length)]
-    return [measure(contest, shape, int(cp)) for cp in arguments.cp for shape in shapes]
+    shapes = list(itertools.product(arguments.n, arguments.length))
+    return [measure(contest, shape, cp) for cp in arguments.cp for shape in shapes]
 
 
 def main() -> int:

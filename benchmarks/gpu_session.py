@@ -25,6 +25,7 @@ from gpu import sections
 from gpu.results import Section, exit_code, write
 from provenance import provenance
 
+from mis_plugins.numerals import finite
 from true_on_policy.kernels import gpu
 from true_on_policy.table import print_table
 
@@ -58,7 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sections", nargs="+", choices=sections.SECTIONS, default=list(sections.USUAL), metavar="NAME"
     )
-    parser.add_argument("--seconds", type=float, default=480, help="for all sections together")
+    parser.add_argument("--seconds", type=finite, default=480, help="for all sections together")
     parser.add_argument("--commit", help="of the working tree, where no git is there to ask")
     parser.add_argument("--dry-run", action="store_true", help="on CPU, tiny sizes, kernels swapped")
     return parser.parse_args(arguments)

@@ -49,6 +49,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from mis_plugins.numerals import count
+
 Group = tuple[str, str]
 K3_UNCLAMPED = ("mis_k3_kl",)
 NORMALIZED = (
@@ -294,7 +296,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
     parser.add_argument("--hook", choices=("tis", "loss"), default="tis", help="which of our functions")
     parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
-    parser.add_argument("--limit", type=int, help="only the first N configurations")
+    parser.add_argument("--limit", type=count, help="only the first N configurations")
     return parser.parse_args()
 
 

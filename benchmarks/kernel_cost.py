@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from mis_plugins.numerals import count
 from true_on_policy import qwen3_hf
 from true_on_policy.contract import DTYPES, Contract
 from true_on_policy.kernels import native
@@ -204,7 +205,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--calls", type=int, default=9, help="of each, after one that is not counted")
+    parser.add_argument("--calls", type=count, default=9, help="of each, after one that is not counted")
     parser.add_argument("--json", type=target, help="write the figures here, and a table beside it")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

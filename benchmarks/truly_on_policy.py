@@ -30,6 +30,7 @@ from mis_plugins.local.parallel import launch
 from mis_plugins.local.parser import ENGINE_NAMES
 from mis_plugins.local.recipe import RECIPE, command_line
 from mis_plugins.local.report import SUMMARY, MetricsLog, plot_curves, write_json
+from mis_plugins.numerals import whole
 
 TOKENS = "tokens.jsonl"
 HOOK = ["--rollout-data-postprocess-path", "truly_on_policy.count_equal"]
@@ -110,7 +111,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", choices=ENGINE_NAMES, default="sglang", help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=1, help="(default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/truly-on-policy"), help="(default: %(default)s)"

@@ -3,6 +3,7 @@
     python -m mis_plugins config list
     python -m mis_plugins config show verl-decoupled-geo-rs
     python -m mis_plugins config check FILE.yaml
+    python -m mis_plugins config check - < FILE.yaml
     python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
 
 Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 130 interrupted.
@@ -21,7 +22,7 @@ import yaml
 
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.config_file import keys_of, text_of
+from mis_plugins.config_file import STDIN, keys_of, text_of
 from mis_plugins.describe import describe
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.formula import formula
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(arguments.run(arguments))
     except (MisError, OSError, yaml.YAMLError) as error:
-        print(f"{getattr(arguments, 'target', 'config')}: {error}", file=sys.stderr)
+        target = getattr(arguments, "target", "config")
+        print(f"{'standard input' if target == STDIN else target}: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -152,9 +154,13 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
 
 
 def _file(target: str) -> Path:
-    """A file, or the preset of that name."""
+    """A file, `-` for the standard input, or the preset of that name."""
     file = Path(target)
-    return file if file.exists() or file.suffix or "/" in target else reading.preset_path(target)
+    return (
+        file
+        if target == STDIN or file.exists() or file.suffix or "/" in target
+        else reading.preset_path(target)
+    )
 
 
 def _headline(file: Path) -> str:

@@ -30,6 +30,7 @@ from mis_plugins.config import (
     check_ratio_bounds,
 )
 from mis_plugins.errors import ConfigError
+from mis_plugins.numerals import shown
 
 FLAT_KEYS = (
     "tis_level",
@@ -350,6 +351,8 @@ def number(value: Any, path: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: got {value!r}; expected a number") from None
+    except OverflowError:
+        raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float can hold") from None
 
 
 @functools.cache

@@ -160,6 +160,21 @@ def test_a_yaml_that_hosts_would_misread_is_refused_by_its_name(
         parse_args(["--custom-config-path", str(path)])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_rollout: ten", "--num-rollout: got 'ten'; give a whole number"),
+        (f"num_rollout: 1{'0' * 400}", "--num-rollout: got an integer of about 401 digits; give at least 1"),
+        (f"lr: 1{'0' * 400}", "--lr: got an integer of about 401 digits; give a finite number"),
+        ("day: 2024-13-45", "line 1: '2024-13-45' reads as YAML's timestamp"),
+    ],
+)
+def test_a_number_of_a_yaml_that_no_run_can_have_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "custom.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse_args(["--custom-config-path", str(tmp_path / "custom.yaml")])
+
+
 def micro_batch(*, rejected: bool) -> tuple[MicroBatch, list[torch.Tensor], torch.Tensor]:
     """Two samples, 3 and 2 response tokens; what a hook that rejects the second sample returns; target log-probs."""
     lengths, prompt = [3, 2], 2

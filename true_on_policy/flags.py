@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from mis_plugins.numerals import whole
 from true_on_policy.errors import ContractError
 from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import (
@@ -333,9 +334,9 @@ def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that `contract_of` reads: CONTRACT_ARGUMENTS, None where a user names none."""
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (qwen3-4B)")
     parser.add_argument("--backend", choices=get_args(TrainBackend), help="the trainer (megatron)")
-    parser.add_argument("--tp", type=int, help="tensor parallel of the trainer (the fewest that hold)")
-    parser.add_argument("--cp", type=int, help="context parallel of the trainer (1)")
-    parser.add_argument("--engine-tp", type=int, help="tensor parallel of the engine (--tp times --cp)")
+    parser.add_argument("--tp", type=whole, help="tensor parallel of the trainer (the fewest that hold)")
+    parser.add_argument("--cp", type=whole, help="context parallel of the trainer (1)")
+    parser.add_argument("--engine-tp", type=whole, help="tensor parallel of the engine (--tp times --cp)")
     parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
 
 

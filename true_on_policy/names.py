@@ -19,6 +19,7 @@ import yaml
 from jaxtyping import Shaped
 from torch import Tensor
 
+from mis_plugins.config_file import parsed
 from true_on_policy.storage import RecordError
 
 # Of a request, not of the computation: they differ between two runs of one engine.
@@ -234,7 +235,7 @@ def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tens
 def _from_file(file: Path) -> Correspondence:
     """YAML or JSON: a name of A -> its name in B, or null to leave it out on both sides."""
     try:
-        lines = yaml.safe_load(file.read_text(encoding="utf-8"))
+        lines = parsed(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RecordError(f"--map {file}: cannot be read: {error}") from error
     if not isinstance(lines, dict) or not all(isinstance(line, str) for line in lines):

@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
+from mis_plugins.numerals import whole
 from true_on_policy.certificate import Certificate, Verdict, hashes
 from true_on_policy.commit import commit
 from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Shapes, Side
@@ -122,7 +123,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=whole,
         default=2000,
         help="how many to compare, at least; a run goes on until each situation was asked for",
     )
@@ -132,12 +133,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
     )
-    parser.add_argument("--trainer-tensor-parallel", type=int, default=1, help="ranks of the trainer")
-    parser.add_argument("--engine-tensor-parallel", type=int, default=1, help="ranks of the engine")
+    parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, help="ranks of the trainer")
+    parser.add_argument("--engine-tensor-parallel", type=whole, default=1, help="ranks of the engine")
     parser.add_argument(
-        "--leaves", type=int, default=1, help="of the tree in which both sides add up a row-parallel product"
+        "--leaves",
+        type=whole,
+        default=1,
+        help="of the tree in which both sides add up a row-parallel product",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--json", type=Path, help="write the certificate here")
     parser.add_argument("--picture", type=Path, help="draw the differences, off and on, here")
     parser.set_defaults(run=run)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
+import sys
 from collections.abc import Sequence
 
 import yaml
@@ -15,6 +15,7 @@ from mis_plugins.hooks import Hooks
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
+from mis_plugins.numerals import LARGEST, shown
 from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.reading import from_args
 
@@ -84,14 +85,18 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
 def _check_positive(args: argparse.Namespace) -> None:
     for name in _POSITIVE:
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)}: got {value}; give at least 1")
+        if value is not None and not isinstance(value, int):  # a file may say anything
+            raise ConfigError(f"{_flag(name)}: got {shown(value)}; give a whole number")
+        if value is not None and not 1 <= value <= LARGEST:
+            raise ConfigError(f"{_flag(name)}: got {shown(value)}; give at least 1, at most {LARGEST}")
     if args.rollout_temperature <= 0:
         raise ConfigError(f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0")
     for name in ("lr", "warmup_lr", "eps_clip", "clip_grad"):
         value = getattr(args, name)
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:  # a file's 1e-4 is text to YAML
-            raise ConfigError(f"{_flag(name)}: got {value!r}; give a finite number, at least 0")
+        if (
+            not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max
+        ):  # a file's 1e-4 is text to YAML
+            raise ConfigError(f"{_flag(name)}: got {shown(value)}; give a finite number, at least 0")
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

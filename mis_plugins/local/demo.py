@@ -15,6 +15,7 @@ from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import launch
 from mis_plugins.local.recipe import command_line
 from mis_plugins.local.report import CURVES, SUMMARY, Summary, plot_curves, three_sentences
+from mis_plugins.numerals import whole
 
 RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 
@@ -23,7 +24,7 @@ def main() -> int:
     """Exit code: 0, or that of the run that failed."""
     parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.demo", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=1, help="(default: %(default)s)")
     parser.add_argument(
         "--smoke", action="store_true", help="a few tiny rollouts that show nothing but that it works"
     )

@@ -36,6 +36,7 @@ from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from mis_plugins.local.report import SUMMARY, plot_curves, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.local.rollout import Rollout, shard
+from mis_plugins.numerals import count, whole
 
 SEEDS = (0, 1, 2)
 MEASURED_CODE = ("mis_plugins", "scripts/experiment-collapse.sh")
@@ -263,8 +264,8 @@ def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> di
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.experiment", description=__doc__)
     add_folders(parser, "collapse")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     options = with_folders(parser.parse_args(), "collapse")
     code = committed_tree("mis_plugins")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mis_plugins.hooks import Point
+from mis_plugins.numerals import finite, whole
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 ENGINE_NAMES = ("local", "hf", "sglang")
@@ -85,10 +86,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="where metrics.jsonl, summary.json and curves.png go (default: %(default)s)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, help="of weights, prompts and samples (default: %(default)s)"
+        "--seed", type=whole, default=0, help="of weights, prompts and samples (default: %(default)s)"
     )
     group.add_argument(
-        "--num-rollout", type=int, default=200, help="rollouts to train on (default: %(default)s)"
+        "--num-rollout", type=whole, default=200, help="rollouts to train on (default: %(default)s)"
     )
     group.add_argument(
         "--smoke",
@@ -105,7 +106,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--save-interval",
-        type=int,
+        type=whole,
         default=50,
         metavar="N",
         help="rollouts between checkpoints (default: %(default)s)",
@@ -121,21 +122,21 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation")
     group.add_argument(
         "--eval-interval",
-        type=int,
+        type=whole,
         default=5,
         metavar="N",
         help="rollouts between evaluations of both policies (default: %(default)s)",
     )
     group.add_argument(
         "--eval-prompts",
-        type=int,
+        type=whole,
         default=256,
         metavar="N",
         help="held-out prompts, one sample each (default: %(default)s)",
     )
     group.add_argument(
         "--grad-cosine-every",
-        type=int,
+        type=whole,
         default=0,
         metavar="N",
         help="every N rollouts, compare the direction of the gradient with an on-policy one, drawn from "
@@ -149,11 +150,15 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--task", choices=TASK_NAMES, default="reverse", help="(default: %(default)s)")
     group.add_argument(
-        "--num-digits", type=int, default=10, metavar="N", help="digits of an operand (default: %(default)s)"
+        "--num-digits",
+        type=whole,
+        default=10,
+        metavar="N",
+        help="digits of an operand (default: %(default)s)",
     )
     group.add_argument(
         "--warmup-steps",
-        type=int,
+        type=whole,
         default=500,
         metavar="N",
         help="supervised steps before RL (default: %(default)s)",
@@ -176,13 +181,13 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
     group.add_argument(
         "--rollout-batch-size",
-        type=int,
+        type=whole,
         default=16,
         metavar="N",
         help="prompts a rollout (default: %(default)s)",
     )
     group.add_argument(
-        "--n-samples-per-prompt", type=int, default=8, metavar="N", help="(default: %(default)s)"
+        "--n-samples-per-prompt", type=whole, default=8, metavar="N", help="(default: %(default)s)"
     )
     group.add_argument("--rollout-temperature", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument(
@@ -226,7 +231,7 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-head-offpolicyness",
-        type=int,
+        type=whole,
         metavar="N",
         help="the most versions a token may be older than the weights that train on it; 0 is synchronous "
         f"(default: {ASYNCHRONOUS['max_head_offpolicyness']})",
@@ -246,14 +251,14 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-step-seconds",
-        type=float,
+        type=finite,
         metavar="S",
         help="a decode step takes at least as long: emulates a slow engine "
         f"(default: {ASYNCHRONOUS['rollout_step_seconds']:g})",
     )
     group.add_argument(
         "--rollout-steps-per-update",
-        type=int,
+        type=whole,
         metavar="N",
         help="decode steps of a sequence between two updates, at most, while the trainer does not wait for it: so that "
         "the sequences of a small model outlive updates as those of a large one do; 0: no limit "
@@ -261,7 +266,7 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--recompute-token-budget",
-        type=int,
+        type=whole,
         metavar="N",
         help="tokens a forward pass when the waiting samples are scored before an update "
         f"(default: {ASYNCHRONOUS['recompute_token_budget']})",
@@ -344,7 +349,7 @@ def _add_advantage(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--reward-shift",
-        type=float,
+        type=finite,
         default=0.0,
         metavar="X",
         help="reinforce: -1 punishes failures and leaves successes alone (default: %(default)s)",
@@ -354,14 +359,14 @@ def _add_advantage(parser: argparse.ArgumentParser) -> None:
 def _add_clip(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("clip")
     group.add_argument("--eps-clip", type=float, default=0.2, help="PPO clip (default: %(default)s)")
-    group.add_argument("--eps-clip-high", type=float, help="upper PPO clip (default: --eps-clip)")
-    group.add_argument("--eps-clip-c", type=float, metavar="C", help="dual clip: at most -C A where A < 0")
+    group.add_argument("--eps-clip-high", type=finite, help="upper PPO clip (default: --eps-clip)")
+    group.add_argument("--eps-clip-c", type=finite, metavar="C", help="dual clip: at most -C A where A < 0")
 
 
 def _add_kl(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KL loss", "Towards the policy of before the first rollout, frozen.")
     group.add_argument("--use-kl-loss", action="store_true", help="add the KL term to the loss")
-    group.add_argument("--kl-loss-coef", type=float, default=0.0, help="its factor (default: %(default)s)")
+    group.add_argument("--kl-loss-coef", type=finite, default=0.0, help="its factor (default: %(default)s)")
     group.add_argument(
         "--kl-loss-type",
         choices=("k1", "k2", "k3", "low_var_kl"),
@@ -377,20 +382,20 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument(
         "--global-batch-size",
-        type=int,
+        type=whole,
         metavar="N",
         help="samples an optimizer step (default: the whole rollout)",
     )
     group.add_argument(
         "--micro-batch-size",
-        type=int,
+        type=whole,
         metavar="N",
         help="samples of one data-parallel rank a forward pass (default: all of its share)",
     )
     group.add_argument("--lr", type=float, default=5e-5, help="(default: %(default)s)")
-    group.add_argument("--adam-beta1", type=float, default=0.9, help="(default: %(default)s)")
-    group.add_argument("--adam-beta2", type=float, default=0.98, help="(default: %(default)s)")
-    group.add_argument("--weight-decay", type=float, default=0.0, help="(default: %(default)s)")
+    group.add_argument("--adam-beta1", type=finite, default=0.9, help="(default: %(default)s)")
+    group.add_argument("--adam-beta2", type=finite, default=0.98, help="(default: %(default)s)")
+    group.add_argument("--weight-decay", type=finite, default=0.0, help="(default: %(default)s)")
     group.add_argument(
         "--clip-grad",
         type=float,
@@ -408,21 +413,21 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks", "Forked by this command, or made by torchrun.")
     group.add_argument(
         "--context-parallel-size",
-        type=int,
+        type=whole,
         default=1,
         metavar="N",
         help="ranks that share each sequence (default: %(default)s)",
     )
     group.add_argument(
         "--tensor-model-parallel-size",
-        type=int,
+        type=whole,
         default=1,
         metavar="N",
         help="ranks that share each matrix (default: %(default)s)",
     )
     group.add_argument(
         "--data-parallel-size",
-        type=int,
+        type=whole,
         metavar="N",
         help="ranks that share the samples (default: what torchrun started leaves, else 1)",
     )
@@ -430,13 +435,17 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "A Qwen3-shaped decoder, under Megatron's names.")
-    group.add_argument("--hidden-size", type=int, default=64, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--num-layers", type=int, default=2, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--hidden-size", type=whole, default=64, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--num-layers", type=whole, default=2, metavar="N", help="(default: %(default)s)")
     group.add_argument(
-        "--num-attention-heads", type=int, default=4, metavar="N", help="(default: %(default)s)"
+        "--num-attention-heads", type=whole, default=4, metavar="N", help="(default: %(default)s)"
     )
-    group.add_argument("--num-query-groups", type=int, default=2, metavar="N", help="(default: %(default)s)")
     group.add_argument(
-        "--kv-channels", type=int, default=16, metavar="N", help="size of a head (default: %(default)s)"
+        "--num-query-groups", type=whole, default=2, metavar="N", help="(default: %(default)s)"
     )
-    group.add_argument("--ffn-hidden-size", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--kv-channels", type=whole, default=16, metavar="N", help="size of a head (default: %(default)s)"
+    )
+    group.add_argument(
+        "--ffn-hidden-size", type=whole, default=128, metavar="N", help="(default: %(default)s)"
+    )

@@ -11,7 +11,7 @@ import yaml
 
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.config_file import StrictLoader
+from mis_plugins.config_file import StrictLoader, parsed
 from mis_plugins.describe import flags
 from mis_plugins.errors import ConfigError
 
@@ -88,7 +88,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
 
 def load(text: str) -> Any:
     """YAML, with numbers that hold an underscore as `Unquoted` text."""
-    return yaml.load(text, _Loader)
+    return parsed(text, _Loader)
 
 
 def said(value: Any) -> str:

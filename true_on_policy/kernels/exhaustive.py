@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mis_plugins import numerals
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import DTYPES, Contract
 from true_on_policy.pin import pinned
@@ -261,9 +262,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m true_on_policy.kernels.exhaustive", description=__doc__)
     parser.add_argument("--backend", choices=("native", "tile", "stock"), default="native")
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--depths", type=int, nargs="+", default=AWKWARD, help="K")
-    parser.add_argument("--columns", type=int, nargs="+", default=AWKWARD, help="N")
+    parser.add_argument("--threads", type=numerals.count, default=1)
+    parser.add_argument("--depths", type=numerals.count, nargs="+", default=AWKWARD, help="K")
+    parser.add_argument("--columns", type=numerals.count, nargs="+", default=AWKWARD, help="N")
     parser.add_argument("--few-rows", action="store_true", help=f"M in {FEW} instead of 1 to {MOST_ROWS}")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -31,6 +31,7 @@ from mis_plugins.local.folders import RESULTS, add_folders, with_folders
 from mis_plugins.local.provenance import as_given, committed_tree, measured_with
 from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
+from mis_plugins.numerals import count, whole
 
 RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
@@ -324,8 +325,8 @@ def main() -> int:
         prog="python -m mis_plugins.local.asynchronous.experiment", description=__doc__
     )
     add_folders(parser, "async")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     parser.add_argument(
         "--throughput",

@@ -1,0 +1,71 @@
+"""Numbers as a command line spells them: types for argparse, which refuse what no tensor and no loop can use."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+
+LARGEST = 2**63 - 1  # of a 64-bit integer, as seeds and sizes are
+SHOWN = 40  # characters of what a user typed, in an error
+
+
+def whole(text: str) -> int:
+    """A whole number that 64 bits hold.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"got {shown(text)}; expected a whole number") from None
+    if abs(value) > LARGEST:
+        raise ArgumentTypeError(f"got {shown(text)}; the largest whole number is {LARGEST}")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
+    value = whole(text)
+    if value < 1:
+        raise ArgumentTypeError(f"got {value}; expected at least 1")
+    return value
+
+
+def counts(text: str) -> list[int]:
+    """Counts between commas.
+
+    Raises:
+        ArgumentTypeError: a part that is no count.
+    """
+    return [count(part) for part in text.split(",")]
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor NaN.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"got {shown(text)}; expected a number") from None
+    if not math.isfinite(value):
+        raise ArgumentTypeError(f"got {shown(text)}; expected a finite number")
+    return value
+
+
+def shown(value: object) -> str:
+    """A user's value for an error: long ones by their beginning and their length."""
+    text = repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def _digits(value: int) -> str:
+    """A large integer by its number of digits: Python refuses to write one of more than 4300."""
+    return f"an integer of about {math.floor(value.bit_length() * math.log10(2)) + 1} digits"

@@ -1,0 +1,125 @@
+"""Files that no config is: each is refused quickly, in words, and never by a traceback or the end of the process."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mis_plugins.__main__ import main
+from mis_plugins.config_file import LARGEST_FILE, keys_of, parsed
+from mis_plugins.errors import ConfigError
+from mis_plugins.reading import preset_path
+
+HUGE = "1" + "0" * 400
+BIG = "mis: {weight: {upper: 2}}\n" + "".join(f"key_{i}: [1, 2.5, word, {{a: 1}}]\n" for i in range(120_000))
+ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)
+)
+UNREADABLE = {
+    "an integer": (
+        f"mis: {{weight: {{upper: {HUGE}}}}}",
+        "mis.weight.upper: got an integer of about 401 digits",
+    ),
+    "a flat integer": (f"tis_upper_bound: {HUGE}", "tis_upper_bound: got an integer of about 401 digits"),
+    "5000 digits": (
+        "mis: {weight: {upper: " + "1" * 5000 + "}}",
+        "line 1: .* reads as YAML's int and is none",
+    ),
+    "a month": ("mis: {}\nday: 2024-13-45", "line 2: '2024-13-45' reads as YAML's timestamp and is none"),
+    "a day": ("mis: {weight: {upper: 2024-02-30}}", "line 1: '2024-02-30' reads as YAML's timestamp"),
+    "no int": ("mis: !!int foo", "line 1: 'foo' reads as YAML's int"),
+    "no bool": ("mis: !!bool foo", "line 1: 'foo' reads as YAML's bool"),
+    "no date": ("mis: !!timestamp foo", "line 1: 'foo' reads as YAML's timestamp"),
+    "brackets": ("mis: " + "[" * 100_000, "nested more than 64 levels"),
+    "dashes": ("- " * 60_000, "nested more than 64 levels"),
+    "aliases": (ALIASES, "its aliases .* repeat more than"),
+    "merges": (MERGES, "its aliases .* repeat more than"),
+    "4 MB": (BIG, f"more than {LARGEST_FILE} bytes, which no config has"),
+}
+
+
+@pytest.mark.parametrize("command", ["check", "show", "from-miles", "from-verl", "from-ms-swift"])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_every_command_refuses_quickly(
+    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text, message = UNREADABLE[name]
+    (tmp_path / "theirs.yaml").write_text(text)
+    began = time.process_time()
+    assert main(["config", command, str(tmp_path / "theirs.yaml")]) == 2
+    assert time.process_time() - began < 5
+    assert len(capsys.readouterr().err) < 500, message
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_the_error_names_the_place(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text, message = UNREADABLE[name]
+    (tmp_path / "mis.yaml").write_text(text)
+    main(["config", "check", str(tmp_path / "mis.yaml")])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_file_at_the_limit_is_read_in_a_second(tmp_path: Path):
+    (tmp_path / "mis.yaml").write_text(BIG[: LARGEST_FILE - 100].rpartition("\n")[0])
+    began = time.process_time()
+    assert len(keys_of(tmp_path / "mis.yaml")) > 2000
+    assert time.process_time() - began < 5
+
+
+def test_an_alias_within_itself_is_no_trap():
+    found = parsed("a: &a [*a]")
+    assert found["a"][0] is found["a"]
+
+
+@pytest.mark.parametrize("file", sorted(preset_path("mis").parent.glob("*.yaml")), ids=lambda file: file.stem)
+def test_libyaml_reads_what_the_hosts_read(file: Path):
+    text = file.read_text()
+    assert parsed(text) == yaml.safe_load(text)
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=9), st.dates()
+)
+trees = st.recursive(
+    scalars, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=6), x, max_size=4)
+)
+
+
+@given(tree=trees, flow=st.booleans())
+def test_libyaml_reads_what_the_hosts_read_of_anything(tree: object, flow: bool):
+    text = yaml.safe_dump(tree, default_flow_style=flow, allow_unicode=True)
+    assert parsed(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("command", ["check", "show", "from-miles"])
+def test_a_dash_is_the_standard_input(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = io.TextIOWrapper(io.BytesIO(b"use_tis: true\r\ntis_upper_bound: 3.5\r\n"))
+    monkeypatch.setattr(sys, "stdin", said)
+    assert main(["config", command, "-"]) == 0
+    assert "3.5" in capsys.readouterr().out
+
+
+def test_a_dash_names_the_standard_input_in_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"mis: {wieght: 1}")))
+    assert main(["config", "check", "-"]) == 2
+    assert capsys.readouterr().err.startswith("standard input: mis.wieght: unknown key")
+
+
+def test_a_key_twice_is_refused_below_an_alias_too():
+    with pytest.raises(ConfigError, match="upper: in line 2 and again in line 3"):
+        parsed("mis:\n  upper: 1\n  upper: 2\n")
