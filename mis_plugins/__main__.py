@@ -128,6 +128,7 @@ def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
         raise ConfigError(
             f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
         )
+    reading.check_names(keys)
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
@@ -148,6 +149,8 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
+    if (idle := reading.idle_rule(keys)) is not None:
+        yield idle
     split = denominator.other_terms(argparse.Namespace(**keys), config, by_kept=False)
     if split is not None and not config.needs_loss_hook:
         yield split

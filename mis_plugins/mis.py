@@ -273,7 +273,7 @@ def config_in_force(args: Any) -> CorrectionConfig:
         denominator.check(args)
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
-    watching.warn_of_both(args)
+    watching.warn_where_corrected(args)
     if config.rejects and config.denominator == "original":
         denominator.warn_where_kept(args)
     return config

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from mis_plugins.config import (
     LEVEL_OVER,
     WEIGHT_BOUNDS,
@@ -29,6 +31,7 @@ from mis_plugins.config import (
     WeightConfig,
     check_ratio_bounds,
 )
+from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
 from mis_plugins.numerals import shown
 
@@ -39,6 +42,7 @@ FLAT_KEYS = (
     "tis_upper_bound",
     "tis_batch_normalize",
     "use_rs",
+    "use_mask",
     "rs_level",
     "rs_lower_bound",
     "rs_upper_bound",
@@ -53,6 +57,14 @@ AREAL_KEYS = (
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 OUR_PREFIXES = ("tis_", "rs_", "mis_", "behav_imp_")
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
+RULE_KEYS = (
+    "rs_level",
+    "rs_lower_bound",
+    "rs_upper_bound",
+)  # of the rule that `use_rs` or `use_mask` switches on
+OUR_SWITCHES = tuple(sorted(key for key in READ_KEYS if key.startswith("use_")))
+HOSTS_SWITCHES = frozenset({"use_te"})  # arguments of the hosts within two edits of one of ours
+EDITS = 2  # up to which a switch is taken for a misspelled one of ours
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
@@ -92,7 +104,11 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
 
 
 def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
-    """Miles's flat keys, as its `mis.yaml` documents them. A veto needs no `use_rs` here."""
+    """Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog. A veto needs no `use_rs` here.
+
+    Both switches leave what lies outside the bounds without a gradient; `use_mask` counts it in the denominator on
+    every host.
+    """
     flat = {key: keys.get(key) for key in FLAT_KEYS}
     number = lambda key: _convert(float | None, flat[key], key)  # noqa: E731
     lower, upper, veto = number("tis_lower_bound"), number("tis_upper_bound"), number("rs_veto_threshold")
@@ -112,7 +128,7 @@ def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionC
             else None,
         )
     rules = []
-    if _convert(bool, flat["use_rs"] or False, "use_rs"):
+    if _drops_outside(flat):
         rules.append(_flat_rule(flat, lower, upper))
     if veto is not None:
         with _spelled(lower="rs_veto_threshold"):
@@ -120,8 +136,19 @@ def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionC
     return CorrectionConfig(weight, tuple(rules), metrics)
 
 
+def _drops_outside(flat: Mapping[str, Any]) -> bool:
+    """Whether `use_rs` or `use_mask` is on; they share their bounds, so that both at once contradict each other."""
+    drops, masks = (_convert(bool, flat[key] or False, key) for key in ("use_rs", "use_mask"))
+    if drops and masks:
+        raise ConfigError(
+            "use_rs and use_mask are both true: one leaves rejected tokens out of the average where the host can, the "
+            "other counts them; keep one of them"
+        )
+    return drops or masks
+
+
 def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
-    """`use_rs`: bounds that are unset fall back to those of the weight, as in Miles."""
+    """`use_rs` or `use_mask`: bounds that are unset fall back to those of the weight, as in Miles."""
     lower = _convert(float | None, flat["rs_lower_bound"], "rs_lower_bound")
     upper = _convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
     fallback = 1 / tis_upper if tis_lower is None else tis_lower
@@ -171,7 +198,39 @@ def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> Correction
 
 def is_ours(name: str) -> bool:
     """Whether an argument of a host, or a top-level key of a config file, is read here, or refused."""
-    return name in READ_KEYS or name.startswith(OUR_PREFIXES)
+    plain = name.replace("-", "_")  # as on a command line
+    return plain in READ_KEYS or plain.startswith(OUR_PREFIXES) or _resembles_a_switch(name)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a key that looks like ours and is not.
+
+    Raises:
+        ConfigError: it quotes the key, and suggests one.
+    """
+    for name in names:
+        if is_ours(name) and name not in READ_KEYS:
+            families = {"use": OUR_SWITCHES, "beh": AREAL_KEYS}
+            raise ConfigError(f"{name}: unknown key{_suggest(name, families.get(name[:3], FLAT_KEYS))}")
+
+
+@functools.cache
+def _resembles_a_switch(name: str) -> bool:
+    """Whether a `use_*` that we do not read is at most two edits away from one that we do."""
+    plain = name.replace("-", "_")
+    if not plain.startswith("use_") or plain in HOSTS_SWITCHES or name in READ_KEYS:
+        return False
+    return any(_edits(plain, ours) <= EDITS for ours in OUR_SWITCHES)
+
+
+def _edits(first: str, second: str) -> int:
+    """The Levenshtein distance: how many letters to insert, drop or replace."""
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        above, row = row, [i]
+        for j, b in enumerate(second, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
+    return row[-1]
 
 
 def from_args(args: Any) -> CorrectionConfig:
@@ -181,10 +240,22 @@ def from_args(args: Any) -> CorrectionConfig:
         ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
     """
     said = {name: value for name, value in vars(args).items() if is_ours(name)}
+    for name in [name for name in said if _resembles_a_switch(name)]:
+        if not said[name] or _lacks(getattr(args, "custom_config_path", None), name):
+            del said[name]  # an argument of a host that is newer than our list of them
     key = repr(said)
     if key not in _READ_BEFORE:
         _READ_BEFORE[key] = _of_said(said)
     return _READ_BEFORE[key]
+
+
+@functools.cache
+def _lacks(file: str | None, name: str) -> bool:
+    """Whether a config file is at hand and does not hold the key, so that the key is the host's own argument."""
+    try:
+        return file is not None and name not in keys_of(file)
+    except (OSError, yaml.YAMLError, ConfigError):
+        return False
 
 
 # By all that was said: a host asks for each micro-batch.
@@ -192,10 +263,7 @@ _READ_BEFORE: dict[str, CorrectionConfig] = {}
 
 
 def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
-    for name in said:
-        if name not in READ_KEYS:
-            known = AREAL_KEYS if name.startswith("behav_imp_") else FLAT_KEYS
-            raise ConfigError(f"{name}: unknown key{_suggest(name, known)}")
+    check_names(said)
     if "rejection_sampling" in said:
         raise ConfigError(
             "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
@@ -223,7 +291,7 @@ def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
     names = spelling(args)
     nested = "mis.segment_wise" if config.weighs_by_segment_wise else "mis.weight"
     weighs = [names.get("weight", nested)] if config.weight else []
-    rules = [key for key in ("use_rs", "rs_veto_threshold") if getattr(args, key, None)]
+    rules = [key for key in ("use_rs", "use_mask", "rs_veto_threshold") if getattr(args, key, None)]
     rules = rules or ["mis.reject"] * bool(config.reject)
     others = [
         names.get(part, f"mis.{part}") for part in ("opsm", "objective") if getattr(config, part) is not None
@@ -232,8 +300,16 @@ def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
 
 
 def says_denominator(args: Any) -> bool:
-    """Whether the config can: with Miles's flat keys it is what the host's own `mis.py` gets there."""
-    return all(getattr(args, key, None) is None for key in FLAT_KEYS)
+    """Whether the config can: with Miles's flat keys but `use_mask` it is what the host's own `mis.py` gets there."""
+    return bool(getattr(args, "use_mask", None)) or all(getattr(args, key, None) is None for key in FLAT_KEYS)
+
+
+def idle_rule(keys: Mapping[str, Any]) -> str | None:
+    """What to say of the keys of a flat rule that nothing switches on; None where they act, or are not given."""
+    idle = [key for key in RULE_KEYS if keys.get(key) is not None]
+    if not idle or keys.get("use_rs") or keys.get("use_mask"):
+        return None
+    return f"{', '.join(idle)}: without effect, use_rs is off; say use_rs: true, or drop what has no effect"
 
 
 def spelling(args: Any) -> dict[str, str]:

@@ -39,14 +39,16 @@ def other_terms(args: Any, config: CorrectionConfig, by_kept: bool) -> str | Non
         return None
     if not reading.says_denominator(args):
         return None
+    masks = getattr(args, "use_mask", None)  # the one flat key that says a denominator
+    said = "use_mask: the denominator of all tokens" if masks else f"mis.denominator: {config.denominator}"
     theirs = "kept tokens" if by_kept else "tokens of before rejection"
     instead = (
-        "use denominator: kept"
+        f"use {'use_rs' if masks else 'denominator: kept'}"
         if by_kept
         else "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss divides every term alike"
     )
     return (
-        f"mis.denominator: {config.denominator} is that of the policy term alone: the TIS hook is not handed the terms "
+        f"{said} is that of the policy term alone: the TIS hook is not handed the terms "
         f"of {' and '.join(flags)}, which the host divides by the {theirs}; {instead}"
     )
 

@@ -125,7 +125,6 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
     Raises:
         ConfigError: it quotes both.
     """
-    watching.warn_of_both(args)
     config = watching.for_loss_hook(args, config)
     asked, opsm = config.objective, config.opsm
     objective = _objective(args, asked)

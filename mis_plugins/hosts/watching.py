@@ -54,11 +54,12 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
         ConfigError: flat keys that nothing reads; a file that may say `use_tis: false` and cannot be read here.
     """
     asked = reading.correcting_keys(args, config)
-    if not asked:
-        return config
-    reason = _reason(args)
+    reason = _reason(args) if asked else None
     if reason is not None:
         return metrics_alone(args, config, reason)
+    warn_where_corrected(args)
+    if not asked:
+        return config
     if not (config.corrects or config.needs_loss_hook):
         raise ConfigError(
             f"{', '.join(asked)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
@@ -66,10 +67,12 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
     return config
 
 
-def warn_of_both(args: Any) -> None:
-    """Say which of the two switches wins where both are on."""
+def warn_where_corrected(args: Any) -> None:
+    """Say which of the two switches wins where both are on, and which keys of a flat rule do not act."""
     if getattr(args, "use_tis", False) and getattr(args, "get_mismatch_metrics", False):
         warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
+    if (idle := reading.idle_rule(vars(args))) is not None:
+        warn_once(idle)
 
 
 def _reason(args: Any) -> Reason | None:

@@ -19,7 +19,6 @@ SOURCES = {
     "weight.upper": ("tis_upper_bound",),
     "weight.normalize": ("tis_batch_normalize",),
 }
-RULE = ("rs_level", "rs_lower_bound", "rs_upper_bound")
 VETO = ("rs_veto_threshold",)
 
 
@@ -29,11 +28,14 @@ def translate(keys: Mapping[str, Any]) -> Translation:
     Raises:
         ConfigError: no flat key, or one that the hook would refuse.
     """
+    reading.check_names(keys)
     if not any(key in reading.FLAT_KEYS for key in keys):
         spelled = "it is in our spelling already" if "mis" in keys else "no key of Miles's mis.yaml in it"
         raise ConfigError(f"nothing to translate: {spelled}")
     config = reading.from_args(argparse.Namespace(**{**keys, "use_tis": True}))
-    rules = [RULE] * bool(keys.get("use_rs")) + [VETO] * (keys.get("rs_veto_threshold") is not None)
+    rules = [reading.RULE_KEYS] * bool(keys.get("use_rs") or keys.get("use_mask")) + [VETO] * (
+        keys.get("rs_veto_threshold") is not None
+    )
     sources = SOURCES | {f"reject[{i}]": rule for i, rule in enumerate(rules)}
     return Translation(
         "Miles's flat keys", keys, writing.as_mapping(config), sources, tuple(_notes(keys, config))
@@ -47,13 +49,15 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
         yield "use_tis: pass --use-tis itself; the hosts check their flags before they read this file."
     if config.weight and config.weight.bound == "truncate" and keys.get("tis_lower_bound") is not None:
         yield "tis_lower_bound bounds no weight with tis_mode: truncate; use_rs falls back to it."
-    if not keys.get("use_rs"):
-        idle = [key for key in RULE if keys.get(key) is not None]
-        if idle:
-            yield f"{', '.join(idle)}: without effect, use_rs is off."
-        if keys.get("rs_veto_threshold") is not None:
-            yield "rs_veto_threshold: mis.py reads it with use_rs alone; here the veto needs no switch."
-    if config.rejects:
+    if (idle := reading.idle_rule(keys)) is not None:
+        yield f"{idle}."
+    if keys.get("use_mask"):
+        yield (
+            "use_mask: mis.py reads no such key; here masked tokens get no gradient and still count in the denominator."
+        )
+    if not keys.get("use_rs") and keys.get("rs_veto_threshold") is not None:
+        yield "rs_veto_threshold: mis.py reads it with use_rs alone; here the veto needs no switch."
+    if config.rejects and not keys.get("use_mask"):
         yield (
             "On Miles's FSDP backend the flat keys leave a sequence's loss divided by its kept tokens; this file has "
             "it divided by all of them, as on Megatron. denominator: kept is the other."

@@ -1,0 +1,215 @@
+"""The switches of Miles's flat keys: `use_rs`, the blog's `use_mask`, and keys that merely look like ours."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from batches import host_args, ratio_batch
+from drive import same_bytes
+from test_loss_hook import drive, flags, hosts, random_step
+
+from mis_plugins import mis, reading
+from mis_plugins.__main__ import main
+from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.errors import ConfigError
+from mis_plugins.translate import miles
+
+__all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
+
+ROOT = Path(__file__).parents[1]
+BOUNDS = {"rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.5}
+FLAT = {"tis_upper_bound": 2.0, **BOUNDS}
+HOOKS = {
+    "megatron": (mis.compute_mis_weights_with_cp, 1.0),
+    "fsdp": (
+        mis.compute_mis_weights_fsdp,
+        2 / 3,
+    ),  # two of three tokens are kept, and the host divides by those
+}
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, logger="mis_plugins")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("mis_plugins")]
+
+
+# ------------------------------------------------------------------------------------------------------- use_mask
+
+
+def test_use_mask_is_a_rule_whose_tokens_stay_in_the_denominator():
+    config = reading.from_flat(FLAT | {"use_mask": True})
+    rule = RejectRule(lower=0.7, upper=1.5)
+    assert config == CorrectionConfig(WeightConfig(upper=2.0), (rule,)) and config.denominator == "original"
+    assert reading.from_flat(FLAT | {"use_mask": False}).reject == ()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("bounds", [{}, {"rs_upper_bound": 3.0}, {"tis_lower_bound": 0.2}])
+def test_use_mask_reads_the_bounds_that_use_rs_reads(level: str, bounds: dict):
+    keys = {"tis_upper_bound": 2.0, "rs_level": level, **bounds}
+    masks, drops = (reading.from_flat(keys | {switch: True}) for switch in ("use_mask", "use_rs"))
+    assert masks == drops and masks.reject
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_masked_tokens_get_no_gradient_and_the_batch_keeps_its_structure(hook: str):
+    """On FSDP too, where the host divides by what the masks keep, and `use_rs` leaves it at that."""
+    batch = ratio_batch([[0.9, 3.0, 1.1], [1.2]])
+    function, kept = HOOKS[hook]
+    kwargs = batch.hook_kwargs()
+    loss_in = kwargs["pg_loss"]
+    loss, masks, _ = function(host_args(**FLAT, use_mask=True), **kwargs)
+    assert [mask.tolist() for mask in masks] == [[1, 0, 1], [1]]
+    applied = torch.tensor([0.9 * kept, 0.0, 1.1 * kept, 1.2])
+    torch.testing.assert_close(loss, loss_in * applied)
+    dropped, masks, _ = function(host_args(**FLAT, use_rs=True), **batch.hook_kwargs())
+    assert [mask.tolist() for mask in masks] == [[1, 0, 1], [1]]
+    torch.testing.assert_close(dropped, loss_in * torch.tensor([0.9, 0.0, 1.1, 1.2]))
+
+
+def test_the_loss_hook_masks():
+    step = random_step(0)
+    batch, logits = step.batch(), torch.cat(step.rows("target"))
+    losses = [
+        drive(flags(**FLAT, **switch), batch, logits) for switch in ({"use_mask": True}, {"use_mask": False})
+    ]
+    nested = {"weight": {"upper": 2.0}, "reject": [{"lower": 0.7, "upper": 1.5}]}
+    assert same_bytes(losses[0].gradient, drive(flags(mis=nested), batch, logits).gradient)
+    assert (losses[0].gradient == 0).sum() > (losses[1].gradient == 0).sum()
+
+
+def test_check_says_what_use_mask_does(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "blog.yaml"
+    file.write_text(yaml.safe_dump(FLAT | {"use_mask": True}))
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "reject: tokens whose ratio is below 0.7 or above 1.5" in told
+    assert "denominator: a sequence's loss is divided by the tokens of before rejection" in told
+
+
+def test_from_miles_translates_use_mask():
+    translation = miles.translate(FLAT | {"use_tis": True, "use_mask": True})
+    assert translation.config() == reading.from_flat(FLAT | {"use_mask": True})
+    told = " ".join(translation.notes)
+    assert "use_mask: mis.py reads no such key" in told and "not of the correction" not in told
+    assert "FSDP" not in told and "# rs_level: token, rs_lower_bound: 0.7" in translation.text()
+
+
+def test_without_use_tis_use_mask_is_named(warnings: Callable[[], list[str]]):
+    batch = ratio_batch([[0.9, 3.0]])
+    mis.compute_mis_weights_with_cp(host_args(**FLAT, use_mask=True, use_tis=False), **batch.hook_kwargs())
+    assert "whatever tis_upper_bound, use_mask say" in warnings()[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"use_rs": True, "use_mask": True}, r"^use_rs and use_mask are both true: .*; keep one of them$"),
+        ({"use_mask": "yes"}, r"^use_mask: got 'yes'; expected true or false$"),
+        ({"use_mask": True, "rs_lower_bound": 3.0}, r"^rs_lower_bound: 3 is not below rs_upper_bound: 1\.5$"),
+        ({"use_mask": True, "mis": {"weight": {}}}, r"^both `mis:` and the flat key tis_upper_bound are set"),
+    ],
+)
+def test_a_use_mask_that_cannot_be(keys: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        reading.from_args(SimpleNamespace(use_tis=True, **FLAT | keys))
+
+
+# ------------------------------------------------------------------------------------------------- keys without effect
+
+
+@pytest.mark.parametrize("switches", [{}, {"use_rs": False}, {"use_rs": False, "use_mask": False}])
+@pytest.mark.parametrize("path", ["tis", "loss"])
+def test_a_rule_that_nothing_switches_on_is_told_once(
+    switches: dict, path: str, warnings: Callable[[], list[str]]
+):
+    keys: dict[str, Any] = FLAT | {"rs_lower_bound": None} | switches
+    for _ in range(2):
+        if path == "tis":
+            mis.compute_mis_weights_with_cp(host_args(**keys), **ratio_batch([[0.9, 1.1]]).hook_kwargs())
+        else:
+            step = random_step(0)
+            drive(flags(**keys), step.batch(), torch.cat(step.rows("target")))
+    said = "rs_level, rs_upper_bound: without effect, use_rs is off; say use_rs: true, or drop what has no effect"
+    assert warnings() == [said]
+
+
+@pytest.mark.parametrize("switch", ["use_rs", "use_mask", None])
+def test_check_tells_of_a_rule_that_nothing_switches_on(
+    switch: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    file = tmp_path / "flat.yaml"
+    file.write_text(yaml.safe_dump(FLAT | ({switch: True} if switch else {})))
+    assert main(["config", "check", str(file)]) == 0
+    idle = "warning: rs_level, rs_lower_bound, rs_upper_bound: without effect, use_rs is off"
+    assert (idle in capsys.readouterr().out) == (switch is None)
+
+
+# ---------------------------------------------------------------------------------------------------------- near misses
+
+MISSES = [
+    ("use_rss", "use_rs"),
+    ("use_sr", "use_rs"),
+    ("use_masks", "use_mask"),
+    ("use_mis", "use_tis"),
+    ("use_decouple_loss", "use_decoupled_loss"),
+    ("use-mask", "use_mask"),
+    ("tis-level", "tis_level"),
+    ("tis_levels", "tis_level"),
+    ("rs_upper", "rs_upper_bound"),
+    ("behav_imp_weight_caps", "behav_imp_weight_cap"),
+]
+
+
+@pytest.mark.parametrize(("key", "meant"), MISSES)
+@pytest.mark.parametrize("command", ["check", "show", "from-miles"])
+def test_a_command_refuses_a_near_miss(
+    key: str, meant: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    for value in (True, False):
+        file = tmp_path / "flat.yaml"
+        file.write_text(yaml.safe_dump({"tis_upper_bound": 2.0, key: value}))
+        assert main(["config", command, str(file)]) == 2
+        assert f"{key}: unknown key; did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "meant"), MISSES)
+def test_a_hook_refuses_a_near_miss(key: str, meant: str):
+    batch = ratio_batch([[0.9, 1.1]])
+    with pytest.raises(ConfigError, match=f"^{key}: unknown key; did you mean {meant}\\?$"):
+        mis.compute_mis_weights_with_cp(host_args(tis_upper_bound=2.0, **{key: True}), **batch.hook_kwargs())
+
+
+def test_no_argument_of_a_host_is_a_near_miss():
+    lines = (ROOT / "tests" / "host_flags.txt").read_text().splitlines()
+    names = [line.split()[1].removeprefix("--").replace("-", "_") for line in lines if line[0] != "#"]
+    assert "use_kl_loss" in names
+    args = Namespace(**dict.fromkeys([*names, "use_te"], True) | {"use_tis": True, "tis_upper_bound": 2.0})
+    args.tis_clip = args.tis_clip_low = 1.0
+    assert reading.from_args(args) == reading.from_flat({"tis_upper_bound": 2.0})
+
+
+def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
+    """Off, as a flag is by default; or on, where the file at hand shows that no file said so."""
+    file = tmp_path / "flat.yaml"
+    file.write_text("tis_upper_bound: 2.0\n")
+    off = Namespace(use_tis=True, tis_upper_bound=2.0, use_hs=False)
+    by_flag = Namespace(use_tis=True, tis_upper_bound=2.0, use_hs=True, custom_config_path=str(file))
+    assert reading.from_args(off) == reading.from_args(by_flag)
+    by_flag.custom_config_path = str(tmp_path / "gone.yaml")
+    with pytest.raises(ConfigError, match="^use_hs: unknown key"):
+        reading.from_args(by_flag)
+    misspelled = tmp_path / "misspelled.yaml"
+    misspelled.write_text("tis_upper_bound: 2.0\nuse_hs: true\n")
+    by_flag.custom_config_path = str(misspelled)
+    with pytest.raises(ConfigError, match="^use_hs: unknown key"):
+        reading.from_args(by_flag)
