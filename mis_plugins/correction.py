@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.errors import InputError
+from mis_plugins.opsm import Departure
 from mis_plugins.ragged import Ragged
 from mis_plugins.rejection import Totals
 from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
@@ -96,6 +97,7 @@ class Correction:
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
     on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
     left: what rules and OPSM leave together; None without OPSM, or where `metrics` does not ask.
+    departure: what OPSM looks at, of each sequence; None where `left` is.
     nonfinite_advantages: valid tokens whose advantage is NaN or infinite; None where no loss hook knows advantages.
     """
 
@@ -107,6 +109,7 @@ class Correction:
     rescale: Float[Tensor, " N"] | None
     on_policy: Bool[Tensor, " T"] | None = None
     left: Left | None = None
+    departure: Departure | None = None
     nonfinite_advantages: Bool[Tensor, " T"] | None = None
 
     @property

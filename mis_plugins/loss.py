@@ -25,7 +25,7 @@ from mis_plugins.objective import (
     target_log_ratio,
     widened,
 )
-from mis_plugins.opsm import on_policy, reference_policy
+from mis_plugins.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import exp_clamped, nonfinite
 from mis_plugins.segmentwise import Written, proximal_t
@@ -180,8 +180,15 @@ def counted(x: LossInputs, correction: Correction, share: Share) -> Correction:
     if share.on_policy is None or correction.config.metrics != "all":
         return correction
     left = correction.keep & correction.stage.usable
-    rows, _ = correction.ragged.over_sequence((left, torch.where(left, correction.weights, 0)))
-    return replace(correction, left=Left(*rows.unbind()))
+    rows = [left, torch.where(left, correction.weights, 0), *_departure_rows(x, correction.config)]
+    kept, applied, *departure = x.ragged.over_sequence(rows)[0].unbind()
+    return replace(correction, left=Left(kept, applied), departure=Departure.of(departure))
+
+
+def _departure_rows(x: LossInputs, config: CorrectionConfig) -> list[Tensor]:
+    assert config.opsm is not None and x.behavior is not None
+    policies = x.target.detach(), x.proximal, x.behavior
+    return departure_rows(*policies, x.finite_advantages, x.ragged.loss_mask, config.opsm)
 
 
 def micro_batch_loss(

@@ -5,14 +5,58 @@ DeepSeek-AI 2025, "DeepSeek-V3.2", arxiv.org/abs/2512.02556, section 3.1.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config import OpsmConfig
 from mis_plugins.notices import warn_once
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import log_ratio
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What OPSM looks at, as means over the valid tokens of each sequence; infinite where a log-prob is not finite.
+
+    divergence: of log mu - log pi_theta, or of log pi_old - log pi_theta with `reference: proximal`.
+    mismatch: of log mu - log pi_old, which the engine makes.
+    staleness: of log pi_old - log pi_theta, which the updates on this rollout make.
+    advantage: of A_t.
+    """
+
+    divergence: Float[Tensor, " N"]
+    mismatch: Float[Tensor, " N"]
+    staleness: Float[Tensor, " N"]
+    advantage: Float[Tensor, " N"]
+
+    @classmethod
+    def of(cls, sums: Sequence[Float[Tensor, " N"]]) -> Departure:
+        """From what the rows of `departure_rows` add up to."""
+        valid, advantage, *pairs = sums
+        divergence, mismatch, staleness = (
+            _mean(total, known, valid) for total, known in zip(pairs[::2], pairs[1::2], strict=True)
+        )
+        return cls(divergence, mismatch, staleness, advantage / valid.clamp(min=1))
+
+
+def departure_rows(
+    target: Float[Tensor, " T"],
+    proximal: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"],
+    advantages: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    config: OpsmConfig,
+) -> list[Shaped[Tensor, " T"]]:
+    """Rows over tokens that `Departure.of` reads added up by sequence."""
+    reference = reference_policy(behavior, proximal, config)
+    pairs = (reference, target), (behavior, proximal), (proximal, target)
+    terms = (log_ratio(*pair, loss_mask)[:2] for pair in pairs)
+    return [loss_mask, torch.where(loss_mask, advantages, 0), *itertools.chain.from_iterable(terms)]
 
 
 @torch.no_grad()
@@ -50,7 +94,14 @@ def sequence_means(
     log_r, usable, _ = log_ratio(reference, target, mask)
     rows, _ = ragged.over_sequence((log_r, torch.where(mask, advantages, 0), usable, mask))
     total, advantage, known, valid = rows.unbind()
-    return torch.where(known == valid, total / valid.clamp(min=1), torch.inf), advantage / valid.clamp(min=1)
+    return _mean(total, known, valid), advantage / valid.clamp(min=1)
+
+
+def _mean(
+    total: Float[Tensor, " N"], known: Float[Tensor, " N"], valid: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """Mean over the valid tokens of each sequence, infinite where one of them is not known."""
+    return torch.where(known == valid, total / valid.clamp(min=1), torch.inf)
 
 
 def reference_policy(

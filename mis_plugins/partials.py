@@ -21,11 +21,14 @@ from mis_plugins.correction import Correction
 from mis_plugins.rejection import Totals
 from mis_plugins.slope import RELATED_SUMS
 from mis_plugins.step_rows import (
+    DEPARTURES,
     TOKEN_SUMS,
     Rows,
     Sequences,
     TokenRow,
     Tokens,
+    departure_sums,
+    departures,
     multiplies,
     product_sums,
     sequence_counts,
@@ -43,7 +46,7 @@ RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS}
     "usable": lambda t: t.usable
 }
 
-SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio")
+SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio", *DEPARTURES)
 
 # Sums of exponentials too large for a float64: by window of the exponent, each less the start of its window.
 WINDOW, WINDOWS = 64.0, 128
@@ -61,7 +64,7 @@ class Partials:
 
     sum_names, maximum_names: what the sums and maxima are of; the same for all micro-batches of a config.
     maxima: -inf where there was nothing.
-    histograms: one sketch each of `SKETCHES`.
+    histograms: one sketch each of `SKETCHES`; without those of OPSM where the loss hook has none.
     products: sums over sequences of `POWERS` of their ratios, by window of the exponent.
     lags: sums of `LAG_ROWS` by how many weight versions the token is behind; 0 where that is not known.
     """
@@ -132,13 +135,13 @@ def partials(
         _largest(sequence_maxima(sequences), sequences.seen),
         *(_largest(unit_rule_maxima(rules, totals), totals["usable"] > 0) for rules, totals in ruled),
     ]
-    of_tokens, of_sequences = _histograms(tokens, sequences)
+    of_tokens, *of_sequences = _histograms(tokens, sequences)
     return Partials(
         _names(sums),
         _names(maxima),
         torch.cat([values for _, values in sums]),
         torch.cat([values for _, values in maxima]),
-        torch.cat([of_tokens, once(of_sequences)]),
+        torch.cat([of_tokens, *map(once, of_sequences)]),
         once(_powers(sequences)),
         _lag_rows(tokens, lags),
     )
@@ -202,18 +205,30 @@ def _sums_over_sequences(s: Sequences, ruled: Ruled) -> list[Named]:
         _nonfinite(s),
         _of_micro_batch(s.correction),
         _products(s.correction),
+        *_departures(s.correction),
         *(_unit_rules(rules, totals) for rules, totals in ruled),
     ]
 
 
-def _histograms(t: Tokens, s: Sequences) -> tuple[Int[Tensor, "2 B"], Int[Tensor, "2 B"]]:
-    """The sketches, in the order of `SKETCHES`: two of tokens, two of sequences."""
+def _departures(correction: Correction) -> list[Named]:
+    """Sums of what OPSM looks at; none without OPSM."""
+    if correction.departure is None:
+        return []
+    return [_summed(departure_sums(correction.departure), correction.live)]
+
+
+def _histograms(t: Tokens, s: Sequences) -> list[Int[Tensor, "_ B"]]:
+    """The sketches, in the order of `SKETCHES`: two of tokens, two of sequences, and with OPSM its own."""
     edges = sketch.edges(t.log_ratio.device)
     by_token, by_sequence = (
         torch.stack([t.log_ratio, t.weight.log()]),
         torch.stack([s.log_ratio, s.mean_log_ratio]),
     )
-    return sketch.histograms(by_token, t.usable, edges), sketch.histograms(by_sequence, s.seen, edges)
+    found = [sketch.histograms(by_token, t.usable, edges), sketch.histograms(by_sequence, s.seen, edges)]
+    if s.correction.departure is None:
+        return found
+    values = departures(s.correction.departure)
+    return [*found, sketch.histograms(values, s.correction.live & values.isfinite(), edges)]
 
 
 def _names(parts: Iterable[Named]) -> tuple[str, ...]:

@@ -32,9 +32,13 @@ def edges(device: torch.device) -> Float[Tensor, " _"]:
 
 
 def histograms(
-    x: Float[Tensor, "H K"], counted: Bool[Tensor, " K"], edges: Float[Tensor, " _"]
+    x: Float[Tensor, "H K"], counted: Bool[Tensor, "*H K"], edges: Float[Tensor, " _"]
 ) -> Int[Tensor, "H B"]:
-    """How many of the counted values of each row lie in each bucket."""
+    """How many of the counted values of each row lie in each bucket.
+
+    Args:
+        counted: the same for all rows, or one row each.
+    """
     # Compared with the edges and not rounded from a logarithm: vectorized and scalar logarithms differ in the last bit.
     bucket = torch.bucketize(x.to(edges.dtype), edges)
     empty = torch.zeros(x.shape[0], SIZE, dtype=torch.int64, device=x.device)

@@ -41,7 +41,7 @@ class Step:
             config,
             partials.named_sums,
             dict(zip(partials.maximum_names, partials.maxima.tolist(), strict=True)),
-            dict(zip(SKETCHES, partials.histograms.cpu().unbind(), strict=True)),
+            dict(zip(SKETCHES, partials.histograms.cpu().unbind(), strict=False)),  # OPSM's come last
             {p: _log_sum(row) for p, row in zip(POWERS, partials.products.tolist(), strict=True)},
             [dict(zip(LAG_ROWS, row, strict=True)) for row in lags],
         )
@@ -87,7 +87,14 @@ class Step:
         """Of the absolute values."""
         return max(self.largest(name), -self.smallest(name))
 
+    def over_departures(self, name: str) -> float:
+        """Mean over the sequences of which OPSM knows it; NaN without OPSM."""
+        return ratio_of(self.sums.get(name, math.nan), self.sums.get(f"{name}_count", math.nan))
+
     def quantile(self, name: str, percent: int) -> float:
+        """NaN of what the config does not have."""
+        if name not in self.histograms:
+            return math.nan
         return sketch.quantile(self.histograms[name], percent / 100)
 
     def spread(self, name: str, squared: str, count: float, unbiased: bool = False) -> float:

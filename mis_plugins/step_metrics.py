@@ -684,6 +684,61 @@ LOSS: dict[str, Metric] = {
     ),
 }
 
+OPSM: dict[str, Metric] = {
+    "opsm_divergence_mean": Metric(
+        lambda s: s.over_departures("opsm_divergence"),
+        "Mean over sequences of what OPSM compares with delta: mean_t(log mu - log pi_theta), or with `reference: "
+        "proximal` mean_t(log pi_old - log pi_theta).",
+        range="any; its expectation is at least 0.",
+        bad="near or above delta: OPSM masks what is usual; far below 0: these are not the log-probs sampled with.",
+        do="see which of opsm_mismatch_mean and opsm_staleness_mean makes it.",
+    ),
+    "opsm_divergence_negative_mean": Metric(
+        lambda s: s.over_departures("opsm_divergence_negative"),
+        "opsm_divergence_mean of the sequences with a negative mean advantage, which alone can be masked.",
+        range="any.",
+        bad="near or above delta.",
+        do="choose delta by the percentiles of opsm_divergence_negative.",
+    ),
+    "opsm_divergence_positive_mean": Metric(
+        lambda s: s.over_departures("opsm_divergence_positive"),
+        "opsm_divergence_mean of the sequences with a positive mean advantage, which are never masked for their mean.",
+        range="any.",
+        bad="far below opsm_divergence_negative_mean: updates push failures away faster than they pull successes.",
+        do="lower the learning rate, or take fewer optimizer steps a rollout.",
+    ),
+    "opsm_mismatch_mean": Metric(
+        lambda s: s.over_departures("opsm_mismatch"),
+        "Mean over sequences of mean_t(log mu - log pi_old): the engine's part of the divergence, there before any "
+        "update.",
+        range="any; its expectation is at least 0.",
+        bad="near or above delta: OPSM then masks for the engine's sake; clearly below 0 as kl_k1.",
+        do="raise the engine's precision, raise delta, or say `reference: proximal`, which leaves this part out.",
+    ),
+    "opsm_staleness_mean": Metric(
+        lambda s: s.over_departures("opsm_staleness"),
+        "Mean over sequences of mean_t(log pi_old - log pi_theta): the part of the divergence that the updates on this "
+        "rollout made.",
+        range="any; 0 in the first optimizer step of a rollout.",
+        bad="above delta, or a growth from step to step of a rollout.",
+        do="take fewer optimizer steps a rollout, or lower the learning rate.",
+    ),
+    "opsm_masked_fraction": Metric(
+        lambda s: s.over_valid("opsm_masked"),
+        "Share of the valid tokens that OPSM masks, whatever rules do.",
+        range="0 to 1; at most the share of the tokens with a negative advantage.",
+        bad="0 in every step (delta does nothing), or most of the tokens with a negative advantage.",
+        do="choose delta by the percentiles of opsm_divergence_negative.",
+    ),
+    "opsm_unknown_sequences": Metric(
+        lambda s: s.sums.get("opsm_unknown", math.nan),
+        "Number of sequences with a log-prob that is not finite. Their unknown divergence counts as above delta.",
+        range="0 and above.",
+        bad="above 0.",
+        do="as nonfinite_rollout_tokens.",
+    ),
+}
+
 SECTIONS: dict[str, dict[str, Metric]] = {
     "How much there was": AMOUNTS,
     "How far the two policies are apart, token by token": TOKENS,
@@ -691,6 +746,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "The same of whole sequences": SEQUENCES,
     "The weights": WEIGHTS,
     "What was rejected": REJECTION,
+    "What OPSM looks at, reported where it is on": OPSM,
     "The loss": LOSS,
 }
 """As the document has them."""
@@ -729,6 +785,41 @@ PERCENTILES: dict[str, Metric] = {
         range="above 0; 0.99 to 1.01 for bf16.",
         bad="p25 or p75 outside the bounds of a geometric rule: it drops half.",
         do="choose such a rule's bounds by these.",
+    ),
+    "opsm_divergence_p{percent}": Metric(
+        lambda s, percent: s.quantile("opsm_divergence", percent),
+        "Percentile over sequences of what OPSM compares with delta.",
+        range="any.",
+        bad="p50 above delta, or p99 far below it.",
+        do="as opsm_divergence_mean.",
+    ),
+    "opsm_divergence_negative_p{percent}": Metric(
+        lambda s, percent: s.quantile("opsm_divergence_negative", percent),
+        "Percentile over the sequences with a negative mean advantage of what OPSM compares with delta.",
+        range="any.",
+        bad="p50 above delta: OPSM masks half of the failures.",
+        do="a delta at p95 masks one in twenty of these sequences, one at p99 one in a hundred.",
+    ),
+    "opsm_divergence_positive_p{percent}": Metric(
+        lambda s, percent: s.quantile("opsm_divergence_positive", percent),
+        "Percentile over the sequences with a positive mean advantage of what OPSM compares with delta.",
+        range="any.",
+        bad="as opsm_divergence_positive_mean.",
+        do="as opsm_divergence_positive_mean.",
+    ),
+    "opsm_mismatch_p{percent}": Metric(
+        lambda s, percent: s.quantile("opsm_mismatch", percent),
+        "Percentile over sequences of mean_t(log mu - log pi_old).",
+        range="any.",
+        bad="p95 above delta: the engine alone gets sequences masked.",
+        do="as opsm_mismatch_mean.",
+    ),
+    "opsm_staleness_p{percent}": Metric(
+        lambda s, percent: s.quantile("opsm_staleness", percent),
+        "Percentile over sequences of mean_t(log pi_old - log pi_theta).",
+        range="any; 0 in the first optimizer step of a rollout.",
+        bad="p95 above delta: updates alone get sequences masked.",
+        do="as opsm_staleness_mean.",
     ),
 }
 

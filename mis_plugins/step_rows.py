@@ -18,6 +18,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.correction import Correction, LogPerplexity
 from mis_plugins.divergence import k2, k3
+from mis_plugins.opsm import Departure
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import weighs_tokens
@@ -283,6 +284,8 @@ def token_sums(t: Tokens) -> Rows:
         yield "lifted_squared", lifted.square()
     for name, row in LOSS_SUMS.items():
         yield name, torch.zeros_like(t.log_ratio) if t.pg_loss is None else row(t, t.pg_loss.double())
+    if t.correction.on_policy is not None:
+        yield "opsm_masked", t.correction.ragged.loss_mask & ~t.correction.on_policy
     lost = t.correction.nonfinite_advantages
     for name, row in ADVANTAGE_SUMS.items():
         yield name, torch.zeros_like(t.log_ratio) if lost is None else row(t, lost)
@@ -388,6 +391,32 @@ def sequence_maxima(s: Sequences) -> Rows:
     for name, rule in numbered(s.config):
         if rule.over == "token":
             yield from _both_ends(f"{name}_unit", s.mean(row_of(rule.statistic)))
+
+
+# Of OPSM, over sequences with a valid token.
+
+DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
+    "opsm_divergence": lambda d: d.divergence,
+    "opsm_divergence_negative": lambda d: torch.where(d.advantage < 0, d.divergence, torch.inf),
+    "opsm_divergence_positive": lambda d: torch.where(d.advantage > 0, d.divergence, torch.inf),
+    "opsm_mismatch": lambda d: d.mismatch,
+    "opsm_staleness": lambda d: d.staleness,
+}
+"""What is looked at, infinite where a sequence does not count."""
+
+
+def departures(d: Departure) -> Float[Tensor, "D N"]:
+    """The rows of `DEPARTURES`."""
+    return torch.stack([row(d) for row in DEPARTURES.values()])
+
+
+def departure_sums(d: Departure) -> Rows:
+    """Rows that are added over sequences with a valid token."""
+    for name, value in zip(DEPARTURES, departures(d), strict=True):
+        known = value.isfinite()
+        yield f"{name}_count", known
+        yield name, torch.where(known, value, 0)
+    yield "opsm_unknown", d.divergence.isinf()
 
 
 # Of rules over units, be they sequences or segments: over those with a usable token.

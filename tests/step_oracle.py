@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import oracle
+from loss_oracle import Response, opsm_keep
 from oracle import Corrected, Sample
 
 CLAMP = 20.0
@@ -323,4 +324,38 @@ def losses(s: Everything, loss: Sequence[Sequence[float]]) -> dict[str, float]:
         "loss_uncorrected": mean(valid),
         "loss_original_denominator": divide(total, len(valid)),
         "loss_kept_denominator": divide(total, float(s.keep.sum())),
+    }
+
+
+def departures(
+    responses: Sequence[Response], behavior: Sequence[Sequence[float]], opsm: dict
+) -> dict[str, np.ndarray]:
+    """What OPSM looks at: one number a sequence that has a valid token and finite log-probs, by the metric's name."""
+    live = [(x, b) for x, b in zip(responses, behavior, strict=True) if x.valid]
+
+    def gaps(rows: Sequence[tuple]) -> np.ndarray:
+        pairs = zip(rows, live, strict=True)
+        return np.array([np.mean([p[t] - q[t] for t in x.valid]) for (p, q), (x, _) in pairs])
+
+    mismatch, staleness = gaps([(b, x.old) for x, b in live]), gaps([(x.old, x.target) for x, _ in live])
+    divergence = staleness if opsm.get("reference") == "proximal" else gaps([(b, x.target) for x, b in live])
+    advantage = np.array([np.mean([x.learned[t] for t in x.valid]) for x, _ in live])
+    found = {
+        "divergence": divergence, "divergence_negative": divergence[advantage < 0],
+        "divergence_positive": divergence[advantage > 0], "mismatch": mismatch, "staleness": staleness,
+    }  # fmt: skip
+    return {f"opsm_{name}": x[np.isfinite(x)] for name, x in found.items()}
+
+
+def opsm(
+    responses: Sequence[Response], behavior: Sequence[Sequence[float]], config: dict
+) -> dict[str, float]:
+    """The metrics of OPSM, percentiles aside."""
+    data, tokens = departures(responses, behavior, config), sum(len(x.valid) for x in responses)
+    reference = [x.old for x in responses] if config.get("reference") == "proximal" else behavior
+    by_sequence = config.get("advantage") == "sequence"
+    keeps = [opsm_keep(x, r, config["delta"], by_sequence) for x, r in zip(responses, reference, strict=True)]
+    return {f"{name}_mean": mean(x) for name, x in data.items()} | {
+        "opsm_masked_fraction": divide(tokens - sum(map(sum, keeps)), tokens),
+        "opsm_unknown_sequences": float(sum(bool(x.valid) for x in responses) - len(data["opsm_divergence"])),
     }

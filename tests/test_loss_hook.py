@@ -20,8 +20,10 @@ from types import ModuleType
 from typing import Any
 
 import loss_oracle
+import numpy as np
 import oracle
 import pytest
+import step_oracle
 import tallies
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_plugins import loss, mis, reading
+from mis_plugins import loss, mis, reading, sketch
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
@@ -41,6 +43,7 @@ from mis_plugins.hosts import tracking
 from mis_plugins.local import log_probs
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
+from mis_plugins.step_metrics import QUANTILES
 
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
 LENGTHS = (7, 1, 5, 9, 4, 6)
@@ -876,6 +879,59 @@ def test_metrics_of_sequences_count_what_opsm_masks(
     assert {name: logged[0][name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
+WATCHED = [
+    {"opsm": {"delta": 0.05}},
+    {"opsm": {"delta": 0.05, "advantage": "sequence", "reference": "proximal"}},
+    TIS | {"opsm": {"delta": 0.05}, "objective": {"ratio": "sequence"}},
+]
+
+
+def broken(step: Step) -> Step:
+    """One sequence lacks an advantage, another a rollout log-prob."""
+    step = without_advantages(step, math.nan)
+    behavior = [list(row) for row in step.behavior]
+    behavior[3][step.responses[3].valid[0]] = math.nan
+    return dataclasses.replace(step, behavior=behavior)
+
+
+@pytest.mark.parametrize("config", WATCHED, ids=str)
+@pytest.mark.parametrize("change", [lambda step: step, broken])
+def test_what_opsm_looks_at_is_reported(
+    monkeypatch: pytest.MonkeyPatch, config: dict, change: Callable[[Step], Step]
+):
+    """Of a step of three micro-batches, against the second implementation; a sequence counts in each it belongs to."""
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    steps = [change(random_step(seed)) for seed in (7, 8, 9)]
+    mis.report_step(flags(), 0, 0)
+    for step in steps:
+        call(step, config | {"metrics": "all"})
+    mis.report_step(flags(), 0, 1)
+    responses, behavior = (
+        [x for step in steps for x in getattr(step, name)] for name in ("responses", "behavior")
+    )
+    found = {name: value for name, value in logged[0].items() if name.startswith("opsm_")}
+    atol = 4 * sum_rtol(len(responses)) * 4  # of log-probs up to 4 in size, each rounded to float32
+    for name, value in step_oracle.opsm(responses, behavior, config["opsm"]).items():
+        assert abs(found.pop(name) - value) <= atol, name
+    for name, data in step_oracle.departures(responses, behavior, config["opsm"]).items():
+        assert len(data) > 2
+        for percent in QUANTILES:
+            exact = np.quantile(np.sort(data), percent / 100)
+            size = float(np.max(np.abs(data)))
+            assert abs(found.pop(f"{name}_p{percent}") - exact) <= sketch.RELATIVE_ERROR * size + atol, name
+    assert not found
+
+
+def test_without_opsm_nothing_of_it_is_reported(monkeypatch: pytest.MonkeyPatch):
+    logged: list[dict] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+    mis.report_step(flags(), 0, 0)
+    call(random_step(7), TIS | {"metrics": "all"})
+    mis.report_step(flags(), 0, 1)
+    assert logged and not [name for name in logged[0] if name.startswith("opsm_")]
+
+
 def test_metrics_count_what_keep_gave_back(monkeypatch: pytest.MonkeyPatch):
     """Rules leave one sequence and OPSM masks that one: the loss is of everything, and so are the metrics."""
     logged: list[dict] = []
@@ -1106,6 +1162,38 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
         for name, value in alone.items():
             atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
             assert (split[name] - value).abs().max() <= atol, name
+
+
+def opsm_of_rank(args: Namespace, steps: Sequence[Step], cp: int) -> list[dict]:
+    """What this rank logs of a step in which each data-parallel rank trains on every so many-th of `steps`."""
+    logged: list[dict] = []
+    tracking.log = lambda args, metrics, *_: logged.append(dict(metrics))
+    sys.modules.pop("miles.backends.training_utils.parallel")  # the embedded host's groups are Megatron's
+    rank, dp = dist.get_rank(), dist.get_world_size() // cp
+    mis.report_step(args, 0, 0)
+    for step in steps[rank // cp :: dp]:
+        outcome_of(args, *embedded_batch(step, rank % cp, cp))
+    mis.report_step(args, 0, 1)
+    return [{name: value for name, value in row.items() if name.startswith("opsm_")} for row in logged]
+
+
+def test_what_opsm_looks_at_is_the_same_over_ranks(tmp_path: Path):
+    """Of a step of two micro-batches, over context-parallel ranks and over data-parallel ones."""
+    steps = [broken(random_step(seed, (9, 1, 20, 13, 6))) for seed in (11, 12)]
+    args = flags(
+        mis={"opsm": {"delta": 0.1}, "metrics": "all"}, rollout_temperature=1.0, true_on_policy=False
+    )
+    answers = []
+    for world, cp in ((1, 1), (2, 2), (2, 1), (4, 2)):
+        folder = tmp_path / f"{world}-{cp}"
+        folder.mkdir()
+        ranks = run_ranks(world, cp, lambda _, cp=cp: opsm_of_rank(args, steps, cp), folder)
+        (logged,) = [row for rows in ranks for row in rows]
+        answers.append(logged)
+    assert answers[0]["opsm_unknown_sequences"] == 2.0
+    assert len(answers[0]) > 30
+    for split in answers[1:]:
+        assert split == pytest.approx(answers[0], rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

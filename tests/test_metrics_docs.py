@@ -54,4 +54,4 @@ def test_metrics_that_are_named_in_advice_exist():
         assert not unknown, (name, unknown)
 
 
-SYMBOLS = {"r_t", "w_t", "loss_t", "log_r", "prob_diff", "pi_old", "pi_v"}
+SYMBOLS = {"r_t", "w_t", "loss_t", "log_r", "prob_diff", "pi_old", "pi_v", "pi_theta"}
