@@ -44,6 +44,7 @@ setup(
     package_dir={"mis_plugins.presets": "yaml"},
     package_data={
         "mis_plugins": ["py.typed"],
+        "mis_plugins.hosts": ["records/*.txt"],
         "mis_plugins.presets": ["*.yaml"],
         "true_on_policy.engines": ["*.sh", "*.txt"],
         "true_on_policy.kernels": ["*.c"],

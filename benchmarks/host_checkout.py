@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -50,10 +50,13 @@ class _StandIn(ModuleType):
 class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Asked last: it only sees the packages that are not installed."""
 
+    def __init__(self, packages: Sequence[str]):
+        self.packages = packages
+
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] in ROLLOUT_SIDE_PACKAGES:
+        if fullname.split(".")[0] in self.packages:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -64,8 +67,8 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def stand_in_for_missing_packages() -> None:
-    sys.meta_path.append(_StandInFinder())
+def stand_in_for_missing_packages(packages: Sequence[str] = ROLLOUT_SIDE_PACKAGES) -> None:
+    sys.meta_path.append(_StandInFinder(packages))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from mis_plugins.describe import describe
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.formula import formula
 from mis_plugins.hosts import denominator
+from mis_plugins.hosts.abilities import check_served, unserved
+from mis_plugins.hosts.arguments import RECORDS, Host, surprises
 from mis_plugins.translate import miles, ms_swift, verl
 
 REFUSED = 2  # could not compare, could not check: never a pass
@@ -66,11 +69,26 @@ def check(arguments: argparse.Namespace) -> str:
     """What a file given to --custom-config-path (or a preset) will do, in words.
 
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
-    understood too.
+    understood too. --host makes the flags that host's, ready to paste, and refuses what it cannot serve.
     """
-    keys = keys_of(_file(arguments.target))  # once: it may be a pipe
+    file, host = _file(arguments.target), arguments.host
+    keys = keys_of(file)  # once: it may be a pipe
     config = _read(keys)
-    return "\n".join([describe(config), *(f"warning: {text}" for text in _switched(keys, config))])
+    if host is not None:
+        check_served(config, host, reading.spelling(argparse.Namespace(**keys)))
+    told = describe(config, host, shlex.quote(str(file.resolve())) if host and file.is_file() else "FILE")
+    return "\n".join([told, *(f"warning: {text}" for text in _beside(keys, config, host))])
+
+
+def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
+    """What to beware of in the keys that stand beside `mis:`, and on a host that is named."""
+    yield from _switched(keys, config)
+    yield from surprises(keys, host)
+    if host is not None:
+        yield from unserved(config, host)
+    split = denominator.other_terms(argparse.Namespace(**keys), config, by_kept=host == "fsdp")
+    if split is not None and not config.needs_loss_hook:
+        yield split
 
 
 def path(arguments: argparse.Namespace) -> str:
@@ -151,9 +169,6 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
-    split = denominator.other_terms(argparse.Namespace(**keys), config, by_kept=False)
-    if split is not None and not config.needs_loss_hook:
-        yield split
 
 
 def _file(target: str) -> Path:
@@ -200,6 +215,12 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if target:
             command.add_argument("target", metavar=target)
+        if run is check:
+            command.add_argument(
+                "--host",
+                choices=RECORDS,
+                help="whose arguments and flags (default: Miles or slime on Megatron)",
+            )
         if run is from_verl:
             command.add_argument(
                 "overrides", nargs="*", metavar="OVERRIDE", help="algorithm.rollout_correction.KEY=VALUE"

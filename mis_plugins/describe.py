@@ -17,8 +17,10 @@ from mis_plugins.config import (
     WeightConfig,
 )
 from mis_plugins.formula import scored_policy
+from mis_plugins.hosts.arguments import Host
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+FSDP_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_fsdp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
 ONE_STEP = (
@@ -119,8 +121,13 @@ ON_POLICY: dict[Statistic, float] = {
 """What a statistic is where trainer and rollout engine agree; probabilities alone have no such value."""
 
 
-def describe(config: CorrectionConfig) -> str:
-    """One line a decision, the flags, and the warnings."""
+def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FILE") -> str:
+    """One line a decision, the flags, and the warnings.
+
+    Args:
+        host: whose flags; None is Megatron's under Miles or slime.
+        file: what stands behind --custom-config-path.
+    """
     scored = scored_policy(config)
     lines = [_weight(config.weight, "pi_{v+1}" if config.segment_wise_on else scored)]
     lines += _segment_wise(config)
@@ -136,20 +143,22 @@ def describe(config: CorrectionConfig) -> str:
         )
     if config.can_end_empty or config.opsm:
         lines += _consequences(config)
-    lines += [f"metrics: {config.metrics}", f"needs: {flags(config)} --custom-config-path FILE"]
+    lines += [f"metrics: {config.metrics}", f"needs: {flags(config, host)} --custom-config-path {file}"]
     return "\n".join(lines + [f"warning: {text}" for text in warnings(config)])
 
 
-def flags(config: CorrectionConfig) -> str:
+def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     """What the host must be started with, the config file aside."""
     if config.needs_loss_hook:
         hook = LOSS_HOOK
     else:
-        hook = f"{'--use-tis' if config.corrects else '--get-mismatch-metrics'} {TIS_HOOK}"
+        switch = "--use-tis" if config.corrects else "--get-mismatch-metrics"
+        hook = f"{switch} {FSDP_HOOK if host == 'fsdp' else TIS_HOOK}"
     normalize = config.weight and config.weight.normalize
     if normalize and normalize.scope == "rollout":
         hook = f"{hook} {ROLLOUT_HOOK}"
-    return f"{hook} {STEP_HOOK}" if config.metrics == "all" or config.on_all_rejected == "raise" else hook
+    steps = host != "fsdp" and (config.metrics == "all" or config.on_all_rejected == "raise")
+    return f"{hook} {STEP_HOOK}" if steps else hook
 
 
 def warnings(config: CorrectionConfig) -> list[str]:

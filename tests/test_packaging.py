@@ -81,8 +81,9 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
         for pattern in ("engines/*.sh", "engines/*.txt", "kernels/*.c")
         for path in (ROOT / "true_on_policy").glob(pattern)
     }
+    records = {str(path.relative_to(ROOT)) for path in (ROOT / "mis_plugins/hosts/records").glob("*.txt")}
     presets = {f"mis_plugins/presets/{name}" for name in PRESETS}
-    assert held == modules | data | presets | {"mis_plugins/py.typed"}
+    assert held == modules | data | presets | records | {"mis_plugins/py.typed"}
 
 
 def test_base_install_needs_little(wheel: Path) -> None:

@@ -1,0 +1,107 @@
+"""Which arguments a host has, and what it takes for each: a config file beside `mis:` may set any of them.
+
+A host makes an argument of every key, whatever its name, and keeps the value as YAML reads it. The records beside this
+file are printed from the hosts' own parsers by `benchmarks/host_arguments.py`; their first lines name the commits.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from mis_plugins import reading
+
+Host = Literal["miles", "slime", "fsdp"]
+Kind = Literal["switch", "number", "text", "other"]
+
+RECORDS: dict[Host, tuple[str, ...]] = {
+    "miles": ("miles", "megatron", "sglang"),
+    "slime": ("slime", "megatron", "sglang"),
+    "fsdp": ("miles", "miles-fsdp", "sglang"),
+}
+TITLES: dict[Host, str] = {"miles": "Miles", "slime": "slime", "fsdp": "Miles on FSDP"}
+
+
+@cache
+def kinds(host: Host) -> Mapping[str, Kind]:
+    """What `host` takes for each of its arguments, by name; Miles has SGLang's twice, again for evaluation."""
+    lines = [line.split() for record in reversed(RECORDS[host]) for line in _lines(record)]
+    found: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
+    engines = [] if host == "slime" else [name for name in found if name.startswith("sglang_")]
+    repeated: dict[str, Kind] = {f"eval_{name}": found[name] for name in engines}
+    return found | repeated
+
+
+def flags(record: str) -> set[str]:
+    """Every flag of the parser that `record` is named after."""
+    rows = [line.split() for line in _lines(record)]
+    return {flag for name, _, *given in rows for flag in given or ["--" + name.replace("_", "-")]}
+
+
+def _lines(record: str) -> list[str]:
+    text = (Path(__file__).parent / "records" / f"{record}.txt").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
+    """Keys of a config file that a host does not know, or takes as something else than it computes with.
+
+    Args:
+        keys: the top-level keys, with what YAML made of their values.
+        host: the only host that is asked; None is every host.
+    """
+    hosts = tuple(RECORDS) if host is None else (host,)
+    for key, value in keys.items():
+        if reading.is_ours(key):
+            continue
+        wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
+        if not wanted:
+            yield f"{key}: no argument of {_named(hosts)}{_near(key, hosts)}; only a function of your own would read it"
+        elif not any(_fits(value, kind) for kind in wanted):
+            yield f"{key}: {_taken(value, wanted[0])}"
+
+
+def _named(hosts: tuple[Host, ...]) -> str:
+    *others, last = (TITLES[host] for host in hosts)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _near(key: str, hosts: tuple[Host, ...]) -> str:
+    near = difflib.get_close_matches(key, sorted({name for host in hosts for name in kinds(host)}), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    if value is None or kind == "other":
+        return True
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, bool if kind == "switch" else str)
+
+
+def _taken(value: Any, kind: Kind) -> str:
+    """What the host gets in place of what it computes with, and how to write that."""
+    if kind == "switch":
+        return f"got {value!r}; the host expects true or false, and takes any text for true"
+    if kind == "text":
+        return f"YAML reads {value!r}, and the host expects text; put it in quotes"
+    number = _as_number(value)
+    if number is None:
+        return f"got {value!r}; the host expects a number"
+    return f"YAML reads {value!r} as text, which the host keeps, and it expects a number; write {number}"
+
+
+def _as_number(value: Any) -> str | None:
+    """A number that Python reads in a text, spelled so that YAML reads it too; None where there is none."""
+    try:
+        number = float(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    if number is None or not math.isfinite(number):
+        return None
+    mantissa, e, exponent = repr(number).partition("e")
+    return f"{mantissa}{'' if '.' in mantissa or not e else '.0'}{e}{exponent}"
