@@ -432,6 +432,44 @@ def test_what_is_missing_is_named(config: dict, without: str, settings: dict, me
         call(random_step(0), config, without=[without], **settings)
 
 
+SUPPORT = ["rollout_sampling_mask_ids", "rollout_sampling_mask_offsets", "rollout_top_p_token_ids"]
+
+
+def with_support(host: str, carried: dict[str, Any], **settings: Any) -> Outcome:
+    step = random_step(0)
+    return drive(flags(mis=TIS, **settings), step.batch() | carried, torch.cat(step.rows("target")), host)
+
+
+@pytest.mark.parametrize("name", SUPPORT)
+def test_sampling_support_is_refused_on_miles(name: str):
+    """The engine's log-probs are renormalized there, and ours of the whole vocabulary; slime scores the nucleus."""
+    rows = [torch.arange(n) for n in LENGTHS]
+    refused = (
+        f"^{name}: rollout_log_probs are renormalized .* the whole vocabulary on Miles; give --rollout-top-p"
+    )
+    with pytest.raises(InputError, match=refused):
+        with_support("miles", {name: rows})
+    with pytest.raises(InputError, match=refused):
+        with_support("miles", {name: [None, *rows[1:]]})
+    assert_same(with_support("slime", {name: rows}), call(random_step(0), TIS))
+
+
+def test_sampling_support_that_no_sample_has_is_none():
+    plain = call(random_step(0), TIS)
+    for carried in (
+        dict.fromkeys(SUPPORT),
+        dict.fromkeys(SUPPORT, [None] * len(LENGTHS)),
+        dict.fromkeys(SUPPORT, []),
+    ):
+        assert_same(with_support("miles", carried, use_sampling_support_replay=False), plain)
+
+
+def test_sampling_support_is_refused_by_the_argument_of_miles_too():
+    """A batch of a loss need not carry what the actor's own pass has read."""
+    with pytest.raises(InputError, match="^use_sampling_support_replay: rollout_log_probs are renormalized"):
+        with_support("miles", {}, use_sampling_support_replay=True)
+
+
 def test_what_does_not_fit_is_named():
     batch = random_step(0).batch()
     logits = torch.cat(random_step(0).rows("target"))

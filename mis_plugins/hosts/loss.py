@@ -63,7 +63,39 @@ def _miles_parallel() -> tuple[Ranks, tuple[int, int]]:
     return miles.parallel(get_parallel_state())
 
 
+# Which tokens the engine could have sampled: Miles's keys (its #2595), and slime's, where they reach Miles.
+SAMPLING_SUPPORT = (
+    "rollout_sampling_mask_ids",
+    "rollout_sampling_mask_offsets",
+    "rollout_sampling_mask",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+)
+
+
+def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
+    """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
+
+    Raises:
+        InputError: it names the key, or the argument of Miles that says so.
+    """
+    carried = [name for name in SAMPLING_SUPPORT if any(row is not None for row in _rows(batch, name))]
+    if getattr(args, "use_sampling_support_replay", False):
+        carried.append("use_sampling_support_replay")
+    if carried:
+        raise InputError(
+            f"{carried[0]}: rollout_log_probs are renormalized over the tokens that top-p or top-k left, and "
+            "mis_plugins.mis.policy_loss scores the whole vocabulary on Miles; give --rollout-top-p 1 and "
+            "--rollout-top-k -1, or the TIS hook where Miles itself scores those tokens"
+        )
+
+
+def _rows(batch: Batch, name: str) -> Sequence[Any]:
+    return () if batch.get(name) is None else batch[name]
+
+
 def _miles_scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
+    _check_whole_vocabulary(args, batch)
     from miles.backends.training_utils.loss_hub.logit_processors import (  # type: ignore[import-not-found]
         get_log_probs_and_entropy,
     )
