@@ -570,6 +570,128 @@ def test_a_hosts_dump_is_read_as_the_document_says(
     assert "\nk3_kl 0.0\n" in said and "\nrollout_log_ppl 1.25\n" in said
 
 
+# Dumps of hosts
+
+
+def miles_dump(shift: int = 0, off: float = 0.0, **columns: Any) -> dict[str, Any]:
+    """What a rank of Miles writes with --save-debug-train-data: two samples of three and two tokens."""
+    data = {
+        "tokens": [torch.tensor([1, 2, 3]) + shift, torch.tensor([4, 5])],
+        "response_lengths": [2, 1],
+        "loss_masks": [torch.ones(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)],
+        "rollout_log_probs": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
+        "log_probs": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]) + off],
+        "advantages": [torch.zeros(2), torch.zeros(1) + off],
+    }
+    return {"rollout_id": 7, "rank": 0, "rollout_data": data | columns, "cp_size": 1}
+
+
+def slime_dump(shift: int = 0, off: float = 0.0) -> dict[str, Any]:
+    """What slime writes: one dict a sample."""
+    data = miles_dump(shift, off)["rollout_data"]
+    samples = [{name: column[index] for name, column in data.items()} for index in range(2)]
+    return {"format_version": 2, "rollout_id": 7, "samples": samples, "dp_shards": [{"rank": 0}]}
+
+
+def rollout_dump(shift: int = 0, off: float = 0.0) -> dict[str, Any]:
+    """What both hosts write of a rollout: lists, and no trainer yet."""
+    samples = [
+        {
+            "tokens": [1, 2, 3 + shift],
+            "response_length": 2,
+            "rollout_log_probs": [-1.0, -2.0 + off],
+            "log_probs": None,
+        }
+    ]
+    return {"rollout_id": 7, "metadata": {}, "samples": samples}
+
+
+def saved(path: Path, value: object) -> Path:
+    torch.save(value, path)
+    return path
+
+
+@pytest.mark.parametrize("written", [miles_dump, slime_dump, rollout_dump])
+def test_of_a_hosts_dump_log_probs_are_compared_and_never_token_ids(
+    written: Callable[..., dict], tmp_path: Path, capsys: Capture
+):
+    a, like, off, shifted = (
+        str(saved(tmp_path / f"{number}.pt", written(*values)))
+        for number, values in enumerate([(), (), (0, 2**-10), (8,)])
+    )
+    assert main(["diff", a, like]) == EQUAL
+    assert main(["diff", a, off]) == DIFFERENT
+    assert re.search(r"log_probs: 1 of \d values differ, first at \[\d, \d\]: -\d", capsys.readouterr().out)
+    assert main(["diff", a, shifted]) == NOT_COMPARABLE
+    told = capsys.readouterr().out
+    assert "log_probs" in told and "not the same tokens" in told and "ulp" not in told
+    assert "loss_masks" not in told and "advantages" not in told
+
+
+def test_the_two_sides_of_one_hosts_dump(tmp_path: Path, capsys: Capture):
+    assert main(["diff", str(saved(tmp_path / "a.pt", miles_dump()))]) == EQUAL
+    assert main(["diff", str(saved(tmp_path / "b.pt", miles_dump(off=2**-10)))]) == DIFFERENT
+    assert "log_probs: 1 of 3 values differ, first at [1, 0]: -3 (" in capsys.readouterr().out
+    assert main(["diff", str(saved(tmp_path / "c.pt", rollout_dump()))]) == NOT_COMPARABLE
+    assert "c.pt: holds no log_probs, so it needs a B to compare with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"rollout_log_probs": None, "log_probs": None}, "a host's dump without log-probs"),
+        (
+            {"log_probs": [torch.zeros(1), torch.zeros(1)]},
+            "a rank of context parallelism dumps its own part alone",
+        ),
+        ({"log_probs": [torch.zeros(2), torch.zeros(1).bfloat16()]}, "log_probs: of several dtypes"),
+        ({"response_lengths": None}, "a sample without response_lengths"),
+    ],
+)
+def test_a_hosts_dump_that_cannot_be_compared_says_why(
+    columns: dict, message: str, tmp_path: Path, capsys: Capture
+):
+    file = str(saved(tmp_path / "a.pt", miles_dump(**columns)))
+    assert main(["diff", file, file, "--json", str(tmp_path / "r.json")]) == NOT_COMPARABLE
+    assert message in (tmp_path / "r.json").read_text()
+
+
+def test_a_sample_without_log_probs_is_no_number(tmp_path: Path):
+    dump = miles_dump(rollout_log_probs=[torch.tensor([-1.0, -2.0]), None])
+    file = str(saved(tmp_path / "a.pt", dump))
+    assert main(["diff", file, file]) == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.float64(1), np.int64(1), np.bool_(True)])
+def test_a_number_of_numpy_hides_nothing_in_a_dump(number: Any, tmp_path: Path, capsys: Capture):
+    """As a number of Python beside them: no tensor, and never called."""
+    a = saved(tmp_path / "a.pt", {"x": X, "reward": [number]})
+    b = saved(tmp_path / "b.pt", {"x": Y, "reward": [number]})
+    assert main(["diff", str(a), str(a)]) == EQUAL
+    assert main(["diff", str(a), str(b)]) == DIFFERENT
+    dumped = saved(tmp_path / "step=0___rank=0___dump_index=1___name=x.pt", {"value": number})
+    assert main(["diff", str(dumped), str(dumped)]) == NOT_COMPARABLE
+    rewards = saved(tmp_path / "m.pt", miles_dump(raw_reward=[number, number]))
+    assert main(["diff", str(rewards)]) == EQUAL
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_npz_that_is_named_like_a_dump(tmp_path: Path, capsys: Capture):
+    file = tmp_path / "step=0___rank=0___dump_index=1___name=x.npz"
+    np.savez(file, value=np.float32(1))
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == EQUAL
+    np.savez(file, a=np.float32(1), b=np.float32(1))
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == NOT_COMPARABLE
+    assert "is named like a dump of one tensor but holds 2" in capsys.readouterr().out
+
+
+def test_integers_are_not_told_in_ulps(tmp_path: Path, capsys: Capture):
+    a, b = (saved(tmp_path / f"{n}.pt", {"ids": torch.tensor([1, n])}) for n in (2, 10))
+    assert main(["diff", str(a), str(b)]) == DIFFERENT
+    assert "ids: 1 of 2 values differ, first at [1]: 2 (0x" in (out := capsys.readouterr().out)
+    assert "ulp" not in out
+
+
 def test_records_of_nothing_are_not_equal(tmp_path: Path):
     LogProbRecord.from_sequences([], []).save(tmp_path / "a.safetensors")
     assert diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors") == NOT_COMPARABLE

@@ -337,7 +337,21 @@ def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["doctor", "--engine", url, "--trainer-dump", str(tmp_path / "trainer.json")]) == 1
-    assert "Connection refused" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("Connection refused") == 1
+
+
+def test_a_long_reason_of_several_rows_is_told_once() -> None:
+    long, short = "a reason that is longer than a cell of this table", "short"
+    trainer = Observation({}, {ALL: short})
+    rows = diagnose(
+        CONTRACTS["fsdp"], trainer, Observation({"TF32": "off"}, {ALL: long, "attention": long + "!"})
+    )
+    shown, notes = doctor.noted(rows)
+    assert notes == [f"reason 1: {long}"]
+    cells = {row.check.name: (row.trainer, row.engine) for row in shown}
+    assert cells["TF32"] == ("(short)", "off") and cells["KV cache"] == ("-", "(reason 1)")
+    assert cells["attention"] == ("-", f"({long}!)")
+    assert [row.verdict for row in shown] == [row.verdict for row in rows]
 
 
 def test_a_file_that_is_none_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

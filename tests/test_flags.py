@@ -25,6 +25,7 @@ from true_on_policy.gpu_contract import (
     GpuContract,
     Size,
     check_environment,
+    family_and_size,
     gpu_contract,
     model_contract,
 )
@@ -520,3 +521,20 @@ def test_what_flags_print_is_what_the_trainer_finds(tmp_path: Path, capsys: pyte
     assert {("fsdp", 1, 1, 1), ("megatron", 8, 1, 8), ("megatron", 2, 4, 8), ("megatron", 4, 2, 8)} <= set(
         seen
     )
+
+
+@pytest.mark.parametrize("named", ["Qwen/Qwen3-4B", "qwen3-4B", "QWEN3-4b", "Qwen3-4B"])
+def test_a_model_as_hugging_face_names_it(named: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["flags", "--miles", "--model", named]) == 0
+    words = capsys.readouterr().out
+    assert main(["flags", "--miles", "--model", "qwen3-4B"]) == 0
+    assert words == capsys.readouterr().out
+
+
+def test_names_of_hugging_face_are_those_of_their_models() -> None:
+    assert family_and_size("meta-llama/Llama-3.1-8B") == MODELS["llama3.1-8B"]
+    assert family_and_size("Qwen/Qwen2.5-3B") == MODELS["qwen2.5-3B"]
+    with pytest.raises(ContractError, match="--model: got 'Qwen/Qwen3-4B-Nothing'; choose one of qwen3-0.6B"):
+        family_and_size("Qwen/Qwen3-4B-Nothing")
+    with pytest.raises(ContractError, match="is not covered: MoE"):
+        family_and_size("Qwen/Qwen3-30B-A3B")

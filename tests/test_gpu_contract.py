@@ -211,6 +211,10 @@ def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFi
         assert gap in printed
     for row in (*LAYOUTS[backend].items(), *COMPILED[backend], *COMPILED_ALIKE):
         assert all(cell in printed for cell in row)
+    assert (
+        "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off"
+        in printed
+    )
     assert ("No release launches this family" in printed) == bool(contract.family.missing)
 
 

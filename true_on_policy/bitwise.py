@@ -71,12 +71,22 @@ class Mismatch:
         if self.kind != "bytes":
             return f"{self.kind} {self.values[0]} against {self.values[1]}"
         left, right = (f"{_text(value)} ({bits})" for value, bits in zip(self.values, self.bits, strict=True))
-        apart = "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
-        worst = "" if self.furthest is None else f", at most {self.furthest}"
         return (
             f"{self.count} of {self.total} values differ, first at {list(self.coordinate)}: "
-            f"{left} against {right}, {apart}{worst}"
+            f"{left} against {right}{self._distance()}"
         )
+
+    @property
+    def has_distance(self) -> bool:
+        """False of integers and booleans: ids and flags that are not the same are not near each other either."""
+        return not any(isinstance(value, int) for value in self.values)
+
+    def _distance(self) -> str:
+        if not self.has_distance:
+            return ""
+        apart = "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
+        worst = "" if self.furthest is None else f", at most {self.furthest}"
+        return f", {apart}{worst}"
 
 
 def first_mismatch(

@@ -1,7 +1,7 @@
 """Compare recorded tensors bit by bit and name the first operation that gave something else.
 
-A and B are files or folders: of SGLang's dumper, of `true_on_policy.recorder.record`, safetensors, npz, or records of
-log-probs.
+A and B are files or folders: of SGLang's dumper, of `true_on_policy.recorder.record`, safetensors, npz, records of
+log-probs, or what Miles and slime dump with --dump-details, of which the log-probs are compared.
 
 Exit codes: 0 all equal; 1 a tensor has other bytes; 2 none has, but not all could be compared: one is missing,
 unreadable, of another dtype or shape, or a token has no log-prob.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from true_on_policy.comparison import Report, Row, compare
 from true_on_policy.names import Heads, correspondence
-from true_on_policy.records import read_recording
+from true_on_policy.records import engine_and_trainer, read_recording
 from true_on_policy.storage import check_writable, replaced
 from true_on_policy.table import print_table, printable
 from true_on_policy.tokens import compare_by_token
@@ -32,7 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("a", metavar="A", type=Path, help="file or folder")
-    parser.add_argument("b", metavar="B", type=Path, help="file or folder")
+    parser.add_argument(
+        "b",
+        metavar="B",
+        type=Path,
+        nargs="?",
+        help="file or folder; without it A is a host's dump, whose engine is compared with its trainer",
+    )
     parser.add_argument(
         "--map",
         type=Path,
@@ -57,7 +63,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         check_writable(arguments.json, "--json")
-    a, b = read_recording(arguments.a), read_recording(arguments.b)
+    a = read_recording(arguments.a)
+    a, b = engine_and_trainer(a) if arguments.b is None else (a, read_recording(arguments.b))
     heads = Heads.of(arguments.model) if arguments.model else None
     matched = compare_by_token if arguments.by_token else compare
     report = matched(a, b, correspondence(a.names, b.names, arguments.map), heads)
@@ -92,7 +99,7 @@ def divergence(report: Report, first: Row) -> str:
     """The first operation that gave something else, in words."""
     mismatch = first.mismatch
     lines = [f"first divergence: {first.operation}", f"  {first.key}: {mismatch}"]
-    if mismatch and mismatch.histogram:
+    if mismatch and mismatch.histogram and mismatch.has_distance:
         lines.append(
             f"  ulps: {', '.join(f'{label}: {count}' for label, count in mismatch.histogram.items())}"
         )

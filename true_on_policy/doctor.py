@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -319,6 +320,10 @@ def _cell(name: str, wanted: Wanted, side: Observation) -> str:
     return side.settings[name] if name in side.settings else f"({side.why(name)})"
 
 
+def _is_reason(cell: str) -> bool:
+    return cell.startswith("(") and cell.endswith(")")
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "doctor", help="what trainer and engine really run, and what to set", description=__doc__
@@ -354,8 +359,26 @@ def run(arguments: argparse.Namespace) -> int:
     contract, trainer = _trainer(arguments)
     engine = _engine(arguments.engine, arguments.engine_dump)
     rows = diagnose(contract, trainer, engine)
-    print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in rows])
+    shown, notes = noted(rows)
+    print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in shown])
+    for note in notes:
+        print(f"\n{note}")
     return _conclude(rows)
+
+
+LONG = 40  # letters of a reason that stands in a cell more than once
+
+
+def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Rows whose long reasons are numbers where several share one, and each of these reasons once."""
+    counts = Counter(cell for row in rows for cell in (row.trainer, row.engine))
+    shared = [cell for cell, count in counts.items() if count > 1 and _is_reason(cell) and len(cell) > LONG]
+    names = {cell: f"(reason {number})" for number, cell in enumerate(shared, 1)}
+    shown = [
+        replace(row, trainer=names.get(row.trainer, row.trainer), engine=names.get(row.engine, row.engine))
+        for row in rows
+    ]
+    return shown, [f"{name[1:-1]}: {cell[1:-1]}" for cell, name in names.items()]
 
 
 def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:

@@ -332,7 +332,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that `contract_of` reads: CONTRACT_ARGUMENTS, None where a user names none."""
-    parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (qwen3-4B)")
+    parser.add_argument("--model", help=f"one of {', '.join(MODELS)}, or as Hugging Face names it (qwen3-4B)")
     parser.add_argument("--backend", choices=get_args(TrainBackend), help="the trainer (megatron)")
     parser.add_argument("--tp", type=whole, help="tensor parallel of the trainer (the fewest that hold)")
     parser.add_argument("--cp", type=whole, help="context parallel of the trainer (1)")

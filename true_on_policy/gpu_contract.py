@@ -59,7 +59,8 @@ _NO_CONTRACT = (
 )
 _NARROW_ROPE = (
     "SGLang's native rope computes in q's dtype (rotary_embedding/utils.py), which is bf16 without a norm of q and k; "
-    "Megatron's and Hugging Face's compute in fp32"
+    "megatron-core 0.16.1 and transformers cast cos and sin to the same dtype; Miles's fork of Megatron (2e64d788) "
+    "computes in fp32"
 )
 
 FAMILIES = {
@@ -271,17 +272,23 @@ def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
 
 
 def family_and_size(model: str) -> tuple[str, Size]:
-    """Family and sizes of a model of MODELS, in whatever case its name is written.
+    """Family and sizes of a model of MODELS, in whatever case its name is written, with or without its owner.
+
+    `Qwen/Qwen3-4B` and `meta-llama/Llama-3.1-8B` are names that Hugging Face gives models of the table.
 
     Raises:
         ContractError: no such model.
     """
-    found = {name.lower(): entry for name, entry in MODELS.items()}.get(model.lower())
+    found = {_bare(name): entry for name, entry in MODELS.items()}.get(_bare(model))
     if found is None and re.search(r"-a\d+b\b|moe", model.lower()):
         raise ContractError(f"--model: {model!r} is not covered: MoE: {'; '.join(NOT_COVERED['MoE'])}")
     if found is None:
         raise ContractError(f"--model: got {model!r}; choose one of {', '.join(MODELS)}")
     return found
+
+
+def _bare(model: str) -> str:
+    return model.rpartition("/")[2].lower().replace("-", "")
 
 
 def fewest_ranks(model: str, backend: str, context: int = 1) -> int:

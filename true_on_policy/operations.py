@@ -113,6 +113,8 @@ _COLLECTIVES = {
     "fsdp": (Operation("weights of all ranks", "concatenated", "all-gather of FSDP2", "-"),),
 }
 
+BLOG = "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off on both sides"
+
 # What could be compiled by torch.compile: side, region, and why it is not, or why it may be.
 COMPILED = {
     "megatron": (
@@ -125,6 +127,7 @@ COMPILED = {
     "fsdp": (("trainer", "the model", "eager: Miles compiles none of it"),),
 }
 COMPILED_ALIKE = (
+    ("both", "what the blog compiles, rope too", BLOG),
     (
         "trainer",
         "KL, policy loss, entropy (Miles's loss_hub/math_utils.py)",

@@ -6,6 +6,7 @@ Read are files and folders of
     *.pt          a tensor, or lists and dicts of tensors
     *.safetensors
     *.npz
+    what Miles and slime dump of a rollout or of a training step: its log-probs alone (host_dumps.py)
     and our records of log-probs (log_probs.py)
 
 A tensor is told from the others by rank, name, layer, whether a checkpointed activation was recomputed, and by the how
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from true_on_policy.host_dumps import host_samples, log_prob_records
 from true_on_policy.log_probs import FORMAT, LogProbRecord
 from true_on_policy.storage import (
     RecordError,
@@ -38,8 +40,10 @@ from true_on_policy.storage import (
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix of what its hooks record
 LOG_PROBS = "log_probs"
+BEHAVIOR = "rollout_log_probs"  # of the engine, in a host's dump
 
 Value = Any  # a tensor, a LogProbRecord, or what is neither: texts and numbers beside them
+Reader = Callable[[Path], Iterator[tuple[str, Callable[[], Value]]]]
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,24 @@ def read_recording(path: Path | str) -> Recording:
     found = [item for file in files for item in _items(file, alone=path.is_file())]
     found.sort(key=lambda item: item.order)
     return Recording(path, numbered(Entry(item.key, item.load) for item in found))
+
+
+def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
+    """The two sides of one host's dump: what the engine sampled with, and what the trainer recomputed.
+
+    Raises:
+        RecordError: it does not hold both.
+    """
+    loads = {entry.key.name: entry.load for entry in dump.entries}
+    lacking = [name for name in (BEHAVIOR, LOG_PROBS) if name not in loads]
+    if lacking:
+        raise RecordError(
+            f"{dump.path}: holds no {' and no '.join(lacking)}, so it needs a B to compare with"
+        )
+    engine, trainer = (
+        Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in (BEHAVIOR, LOG_PROBS)
+    )
+    return engine, trainer
 
 
 def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
@@ -199,6 +221,13 @@ def _dumped_pt(file: Path) -> Value:
 
 
 def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
+    loaded = load_pt(file)
+    samples = host_samples(loaded)
+    if samples is not None:
+        for name, record in log_prob_records(samples):
+            yield name, lambda record=record: record
+        return
+    del loaded
     # One tree is kept, so that a file of a thousand tensors is not unpickled a thousand times.
     tree = lru_cache(maxsize=1)(lambda: dict(_tensors(load_pt(file))))
     for name in list(tree()):
@@ -229,8 +258,9 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
         yield name, lambda name=name: _comparable(load_safetensors(file, name), file)
 
 
-def _dumped_safetensors(file: Path) -> Value:
-    (_, load), *more = list(_safetensors(file)) or [("", lambda: None)]
+def _dumped_alone(reader: Reader, file: Path) -> Value:
+    """The one tensor of a file that is named like a dump of one."""
+    (_, load), *more = list(reader(file)) or [("", lambda: None)]
     if more:
         raise RecordError(f"{file}: is named like a dump of one tensor but holds {1 + len(more)}")
     return load()
@@ -256,9 +286,13 @@ def _natural(name: str) -> tuple:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, Callable[[], Value]]]]] = {
+READERS: dict[str, Reader] = {
     ".pt": _pt,
     ".safetensors": _safetensors,
     ".npz": _npz,
 }
-DUMPED: dict[str, Callable[[Path], Value]] = {".pt": _dumped_pt, ".safetensors": _dumped_safetensors}
+DUMPED: dict[str, Callable[[Path], Value]] = {
+    ".pt": _dumped_pt,
+    ".safetensors": partial(_dumped_alone, _safetensors),
+    ".npz": partial(_dumped_alone, _npz),
+}

@@ -92,9 +92,48 @@ def load_pt(path: Path) -> Any:
 
     def load() -> Any:
         mapped = zipfile.is_zipfile(path)  # not so before torch 1.6; such a file is read whole
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with _numbers_of_numpy():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
     return read(path, load)
+
+
+class _Number:
+    """A number of numpy, unread: nothing of numpy's is called, so that a file cannot choose what runs."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+# By the names that numpy 1 and 2 give what makes one of their numbers.
+_NUMPY: list[Callable | tuple[Callable, str]] = [
+    type(name, (_Number,), {"__module__": module})
+    for module, name in (
+        ("numpy", "dtype"),
+        ("numpy.core.multiarray", "scalar"),
+        ("numpy._core.multiarray", "scalar"),
+    )
+]
+
+
+@contextmanager
+def _numbers_of_numpy() -> Iterator[None]:
+    """Let files hold numbers of numpy, and nothing that another library, such as Megatron-core, has torch call."""
+    allowed = torch.serialization
+    if not hasattr(allowed, "clear_safe_globals"):  # before torch 2.4 such a file cannot be read
+        yield
+        return
+    others = allowed.get_safe_globals()
+    allowed.clear_safe_globals()
+    allowed.add_safe_globals(_NUMPY)
+    try:
+        yield
+    finally:
+        allowed.clear_safe_globals()
+        allowed.add_safe_globals(others)
 
 
 def safetensors_names(path: Path) -> tuple[list[str], dict[str, str]]:

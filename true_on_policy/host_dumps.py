@@ -1,0 +1,88 @@
+"""Log-probs in what Miles and slime dump with --dump-details: of a rollout, and of what a rank trained on.
+
+Token ids, masks and rewards of such a file say whose log-probs these are; they are no numbers to compare bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from true_on_policy.log_probs import LogProbRecord
+from true_on_policy.storage import RecordError
+
+LOG_PROBS_END = "log_probs"  # of rollout_log_probs, log_probs, ref_log_probs, teacher_log_probs
+LENGTHS = ("response_lengths", "response_length")  # a column of the trainer's, a field of a rollout's sample
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+def host_samples(value: Any) -> Samples | None:
+    """The samples of a host's dump; None where `value` is something else."""
+    if not isinstance(value, dict):
+        return None
+    columns, samples = value.get("rollout_data"), value.get("samples")
+    if isinstance(columns, dict) and isinstance(columns.get("tokens"), list):
+        return _rows(columns)
+    known = isinstance(samples, list) and all(isinstance(one, dict) and "tokens" in one for one in samples)
+    return samples if known and samples else None
+
+
+def _rows(columns: Mapping[str, Any]) -> Samples:
+    """One dict a sample, of the columns that have a value for each."""
+    count = len(columns["tokens"])
+    per_sample = {
+        name: column
+        for name, column in columns.items()
+        if isinstance(column, list | tuple) and len(column) == count
+    }
+    return [{name: column[index] for name, column in per_sample.items()} for index in range(count)]
+
+
+def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
+    """Each kind of log-probs that a sample holds, by its name.
+
+    Raises:
+        RecordError: no sample holds any, or they do not fit the response.
+    """
+    names = {
+        name for one in samples for name in one if name.endswith(LOG_PROBS_END) and one[name] is not None
+    }
+    if not names:
+        raise RecordError("a host's dump without log-probs; name that of a rank which computed some")
+    for name in sorted(names):
+        yield name, _record(name, samples)
+
+
+def _record(name: str, samples: Samples) -> LogProbRecord:
+    tokens = [_response(one) for one in samples]
+    given = [one.get(name) for one in samples]
+    log_probs = [
+        [None] * len(response) if values is None else _plain(values)
+        for values, response in zip(given, tokens, strict=True)
+    ]
+    dtypes = {values.dtype for values in given if isinstance(values, Tensor)} or {torch.float32}
+    if len(dtypes) > 1:
+        raise RecordError(f"{name}: of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    try:
+        return LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
+    except RecordError as error:
+        raise RecordError(
+            f"{name}: {error}; a rank of context parallelism dumps its own part alone"
+        ) from error
+
+
+def _response(sample: Mapping[str, Any]) -> list[int]:
+    """Tokens of the response, which are the last ones."""
+    length = next((int(sample[name]) for name in LENGTHS if name in sample), None)
+    if length is None:
+        raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
+    tokens = _plain(sample["tokens"])
+    return tokens[len(tokens) - length :]
+
+
+def _plain(values: Any) -> list:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
