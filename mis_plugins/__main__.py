@@ -30,7 +30,7 @@ from mis_plugins.formula import formula
 from mis_plugins.hosts import denominator
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import RECORDS, Host, surprises
-from mis_plugins.translate import miles, ms_swift, verl
+from mis_plugins.translate import areal, miles, ms_swift, verl
 
 REFUSED = 2  # could not compare, could not check: never a pass
 INTERRUPTED = 130  # while it waited for a pipe
@@ -132,6 +132,15 @@ def from_ms_swift(arguments: argparse.Namespace) -> str:
     return ms_swift.translate(text_of(arguments.target)).text()
 
 
+def from_areal(arguments: argparse.Namespace) -> str:
+    """AReaL's yaml: its blocks `actor:` and `rollout:`, or their keys alone.
+
+    Reads enable_segment_wise_ppo, behav_imp_weight_cap and _floor, use_decoupled_loss and rejection_sampling. Comments
+    say which key each setting comes from, and what to pass for the keys that bound the rollout.
+    """
+    return areal.translate(text_of(arguments.target)).text()
+
+
 def load(file: Path) -> CorrectionConfig:
     """Read a file as the host does: every top-level key becomes an argument.
 
@@ -141,7 +150,7 @@ def load(file: Path) -> CorrectionConfig:
 
 
 def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
-    if not any(reading.is_ours(key) for key in keys):
+    if not any(reading.is_read(key, value) for key, value in keys.items()):
         verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
         raise ConfigError(
             f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
@@ -169,6 +178,7 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
+    yield from areal.warnings(keys)
 
 
 def _file(target: str) -> Path:
@@ -195,6 +205,7 @@ COMMANDS: tuple[Command, ...] = (
     (from_miles, "from-miles", "FILE"),
     (from_verl, "from-verl", "FILE"),
     (from_ms_swift, "from-ms-swift", "FILE"),
+    (from_areal, "from-areal", "FILE"),
 )
 
 

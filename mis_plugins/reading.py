@@ -54,6 +54,7 @@ AREAL_KEYS = (
     "behav_imp_weight_floor",
     "use_decoupled_loss",
 )  # `max_head_offpolicyness` bounds the rollout, and is the host's own
+AREAL_BLOCKS = ("actor", "rollout")  # of AReaL's yaml, which hold its keys
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 OUR_PREFIXES = ("tis_", "rs_", "mis_", "behav_imp_")
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
@@ -196,10 +197,58 @@ def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> Correction
     return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen)
 
 
+def areal_places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
+
+    Keys of a block that no one knows are among them, so that they are refused as at the top level.
+
+    Raises:
+        ConfigError: two places contradict each other.
+    """
+    blocks = {f"{name}.": said[name] for name in AREAL_BLOCKS if isinstance(said.get(name), Mapping)}
+    found: dict[str, tuple[str, Any]] = {}
+    for prefix, block in {"": said, **blocks}.items():
+        for key in block:
+            if block[key] is None or not _of_areal(str(key)):
+                continue
+            place, value = found.setdefault(str(key), (f"{prefix}{key}", block[key]))
+            if value != block[key]:
+                raise ConfigError(
+                    f"{prefix}{key}: {block[key]!r} contradicts {place}: {value!r}; keep one of them"
+                )
+    _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
+    return found
+
+
+def areal_keys(said: Mapping[str, Any]) -> dict[str, Any]:
+    """AReaL's keys with their values, wherever they stand; see `areal_places`."""
+    return {key: value for key, (_, value) in areal_places(said).items()}
+
+
+def _of_areal(key: str) -> bool:
+    return key in (*AREAL_KEYS, "rejection_sampling") or key.startswith("behav_imp_")
+
+
+def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse AReaL's plain PPO on recomputed log-probs, which `use_decoupled_loss: false` alone is not."""
+    recomputes = any(block.get("recompute_logprob") is True for block in blocks.values())
+    if found.get("use_decoupled_loss") is False and recomputes:
+        raise ConfigError(
+            "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
+            "hosts do that without a hook, so drop both keys"
+        )
+
+
 def is_ours(name: str) -> bool:
     """Whether an argument of a host, or a top-level key of a config file, is read here, or refused."""
     plain = name.replace("-", "_")  # as on a command line
     return plain in READ_KEYS or plain.startswith(OUR_PREFIXES) or _resembles_a_switch(name)
+
+
+def is_read(name: str, value: Any) -> bool:
+    """Whether a top-level key with this value is read here, or refused: ours, or a block of AReaL's with its keys."""
+    block = name in AREAL_BLOCKS and isinstance(value, Mapping)
+    return is_ours(name) or (block and any(_of_areal(str(key)) for key in value))
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -243,6 +292,7 @@ def from_args(args: Any) -> CorrectionConfig:
     for name in [name for name in said if _resembles_a_switch(name)]:
         if not said[name] or _lacks(getattr(args, "custom_config_path", None), name):
             del said[name]  # an argument of a host that is newer than our list of them
+    said |= areal_keys(vars(args))
     key = repr(said)
     if key not in _READ_BEFORE:
         _READ_BEFORE[key] = _of_said(said)
@@ -267,7 +317,8 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
     if "rejection_sampling" in said:
         raise ConfigError(
             "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
-            "areal-rejection-sampling does (docs/peers.md tells where the answers differ)"
+            "areal-rejection-sampling does and `python -m mis_plugins config from-areal` writes (docs/peers.md tells "
+            "where the answers differ)"
         )
     nested, use_tis = said.get("mis"), said.get("use_tis")
     flat = {key: said[key] for key in FLAT_KEYS if key in said}
@@ -314,7 +365,8 @@ def idle_rule(keys: Mapping[str, Any]) -> str | None:
 
 def spelling(args: Any) -> dict[str, str]:
     """What the user of flat keys calls the fields of the config: for `MisError.spelled`."""
-    areal = [key for key in AREAL_KEYS if getattr(args, key, None) is not None]
+    said = areal_keys(vars(args))
+    areal = [key for key in AREAL_KEYS if key in said]
     if areal:
         bounds = [key for key in areal if key.startswith("behav_imp_")]
         return AREAL_NAMES | {"weight": (bounds or areal)[0]}

@@ -49,7 +49,9 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "show", "from-miles", "from-verl", "from-ms-swift"])
+@pytest.mark.parametrize(
+    "command", ["check", "show", "from-miles", "from-verl", "from-ms-swift", "from-areal"]
+)
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_every_command_refuses_quickly(
     name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

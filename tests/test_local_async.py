@@ -577,6 +577,14 @@ def test_the_bound_may_stand_in_the_yaml(tmp_path: Path) -> None:
     assert parse_args(["--async", "--custom-config-path", str(path)]).max_head_offpolicyness == 4
 
 
+def test_areals_block_bounds_the_rollout(tmp_path: Path) -> None:
+    """There places are counted in prompts, each with its samples."""
+    path = tmp_path / "areal.yaml"
+    path.write_text("rollout: {max_head_offpolicyness: 4, max_concurrent_rollouts: 2}\n")
+    args = parse_args(["--async", "--n-samples-per-prompt", "8", "--custom-config-path", str(path)])
+    assert (args.max_head_offpolicyness, args.max_concurrent_rollouts) == (4, 16)
+
+
 def test_every_sample_has_a_seed_of_its_own() -> None:
     assert (
         len({derive_seed(0, "rollout", rollout, "sample", i) for rollout in range(9) for i in range(9)}) == 81

@@ -362,6 +362,22 @@ def test_areals_names(areal: dict, ours: dict):
 
 
 @pytest.mark.parametrize(
+    ("blocks", "flat"),
+    [
+        ({"rollout": {"enable_segment_wise_ppo": True}, "actor": {"behav_imp_weight_cap": 1.2}},
+         {"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2}),
+        ({"actor": {"use_decoupled_loss": False, "path": "x"}}, {"use_decoupled_loss": False}),
+    ],
+)  # fmt: skip
+def test_areals_blocks_mean_what_its_keys_do(blocks: dict, flat: dict):
+    """Also beside a flag that says more of the objective."""
+    step, gspo = aged(random_step(8), 8), {"advantage_estimator": "gspo"}
+    for others in ({}, gspo):
+        theirs = drive(flags(**blocks, **others), step.batch(), step)
+        assert_same(theirs, drive(flags(**flat, **others), step.batch(), step))
+
+
+@pytest.mark.parametrize(
     ("flat", "message"),
     [
         ({"use_decoupled_loss": False, "behav_imp_weight_cap": 5.0},

@@ -19,11 +19,12 @@ from mis_plugins.config import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    SegmentWiseConfig,
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
 from mis_plugins.reading import from_flat, preset_path
-from mis_plugins.translate import miles, ms_swift, verl
+from mis_plugins.translate import areal, miles, ms_swift, verl
 from mis_plugins.translate.translation import Translation
 
 
@@ -568,6 +569,7 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         "from-miles": yaml.safe_dump(MILES_YAML),
         "from-verl": yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS | GEO}}),
         "from-ms-swift": f"{MODE}: token_mask",
+        "from-areal": "actor: {behav_imp_weight_cap: 5.0}",
     }
     for command, text in files.items():
         theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
@@ -579,7 +581,7 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         assert "needs:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["from-miles", "from-verl", "from-ms-swift"])
+@pytest.mark.parametrize("command", ["from-miles", "from-verl", "from-ms-swift", "from-areal"])
 def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: {path: x}")
@@ -598,3 +600,126 @@ def test_a_file_of_another_framework_is_told_from_an_empty_one(
     theirs.write_text(yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS}}))
     assert main(["config", command, str(theirs)]) == 2
     assert re.search("neither the key `mis:` nor .*`config from-verl`", capsys.readouterr().err)
+
+
+# ------------------------------------------------------------------------------------------------------------ AReaL
+
+SEGMENT_WISE = SegmentWiseConfig(fresh_tokens="behavior_at_age_0")
+CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decoupled_loss": True}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"rollout": {"enable_segment_wise_ppo": True, "max_head_offpolicyness": 2}, "actor": CAPPED},
+         CorrectionConfig(WeightConfig("token", "zero", 0.2, 5.0), segment_wise=SEGMENT_WISE)),
+        ({"enable_segment_wise_ppo": False, "actor": CAPPED},
+         CorrectionConfig(WeightConfig("token", "zero", 0.2, 5.0), segment_wise=SegmentWiseConfig(False))),
+        ({"enable_segment_wise_ppo": True, "rollout": {"enable_segment_wise_ppo": True}, **CAPPED},
+         CorrectionConfig(WeightConfig("token", "zero", 0.2, 5.0), segment_wise=SEGMENT_WISE)),
+        ({"actor": {"behav_imp_weight_cap": "5", "path": "x", "temperature": "${gconfig.temperature}"}},
+         preset("areal-behav-imp-weight-cap")),
+        ({"actor": {"use_decoupled_loss": False, "rejection_sampling": {"upper": 3.0}}},
+         CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=SegmentWiseConfig(False))),
+        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": {"level": "token", "action": "mask"}}},
+         CorrectionConfig(WeightConfig("token", "none"), (RejectRule(over="token", upper=5.0),))),
+        ({"rejection_sampling": {"action": "clamp", "upper": 3}},
+         CorrectionConfig(WeightConfig("token", "clip", 0.0, 3.0))),
+        ({"rejection_sampling": {"action": "clamp", "level": "sequence", "lower": 0.5}},
+         CorrectionConfig(WeightConfig("geometric", "clip", 0.5, 5.0))),
+        ({"rejection_sampling": {"action": "clamp", "level": "sequence", "agg": "max"}},
+         CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0))),
+        ({"rejection_sampling": {"level": "sequence", "lower": 0.5, "agg": "sum"}},
+         CorrectionConfig(WeightConfig("geometric", "none"), (RejectRule(over="sum", lower=0.5, upper=5.0),))),
+        ({"rejection_sampling": {"level": "sequence", "metric": "kl_k1", "agg": "max", "upper": 0.5, "lower": -2}},
+         CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k1", "min", -0.5, 2.0),))),
+        ({"rejection_sampling": {"metric": "kl_k2", "upper": 0.5}},
+         CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k2", "token", upper=0.5),))),
+    ],
+)  # fmt: skip
+def test_areals_yaml(tree: dict, expected: CorrectionConfig, tmp_path: Path):
+    translation = areal.translate(yaml.safe_dump(tree))
+    assert translation.config() == expected
+    assert read_back(translation, tmp_path) == expected
+
+
+def test_areals_own_words_stand_beside_each_setting():
+    tree = {
+        "rollout": {
+            "max_concurrent_rollouts": 256,
+            "max_head_offpolicyness": 2,
+            "enable_segment_wise_ppo": True,
+        },
+        "actor": CAPPED
+        | {"prox_logp_method": "loglinear", "m2_threshold": 0.01, "importance_sampling_level": "token"},
+    }
+    text = areal.translate(yaml.safe_dump(tree)).text()
+    flat = " ".join(line.lstrip("# ") for line in text.splitlines())
+    for said in (
+        "needs: --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss",
+        "upper: 5.0 # actor.behav_imp_weight_cap: 5.0",
+        "lower: 0.2 # actor.behav_imp_weight_floor: 0.2",
+        "# rollout.enable_segment_wise_ppo: true",
+        "--max-head-offpolicyness 2 with --async",
+        "rollout.max_concurrent_rollouts: 256 counts prompts in AReaL",
+        "actor.prox_logp_method: loglinear: pi_old is always recomputed here",
+        "actor.m2_threshold: 0.01: M2PO's masking has no counterpart",
+    ):
+        assert said in re.sub(r" +", " ", flat)
+    assert "importance_sampling_level" not in text and "use_decoupled_loss is not in the file" not in text
+    assert "use_decoupled_loss is not in the file" in areal.translate("behav_imp_weight_cap: 5").text()
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"actor": {"path": "x"}, "rollout": {}}, r"^nothing to translate: none of enable_segment_wise_ppo, .* actor:"),
+        ([1], r"^got \[1\]; expected a mapping with AReaL's actor: and rollout:"),
+        ({"actor": {"behav_imp_weight_cap": "high"}}, r"^actor\.behav_imp_weight_cap: got 'high'; expected a number"),
+        ({"actor": {"behav_imp_weight_cap": 5, "behav_imp_weight_mode": "token_mask"}},
+         r"^actor\.behav_imp_weight_mode: no key that is read here; known are"),
+        ({"enable_segment_wise_ppo": False, "rollout": {"enable_segment_wise_ppo": True}},
+         r"^rollout\.enable_segment_wise_ppo: True contradicts enable_segment_wise_ppo: False; keep one"),
+        ({"actor": {"use_decoupled_loss": False, "recompute_logprob": True}},
+         r"^use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected"),
+        ({"actor": {"behav_imp_weight_cap": 5, "rejection_sampling": {}}},
+         r"^actor\.behav_imp_weight_cap: actor\.rejection_sampling took its place in AReaL; keep one"),
+        ({"actor": {"rejection_sampling": {"level": "turn"}}},
+         r"^actor\.rejection_sampling\.level: got 'turn'; choose one of token, sequence"),
+        ({"rejection_sampling": {"uper": 2}}, r"^rejection_sampling\.uper: unknown key; known are level, action"),
+        ({"rejection_sampling": {"metric": "kl_k3"}}, r"^rejection_sampling\.metric: kl_k3 is 1/r - 1 \+ log r"),
+        ({"rejection_sampling": {"metric": "kl_k2", "action": "clamp"}},
+         r"^rejection_sampling\.action: clamp needs metric: ratio"),
+        ({"rejection_sampling": {"level": "sequence", "agg": "max", "action": "clamp", "lower": 0.5}},
+         r"^rejection_sampling\.agg: max with action: clamp and a lower bound .* not served; use mean"),
+    ],
+)  # fmt: skip
+def test_areals_yaml_that_cannot_be_translated(tree: object, message: str):
+    with pytest.raises(ConfigError, match=message):
+        areal.translate(yaml.safe_dump(tree))
+
+
+def test_areals_own_file_is_checked_as_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The blocks mean what the translation says, and what a host would make of the other keys is told."""
+    file = tmp_path / "areal.yaml"
+    tree = {
+        "seed": 1,
+        "rollout": {"max_head_offpolicyness": 2, "enable_segment_wise_ppo": True},
+        "actor": CAPPED | {"path": "x"},
+    }
+    file.write_text(yaml.safe_dump(tree))
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    for said in (
+        "pi_{v+1} / mu, used as it is in [0.2, 5], 0 elsewhere",
+        "warning: rollout.max_head_offpolicyness: 2 bounds the rollout",
+        "of seed too",
+    ):
+        assert said in told
+    assert main(["config", "from-areal", str(file)]) == 0
+    written = tmp_path / "mis.yaml"
+    written.write_text(capsys.readouterr().out)
+    assert load(written) == load(file)
+    file.write_text("actor: {behav_imp_weight_cap: 5, behav_imp_weight_mode: token_mask}")
+    assert main(["config", "check", str(file)]) == 2
+    assert "behav_imp_weight_mode: unknown key" in capsys.readouterr().err

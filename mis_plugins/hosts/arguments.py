@@ -56,7 +56,7 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
     """
     hosts = tuple(RECORDS) if host is None else (host,)
     for key, value in keys.items():
-        if reading.is_ours(key):
+        if reading.is_read(key, value):
             continue
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
         if not wanted:

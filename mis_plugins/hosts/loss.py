@@ -204,7 +204,7 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
 
 def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
     said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
-    coupled = asked is not None and getattr(args, "use_decoupled_loss", None) is False
+    coupled = asked is not None and reading.areal_keys(vars(args)).get("use_decoupled_loss") is False
     if coupled:  # AReaL's key speaks of `old` alone: the rest is the flags'
         said.append(("use_decoupled_loss: false", {"old": "behavior"}))
     if asked is None or coupled:

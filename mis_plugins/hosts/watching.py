@@ -120,7 +120,7 @@ def _keys(name: str, path: str) -> Mapping[str, Any]:
 def _check_unchanged(args: Any, name: str, keys: Mapping[str, Any]) -> None:
     """Refuse a file that no longer says what the job was started with."""
     for key, value in keys.items():
-        if reading.is_ours(key) and getattr(args, key, None) != value:
+        if reading.is_read(key, value) and getattr(args, key, None) != value:
             raise ConfigError(
                 f"{name}: {key} has changed since the job read the file, so that nobody knows whether it said use_tis: "
                 "false; leave the file of a starting job alone"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import yaml
 
@@ -78,8 +79,21 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
         keys = keys_of(path)
     except (OSError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"--custom-config-path {path}: {error}") from error
-    for key, value in keys.items():
+    for key, value in (keys | _areals_rollout(keys, args.n_samples_per_prompt)).items():
         setattr(args, key, value)
+
+
+def _areals_rollout(keys: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """What AReaL's block `rollout:` bounds, as arguments of this host: there places are counted in prompts."""
+    block = keys.get("rollout")
+    if not isinstance(block, Mapping):
+        return {}
+    places = block.get("max_concurrent_rollouts")
+    found = {
+        "max_head_offpolicyness": block.get("max_head_offpolicyness"),
+        "max_concurrent_rollouts": places * samples if isinstance(places, int) else places,
+    }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _check_positive(args: argparse.Namespace) -> None:
