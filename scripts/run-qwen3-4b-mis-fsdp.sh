@@ -16,7 +16,7 @@ set -euo pipefail
 : "${MILES_DIR:=$HOME/miles}"
 : "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${SAVE_DIR:=$HOME/runs/qwen3-4b-mis-fsdp}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
-source "$(dirname "${BASH_SOURCE[0]}")/tis_config.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/tis_config.sh" fsdp
 
 CORRECTION=(
     --use-tis

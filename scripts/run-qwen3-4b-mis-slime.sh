@@ -17,7 +17,7 @@ set -euo pipefail
 : "${SLIME_DIR:=$HOME/slime}" "${MEGATRON_DIR:=$HOME/Megatron-LM}"
 : "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${SAVE_DIR:=$HOME/runs/qwen3-4b-mis-slime}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
-source "$(dirname "${BASH_SOURCE[0]}")/tis_config.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/tis_config.sh" slime
 
 CORRECTION=(
     --use-tis

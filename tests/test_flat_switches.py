@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,18 @@ import torch
 import yaml
 from batches import host_args, ratio_batch
 from drive import same_bytes
+from host_flags import accepted
 from test_loss_hook import drive, flags, hosts, random_step
 
 from mis_plugins import mis, reading
 from mis_plugins.__main__ import main
 from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.arguments import RECORDS, kinds
 from mis_plugins.translate import miles
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
 
-ROOT = Path(__file__).parents[1]
 BOUNDS = {"rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.5}
 FLAT = {"tis_upper_bound": 2.0, **BOUNDS}
 HOOKS = {
@@ -190,8 +192,8 @@ def test_a_hook_refuses_a_near_miss(key: str, meant: str):
 
 
 def test_no_argument_of_a_host_is_a_near_miss():
-    lines = (ROOT / "tests" / "host_flags.txt").read_text().splitlines()
-    names = [line.split()[1].removeprefix("--").replace("-", "_") for line in lines if line[0] != "#"]
+    names = [flag.removeprefix("--").replace("-", "_") for flag in accepted(*chain(*RECORDS.values()))]
+    names += chain(*map(kinds, RECORDS))
     assert "use_kl_loss" in names
     args = Namespace(**dict.fromkeys([*names, "use_te"], True) | {"use_tis": True, "tis_upper_bound": 2.0})
     args.tis_clip = args.tis_clip_low = 1.0

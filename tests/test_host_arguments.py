@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from mis_plugins import reading
 from mis_plugins.__main__ import main
 from mis_plugins.hosts.arguments import RECORDS, Host, flags, kinds, surprises
 
@@ -98,13 +97,6 @@ def test_records_are_whole(host: Host):
     assert {name: kinds(host)[name] for name in expected} == expected
     assert len(kinds(host)) > 1000
     assert {"--use-tis", "--custom-config-path"} <= flags("slime") & flags("miles")
-
-
-@every_host
-def test_no_argument_of_a_host_is_taken_for_a_misspelled_one_of_ours(host: Host):
-    """`use_te` is two edits from `use_rs`: what a host knows is passed on."""
-    ours = {name for name in kinds(host) if reading.is_ours(name)}
-    assert ours <= reading.READ_KEYS and {"use_tis", "tis_clip", "tis_clip_low"} <= ours
 
 
 @pytest.mark.parametrize("record", sorted({record for records in RECORDS.values() for record in records}))

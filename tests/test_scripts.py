@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from host_flags import accepted
 
 from true_on_policy.flags import launch_flags
 from true_on_policy.fsdp_worker import HOOK
@@ -34,9 +35,6 @@ TRUE_ON_POLICY = {
 LAUNCHES = [(script, parsers, {}) for script, parsers in CORRECTIONS.items()] + [
     ("run-qwen3-4b-true-on-policy.sh", parsers, {"TRAIN_BACKEND": backend})
     for backend, parsers in TRUE_ON_POLICY.items()
-]
-HOST_FLAGS = [
-    line.split() for line in (ROOT / "tests" / "host_flags.txt").read_text().splitlines() if line[0] != "#"
 ]
 
 launch_script = pytest.mark.parametrize("script", sorted(CORRECTIONS))
@@ -96,9 +94,8 @@ def test_launch_passes_only_flags_of_its_host(
     done = launch(script, tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     arguments = trainer_arguments(tmp_path)
-    known = {flag for parser, flag in HOST_FLAGS if parser in parsers}
     flags = [word for word in arguments if word.startswith("--")]
-    assert set(flags) - known == set()
+    assert set(flags) - accepted(*parsers) == set()
     assert len(flags) == len(set(flags))
     assert arguments[-2:] == ["--seed", "7"]
     assert str(tmp_path / "my models" / "Qwen3-4B") in arguments
@@ -113,6 +110,17 @@ def test_launch_loads_our_function_with_our_config(script: str, tmp_path: Path) 
     assert callable(getattr(importlib.import_module(module), function))
     assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "mis.yaml"
     assert "--use-tis" in arguments
+
+
+@launch_script
+def test_launch_checks_the_config_for_its_own_host(script: str, tmp_path: Path) -> None:
+    """slime alone hands a hook the rollout batch; the others stop, and say so, before a job is submitted."""
+    config = tmp_path / "rollout.yaml"
+    config.write_text("mis: {weight: {normalize: {scope: rollout}}}")
+    done = launch(script, tmp_path, MIS_CONFIG=str(config))
+    serves = "slime" in script
+    assert (tmp_path / "ray.txt").exists() == serves == (done.returncode == 0)
+    assert ("rollout needs the rollout batch, which Miles" in done.stderr) != serves
 
 
 @launch_script
