@@ -238,7 +238,7 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-concurrent-rollouts",
-        type=int,
+        type=whole,
         metavar="N",
         help="responses in flight at most; the others wait for one to end (default: no limit)",
     )
