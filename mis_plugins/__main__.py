@@ -30,7 +30,7 @@ from mis_plugins.formula import formula
 from mis_plugins.hosts import denominator
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import RECORDS, Host, surprises
-from mis_plugins.translate import areal, miles, ms_swift, verl
+from mis_plugins.translate import areal, miles, ms_swift, verl, verl_presets
 
 REFUSED = 2  # could not compare, could not check: never a pass
 INTERRUPTED = 130  # while it waited for a pipe
@@ -113,15 +113,18 @@ def from_miles(arguments: argparse.Namespace) -> str:
 
 
 def from_verl(arguments: argparse.Namespace) -> str:
-    """verl's algorithm.rollout_correction, of 0.9.1 or earlier, on its own or in a trainer's yaml.
+    """verl's algorithm.rollout_correction, of 0.9.1 or earlier: a trainer's yaml, a launch script, a preset's name.
 
-    Hydra overrides may follow, which win. The output is a file for --custom-config-path: comments say which key of
-    verl's each setting comes from, what differs, and which flags it needs.
+    FILE is a yaml or a part of one, a .sh, `-`, or a preset such as decoupled_token_is(). Hydra overrides may follow,
+    which win. The output is a file for --custom-config-path: comments say which key of verl's each setting comes
+    from, what differs, and which flags it needs.
 
         python -m mis_plugins config from-verl ppo_trainer.yaml \\
             algorithm.rollout_correction.rollout_is=token > mis.yaml
     """
-    return verl.translate(text_of(arguments.target), arguments.overrides).text()
+    target = arguments.target
+    named = verl_presets.is_call(target) and not Path(target).exists()
+    return verl.translate(target if named else text_of(target), arguments.overrides).text()
 
 
 def from_ms_swift(arguments: argparse.Namespace) -> str:

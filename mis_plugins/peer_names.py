@@ -1,6 +1,7 @@
 """What other packages call our metrics.
 
-Those of `PEERS` mean the same. Those of the packages on PyPI are checked by calling them (`tests/test_peers.py`).
+Those of `PEERS` mean the same. Those of the packages on PyPI are checked by calling them (`tests/test_peers.py`);
+verl's `mismatch/` names, of October 2025, are of no release that is called there and were compared once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ PEERS: dict[str, dict[str, str]] = {
         "rollout_corr/rollout_is_seq_max_deviation": "sequence_weight_max_deviation",
         "rollout_corr/rollout_is_seq_fraction_high": "sequence_ratio_high_fraction",
         "rollout_corr/rollout_is_seq_fraction_low": "sequence_ratio_low_fraction",
-        "rollout_corr/rollout_is_p{percent}": "weight_p{percent}",
         "rollout_corr/rollout_rs_masked_fraction": "rejected_fraction",
         "rollout_corr/rollout_rs_seq_masked_fraction": "touched_sequences",
         "rollout_corr/rollout_rs_{option}_mean": "rule_{i}_mean",
@@ -56,6 +56,28 @@ PEERS: dict[str, dict[str, str]] = {
         "rollout_corr/rollout_rs_{option}_seq_max_deviation": "rule_{i}_unit_max_deviation",
         "rollout_corr/rollout_rs_{option}_seq_fraction_high": "rule_{i}_unit_high_fraction",
         "rollout_corr/rollout_rs_{option}_seq_fraction_low": "rule_{i}_unit_low_fraction",
+        "mismatch/mismatch_training_ppl": "train_ppl",
+        "mismatch/mismatch_training_log_ppl": "train_log_ppl",
+        "mismatch/mismatch_rollout_ppl": "rollout_ppl",
+        "mismatch/mismatch_rollout_log_ppl": "rollout_log_ppl",
+        "mismatch/mismatch_kl": "kl_k1",
+        "mismatch/mismatch_k3_kl": "kl_k3",
+        "mismatch/mismatch_log_ppl_diff": "log_ppl_diff",
+        "mismatch/mismatch_log_ppl_abs_diff": "log_ppl_abs_diff",
+        "mismatch/mismatch_log_ppl_diff_max": "log_ppl_diff_max",
+        "mismatch/mismatch_log_ppl_diff_min": "log_ppl_diff_min",
+        "mismatch/mismatch_ppl_ratio": "ppl_ratio",
+        "mismatch/rollout_is_mean": "ratio_mean",
+        "mismatch/rollout_is_max": "ratio_max",
+        "mismatch/rollout_is_min": "ratio_min",
+        "mismatch/rollout_is_p{percent}": "ratio_p{percent}",
+        "mismatch/rollout_is_eff_sample_size": "ess_bounded",
+        "mismatch/rollout_is_ratio_fraction_high": "weight_high_fraction",
+        "mismatch/rollout_is_ratio_fraction_low": "weight_low_fraction",
+        "mismatch/rollout_is_seq_fraction_high": "sequence_ratio_high_fraction",
+        "mismatch/rollout_is_seq_fraction_low": "sequence_ratio_low_fraction",
+        "mismatch/rollout_is_masked_fraction": "outside_bound_fraction",
+        "mismatch/rollout_is_veto_fraction": "rule_{i}_unit_rejected_fraction",
         "training/rollout_probs_diff_max": "prob_diff_abs_max",
         "training/rollout_probs_diff_mean": "prob_diff_abs_mean",
         "training/rollout_probs_diff_std": "prob_diff_abs_std",
@@ -143,6 +165,13 @@ PEERS: dict[str, dict[str, str]] = {
 
 OTHERWISE: dict[str, dict[str, str]] = {
     "verl": {
+        "mismatch/*": "the names of pull request 3694 and of 0.6.0, where rollout_is_* is taken before the bound. "
+        "With another level than token its mean, max, min and percentiles are of products: "
+        "exp(sequence_log_ratio_max), at most e^20, and its like",
+        "mismatch/rollout_is_std": "of ratios clamped to both bounds, 1/upper for a missing one: not had",
+        "mismatch/rollout_is_seq_mean, seq_std, seq_max, seq_min, seq_max_deviation": "of each sequence's mean ratio "
+        "before the bound: not had; sequence_weight_mean and its like are after it",
+        "mismatch/rollout_is_catastrophic_token_fraction, rollout_is_seq_masked_fraction": "not had",
         "rollout_is_max, rollout_is_min of sequences": "before truncation: exp(sequence_log_ratio_max), at most e^20, "
         "and exp(sequence_log_ratio_min)",
         "rollout_rs_*_k1": "-log r: of a rule on the ratio the mean changes its sign, low and high their places; and "

@@ -5,6 +5,7 @@ Runs under `bash scripts/peers.sh`, which installs them. What differs is in test
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
@@ -39,6 +41,7 @@ from mis_plugins.objective import Clip, kl_term, target_log_ratio
 from mis_plugins.opsm import on_policy
 from mis_plugins.peer_names import OTHERWISE, PEERS
 from mis_plugins.reading import from_mapping
+from mis_plugins.translate import verl_presets
 from mis_plugins.translate.verl import translate
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
@@ -110,6 +113,48 @@ def test_verl_preset(name: str, batch: Rows):
     proximal = compared_with_mu(name, batch)
     correction = weighs_something(batch, preset(verl.file_of(name)), proximal)
     weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
+    assert_same_weights(batch, correction, weights, mask)
+
+
+@pytest.mark.parametrize("name", verl.PRESETS)
+def test_verl_preset_by_its_name_is_what_its_class_method_sets(name: str):
+    """With the defaults, and with another value for each parameter, by name and by position."""
+    parameters = list(inspect.signature(getattr(verl.rollout_config(), name)).parameters)
+    assert parameters == list(verl_presets.PRESETS[name].parameters())
+    thresholds = {"rs_threshold": "'0.25_3.5'" if "k3" not in name else "0.125", "threshold_lower": "0.25"}
+    words = [thresholds.get(parameter, "7.5") for parameter in parameters]
+    named = ", ".join(f"{parameter}={word}" for parameter, word in zip(parameters, words, strict=True))
+    for arguments in ("", ", ".join(words), named):
+        theirs = eval(f"config.{name}({arguments})", {"config": verl.rollout_config()})
+        ours = verl_presets.keys_of(f"{name}({arguments})")
+        assert ours == {key: getattr(theirs, key) for key in ours}
+        said = {key: value for key, value in vars(theirs).items() if not key.startswith("_")}
+        ignored = {"rollout_is_threshold", "loss_type"}  # without a level, without the bypass
+        assert {
+            key for key in said if said[key] != verl.rollout_config()(rollout_is=None).__dict__[key]
+        } - ignored <= set(ours)
+        assert translate(f"{name}({arguments})").config() == translate(yaml.safe_dump(said)).config()
+
+
+@pytest.mark.parametrize("name", verl.PRESETS)
+@few
+@given(batch=rows())
+def test_verl_preset_by_its_name_weighs_and_rejects_alike(name: str, batch: Rows):
+    mapping = dict(translate(f"{name}()").mis) | {"metrics": "none"}
+    mapping = {"weight": None, "reject": []} | mapping
+    proximal = compared_with_mu(name, batch)
+    correction = weighs_something(batch, mapping, proximal)
+    weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
+    weights = weights if mapping["weight"] else batch.mask  # ppo_clip: for verl's metrics alone
+    assert_same_weights(batch, correction, weights, mask)
+
+
+@given(batch=rows(), cap=st.sampled_from([1.2, 2.0, 5.0]))
+def test_verl_first_key_is_its_truncation_of_tokens(batch: Rows, cap: float):
+    """verl 0.9.1 has no such key, and one of its settings that says the same."""
+    mapping = {"reject": []} | dict(translate(f"tis_imp_ratio_cap: {cap}").mis)
+    correction = weighs_something(batch, mapping, batch.batch.proximal)
+    weights, mask, _ = verl.correction(batch, {"rollout_is": "token", "rollout_is_threshold": cap})
     assert_same_weights(batch, correction, weights, mask)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -370,6 +372,234 @@ def test_verl_override_that_verl_takes_for_no_number(text: str):
 def test_verl_override_refused(override: str):
     with pytest.raises(ConfigError, match="override|n_gpus|nope"):
         from_verl(TOKEN_IS, override)
+
+
+# --------------------------------------------------------------------------------- verl, launch scripts and presets
+
+PREFIX = "algorithm.rollout_correction."
+SCRIPT = f"""#!/usr/bin/env bash
+set -xeuo pipefail
+source ~/.bashrc
+export rollout_is="sequence"   # level
+threshold=3.0
+rollout_rs='token_k1,seq_max_k2'
+lower=0.6; echo "never sure"
+python3 -m verl.trainer.main_ppo \\
+    data.train_files="${{TRAIN_FILE}}" \\
+    {PREFIX}rollout_is=${{rollout_is}} \\
+    +{PREFIX}rollout_is_threshold=$threshold \\
+    {PREFIX}rollout_rs=\\'${{rollout_rs}}\\' \\
+    {PREFIX}rollout_rs_threshold="'0.6_1.6,2.5'" \\
+    trainer.logger='["console","wandb"]'
+echo "rollout_is: ${{rollout_is}}, done if it's over"
+"""
+
+
+def test_verl_launch_script():
+    config = verl.translate(SCRIPT).config()
+    assert config.weight == WeightConfig("sequence", "truncate", upper=3.0)
+    assert config.reject == (
+        RejectRule(over="token", lower=1 / 1.6, upper=1 / 0.6),
+        RejectRule("k2", "max", upper=2.5),
+    )
+    overridden = verl.translate(SCRIPT, [f"{PREFIX}rollout_is_threshold=5"]).config().weight
+    assert overridden == WeightConfig("sequence", "truncate", upper=5.0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "if true; then\n  threshold=3.0\nfi",
+        "threshold=3.0\nif true; then\n  threshold=4.0\nfi",
+        "threshold=3.0\nfor threshold in 1 2; do",
+        "threshold=3.0\nsource other.sh",
+        "threshold=3.0\nread threshold",
+        "threshold=3.0\n((threshold+=1))",
+        "threshold=3.0\n: ${threshold:=4.0}",
+        "true && threshold=3.0",
+        "threshold=${THRESHOLD:-3.0}",
+        "threshold=$1",
+        "threshold=$(cat file)",
+        "set_it() {\n  threshold=3.0\n}",
+        "cat > env.sh <<'EOF'\nthreshold=3.0\nEOF",
+        "threshold=3.0 python other.py",
+        "",
+    ],
+)
+def test_verl_a_variable_that_is_not_sure_is_refused(lines: str):
+    """A wrong bound would be worse: the error quotes the user's text and says how to give the value."""
+    script = f"{lines}\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold=${{threshold}}"
+    told = rf"rollout_is_threshold: got '\$\{{threshold\}}'; expected a number; .*{PREFIX}rollout_is_threshold=VALUE"
+    with pytest.raises(ConfigError, match=told):
+        verl.translate(script)
+    assert verl.translate(script, [f"{PREFIX}rollout_is_threshold=3"]).config().weight == WeightConfig(
+        upper=3.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "word"),
+    [
+        ("threshold=3.0", "'${threshold}'"),  # within single quotes a shell leaves it
+        ("threshold=3.0", "${threshold:-2}"),
+        ("threshold=3.0", "\\$threshold"),
+    ],
+)
+def test_verl_what_a_shell_does_not_expand_is_not_expanded(lines: str, word: str):
+    with pytest.raises(ConfigError, match="rollout_is_threshold: got '.*threshold"):
+        verl.translate(
+            f"{lines}\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold={word}"
+        )
+
+
+def test_verl_variables_of_variables():
+    lines = "lower=0.5\nupper=4.0\nboth=${lower}_${upper}\n"
+    script = f'{lines}python3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold="${{both}}"'
+    assert verl.translate(script).config().weight == WeightConfig("token", "zero", 0.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"{PREFIX}rollout_is=token\nverl {PREFIX}rollout_is=sequence",
+            "rollout_is: got 'token' and 'sequence'; put",
+        ),
+        (
+            f"~{PREFIX}rollout_rs {PREFIX}rollout_is=token",
+            "~algorithm.rollout_correction.rollout_rs: cannot be",
+        ),
+        (f"{PREFIX}rollout_iss=token", "rollout_iss: no key of verl's.*did you mean rollout_is"),
+        (f"algorithm.rollout_correction=${{X}} {PREFIX}rollout_is=token", "beside a value for all of"),
+        (
+            "algorithm.rollout_correction=${X}",
+            r"rollout_correction: got '\$\{X\}'; write its keys behind the file",
+        ),
+        (f"{PREFIX}rollout_is=token 'open", "No closing quotation"),
+    ],
+)
+def test_verl_scripts_refused(words: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        verl.translate(f"python3 -m verl.trainer.main_ppo {words}")
+
+
+def test_verl_a_script_without_its_keys_has_nothing_to_translate():
+    with pytest.raises(ConfigError, match="nothing to translate"):
+        verl.translate("python3 -m verl.trainer.main_ppo data.train_files=x")
+
+
+def test_verl_script_says_what_else_counts():
+    script = f"verl {PREFIX}rollout_is=token actor_rollout_ref.rollout.calculate_log_probs=False"
+    assert "calculate_log_probs: false" in " ".join(verl.translate(script).notes)
+
+
+@pytest.mark.parametrize("value", ["${oc.env:CAP,2.0}", "${oc.env:CAP}", "${trainer.cap}"])
+def test_verl_interpolation_is_quoted_with_the_way_out(value: str):
+    told = rf"rollout_is_threshold: got '{re.escape(value)}'; .*put its value behind the file, as {PREFIX}"
+    with pytest.raises(ConfigError, match=told):
+        from_verl({"algorithm": {"rollout_correction": TOKEN_IS | {"rollout_is_threshold": value}}})
+    given = from_verl(TOKEN_IS | {"rollout_is_threshold": value}, f"{PREFIX}rollout_is_threshold=4")
+    assert given.config().weight == WeightConfig(upper=4.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "actor_rollout_ref: {actor: {tis_imp_ratio_cap: 3.0}}",
+        "tis_imp_ratio_cap: 3.0",
+        "actor: {tis_imp_ratio_cap: 3.0}",
+        "cap=3.0\npython3 -m verl actor_rollout_ref.actor.tis_imp_ratio_cap=${cap}",
+    ],
+)
+def test_verl_first_key(text: str, tmp_path: Path):
+    translation = verl.translate(text)
+    assert translation.config() == CorrectionConfig(WeightConfig("token", "truncate", upper=3.0))
+    assert read_back(translation, tmp_path) == translation.config()
+    off = verl.translate(text.replace("3.0", "-1"))
+    assert off.config() == CorrectionConfig() and "corrects nothing" in " ".join(off.notes)
+    assert verl.translate(
+        text, ["actor_rollout_ref.actor.tis_imp_ratio_cap=5"]
+    ).config().weight == WeightConfig(upper=5.0)
+
+
+def test_verl_first_key_beside_a_later_one_is_refused():
+    with pytest.raises(ConfigError, match="tis_imp_ratio_cap: of another verl than rollout_is: token"):
+        from_verl(
+            {"actor_rollout_ref": {"actor": {"tis_imp_ratio_cap": 2}}, "algorithm": {"rollout_is": "token"}}
+        )
+
+
+IN_LOSS = {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "loss_type": "reinforce"}
+
+
+def of_loss(section: object, mode: str | None = "bypass_mode", **algorithm: object) -> dict:
+    loss = {"rollout_correction": section} | ({"loss_mode": mode} if mode else {})
+    tree: dict = {"actor_rollout_ref": {"actor": {"policy_loss": loss}}}
+    return tree | ({"algorithm": {"rollout_correction": algorithm}} if algorithm else {})
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}]
+)
+def test_verl_section_of_the_policy_loss(algorithm: dict):
+    translation = from_verl(of_loss(IN_LOSS, **algorithm))
+    assert translation.config() == CorrectionConfig(
+        WeightConfig("sequence", "truncate", upper=3.0), objective=ObjectiveConfig("reinforce", "behavior")
+    )
+    assert verl.OF_LOSS in translation.notes and verl.V1_TRAINER not in translation.notes
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (of_loss(IN_LOSS, "vanilla"), "loss_mode: bypass_mode alone; got 'vanilla'"),
+        (of_loss(IN_LOSS, bypass_mode=False), "without algorithm.rollout_correction.bypass_mode: true"),
+        (
+            of_loss(IN_LOSS, bypass_mode=True, rollout_is="token"),
+            "rollout_is: got 'token' under .*so keep one",
+        ),
+        (of_loss("${x}"), r"policy_loss.rollout_correction: got '\$\{x\}'; expected a mapping"),
+    ],
+)
+def test_verl_section_of_the_policy_loss_refused(tree: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_verl(tree)
+
+
+@pytest.mark.parametrize("name", VERL)
+@pytest.mark.parametrize("form", ["{}", "{}()", "RolloutCorrectionConfig.{}()", "rollout_correction: {}()"])
+def test_verl_presets_by_name(name: str, form: str):
+    assert verl.translate(form.format(name)).config() == preset(f"verl-{name.replace('_', '-')}")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("decoupled_token_iss()", "no preset of verl 0.9.1; did you mean decoupled_token_is"),
+        (
+            "decoupled_token_is(upper=3)",
+            "upper is none of its parameters; decoupled_token_is takes threshold",
+        ),
+        ("decoupled_token_is(2, 3)", "takes threshold, as numbers or quoted text"),
+        ("decoupled_token_is(threshold=x)", "takes threshold, as numbers or quoted text"),
+        ("decoupled_token_is(2, threshold=3)", "a parameter is given twice"),
+        ("bypass_ppo_clip(1)", "bypass_ppo_clip takes nothing"),
+        ("decoupled_token_is(threshold=-1)", "rollout_is_threshold: got -1; every ratio is above 0"),
+    ],
+)
+def test_verl_presets_refused(call: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        verl.translate(call)
+
+
+def test_verl_preset_and_script_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    assert main(["config", "from-verl", "decoupled_token_is(threshold=3.5)", f"{PREFIX}rollout_rs=null"]) == 0
+    assert "upper: 3.5" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(SCRIPT.encode())))
+    assert main(["config", "from-verl", "-"]) == 0
+    assert "upper: 3.0" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------- ms-swift

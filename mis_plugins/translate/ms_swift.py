@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.reading import number
+from mis_plugins.translate.script import commands, without_comments
 from mis_plugins.translate.translation import Translation, choice, load
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
@@ -28,7 +28,6 @@ SOURCES = {
     "metrics": (METRICS,),
 }
 FLAG = re.compile(rf"--(?:{'|'.join(KEYS)})(?=[\s=]|$)".replace("_", "[_-]"))
-COMMENT = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 # Of a threshold: the weight and what is rejected. `sequence` is the geometric mean; `mask` sets the weight to 0.
@@ -112,9 +111,8 @@ def _keys(text: str) -> Mapping[str, Any]:
 
     Its parser takes `--a-key` for `--a_key`.
     """
-    script = COMMENT.sub("", text)
-    if FLAG.search(script):
-        return dict(_flags(script))
+    if FLAG.search(without_comments(text)):
+        return dict(_flags(text))
     loaded = load(text)
     if isinstance(loaded, str):
         return {}  # a script without these flags
@@ -125,23 +123,12 @@ def _keys(text: str) -> Mapping[str, Any]:
 
 def _flags(script: str) -> Iterator[tuple[str, Any]]:
     """As a shell splits each command into words; of a flag that stands twice the last one counts."""
-    for line in re.sub(r"\\\r?\n", " ", script).splitlines():
-        for word, following in itertools.pairwise([*_words(line), "--"]):
+    for words in commands(script, FLAG):
+        for word, following in itertools.pairwise([*words, "--"]):
             flag, equals, value = word.partition("=")
             if flag.startswith("--"):
                 alone = following.startswith("--")
                 yield _underscored(flag[2:]), value if equals else True if alone else following
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        if FLAG.search(line):
-            raise ConfigError(
-                f"{line.strip()!r}: {error}; give the flags of this line without the rest"
-            ) from None
-        return []  # one line of a quotation of several
 
 
 def _underscored(key: str) -> str:

@@ -2,7 +2,8 @@
 
 Three dialects. Since 0.7.1: `rollout_rs` names statistics (`seq_mean_k1`), whose thresholds bound k1 = -log r, so that
 "lo_hi" means a ratio in [1/hi, 1/lo]. 0.6.1 and 0.7.0: `rollout_rs` names a level (`geometric`), with bounds on the
-ratio and a veto. 0.6.0: keys of `algorithm` itself, where `rollout_is` is a bool.
+ratio and a veto. 0.6.0: keys of `algorithm` itself, where `rollout_is` is a bool. Before that, one key of the actor:
+`tis_imp_ratio_cap`, which truncates weights of tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.reading import number
+from mis_plugins.translate import verl_presets
+from mis_plugins.translate.script import commands, without_comments
 from mis_plugins.translate.translation import Translation, Unquoted, choice, load, switch
 
 SECTION = ("algorithm", "rollout_correction")
@@ -27,9 +30,20 @@ BOOLEAN_DIALECT = (
     "rollout_is_threshold_lower",
     "rollout_is_veto_threshold",
 )
-KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT
+CAP = "tis_imp_ratio_cap"
+KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT + (CAP,)
+ACTOR = ("actor_rollout_ref", "actor")
+IN_LOSS = (*ACTOR, "policy_loss", "rollout_correction")
 OVERRIDE = re.compile(
-    r"\+{0,2}(?:algorithm\.)?(?:rollout_correction\.)?(?P<key>\w+)=(?P<value>.*)", re.DOTALL
+    r"\+{0,2}(?:(?:algorithm\.)?(?:rollout_correction\.)?|(?:actor_rollout_ref\.)?actor\."
+    r"(?:policy_loss\.rollout_correction\.)?)(?P<key>\w+)=(?P<value>.*)",
+    re.DOTALL,
+)
+IN_SCRIPT = re.compile(r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp_ratio_cap\b)[\w.]*\s*=")
+WORD = re.compile(r"(?P<mark>~|\+{0,2})(?P<path>\w+(?:\.\w+)+)(?:=(?P<value>.*))?", re.DOTALL)
+OF_SCRIPT = re.compile(
+    r"algorithm\.rollout_\w+(?:\.\w+)?|actor_rollout_ref\.actor\.(?:tis_imp_ratio_cap|policy_loss\.loss_mode"
+    r"|policy_loss\.rollout_correction(?:\.\w+)?)|actor_rollout_ref\.rollout\.calculate_log_probs|trainer\.use_v1"
 )
 HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
@@ -77,6 +91,14 @@ V1_TRAINER = (
     "verl's trainer since 0.9.0 (trainer.use_v1: true) takes mu for pi_old in bypass and applies no more of this: "
     "neither weights, nor rules, nor loss_type. Here they act as its documents and use_v1: false have them."
 )
+OF_CAP = (
+    f"{CAP}: verl before 0.6.0 multiplies the policy loss alone by the truncated weights of tokens, as here; 0 and "
+    "below is off."
+)
+OF_LOSS = (
+    "actor.policy_loss.rollout_correction is read with policy_loss.loss_mode: bypass_mode alone, in the place of "
+    "pi_old with algorithm.rollout_correction.bypass_mode: true; it is translated as both."
+)
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
     "corrected; here the rollout engine must return them."
@@ -111,15 +133,27 @@ class Draft:
 
 
 def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
-    """A yaml of verl's, or a part of one, with Hydra overrides.
+    """A yaml of verl's or a part of one, a launch script, or a preset's name; Hydra overrides win over each.
 
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    tree = load(text) or {}
-    given = _checked(_section(tree) | _overridden(overrides))
+    said = _overridden(overrides)
+    tree = _tree(text, said)
+    given = _checked(_section(tree) | said)
+    try:
+        return _translated(given, tree, text)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_hint(str(error), given)}") from None
+
+
+def _translated(given: dict[str, Any], tree: Any, text: str) -> Translation:
     draft = Draft(given)
-    if isinstance(given.get("rollout_is"), bool) or any(key in given for key in BOOLEAN_DIALECT):
+    if verl_presets.is_call(text):
+        draft.notes.append(verl_presets.NOTE)
+    if CAP in given:
+        _translate_cap(draft)
+    elif isinstance(given.get("rollout_is"), bool) or any(key in given for key in BOOLEAN_DIALECT):
         _translate_boolean(draft)
     else:
         _translate_weight(draft)
@@ -128,28 +162,125 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
         _translate_normalization(draft)
         _translate_denominator(draft)
     _finish(draft, tree)
-    return Translation(
+    translation = Translation(
         "verl's rollout correction", given, draft.mis, draft.sources, tuple(draft.notes), draft.remarks
     )
+    translation.config()
+    return translation
+
+
+def _hint(message: str, given: Mapping[str, Any]) -> str:
+    """What to do where the error is about a value that only the launch decides."""
+    for key, value in given.items():
+        if isinstance(value, str) and "$" in value and message.startswith(key):
+            place = f"{'.'.join(ACTOR)}.{key}" if key == CAP else f"{'.'.join(SECTION)}.{key}"
+            return f"; only the launch decides it: put its value behind the file, as {place}=VALUE"
+    return ""
 
 
 # What the user has.
 
 
+def _tree(text: str, said: Mapping[str, Any]) -> Any:
+    """The file as verl's tree of settings, whichever way the user says it."""
+    if verl_presets.is_call(text):
+        return {"rollout_correction": verl_presets.keys_of(text)}
+    if IN_SCRIPT.search(without_comments(text)):
+        return _of_script(text, said)
+    loaded = load(text)
+    if isinstance(loaded, str) and re.search(r"\bverl\b|main_ppo", text):
+        return {}  # a script without these settings
+    return loaded or {}
+
+
+def _of_script(text: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The Hydra overrides of a launch script that bear on the correction, as a tree."""
+    found: dict[str, Any] = {}
+    for words in commands(text, IN_SCRIPT):
+        for word in filter(None, map(WORD.fullmatch, words)):
+            path = word["path"]
+            if not OF_SCRIPT.fullmatch(path):
+                continue
+            if word["mark"] == "~" or word["value"] is None:
+                raise ConfigError(
+                    f"{word[0]}: cannot be translated; drop it and give each key behind the file"
+                )
+            value = _of_hydra(word["value"])
+            if path.rpartition(".")[2] not in said and found.get(path, value) != value:
+                raise ConfigError(
+                    f"{path}: got {found[path]!r} and {value!r}; put the one that counts behind the file"
+                )
+            found[path] = value
+    return _nested(found)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{path}: stands beside a value for all of {parent}; give one of them")
+        node[last] = value
+    return tree
+
+
 def _section(tree: Any) -> dict[str, Any]:
-    """`algorithm.rollout_correction` of a whole file, the earliest keys under `algorithm`, or the file itself."""
+    """The settings of the correction, from wherever a release of verl keeps them."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {tree!r}; expected a mapping with {'.'.join(SECTION)}")
+    actor = _at(tree, *ACTOR) or _at(tree, "actor") or {}
+    cap = {CAP: actor[CAP]} if isinstance(actor, Mapping) and CAP in actor else {}
+    section, in_loss = _of_algorithm(tree, bool(cap)), _at(actor, *IN_LOSS[2:])
+    if in_loss is not None:
+        section = _with_loss(section, in_loss, _at(actor, "policy_loss", "loss_mode"))
+    idle = all(section.get(key) in (None, False) for key in ("rollout_is", "rollout_rs"))
+    return cap if cap and idle else section | cap
+
+
+def _of_algorithm(tree: Mapping[str, Any], has_cap: bool) -> dict[str, Any]:
+    """`algorithm.rollout_correction` of a whole file, the earliest keys under `algorithm`, or the file itself."""
     algorithm = tree.get("algorithm") or {}
     if not isinstance(algorithm, Mapping):
         raise ConfigError(f"algorithm: got {algorithm!r}; expected a mapping with {SECTION[1]}")
     for holder in (algorithm, tree):
-        if isinstance(holder.get("rollout_correction"), Mapping):
-            return dict(holder["rollout_correction"])
+        section = holder.get("rollout_correction")
+        if isinstance(section, Mapping):
+            return dict(section)
+        if isinstance(section, str):
+            if "$" in section or not verl_presets.is_call(section):
+                raise ConfigError(f"rollout_correction: got {section!r}; write its keys behind the file")
+            return verl_presets.keys_of(section)
     if "algorithm" in tree:
         ours = [key for key in algorithm if key in KNOWN or str(key).startswith("rollout_")]
         return {key: algorithm[key] for key in ours if key != SECTION[1]}
-    return dict(tree)
+    return {} if has_cap or any(name in tree for name in WHOLE) else dict(tree)
+
+
+WHOLE = ("actor_rollout_ref", "actor", "trainer", "data")  # parts of a whole file of verl's
+
+
+def _with_loss(section: dict[str, Any], in_loss: Any, mode: Any) -> dict[str, Any]:
+    """The settings with those that the bypass loss reads itself."""
+    key = ".".join(IN_LOSS[1:])
+    if not isinstance(in_loss, Mapping):
+        raise ConfigError(f"{key}: got {in_loss!r}; expected a mapping")
+    if mode not in (None, "bypass_mode"):
+        raise ConfigError(f"{key}: verl reads it with policy_loss.loss_mode: bypass_mode alone; got {mode!r}")
+    if section.get("bypass_mode", True) is not True:
+        raise ConfigError(
+            f"{key}: without algorithm.rollout_correction.bypass_mode: true verl compares with pi_old there, and "
+            "corrects no mismatch; set it, or drop this section"
+        )
+    for name, value in in_loss.items():
+        if name not in ("_target_", "bypass_mode") and section.get(name, value) != value:
+            raise ConfigError(
+                f"{name}: got {section[name]!r} under {'.'.join(SECTION)} and {value!r} under {key}; verl's trainers "
+                "differ in which they read, so keep one"
+            )
+    return {**section, **in_loss, "bypass_mode": True}
 
 
 def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
@@ -285,7 +416,9 @@ def _translate_bypass(draft: Draft, tree: Any) -> None:
         "objective.old": ("bypass_mode",),
         "objective.surrogate": ("loss_type", "use_policy_gradient"),
     }
-    old_trainer = _at(tree, "trainer", "use_v1") is False
+    in_loss = _at(tree, *IN_LOSS) is not None or _at(tree, *IN_LOSS[1:]) is not None
+    old_trainer = _at(tree, "trainer", "use_v1") is False or in_loss
+    draft.notes += [OF_LOSS] * in_loss
     if draft.given.get("use_policy_gradient") is not None:
         _as_in_0_6_1(draft)
     elif (draft.mis.get("reject") or loss_type == "reinforce") and not old_trainer:
@@ -329,6 +462,22 @@ def _translate_denominator(draft: Draft) -> None:
         draft.notes.append(TOKENS_LEFT)
     elif rules:
         draft.notes.append(SEQUENCES_LEFT)
+
+
+# What the first key means.
+
+
+def _translate_cap(draft: Draft) -> None:
+    """Truncate weights of tokens, where the cap is above 0."""
+    for key, value in draft.given.items():
+        if key != CAP and value not in (None, False):
+            raise ConfigError(
+                f"{CAP}: of another verl than {key}: {value}, which has no such key; drop one of them"
+            )
+    cap = number(draft.given[CAP], CAP)
+    if cap > 0:
+        draft.weigh({"level": "token", "bound": "truncate", "upper": cap}, {"level": (CAP,), "upper": (CAP,)})
+        draft.notes.append(OF_CAP)
 
 
 # What it means where `rollout_is` is a bool.

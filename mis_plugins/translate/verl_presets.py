@@ -1,0 +1,113 @@
+"""The Python presets of verl 0.9.1, by name: `RolloutCorrectionConfig.decoupled_token_is(threshold=3.0)`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mis_plugins.errors import ConfigError
+
+CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\(.*\))?\s*", re.DOTALL)
+RULES = {"seq_sum_k1": "0.5_2.0", "seq_mean_k1": "0.999_1.001", "seq_mean_k3": 0.01}  # default thresholds
+NOTE = (
+    "read as the preset of verl 0.9.1; the presets on ratios of 0.6.1 and 0.7.0 have other bounds, and a veto: give "
+    "the keys of such a release."
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a class method of verl sets: the level of the weight, the rule, and the loss of the bypass."""
+
+    level: str | None = None
+    rule: str | None = None
+    loss_type: str | None = None
+    icepop: bool = False
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the class method, in order, with their defaults."""
+        if self.icepop:
+            return {"threshold": 5.0, "threshold_lower": 0.5}
+        if self.level and self.rule:
+            return {"is_threshold": 2.0, "rs_threshold": RULES[self.rule]}
+        return {"threshold": 2.0} if self.level else {"rs_threshold": RULES[self.rule]} if self.rule else {}
+
+    def keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of `algorithm.rollout_correction` that the class method sets."""
+        value = {**self.parameters(), **given}
+        keys: dict[str, Any] = {"rollout_is": self.level, "rollout_rs": self.rule}
+        if self.icepop:
+            keys["rollout_is_threshold"] = f"{value['threshold_lower']}_{value['threshold']}"
+        elif self.level:
+            keys["rollout_is_threshold"] = value["is_threshold" if self.rule else "threshold"]
+        if self.rule:
+            keys["rollout_rs_threshold"] = value["rs_threshold"]
+        return keys | ({"bypass_mode": True, "loss_type": self.loss_type} if self.loss_type else {})
+
+
+PRESETS = {
+    "decoupled_token_is": Preset("token"),
+    "decoupled_seq_is": Preset("sequence"),
+    "decoupled_token_icepop": Preset("token", icepop=True),
+    "decoupled_seq_is_rs": Preset("sequence", "seq_sum_k1"),
+    "decoupled_geo_rs": Preset(None, "seq_mean_k1"),
+    "decoupled_geo_rs_seq_tis": Preset("sequence", "seq_mean_k1"),
+    "decoupled_geo_rs_token_tis": Preset("token", "seq_mean_k1"),
+    "decoupled_k3_rs": Preset(None, "seq_mean_k3"),
+    "decoupled_k3_rs_seq_tis": Preset("sequence", "seq_mean_k3"),
+    "decoupled_k3_rs_token_tis": Preset("token", "seq_mean_k3"),
+    "bypass_ppo_clip": Preset(None, None, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": Preset(None, "seq_mean_k1", "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": Preset(None, "seq_mean_k3", "ppo_clip"),
+    "bypass_pg_is": Preset("sequence", None, "reinforce"),
+    "bypass_pg_token_icepop": Preset("token", None, "reinforce", icepop=True),
+    "bypass_pg_geo_rs": Preset(None, "seq_mean_k1", "reinforce"),
+    "bypass_pg_geo_rs_seq_tis": Preset("sequence", "seq_mean_k1", "reinforce"),
+    "bypass_pg_geo_rs_token_tis": Preset("token", "seq_mean_k1", "reinforce"),
+    "disabled": Preset(),
+}
+
+
+def is_call(text: str) -> bool:
+    """Whether the text names a preset, or calls something as one calls a preset."""
+    found = CALL.fullmatch(text)
+    return found is not None and (found["name"] in PRESETS or found["arguments"] is not None)
+
+
+def keys_of(text: str) -> dict[str, Any]:
+    """The keys that a preset sets.
+
+    Raises:
+        ConfigError: no preset of verl 0.9.1, or an argument that it does not take.
+    """
+    found = CALL.fullmatch(text)
+    name = found["name"] if found else text
+    if found is None or name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(PRESETS)}"
+        raise ConfigError(f"{name}: no preset of verl 0.9.1; {hint}")
+    preset = PRESETS[name]
+    return preset.keys(_arguments(name, found["arguments"] or "()", tuple(preset.parameters())))
+
+
+def _arguments(name: str, text: str, parameters: tuple[str, ...]) -> dict[str, Any]:
+    takes = f"{name} takes {', '.join(parameters) or 'nothing'}"
+    try:
+        call = ast.parse(f"{name}{text}", mode="eval").body
+        if not isinstance(call, ast.Call):
+            raise ValueError
+        words = [(parameters[i], word) for i, word in enumerate(call.args)]
+        words += [(str(word.arg), word.value) for word in call.keywords]
+        given = {key: ast.literal_eval(word) for key, word in words}
+    except (SyntaxError, ValueError, IndexError):
+        raise ConfigError(f"{name}{text}: {takes}, as numbers or quoted text") from None
+    for key in given:
+        if key not in parameters:
+            raise ConfigError(f"{name}{text}: {key} is none of its parameters; {takes}")
+    if len(given) < len(words):
+        raise ConfigError(f"{name}{text}: a parameter is given twice; {takes}")
+    return given
