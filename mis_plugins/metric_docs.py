@@ -30,9 +30,10 @@ and as one line to its log, which has them without wandb and tensorboard too. Th
 ```
 
 which reports a step when the next one begins. Warnings (everything rejected, too little kept, products that saturate,
-log-probs that are scaled) go to the log of one rank. Where Miles lost or replaced a rank (`--use-fault-tolerance`),
-each rank warns of its own part of that step, and its metrics are not logged; nothing is raised but
-`on_all_rejected: raise`. Of a step that Miles repeats, the last attempt alone is reported.
+advantages that are no number, log-probs that are scaled, cut off or unlikely) go to the log of one rank. Where Miles
+lost or replaced a rank (`--use-fault-tolerance`), each rank warns of its own part of that step, and its metrics are not
+logged; nothing is raised but `on_all_rejected: raise`. Of a step that Miles repeats, the last attempt alone is
+reported.
 
 The last step of a run has no next one. One process reports it when it exits. Of many ranks
 
@@ -56,6 +57,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
     "Percentiles": (
         f"percent is one of {', '.join(map(str, QUANTILES))}. From histograms over logarithmic buckets that add: what "
         f"they hold, a logarithm, is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, whatever the split. "
+        "A ratio r is thereby off by a factor of at most r^0.01 or its inverse: 0.7% at 2 and at 1/2, 4.7% at 100. "
         "A percentile is interpolated between two of them; where these lie on either side of 0 it may be off by more.",
         PERCENTILES,
     ),

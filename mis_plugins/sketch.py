@@ -2,6 +2,8 @@
 
 Buckets are wide in proportion to what they hold, of either sign, so that an order statistic is off by at most
 `RELATIVE_ERROR` of itself. What is smaller than `SMALLEST` reads 0, what is larger than `LARGEST` reads `LARGEST`.
+Of a ratio r the logarithm is held, and exp of it is off by a factor of at most exp(RELATIVE_ERROR |log r|): 1.007 at
+r = 2, 1.047 at 100, 1.22 at e^20.
 Counts are integers: the same numbers give the same histogram in whatever parts they came.
 
 Masson, Rim and Lee 2019, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees".

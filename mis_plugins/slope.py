@@ -13,9 +13,11 @@ Two quantities, both from sums that add.
 
 2. *The mean ratio.* The mean of pi_old / mu over samples of mu is 1, whatever the two policies are, as long as mu is
    what was sampled from and covers pi_old; and since each token's ratio less 1 has mean 0 given all tokens before it,
-   the standard error of the mean needs no independence. Above 1: the engine sampled from something else than it reports
-   (raw log-probs of a policy that is sampled at a temperature; log-probs of other weights). Below 1: mu is cut off
-   (top-p, top-k, min-p), and the mean is the mass that is left.
+   the standard error of the mean needs no independence. Above 1: the engine sampled from something else than it
+   reports (raw log-probs of a policy that is sampled at a temperature; log-probs of other weights). Below 1: mu is cut
+   off (top-p, top-k, min-p), and the mean is the mass that is left; or the trainer finds nearly every token less likely
+   than the engine did, as one of other weights does. Where few ratios carry the mean, the mean of log pi_old - log mu
+   tells that: below -1 a token.
 
 Selection of samples after sampling (by their reward, say) breaks this; it has to be strong to matter here.
 
@@ -71,6 +73,7 @@ from dataclasses import dataclass
 SLOPE_MARGIN = 0.02
 RATIO_MARGIN = 0.005
 STANDARD_ERRORS = 6.0
+UNLIKELY = 1.0  # nats a token; three times what int3 gives at most
 LEAST_ESS = 0.5  # below, the ratios' own tail decides their mean
 # Below, a few unlikely tokens decide the slope, and its error, which takes noise to be alike everywhere, is too small.
 LEAST_TOKENS = 16_000
@@ -83,6 +86,7 @@ class Relation:
     slope, inverse: of the least squares line of log pi_old on log mu; of that of log mu on log pi_old, inverted.
     slope_error: standard error of either.
     unexplained: share of the variance, 1 - correlation^2.
+    mean_log_ratio: of log pi_old - log mu.
     mean_ratio, mean_ratio_error: of pi_old / mu, and its standard error.
     ess: of the ratios, as a share.
     """
@@ -92,6 +96,7 @@ class Relation:
     inverse: float
     slope_error: float
     unexplained: float
+    mean_log_ratio: float
     mean_ratio: float
     mean_ratio_error: float
     ess: float
@@ -132,6 +137,7 @@ def relation(sums: Mapping[str, float]) -> Relation | None:
         inverse=yy / xy,
         slope_error=math.sqrt(unexplained * yy / xx / (n - 2)),
         unexplained=unexplained,
+        mean_log_ratio=mean_y - mean_x,
         mean_ratio=ratio,
         mean_ratio_error=math.sqrt(max(squared - ratio**2, 0.0) / (n - 1)),
         ess=ratio**2 / squared,
@@ -158,6 +164,11 @@ def cut_off(found: Relation) -> bool:
     return off > max(RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error) and found.ess > LEAST_ESS
 
 
+def unlikely(found: Relation) -> bool:
+    """Whether the trainer finds the sampled tokens unlikely, and no cut of the engine's explains it."""
+    return found.mean_log_ratio < -UNLIKELY and not cut_off(found)
+
+
 def warnings(found: Relation) -> list[str]:
     """What is wrong with the log-probs, with the numbers and what to check; nothing where they match."""
     raw = not_sampled_from(found)
@@ -168,9 +179,16 @@ def warnings(found: Relation) -> list[str]:
     messages = []
     if cut_off(found):
         messages.append(
-            f"{mean}the rollout engine seems to sample from {found.mean_ratio:.1%} of the probability mass (top-p, "
-            "top-k or min-p) and to renormalize, which the trainer does not: check --rollout-top-p and "
-            "--rollout-top-k, or have the engine return log-probs before the cut"
+            f"{mean}either the rollout engine samples from {found.mean_ratio:.1%} of the probability mass (top-p, "
+            "top-k or min-p) and renormalizes, which the trainer does not (check --rollout-top-p and "
+            "--rollout-top-k, or have the engine return log-probs before the cut), or the trainer finds nearly every "
+            "token less likely than the engine did (compare weights, chat template and precision of both)"
+        )
+    if unlikely(found):
+        messages.append(
+            f"the mean of log pi_old - log mu over {found.tokens:.0f} tokens is {found.mean_log_ratio:.2f}: the "
+            "trainer finds what the rollout engine samples unlikely; compare weights, chat template and precision of "
+            "both"
         )
     if raw:
         messages.append(

@@ -201,7 +201,7 @@ WEIGHT_METRICS: dict[str, Metric] = {
         "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1; pi_old stands for pi_{v+1} where "
         "segment_wise is off.",
         range="any; its expectation is at least 0.",
-        bad="a sudden rise: one update moved the policy far.",
+        bad="a sudden rise: one update moved the policy far. Below -0.01: as kl_k1.",
         do="lower the learning rate, clip the gradient norm.",
     ),
     "staleness/avg": Metric(

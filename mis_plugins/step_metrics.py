@@ -93,49 +93,53 @@ TOKENS: dict[str, Metric] = {
         lambda s: -s.over_tokens("log_ratio"),
         "KL(mu || pi_old), estimator k1: mean over tokens of -log r_t.",
         range="any; its expectation is at least 0.",
-        bad="clearly below 0, which samples of mu cannot give: the log-probs are then not those it sampled with.",
-        do="see `slope`; else compare with kl_k3, which has less noise.",
+        bad="above 0.05, or a rise: the trainer finds what is sampled unlikely. Below -0.01, which samples of mu "
+        "cannot give: the log-probs are then not those it sampled with.",
+        do="above: as kl_k3, and compare weights, chat template and precision of both. Below: see `slope`; else "
+        "compare with kl_k3, which has less noise.",
     ),
     "kl_k2": Metric(
         lambda s: s.over_tokens("k2"),
         "KL(mu || pi_old), estimator k2: mean over tokens of (log r_t)^2 / 2.",
         range="0 and above.",
-        bad="as kl_k3; far above it when a few tokens differ much.",
+        bad="as kl_k3; far above it when a few tokens differ much, or nearly all are unlikely.",
         do="as kl_k3; look at the tails.",
     ),
     "kl_k3": Metric(
         lambda s: s.over_tokens("k3"),
         "KL(mu || pi_old), estimator k3: mean over tokens of r_t - 1 - log r_t.",
         range="0 and above; 1e-5 to 1e-3 for a bf16 engine that matches, 0 for an exact one.",
-        bad="above 1e-2, or a rise over days.",
+        bad="above 1e-2, or a rise over days; far below kl_k1: nearly all ratios lie under 1, of which it "
+        "sees half the square.",
         do="correct (token TIS first), raise the engine's precision, sync weights more often.",
     ),
     "reverse_kl_k1": Metric(
         lambda s: s.over_tokens("reverse_k1"),
         "KL(pi_old || mu), estimator k1, by importance weighting: mean over tokens of r_t log r_t.",
         range="any; its expectation is at least 0.",
-        bad="far above kl_k3: pi_old puts mass where mu seldom samples.",
+        bad="far above kl_k3: pi_old puts mass where mu seldom samples. Below -0.01: nearly all ratios lie under "
+        "1, and it says nothing of that mass.",
         do="as kl_k3; look at ratio_max and at the upper tail.",
     ),
     "reverse_kl_k2": Metric(
         lambda s: s.over_tokens("reverse_k2"),
         "KL(pi_old || mu), estimator k2, by importance weighting: mean over tokens of r_t (log r_t)^2 / 2.",
         range="0 and above.",
-        bad="as reverse_kl_k1.",
+        bad="far above kl_k3, as reverse_kl_k1; far below kl_k2: ratios are near 0, and take it with them.",
         do="as reverse_kl_k1.",
     ),
     "reverse_kl_k3": Metric(
         lambda s: s.over_tokens("reverse_k3"),
         "KL(pi_old || mu), estimator k3, by importance weighting: mean over tokens of r_t log r_t - r_t + 1.",
         range="0 and above.",
-        bad="as reverse_kl_k1.",
+        bad="far above kl_k3, as reverse_kl_k1; at most 1 where ratios are near 0, however far.",
         do="as reverse_kl_k1.",
     ),
     "log_prob_diff_abs_mean": Metric(
         lambda s: s.over_tokens("abs_log_ratio"),
         "Mean over tokens of |log pi_old - log mu|.",
         range="0 and above; 0.01 to 0.03 for bf16.",
-        bad="above 0.1, or a rise.",
+        bad="above 0.05, or a rise.",
         do="as kl_k3.",
     ),
     "log_prob_diff_abs_max": Metric(
@@ -150,43 +154,46 @@ TOKENS: dict[str, Metric] = {
         "Mean over tokens of r_t before any bound.",
         range="above 0; its expectation is 1 when mu is what was sampled from, and the mass of the nucleus under "
         "top-p.",
-        bad="clearly above 1: these are not the log-probs sampled with. Clearly below 1: mu is cut off (top-p, "
-        "top-k).",
-        do="have the engine return the log-probs of what it samples from, and the trainer compute the same.",
+        bad="above 1.02: these are not the log-probs sampled with. Below 0.98: mu is cut off (top-p, top-k), or "
+        "the trainer finds nearly everything that is sampled unlikely.",
+        do="have the engine return the log-probs of what it samples from, and the trainer compute the same; far "
+        "below 1, compare weights, chat template and precision of both.",
     ),
     "ratio_std": Metric(
         lambda s: s.spread("ratio", "ratio_squared", s.sums["usable"]),
         "Standard deviation over tokens of r_t before any bound.",
         range="0 and above; near the square root of 2 kl_k3.",
-        bad="above 1.",
+        bad="above 1. It falls with the ratios: near 0 at a ratio_mean far under 1 is no good sign.",
         do="bound the weights; look at ratio_max.",
     ),
     "ratio_min": Metric(
         lambda s: exp_clamped(s.smallest("log_ratio")),
         "Smallest r_t before any bound.",
-        range="2e-9, where the clamp acts, to 1.",
-        bad="below 1e-4: the engine sampled a token that the trainer thinks impossible.",
+        range="2e-9, where the clamp acts, to 1 as a rule.",
+        bad="below 1e-4: the engine sampled a token that the trainer thinks impossible. Above 1: the trainer "
+        "finds every token likelier.",
         do="a veto, {over: min, lower: 1e-4}, drops such sequences.",
     ),
     "ratio_max": Metric(
         lambda s: exp_clamped(s.largest("log_ratio")),
         "Largest r_t before any bound.",
-        range="1 to 4.9e8, where the clamp acts.",
-        bad="above 100.",
-        do="bound the weights from above.",
+        range="1 as a rule, to 4.9e8, where the clamp acts.",
+        bad="above 100; below 1: the trainer finds every token less likely.",
+        do="above: bound the weights. Below: as ratio_mean.",
     ),
     "chi2_token": Metric(
         lambda s: s.over_tokens("ratio_squared") - 1,
         "chi^2(pi_old || mu) of a token: mean over tokens of r_t^2, less 1.",
-        range="its expectation is at least 0.",
-        bad="above 1: token weights alone halve the effective sample.",
-        do="bound the weights; raise the engine's precision.",
+        range="-1 and above; its expectation is at least 0.",
+        bad="above 1: token weights alone halve the effective sample. Below -0.1: the ratios shrink together, as "
+        "at ratio_mean.",
+        do="above: bound the weights; raise the engine's precision. Below: as ratio_mean.",
     ),
     "ess_ratio": Metric(
         lambda s: s.effective_share("ratio", "usable"),
         "Effective sample size of the unbounded r_t: (sum r)^2 / (n sum r^2), as a share of the tokens.",
-        range="0 to 1; 1 where the policies agree.",
-        bad="below 0.5.",
+        range="0 to 1; 1 where the policies agree, and where all ratios are off by one factor.",
+        bad="below 0.5. It cannot see a factor that all ratios share: read ratio_mean with it.",
         do="compare with ess: what the bound has won.",
     ),
     "prob_diff_abs_mean": Metric(
@@ -214,7 +221,7 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.correlation("proximal_prob", "behavior_prob", "prob_product"),
         "Pearson correlation over tokens of pi_old and mu.",
         range="-1 to 1; above 0.99 for bf16.",
-        bad="below 0.95.",
+        bad="below 0.95. It cannot see a factor that all probabilities share: read ratio_mean with it.",
         do="as kl_k3. MiniMax 2025, arxiv.org/abs/2506.13585, found about 0.9 and mended the precision of the "
         "output layer.",
     ),
@@ -222,7 +229,8 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.correlation("proximal", "behavior", "log_prob_product"),
         "Pearson correlation over tokens of log pi_old and log mu.",
         range="-1 to 1; above 0.99 for bf16.",
-        bad="below 0.95 while prob_correlation is high: unlikely tokens differ.",
+        bad="below 0.95 while prob_correlation is high: unlikely tokens differ. One shift of all log-probs leaves"
+        " it as it is: read kl_k1.",
         do="as kl_k3.",
     ),
     "saturated_tokens": Metric(
@@ -239,7 +247,8 @@ SLOPES: dict[str, Metric] = {
         lambda s: s.related("slope"),
         "Least squares slope over tokens of log pi_old on log mu.",
         range="above 0; 1 where the policies agree, a little less under noise.",
-        bad="it and slope_inverse both on one side of 1 by 0.02: one side's log-probs are scaled by a temperature.",
+        bad="it and slope_inverse both on one side of 1 by 0.02: one side's log-probs are scaled by a "
+        "temperature. One shift of all log-probs leaves it as it is: read kl_k1.",
         do="check --rollout-temperature on both sides and whether the engine's log-probs are raw or processed.",
     ),
     "slope_inverse": Metric(
@@ -306,35 +315,37 @@ SEQUENCES: dict[str, Metric] = {
         lambda s: s.over_sequences("log_ppl_diff"),
         "Mean over sequences of log perplexity of the trainer less that of the engine: -mean_t log r_t.",
         range="any; its expectation is at least 0.",
-        bad="above 0.1, or a rise: the trainer is more and more surprised by what is sampled.",
+        bad="above 0.05, or a rise: the trainer is more and more surprised by what is sampled. Below -0.01: as "
+        "kl_k1.",
         do="as kl_k3. Differs from kl_k1 in that each sequence counts once, not each token.",
     ),
     "log_ppl_abs_diff": Metric(
         lambda s: s.over_sequences("log_ppl_abs_diff"),
         "Mean over sequences of |mean_t log r_t|.",
         range="0 and above.",
-        bad="far above |log_ppl_diff|: sequences differ in both directions.",
+        bad="above 0.05; far above |log_ppl_diff|: sequences differ in both directions.",
         do="geometric rejection drops the worst; see log_ppl_diff_max.",
     ),
     "log_ppl_diff_max": Metric(
         lambda s: -s.smallest("mean_log_ratio"),
         "Largest -mean_t log r_t of a sequence.",
         range="any, at least log_ppl_diff.",
-        bad="above 1: a sequence that the trainer finds e times as surprising a token.",
+        bad="above 1: a sequence that the trainer finds e times as surprising a token. Below -0.01: every "
+        "sequence surprises the trainer less than the engine.",
         do="find it; often the wrong weights, template or truncation.",
     ),
     "log_ppl_diff_min": Metric(
         lambda s: -s.largest("mean_log_ratio"),
         "Smallest -mean_t log r_t of a sequence.",
         range="any, at most log_ppl_diff.",
-        bad="below -1.",
+        bad="below -1. Above 0.05: every sequence surprises the trainer more than the engine.",
         do="as log_ppl_diff_max.",
     ),
     "ppl_ratio": Metric(
         lambda s: s.over_sequences("ppl_ratio"),
         "Mean over sequences of perplexity of the trainer over that of the engine: exp(-mean_t log r_t).",
         range="above 0; near 1.",
-        bad="above 1.1.",
+        bad="above 1.05, or below 0.99.",
         do="as log_ppl_diff.",
     ),
     "chi2_sequence": Metric(
@@ -342,42 +353,46 @@ SEQUENCES: dict[str, Metric] = {
         "chi^2 of whole sequences: mean over sequences of (prod_t r_t)^2, less 1; the log of the product "
         "clamped at +-20.",
         range="-1 to 2.4e17, where the clamp acts.",
-        bad="above 1; it then says mostly how long the sequences are. Beyond 1e17 it says nothing.",
+        bad="above 1; it then says mostly how long the sequences are, and beyond 1e17 nothing. Below -0.5: the "
+        "products are near 0 together, as at log_mean_product.",
         do="do not weigh by the product; read log_chi2_sequence.",
     ),
     "log_chi2_sequence": Metric(
         lambda s: s.log_products[2] - log_of(s.sums["seen"]),
         "log(1 + chi^2) of whole sequences, without a clamp: log of the mean of (prod_t r_t)^2.",
         range="any; its expectation is at least 0. Exact while |sum_t log r_t| is below 2048.",
-        bad="above log 2 = 0.69.",
+        bad="above 0.69, which is log 2: few products carry the step. Below -0.69: the products are near 0 "
+        "together, and have no variance left.",
         do="geometric or token weights in place of the product.",
     ),
     "log_mean_product": Metric(
         lambda s: s.log_products[1] - log_of(s.sums["seen"]),
         "log of the mean over sequences of prod_t r_t, without a clamp.",
         range="any; 0 in expectation, but far below 0 in any sample once the products spread.",
-        bad="below -1: nearly all sequences have a product near 0, and product weights shrink the gradient.",
+        bad="below -1: nearly all sequences have a product near 0, and product weights shrink the gradient. Above"
+        " 1: products grow with the length, and their bound decides.",
         do="geometric or token weights in place of the product, or normalize.",
     ),
     "ess_product": Metric(
         lambda s: exp_of(2 * s.log_products[1] - s.log_products[2] - log_of(s.sums["seen"])),
         "Effective sample size of the unbounded products prod_t r_t, as a share of the sequences.",
         range="1 / sequences to 1.",
-        bad="below 0.5; at its lower end one sequence carries the whole step.",
+        bad="below 0.5; at its lower end one sequence carries the whole step. It cannot see a factor that all "
+        "products share: read log_mean_product with it.",
         do="geometric or token weights in place of the product.",
     ),
     "chi2_geometric": Metric(
         lambda s: s.over_sequences("geometric_squared") - 1,
         "Mean over sequences of the squared geometric mean of r_t, less 1.",
         range="above -1; near 0.",
-        bad="further from 0 than 0.1.",
-        do="geometric rejection.",
+        bad="above 0.1: the trainer finds whole sequences likelier. Below -0.1: less likely.",
+        do="geometric rejection; as kl_k1 where nearly all lie on one side.",
     ),
     "sequence_log_ratio_mean": Metric(
         lambda s: s.over_sequences("sequence_log_ratio"),
         "Mean over sequences of sum_t log r_t.",
         range="any; its expectation is at most 0, and falls with the length.",
-        bad="below -1 in a config that weighs by the product.",
+        bad="below -1 or above 1 in a config that weighs by the product.",
         do="geometric or token weights.",
     ),
     "sequence_log_ratio_abs_mean": Metric(
@@ -391,14 +406,14 @@ SEQUENCES: dict[str, Metric] = {
         lambda s: s.smallest("sequence_log_ratio"),
         "Smallest sum_t log r_t of a sequence.",
         range="any.",
-        bad="below -20 in a config that weighs or rejects by the product.",
+        bad="below -20 in a config that weighs or rejects by the product. Above 1: every product is far above 1.",
         do="as sequence_log_ratio_abs_mean.",
     ),
     "sequence_log_ratio_max": Metric(
         lambda s: s.largest("sequence_log_ratio"),
         "Largest sum_t log r_t of a sequence.",
         range="any.",
-        bad="above 20 in a config that weighs or rejects by the product.",
+        bad="above 20 in a config that weighs or rejects by the product. Below -1: every product is near 0.",
         do="as sequence_log_ratio_abs_mean.",
     ),
     "saturated_sequences": Metric(
@@ -415,28 +430,28 @@ WEIGHTS: dict[str, Metric] = {
         lambda s: s.over_valid("weight"),
         "Mean over valid tokens of the bounded weight, before normalization and rejection; 0 where it is not known.",
         range="0 to the upper bound.",
-        bad="far from 1: the correction changes the learning rate.",
+        bad="below 0.95 or above 1.05: the correction changes the learning rate.",
         do="normalize, or lower the mismatch.",
     ),
     "weight_std": Metric(
         lambda s: s.spread("weight", "weight_squared", s.sums["valid"]),
         "Standard deviation over valid tokens of the bounded weight, before normalization and rejection.",
         range="0 to half the upper bound.",
-        bad="above 0.5.",
+        bad="above 0.5. It falls with the weights: near 0 at a weight_mean far under 1 is no good sign.",
         do="tighten the bound.",
     ),
     "weight_min": Metric(
         lambda s: s.smallest("weight"),
         "Smallest bounded weight, before normalization and rejection.",
         range="0 to the upper bound; what a zero bound zeroes is 0.",
-        bad="0 without a zero bound.",
+        bad="0 without a zero bound; above 1: no token is found unlikely.",
         do="look at ratio_min.",
     ),
     "weight_max": Metric(
         lambda s: s.largest("weight"),
         "Largest bounded weight, before normalization and rejection. A mask bound drops, it does not bound.",
         range="0 to the upper bound.",
-        bad="the upper bound in every step: see weight_high_fraction.",
+        bad="the upper bound in every step: see weight_high_fraction. Below 1: every weight shrinks the gradient.",
         do="as weight_high_fraction.",
     ),
     "weight_high_fraction": Metric(
@@ -459,21 +474,24 @@ WEIGHTS: dict[str, Metric] = {
         "Mean bounded weight over mean normalized weight: what the weights were divided by, averaged over "
         "micro-batches.",
         range="above 0; 1 without normalization.",
-        bad="below 0.5: weights shrink the gradient, and normalization has to undo it.",
+        bad="below 0.95: weights shrink the gradient, and normalization has to undo it. Above 1.05: they blow it "
+        "up.",
         do="look at log_mean_product and at the bound.",
     ),
     "applied_mean": Metric(
         lambda s: s.over("applied", "kept"),
         "Mean over kept tokens of the weight as multiplied into the loss.",
         range="0 and above.",
-        bad="far from 1.",
-        do="normalize over kept tokens.",
+        bad="below 0.95 or above 1.05.",
+        do="normalize over kept tokens. Normalized weights have a mean of 1 whatever the ratios are: read "
+        "normalization_factor.",
     ),
     "applied_valid_mean": Metric(
         lambda s: s.over_valid("applied"),
         "Mean over valid tokens of the weight as multiplied into the loss, 0 where dropped.",
         range="0 and above.",
-        bad="below 0.5: half of the gradient is gone, be it by weights or by rejection.",
+        bad="below 0.5: half of the gradient is gone, be it by weights or by rejection. Above 1.5: weights blow "
+        "it up.",
         do="compare with applied_mean and kept_fraction.",
     ),
     "applied_min": Metric(
@@ -501,14 +519,14 @@ WEIGHTS: dict[str, Metric] = {
         lambda s: s.effective_share("applied", "valid"),
         "Effective sample size of the weights as multiplied into the loss, 0 where dropped: (sum w)^2 / (n sum w^2).",
         range="0 to 1, as a share of the valid tokens; at most kept_fraction.",
-        bad="below 0.5.",
+        bad="below 0.5. It cannot see a factor that all weights share: read weight_mean with it.",
         do="tighten the bound; lower the mismatch. (Kish 1965)",
     ),
     "ess_bounded": Metric(
         lambda s: s.effective_share("weight", "valid"),
         "Effective sample size of the bounded weights before rejection, as a share of the valid tokens.",
         range="0 to 1.",
-        bad="below 0.5.",
+        bad="below 0.5; as ess.",
         do="compare with ess: what rejection costs.",
     ),
     "ess_lifted": Metric(
@@ -531,28 +549,28 @@ WEIGHTS: dict[str, Metric] = {
         lambda s: s.spread("sequence_weight", "sequence_weight_squared", s.sums["seen"], unbiased=True),
         "Standard deviation of the same over sequences, unbiased.",
         range="0 and above.",
-        bad="above 0.5.",
+        bad="above 0.5. Near 0 with sequence_weight_mean near 0: the products shrink together.",
         do="geometric weights, or a tighter bound.",
     ),
     "sequence_weight_min": Metric(
         lambda s: s.smallest("sequence_weight"),
         "Smallest of the same.",
         range="0 to the upper bound.",
-        bad="near 0.",
+        bad="near 0; above 1: every sequence counts more than once.",
         do="find the sequence.",
     ),
     "sequence_weight_max": Metric(
         lambda s: s.largest("sequence_weight"),
         "Largest of the same.",
         range="0 to the upper bound.",
-        bad="the upper bound in every step.",
+        bad="the upper bound in every step. Below 1: every sequence counts less than once.",
         do="find the sequence.",
     ),
     "sequence_weight_max_deviation": Metric(
         lambda s: max(s.largest("sequence_weight") - 1, 1 - s.smallest("sequence_weight")),
         "Largest distance of the same from 1.",
         range="0 and above.",
-        bad="near the upper bound less 1 in every step.",
+        bad="near 1 (a weight of 0), or near the upper bound less 1, in every step.",
         do="find the sequence.",
     ),
     "sequence_ratio_high_fraction": Metric(
@@ -574,7 +592,7 @@ WEIGHTS: dict[str, Metric] = {
         lambda s: s.over_sequences("sequence_applied"),
         "Mean over sequences of the mean over its tokens of the weight as multiplied into the loss, 0 where dropped.",
         range="0 and above.",
-        bad="below 0.5.",
+        bad="below 0.5, or above 1.5.",
         do="as applied_valid_mean.",
     ),
     "sequence_applied_min": Metric(
@@ -648,14 +666,16 @@ REJECTION: dict[str, Metric] = {
         lambda s: s.smallest("kept_log_ratio"),
         "Smallest log r_t of a kept token.",
         range="any.",
-        bad="below -5: a token that the trainer finds unlikely is still learned from.",
+        bad="below -5: a token that the trainer finds unlikely is still learned from. Above 0: it finds all that "
+        "is kept likelier.",
         do="a veto or a token rule with a lower bound.",
     ),
     "kept_log_ratio_max": Metric(
         lambda s: s.largest("kept_log_ratio"),
         "Largest log r_t of a kept token.",
         range="any.",
-        bad="above 5, in a config that does not bound weights from above.",
+        bad="above 5, in a config that does not bound weights from above. Below 0: it finds all that is kept "
+        "unlikely.",
         do="bound the weights, or a token rule with an upper bound.",
     ),
 }
@@ -760,21 +780,21 @@ METRICS: dict[str, Metric] = {
 PERCENTILES: dict[str, Metric] = {
     "ratio_p{percent}": Metric(
         lambda s, percent: exp_of(s.quantile("log_ratio", percent)),
-        "Percentile over tokens of r_t before any bound, from logs that are within 1 percent of themselves.",
+        "Percentile over tokens of r_t before any bound, from logs that are within 1% of themselves.",
         range="above 0.",
-        bad="p99 above the upper bound of the weight.",
+        bad="p99 above the upper bound of the weight; p50 off 1 by 0.05 or more on either side.",
         do="as weight_high_fraction.",
     ),
     "weight_p{percent}": Metric(
         lambda s, percent: exp_of(s.quantile("log_weight", percent)),
         "Percentile over tokens of the bounded weight before normalization and rejection, in the same way.",
         range="0 to the upper bound.",
-        bad="p95 at the upper bound.",
+        bad="p95 at the upper bound; p50 off 1 by 0.05 or more.",
         do="as weight_high_fraction.",
     ),
     "sequence_log_ratio_p{percent}": Metric(
         lambda s, percent: s.quantile("sequence_log_ratio", percent),
-        "Percentile over sequences of sum_t log r_t, from sums that are within 1 percent of themselves.",
+        "Percentile over sequences of sum_t log r_t, from sums that are within 1% of themselves.",
         range="any.",
         bad="p25 or p75 beyond +-1 in a config that weighs by the product.",
         do="as sequence_log_ratio_abs_mean.",
@@ -846,14 +866,14 @@ RULES: dict[str, Metric] = {
         "Mean over tokens of what the rule compares (of ratios the log); of a unit's statistic, at each of "
         "its tokens.",
         range="that of the statistic.",
-        bad="near a bound.",
+        bad="near a bound, or beyond one.",
         do="widen the rule, or lower the mismatch.",
     ),
     "rule_{i}_std": Metric(
         lambda s, rule: s.spread(f"{rule}_bounded", f"{rule}_bounded_squared", s.sums[f"{rule}_count"]),
         "Standard deviation over tokens of the same, within the bounds (from 0 where there is no lower one).",
         range="0 and above.",
-        bad="as wide as the bounds.",
+        bad="as wide as the bounds; 0 with rule_i_rejected_fraction near 1: all lie beyond one bound.",
         do="as rule_mean.",
     ),
     "rule_{i}_min": Metric(
@@ -896,7 +916,7 @@ RULES: dict[str, Metric] = {
         "Mean over units (segments, where the rule drops those, else sequences) of what the rule compares, "
         "or of its mean.",
         range="that of the statistic.",
-        bad="near a bound.",
+        bad="near a bound, or beyond one.",
         do="as rule_mean.",
     ),
     "rule_{i}_unit_std": Metric(
@@ -964,7 +984,7 @@ VERSIONS: dict[str, Metric] = {
         lambda s, lag: -s.over_lag("log_ratio", lag),
         "kl_k1 of those tokens.",
         range="any.",
-        bad="a rise with the lag: staleness, not the engine, makes the mismatch.",
+        bad="a rise with the lag: staleness, not the engine, makes the mismatch. Below -0.01: as kl_k1.",
         do="sync weights more often, or bound the staleness.",
     ),
     "lag_{lag}_kl_k3": Metric(

@@ -42,7 +42,15 @@ def test_what_the_peers_have_is_ours_too():
 def test_metrics_that_are_named_in_advice_exist():
     """A word with an underscore in advice is a metric, a setting or a family."""
     known = {*EVERY, *(re.sub(r"_p\{percent\}|_\{\w+\}", "", name) for name in EVERY)}
-    settings = {"keep_floor", "on_all_rejected", "abs_prob_diff", "log_prob", "filter_samples"}
+    settings = {
+        "segment_wise",
+        "fresh_tokens",
+        "keep_floor",
+        "on_all_rejected",
+        "abs_prob_diff",
+        "log_prob",
+        "filter_samples",
+    }
     for name, metric in EVERY.items():
         text = " ".join(cells_of(metric))
         words = {word.strip("`.,;:()") for word in text.split()}

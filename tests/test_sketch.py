@@ -80,3 +80,13 @@ def test_nothing_has_no_quantile():
 def test_buckets_are_as_many_as_counts():
     assert len(edges(CPU)) == SIZE - 1
     assert float(edges(CPU)[-1]) >= LARGEST
+
+
+@pytest.mark.parametrize("log_ratio", [0.003, math.log(2), -math.log(2), math.log(100), -7.5, 20.0])
+def test_a_ratio_is_off_by_a_factor_that_grows_with_its_logarithm(log_ratio: float):
+    """1% is of the logarithm: of a ratio r that is a factor of r^0.01, which is 1.047 at 100."""
+    nearby = [log_ratio * (1 + 1e-4 * i) for i in range(400)]  # more than two buckets of them
+    factors = [math.exp(quantile(sketch([x]), 0.5) - x) for x in nearby]
+    bound = math.exp(RELATIVE_ERROR * abs(max(nearby, key=abs)) + SMALLEST)
+    assert 1 / bound <= min(factors) and max(factors) <= bound
+    assert max(factors) > bound**0.9  # and is no smaller

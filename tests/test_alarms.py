@@ -1,0 +1,102 @@
+"""Alarms of the step metrics on log-probs in which the trainer finds everything unlikely, and on their mirror image.
+
+The thresholds are those that `docs/metrics.md` prints: what a metric's `bad` says is above or below a number.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from batches import Batch, make_batch
+from slope_simulation import sums
+from test_partials import step_of
+
+from mis_plugins.slope import cut_off, relation, unlikely, warnings
+from mis_plugins.step_metrics import METRICS
+
+BOUND = re.compile(r"(above|below) (-?\d[\d.e+-]*\d|-?\d)", re.IGNORECASE)
+SEQUENCES, TOKENS = 16, 100
+
+TWO_SIDED = [
+    "kl_k1", "ratio_mean", "log_prob_diff_abs_mean", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_geometric",
+    "log_chi2_sequence", "log_mean_product", "sequence_log_ratio_mean", "sequence_log_ratio_abs_mean", "weight_mean",
+    "applied_mean",
+]  # fmt: skip
+BELOW = ["chi2_token", "chi2_sequence", "reverse_kl_k1", "log_ppl_diff_min", "sequence_log_ratio_max"]
+ABOVE = ["chi2_sequence", "log_ppl_diff_max", "sequence_log_ratio_min"]
+# Where no token lies on the other side of 1.
+ALL_BELOW = ["ratio_max", "weight_max", "kept_log_ratio_max", "sequence_weight_max", "sequence_log_ratio_min"]
+ALL_ABOVE = ["ratio_min", "weight_min", "kept_log_ratio_min", "sequence_weight_min", "sequence_log_ratio_max"]
+
+
+def shifted(shift: float, spread: float = 0.03) -> Batch:
+    """log r is normal around `shift`, less what keeps the mean ratio at exp(shift)."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(SEQUENCES):
+        behavior = -2 * torch.rand(TOKENS, generator=generator) - 2
+        noise = spread * torch.randn(TOKENS, generator=generator) - spread**2 / 2
+        rows.append(((behavior + shift + noise).tolist(), behavior.tolist(), [1] * TOKENS))
+    return make_batch(rows)
+
+
+def alarms(shift: float, spread: float = 0.03) -> set[str]:
+    found = step_of(shifted(shift, spread), weight={"upper": 2.0})
+    return {name for name, value in found.items() if name in METRICS and sounds(METRICS[name].bad, value)}
+
+
+def sounds(bad: str, value: float) -> bool:
+    bounds = [(side.lower(), float(number)) for side, number in BOUND.findall(bad)]
+    return any(value > bound if side == "above" else value < bound for side, bound in bounds)
+
+
+@pytest.mark.parametrize("shift", [-0.1, -0.3, -1.0])
+def test_a_trainer_that_finds_everything_unlikely_sounds_the_alarms(shift: float):
+    silent = {*TWO_SIDED, *BELOW, *(ALL_BELOW if shift < -0.2 else [])} - alarms(shift)
+    assert not silent
+
+
+@pytest.mark.parametrize("shift", [0.1, 0.3, 1.0])
+def test_a_trainer_that_finds_everything_likely_sounds_the_alarms(shift: float):
+    silent = {*TWO_SIDED, *ABOVE, *(ALL_ABOVE if shift > 0.2 else [])} - alarms(shift)
+    assert not silent
+
+
+@pytest.mark.parametrize("shift", [-1.0, -0.1, 0.1, 1.0])
+def test_normalization_does_not_hide_it(shift: float):
+    """The mean of what is applied is then 1 whatever the ratios are, and the factor tells."""
+    weight = {"upper": 2.0, "normalize": {"scope": "micro_batch"}}
+    found = step_of(shifted(shift), weight=weight)
+    assert not sounds(METRICS["applied_mean"].bad, found["applied_mean"])
+    assert sounds(METRICS["normalization_factor"].bad, found["normalization_factor"])
+
+
+def test_an_engine_that_matches_sounds_none():
+    assert not alarms(0.0, 0.01)
+
+
+def test_products_that_vanish_are_no_good_sign():
+    """Sums of -100 a sequence: their chi-square has a logarithm of -200, which no bound above 0 sees."""
+    found = step_of(shifted(-1.0), weight={"level": "sequence"})
+    assert found["log_chi2_sequence"] < -100 and sounds(
+        METRICS["log_chi2_sequence"].bad, found["log_chi2_sequence"]
+    )
+
+
+@pytest.mark.parametrize("spread", [0.03, 1.5])
+def test_the_log_does_not_blame_top_p_alone(spread: float):
+    """Whether all ratios shrink alike, which looks like a cut, or few of them carry the mean."""
+    batch = shifted(-1.0, spread)
+    found = relation(sums(*(torch.cat(x).double() for x in (batch.proximal, batch.behavior))))
+    assert found is not None and cut_off(found) == (spread < 1) and unlikely(found) == (spread > 1)
+    (message,) = [text for text in warnings(found) if "compare weights, chat template" in text]
+    assert ("--rollout-top-p" in message) == cut_off(found)
+
+
+@pytest.mark.parametrize("shift", [0.3, 1.0])
+def test_the_log_says_what_cannot_be_when_all_is_likelier(shift: float):
+    batch = shifted(shift)
+    found = relation(sums(*(torch.cat(x).double() for x in (batch.proximal, batch.behavior))))
+    assert found is not None and any("not sampled from the log-probs" in text for text in warnings(found))
