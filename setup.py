@@ -54,6 +54,9 @@ setup(
     extras_require={
         "local": ["megatron-core==0.16.*", "numpy", "transformers", "rich", "matplotlib"],
         "report": ["rich", "matplotlib"],
+        "gpu": [
+            "transformer-engine[pytorch]; platform_system == 'Linux'"
+        ],  # Apex is from source: docs/gpu.md
         "verify": ["safetensors", "numpy"],
         "dev": [
             "pytest",

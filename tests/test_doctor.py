@@ -341,7 +341,7 @@ def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_long_reason_of_several_rows_is_told_once() -> None:
-    long, short = "a reason that is longer than a cell of this table", "short"
+    long, short = "a reason that is much longer than what a cell of this table should hold", "short"
     trainer = Observation({}, {ALL: short})
     rows = diagnose(
         CONTRACTS["fsdp"], trainer, Observation({"TF32": "off"}, {ALL: long, "attention": long + "!"})

@@ -27,6 +27,7 @@ from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import ContractError, PinError
 from true_on_policy.flags import CONTRACT_ARGUMENTS, add_contract_arguments, contract_of, host_contract
 from true_on_policy.fsdp_worker import HOOK
+from true_on_policy.fused import CHOSEN, FUSED
 from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
@@ -87,9 +88,23 @@ def _versions(contract: GpuContract) -> tuple[Check, ...]:
         *(Check(name, ANY, None) for name in ("Megatron-core", "Transformer Engine")),
         Check("SGLang", ANY, ANY, "one SGLang: the trainer runs the engine's kernels", equal=own),
         Check(
-            "Apex", ("absent", "NVIDIA's"), None, "pip uninstall apex: it has NVIDIA's name and nothing of it"
+            "Apex",
+            ("absent", "NVIDIA's"),
+            None,
+            "pip uninstall apex: it has NVIDIA's name and nothing of it (NVIDIA's from source: docs/gpu.md)",
         ),
         Check("norm of the local spec", ANY, None),
+        *_fused(contract),
+    )
+
+
+def _fused(contract: GpuContract) -> tuple[Check, ...]:
+    """Kernels of Transformer Engine and Apex, which Megatron's trainer alone runs."""
+    if contract.backend != "megatron":
+        return ()
+    return (
+        *(Check(row, ANY, None) for row, _, _ in CHOSEN),
+        *(Check(one.row, one.wanted, None, one.remedy) for one in FUSED),
     )
 
 
@@ -366,7 +381,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _conclude(rows)
 
 
-LONG = 40  # letters of a reason that stands in a cell more than once
+LONG = 60  # letters of a reason that stands in a cell more than once
 
 
 def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:

@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from true_on_policy import fused
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.gpu_probes import digest
@@ -82,7 +84,7 @@ def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Ob
     if torch.cuda.is_available():
         settings |= gpu.observe(contract)
     if args is not None:
-        configured |= of_host(args)
+        configured |= of_host(args) | fused.of_host(args)
         settings |= {"deterministic algorithms": _deterministic()} | _parallel()
         settings |= looked({"log-softmax": surviving(lambda: _log_softmax(args))})[0]
     return Observation(configured | settings, unseen, tuple(configured.keys() - settings.keys()))
@@ -270,6 +272,7 @@ LOOKS: dict[str, Look] = {
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
+    **{row: partial(fused.chosen, module, name) for row, module, name in fused.CHOSEN},
     "TF32": _tf32,
     COMPILES: _compiles,
 }

@@ -1,0 +1,101 @@
+"""Kernels of Transformer Engine and Apex: a row says whether one is asked for, and whether it could run."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from argparse import Namespace
+from types import ModuleType
+
+import pytest
+
+from true_on_policy.doctor import checks, diagnose
+from true_on_policy.flags import launch_flags
+from true_on_policy.fused import CHOSEN, FUSED, Fused, chosen, of_host
+from true_on_policy.gpu_contract import model_contract
+from true_on_policy.settings import Observation, observe
+
+MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
+FSDP = model_contract("qwen3-4B", "fsdp")
+ROPE = next(fused for fused in FUSED if fused.attribute == "apply_rope_fusion")
+
+
+class AttnBackend(enum.Enum):
+    """As Megatron parses --attention-backend."""
+
+    flash = 1
+    fused = 2
+    auto = 5
+
+
+ASKED = {"transformer_impl": "transformer_engine", "attention_backend": AttnBackend.auto}
+
+
+def asked(fused: Fused) -> Namespace:
+    return Namespace(**{fused.attribute: ASKED.get(fused.attribute, True)})
+
+
+@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.attribute)
+def test_a_kernel_is_on_where_it_is_asked_for_and_its_library_is_there(
+    fused: Fused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = f"off, no {fused.module}"
+    assert of_host(asked(fused)) == {fused.row: absent}
+    monkeypatch.setattr("true_on_policy.fused.findable", lambda module: module == fused.module)
+    assert of_host(asked(fused)) == {fused.row: f"asked for, {fused.module} not imported"}
+    monkeypatch.setitem(sys.modules, fused.module, ModuleType(fused.module))
+    assert of_host(asked(fused)) == {fused.row: "on"}
+    assert of_host(Namespace(**{fused.attribute: fused.off[0]})) == {fused.row: "off"}
+
+
+def test_an_argument_that_the_host_lacks_is_not_stated() -> None:
+    assert of_host(Namespace()) == {}
+    assert of_host(Namespace(attention_backend=AttnBackend.flash)) == {
+        "fused attention (Transformer Engine)": "off"
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [("off", "green"), ("off, no transformer_engine", "green"), ("on", "red")]
+)
+def test_the_doctor_judges_what_stands_in_the_place_of_a_kernel_of_the_contract(
+    value: str, verdict: str
+) -> None:
+    rows = diagnose(MEGATRON, Observation({ROPE.row: value}, {}), Observation({}, {}))
+    (row,) = [row for row in rows if row.check.name == ROPE.row]
+    assert (row.verdict, row.check.remedy) == (verdict, "--no-rope-fusion")
+
+
+def test_a_kernel_that_no_log_prob_depends_on_is_shown_and_not_judged() -> None:
+    free = {fused.row: "on" for fused in FUSED if not fused.remedy}
+    rows = {row.check.name: row for row in diagnose(MEGATRON, Observation(free, {}), Observation({}, {}))}
+    assert {rows[name].verdict for name in free} == {""} and {rows[name].trainer for name in free} == {"on"}
+
+
+def test_every_remedy_is_a_flag_of_the_launch() -> None:
+    words = [" ".join(flag.words) for flag in launch_flags(MEGATRON)]
+    assert all(fused.remedy in words for fused in FUSED if fused.remedy)
+
+
+def test_the_rows_are_those_of_megatron_alone() -> None:
+    rows = {fused.row for fused in FUSED} | {row for row, _, _ in CHOSEN}
+    assert rows <= {check.name for check in checks(MEGATRON, scored=False)}
+    assert not rows & {check.name for check in checks(FSDP, scored=False)}
+
+
+def test_what_megatron_chose_is_seen_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core.optimizer  # noqa: F401
+    from megatron.core.transformer import transformer_block
+
+    assert chosen("megatron.core.optimizer", "Adam") == "AdamW of torch"
+    assert chosen(transformer_block.__name__, "LayerNormImpl") == "WrappedTorchNorm of megatron"
+    assert chosen("megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM") == "absent"
+    monkeypatch.setattr("megatron.core.fusions.fused_layer_norm.HAVE_FUSED_LAYER_NORM", True)
+    assert chosen("megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM") == "found"
+    assert chosen("no.such.module", "x") == "not imported"
+
+
+def test_flags_are_configured_and_choices_observed() -> None:
+    seen = observe(MEGATRON, Namespace(apply_rope_fusion=False, true_on_policy_mode=False))
+    assert seen.settings[ROPE.row] == "off" and seen.how(ROPE.row) == "configured"
+    assert all(seen.how(row) == "observed" for row, _, _ in CHOSEN)

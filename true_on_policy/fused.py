@@ -1,0 +1,114 @@
+"""Kernels of Transformer Engine and NVIDIA's Apex that change bits in Megatron's trainer, and which of them are on.
+
+A flag of the host asks for a kernel, and Megatron runs one only where its library is there. So a row says both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from true_on_policy.kernels.provider import findable
+
+TE = "transformer_engine"
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One kernel that gives other bits than torch's operators.
+
+    Attributes:
+        row: of the doctor.
+        attribute: of the host's parsed arguments, which asks for the kernel.
+        module: that holds the kernel.
+        off: values of the attribute that do not ask for it.
+        remedy: what switches it off where the contract has a kernel of its own; empty where the contract's log-probs
+            do not depend on it.
+    """
+
+    row: str
+    attribute: str
+    module: str
+    off: tuple[Any, ...] = (False, None)
+    remedy: str = ""
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What the contract asks for: nothing where no log-prob depends on the kernel."""
+        return (OFF, self._absent) if self.remedy else ()
+
+    def value(self, asked: Any) -> str:
+        """What is in force where the host's argument is `asked`."""
+        if asked in self.off:
+            return OFF
+        if not findable(self.module):
+            return self._absent
+        return "on" if self.module in sys.modules else f"asked for, {self.module} not imported"
+
+    @property
+    def _absent(self) -> str:
+        return f"{OFF}, no {self.module}"
+
+
+FUSED = (
+    Fused(
+        "RMSNorm and linear layers of Transformer Engine",
+        "transformer_impl",
+        TE,
+        off=("local",),
+        remedy="--transformer-impl local",
+    ),
+    Fused("fused rope (Transformer Engine)", "apply_rope_fusion", TE, remedy="--no-rope-fusion"),
+    Fused(
+        "fused attention (Transformer Engine)",
+        "attention_backend",
+        TE,
+        off=("flash", "unfused", "local"),
+        remedy="--attention-backend flash",
+    ),
+    Fused("fused cross entropy (Transformer Engine)", "cross_entropy_loss_fusion", TE),
+    Fused("router fusion (Transformer Engine)", "moe_router_fusion", TE),
+    Fused("fused softmax (Apex)", "masked_softmax_fusion", "scaled_upper_triang_masked_softmax_cuda"),
+    Fused("persistent layer norm (Apex)", "persist_layer_norm", "apex.contrib.layer_norm"),
+    Fused(
+        "gradient accumulation fusion (Apex)",
+        "gradient_accumulation_fusion",
+        "fused_weight_gradient_mlp_cuda",
+    ),
+)
+
+# Row, a module of Megatron-core that chose among torch, Apex and Transformer Engine at its import, and the name there.
+CHOSEN = (
+    ("norm of Megatron's block", "megatron.core.transformer.transformer_block", "LayerNormImpl"),
+    ("fused layer norm (Apex)", "megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM"),
+    ("Adam of Megatron's optimizer", "megatron.core.optimizer", "Adam"),
+)
+
+
+def of_host(args: argparse.Namespace) -> dict[str, str]:
+    """Each kernel that the host's parsed arguments say something of."""
+    stated: Mapping[str, Any] = vars(args)
+    return {
+        fused.row: fused.value(_plain(stated[fused.attribute]))
+        for fused in FUSED
+        if fused.attribute in stated
+    }
+
+
+def chosen(module: str, name: str) -> str:
+    """What a module of Megatron-core took: a class with its library, or whether it found a kernel."""
+    found = getattr(sys.modules.get(module), name, None)
+    if found is None:
+        return "not imported"
+    if isinstance(found, bool):
+        return "found" if found else "absent"
+    return f"{found.__name__} of {found.__module__.partition('.')[0]}"
+
+
+def _plain(value: Any) -> Any:
+    """Megatron turns the name of an attention backend into an enum."""
+    return getattr(value, "name", value)
