@@ -184,7 +184,7 @@ WEIGHT_METRICS: dict[str, Metric] = {
     ),
     SEGMENT_WISE_ONLY: Metric(
         lambda row: _variance(row, "excess", "tokens"),
-        "Variance of pi_{v+1} / pi_v, before any bound. Not reported where segment_wise is off.",
+        "Variance of pi_{v+1} / pi_v, before any bound. Not reported where mis.segment_wise is off.",
         range="0 and above.",
         bad="as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.",
         do="see whether the KV cache was kept over updates, and whether the engine itself is off (kl_k3 at lag 0).",
@@ -192,14 +192,15 @@ WEIGHT_METRICS: dict[str, Metric] = {
     "behav_imp_weight/var/standard": Metric(
         lambda row: _variance(row, "standard_excess", "tokens"),
         "Variance of pi_old / pi_v over the same tokens: of the weights that standard decoupled PPO would bound.",
-        range="0 and above; with fresh_tokens: proximal equal to behav_imp_weight/var/segment_wise at ages 0 and 1.",
+        range="0 and above; with mis.segment_wise.fresh_tokens: proximal equal to behav_imp_weight/var/segment_wise at "
+        "ages 0 and 1.",
         bad="much above 1: standard weights would be at their bounds.",
         do="keep segment-wise weights, or lower the bound on staleness.",
     ),
     "behav_kl/avg": Metric(
         lambda row: ratio_of(row["kl"], row["tokens"]),
         "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1; pi_old stands for pi_{v+1} where "
-        "segment_wise is off.",
+        "mis.segment_wise is off.",
         range="any; its expectation is at least 0.",
         bad="a sudden rise: one update moved the policy far. Below -0.01: as kl_k1.",
         do="lower the learning rate, clip the gradient norm.",

@@ -79,21 +79,20 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
         keys = keys_of(path)
     except (OSError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"--custom-config-path {path}: {error}") from error
-    for key, value in (keys | _areals_rollout(keys, args.n_samples_per_prompt)).items():
+    for key, value in keys.items():
         setattr(args, key, value)
+    if isinstance(keys.get("rollout"), Mapping):
+        _take_areals_bounds(args, keys["rollout"])
 
 
-def _areals_rollout(keys: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """What AReaL's block `rollout:` bounds, as arguments of this host: there places are counted in prompts."""
-    block = keys.get("rollout")
-    if not isinstance(block, Mapping):
-        return {}
-    places = block.get("max_concurrent_rollouts")
-    found = {
-        "max_head_offpolicyness": block.get("max_head_offpolicyness"),
-        "max_concurrent_rollouts": places * samples if isinstance(places, int) else places,
-    }
-    return {key: value for key, value in found.items() if value is not None}
+def _take_areals_bounds(args: argparse.Namespace, block: Mapping[str, Any]) -> None:
+    """Set what AReaL's `rollout:` bounds as arguments of this host: there places are counted in prompts."""
+    bound, places = block.get("max_head_offpolicyness"), block.get("max_concurrent_rollouts")
+    if bound is not None:
+        args.max_head_offpolicyness = bound
+    if places is not None:
+        each = args.n_samples_per_prompt if isinstance(places, int) else 1
+        args.max_concurrent_rollouts = places * each
 
 
 def _check_positive(args: argparse.Namespace) -> None:
