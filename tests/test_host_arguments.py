@@ -78,6 +78,17 @@ def test_who_knows_a_key(key: str, known: tuple[Host, ...]):
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
+def test_what_the_embedded_host_and_areal_know_is_no_surprise():
+    keys = {
+        "max_head_offpolicyness": 2,
+        "actor": {"behav_imp_weight_cap": 5.0},
+        "rollout": {"max_head_offpolicyness": 2},
+    }
+    assert not list(surprises(keys, None))
+    assert [text.partition(":")[0] for text in surprises(keys, "slime")] == ["max_head_offpolicyness"]
+    assert len(list(surprises({"actor": {"lr": 1.0}}, None))) == 1
+
+
 @every_host
 def test_what_number_text_means_is_what_is_proposed(host: Host):
     for text in ("1e-6", "1E5", "2.5e10", "1e22", "-3e-4", "7"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mis_plugins import reading
+from mis_plugins.local.parser import build_parser
 
 Host = Literal["miles", "slime", "fsdp"]
 Kind = Literal["switch", "number", "text", "other"]
@@ -52,17 +53,25 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
 
     Args:
         keys: the top-level keys, with what YAML made of their values.
-        host: the only host that is asked; None is every host.
+        host: the only host that is asked; None is every host, the embedded one too.
     """
     hosts = tuple(RECORDS) if host is None else (host,)
+    blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
     for key, value in keys.items():
-        if reading.is_read(key, value):
+        if reading.is_read(key, value) or key in blocks:
             continue
+        embedded = host is None and key in _of_the_embedded_host()
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
-        if not wanted:
+        if not wanted and not embedded:
             yield f"{key}: no argument of {_named(hosts)}{_near(key, hosts)}; only a function of your own would read it"
-        elif not any(_fits(value, kind) for kind in wanted):
+        elif wanted and not any(_fits(value, kind) for kind in wanted):
             yield f"{key}: {_taken(value, wanted[0])}"
+
+
+@cache
+def _of_the_embedded_host() -> set[str]:
+    """The names of its arguments; its parser is at hand, and checks what it takes."""
+    return {action.dest for action in build_parser()._actions}
 
 
 def _named(hosts: tuple[Host, ...]) -> str:
