@@ -239,6 +239,7 @@ def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str,
         )
 
 
+@functools.cache  # a host has a thousand arguments, and asks for each micro-batch
 def is_ours(name: str) -> bool:
     """Whether an argument of a host, or a top-level key of a config file, is read here, or refused."""
     plain = name.replace("-", "_")  # as on a command line
@@ -263,7 +264,6 @@ def check_names(names: Iterable[str]) -> None:
             raise ConfigError(f"{name}: unknown key{_suggest(name, families.get(name[:3], FLAT_KEYS))}")
 
 
-@functools.cache
 def _resembles_a_switch(name: str) -> bool:
     """Whether a `use_*` that we do not read is at most two edits away from one that we do."""
     plain = name.replace("-", "_")
@@ -289,7 +289,7 @@ def from_args(args: Any) -> CorrectionConfig:
         ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
     """
     said = {name: value for name, value in vars(args).items() if is_ours(name)}
-    for name in [name for name in said if _resembles_a_switch(name)]:
+    for name in filter(_resembles_a_switch, said.keys() - READ_KEYS):
         if not said[name] or _lacks(getattr(args, "custom_config_path", None), name):
             del said[name]  # an argument of a host that is newer than our list of them
     said |= areal_keys(vars(args))
