@@ -156,7 +156,7 @@ def test_a_file_is_read_once_a_job(tmp_path: Path):
 @pytest.mark.parametrize(("said", "watches"), [({"use_tis": False}, True), ({}, False)])
 def test_miles_takes_the_file_itself_in_base64(said: dict, watches: bool):
     payload = base64.b64encode(yaml.safe_dump(NESTED | said).encode()).decode()
-    args = flags(custom_config_path=f"base64:{payload}")
+    args = flags(custom_config_path=f"base64:{payload}", n_samples_per_prompt=2)
     merge_custom_config(args, args.custom_config_path)
     assert args.mis == NESTED["mis"]
     assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
