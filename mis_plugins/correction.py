@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, Level, Population, WeightConfig
@@ -153,6 +153,11 @@ class Correction:
     def live(self) -> Bool[Tensor, " N"]:
         """Sequences with a valid token; needs metrics."""
         return self.totals["valid"] > 0
+
+    @cached_property
+    def live_count(self) -> Int[Tensor, ""]:
+        """How many sequences have a valid token, at least 1; needs metrics."""
+        return self.live.sum().clamp(min=1)
 
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:

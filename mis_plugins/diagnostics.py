@@ -4,7 +4,8 @@ Three kinds of metric. Per token and per sequence: a host that averages them ove
 tokens or sequences. Per micro-batch (`_mb`): one number on every token, exact over context-parallel ranks; a host's
 average makes of it the mean over micro-batches, weighted by their tokens or samples.
 
-Names that Miles's `mis.py` has mean what they mean there.
+Names that Miles's `mis.py` has mean what they mean there. A host divides by fully masked samples too, which lowers
+those metrics; the others are scaled back, by what is known within a micro-batch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ from mis_plugins.units import known_log_ratio, passing_units, unit_ratio
 from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
+Average = Literal["sequences", "tokens"]
+
+OF_MIS_PY = frozenset(
+    """training_log_ppl training_ppl rollout_log_ppl rollout_ppl kl k3_kl log_ppl_diff log_ppl_abs_diff ppl_ratio
+    chi2_token chi2_seq tis_weight_before_bound tis_weight_after_bound tis_truncate_fraction tis_clip_fraction_low
+    tis_clip_fraction_high tis_mask_fraction_low tis_mask_fraction_high rs_mask_fraction_low rs_mask_fraction_high
+    rs_catastrophic_token_fraction rs_catastrophic_seq_fraction batch_norm_factor is_ratio_mean_after_tis_rs
+    is_ratio_mean_final is_ratio_min_final is_ratio_max_final""".split()
+)
+"""Names of Miles's `mis.py`, which mean here what they mean there: also that a fully masked sample counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,11 @@ class TokenMetrics(Mapping[str, Tensor]):
     has one value a sequence or a micro-batch is computed with the first of its kind.
     """
 
-    def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str):
+    def __init__(
+        self, correction: Correction, catalogue: Catalogue, prefix: str, average: Average | None = None
+    ):
         self._correction, self._catalogue, self._prefix = correction, catalogue, prefix
+        self._average: Average | None = average
 
     @cached_property
     def _of_sequence(self) -> dict[str, Float[Tensor, " N"]]:
@@ -65,17 +79,35 @@ class TokenMetrics(Mapping[str, Tensor]):
 
     @cached_property
     def _of_micro_batch(self) -> dict[str, Float[Tensor, ""]]:
-        return _together(self._correction, self._catalogue.micro_batch)
+        metrics = self._catalogue.micro_batch
+        if self._average is None:
+            return _together(self._correction, metrics)
+        theirs = {name: metric for name, metric in metrics.items() if name in OF_MIS_PY}
+        ours = {name: metric for name, metric in metrics.items() if name not in OF_MIS_PY}
+        found = _together(self._correction, theirs) if theirs else {}
+        return found | _together(self._correction, ours, self._scale)
+
+    @cached_property
+    def _scale(self) -> Float[Tensor, ""]:
+        """What the host divides by over what it adds up, in this micro-batch: fully masked samples add 0."""
+        c = self._correction
+        if self._average == "sequences":
+            return (c.ragged.size / c.live_count).float()
+        valid = c.totals["valid"].sum()
+        return ((valid + (c.ragged.size - c.live_count)) / valid.clamp(min=1)).float()
 
     def __getitem__(self, name: str) -> Float[Tensor, " T"]:
         if not name.startswith(self._prefix):
             raise KeyError(name)
         metric, ragged = name.removeprefix(self._prefix), self._correction.ragged
+        if metric in self._catalogue.micro_batch:
+            return self._of_micro_batch[metric].expand(ragged.loss_mask.numel())
         if metric in self._catalogue.token:
-            return _value(self._correction, self._catalogue.token[metric]).float()
-        if metric in self._catalogue.sequence:
-            return ragged.to_tokens(self._of_sequence[metric])
-        return self._of_micro_batch[metric].expand(ragged.loss_mask.numel())
+            value = _value(self._correction, self._catalogue.token[metric])
+        else:
+            value = ragged.to_tokens(self._of_sequence[metric])
+        scales = self._average is not None and metric not in OF_MIS_PY
+        return (value * self._scale if scales else value).float()
 
     def __iter__(self) -> Iterator[str]:
         kinds = self._catalogue.token, self._catalogue.sequence, self._catalogue.micro_batch
@@ -85,8 +117,11 @@ class TokenMetrics(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def _together(correction: Correction, metrics: Mapping[str, Metric]) -> dict[str, Tensor]:
+def _together(
+    correction: Correction, metrics: Mapping[str, Metric], scale: Tensor | None = None
+) -> dict[str, Tensor]:
     values = torch.stack([_value(correction, metric) for metric in metrics.values()])
+    values = values if scale is None else values * scale
     return dict(zip(metrics, values.float().unbind(), strict=True))
 
 
@@ -96,9 +131,14 @@ def _value(correction: Correction, metric: Metric) -> Tensor:
     return value
 
 
-def diagnose(correction: Correction, prefix: str = "mis_") -> TokenMetrics:
-    """The metrics that `config.metrics` asks for; the names depend on the config alone."""
-    return TokenMetrics(correction, catalogue(correction.config), prefix)
+def diagnose(correction: Correction, prefix: str = "mis_", average: Average | None = None) -> TokenMetrics:
+    """The metrics that `config.metrics` asks for; the names depend on the config alone.
+
+    Args:
+        average: what the host takes the mean over. Fully masked samples count there as 0; metrics that Miles's `mis.py`
+            lacks are scaled by what that takes away in this micro-batch. None leaves each metric as it is.
+    """
+    return TokenMetrics(correction, catalogue(correction.config), prefix, average)
 
 
 @cache
@@ -204,7 +244,7 @@ def weight_min(c: Correction) -> Float[Tensor, ""]:
 def kept_sequences(c: Correction) -> Float[Tensor, ""]:
     """Share of the sequences with a valid token that the rules over sequences keep."""
     kept = c.live if c.keep_sequences is None else c.live & c.keep_sequences
-    return kept.sum() / c.live.sum().clamp(min=1)
+    return kept.sum() / c.live_count
 
 
 def effective_sample_size(c: Correction) -> Float[Tensor, ""]:

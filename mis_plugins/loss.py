@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction import Correction, Left, denominator_scale, nothing_rejected
-from mis_plugins.diagnostics import diagnose
+from mis_plugins.diagnostics import Average, diagnose
 from mis_plugins.objective import (
     Clip,
     KlType,
@@ -74,12 +74,14 @@ class LossConfig:
     """What the host's flags say of the loss; `mis.objective` and `mis.opsm` say the rest.
 
     kl_type: None without a KL term.
+    average: what the host takes the mean of metrics over; None where no hook can know.
     """
 
     clip: Clip
     entropy_coef: float = 0.0
     kl_type: KlType | None = None
     kl_coef: float = 0.0
+    average: Average | None = None
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ def micro_batch_loss(
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
         if correction is not None:
             reported |= {
-                name: reduce(value) for name, value in diagnose(given_back(correction, share)).items()
+                name: reduce(value)
+                for name, value in diagnose(given_back(correction, share), average=flags.average).items()
             }
     return loss, reported
 

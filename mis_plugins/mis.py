@@ -28,7 +28,7 @@ from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.describe import ONE_STEP
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import denominator, fsdp, miles, running, slime, watching
+from mis_plugins.hosts import averages, denominator, fsdp, miles, running, slime, watching
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts.agreement import check_agreement
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
@@ -293,7 +293,8 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer
         rescales = by_kept and reading.says_denominator(args)
         factor = correction.loss_factor_by_kept if rescales else correction.loss_factor
         pg_loss = torch.where(correction.keep, pg_loss * factor, 0)
-    return pg_loss, _masks(batch, correction, placed), diagnose(correction)
+    metrics = diagnose(correction, average=averages.average(args))
+    return pg_loss, _masks(batch, correction, placed), metrics
 
 
 def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:

@@ -157,9 +157,13 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
     tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
     one, rejected = torch.ones_like(tokens[0]), correction.all_rejected
     once = [one, one - one if rejected is None else rejected]
+    names = ["valid", "kept", "micro_batches", "all_rejected"]
+    if correction.config.metrics != "none":
+        once += [one * correction.ragged.size, correction.live.sum()]
+        names += ["sequences", "live"]
     if not counts_sequences:
         once = [torch.zeros_like(one)] * len(once)
-    names, sums = ["valid", "kept", "micro_batches", "all_rejected"], torch.stack(tokens + once).double()
+    sums = torch.stack(tokens + once).double()
     if correction.nonfinite_advantages is not None:
         lost = correction.nonfinite_advantages.count_nonzero().double()
         names, sums = [*names, "nonfinite_advantages"], torch.cat([sums, lost.unsqueeze(0)])

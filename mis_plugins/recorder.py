@@ -427,6 +427,18 @@ def nonfinite_advantages(config: CorrectionConfig, sums: Mapping[str, float]) ->
     ] * bool(count)
 
 
+def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    """Where fully masked samples lower what a host logs; `metrics: all` logs means over the others."""
+    count = sums.get("sequences", 0.0)
+    masked = count - sums.get("live", 0.0)
+    return [
+        f"{masked:.0f} of {count:.0f} sequences have no token in the loss, and without --calculate-per-token-loss the "
+        "host divides the mis_ metrics by these too: those that Miles's mis.py has read too low, and so do the others "
+        "where a whole micro-batch is masked, or a rollout function of yours may make several samples of a rollout; "
+        "mis.metrics: all logs means over the rest"
+    ] * bool(count and masked and config.metrics != "all")
+
+
 Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
 ALARMS: dict[str, Alarm] = {
     "all_rejected": all_rejected,
@@ -435,9 +447,10 @@ ALARMS: dict[str, Alarm] = {
     "processed_log_probs": processed_log_probs,
     "lacking_weights": lacking_weights,
     "nonfinite_weights": nonfinite_weights,
+    "diluted": diluted,
     "nonfinite_advantages": nonfinite_advantages,
 }
-ONCE = {"product_too_long", "processed_log_probs"}  # of a run
+ONCE = {"product_too_long", "processed_log_probs", "diluted"}  # of a run
 EACH_TIME = {"all_rejected"}  # the others when they begin to hold
 
 

@@ -1287,3 +1287,16 @@ def test_context_parallel_ranks_with_different_configs(what: str, tmp_path: Path
         return "no error"
 
     assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
+
+
+def test_a_masked_sample_does_not_dilute_our_metrics():
+    """The host divides what the hook reduced by all samples; names of Miles's `mis.py` take that as they do there."""
+    step = random_step(3)
+    masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
+    among = Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
+    config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.5}]}
+    alone, found = (call(x, config).metrics for x in (step, among))
+    size = len(step.responses)
+    assert found["mis_kl"] == pytest.approx(alone["mis_kl"].item())
+    for name in ("mis_kept_fraction", "mis_ratio_max_mb", "mis_ess_mb"):
+        assert found[name].item() / (size + 1) == pytest.approx(alone[name].item() / size)

@@ -42,8 +42,8 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
     Sets `remove_sample` where rollout log-probs are missing, of another count than the response's tokens (a
-    post-processed response), not finite at a token of the loss, or there of another token than the response holds; names
-    those samples in the log. They stay in their group's advantages. The hosts slice and convert the log-probs of dropped
+    post-processed response), not finite at a token of the loss, or there of another token than the response holds. The
+    log names those samples. They stay in their group's advantages. The hosts slice and convert the log-probs of dropped
     samples too, and would fail there: what is missing or not finite becomes 0, all of it outside the loss by then.
 
     Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are compared

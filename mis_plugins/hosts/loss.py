@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import denominator, miles, slime, watching
+from mis_plugins.hosts import averages, denominator, miles, slime, watching
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.loss import LossConfig, LossInputs, Reduce
 from mis_plugins.objective import ESTIMATORS, Clip
@@ -241,7 +241,8 @@ def loss_config(args: Any) -> LossConfig:
         clip = Clip(args.eps_clip, args.eps_clip_high, getattr(args, "eps_clip_c", None))
     except ConfigError as error:
         raise error.spelled({"dual": "--eps-clip-c"}) from None
-    return LossConfig(clip, getattr(args, "entropy_coef", 0.0), kl_type, getattr(args, "kl_loss_coef", 0.0))
+    entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)
+    return LossConfig(clip, entropy_coef, kl_type, kl_coef, averages.average(args))
 
 
 def policy_reducer(args: Any, batch: Batch) -> Reduce | None:
