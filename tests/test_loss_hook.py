@@ -137,7 +137,7 @@ def flags(**settings: Any) -> Namespace:
         | {"use_tis": False, "qkv_format": "thd", "advantage_estimator": "grpo", "use_rollout_logprobs": False,
            "skip_actor_forward_only": False, "use_unbiased_kl": False, "use_kl_loss": False, "use_opsm": False,
            "entropy_coef": 0.0, "observe_training_entropy": False, "calculate_per_token_loss": False,
-           "custom_pg_loss_reducer_function_path": None}
+           "custom_pg_loss_reducer_function_path": None, "rollout_function_path": "mine.rollout"}
         | settings
     )  # fmt: skip
 
@@ -1295,7 +1295,7 @@ def test_a_masked_sample_does_not_dilute_our_metrics():
     masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
     among = Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.5}]}
-    alone, found = (call(x, config).metrics for x in (step, among))
+    alone, found = (call(x, config, rollout_function_path=None).metrics for x in (step, among))
     size = len(step.responses)
     assert found["mis_kl"] == pytest.approx(alone["mis_kl"].item())
     for name in ("mis_kept_fraction", "mis_ratio_max_mb", "mis_ess_mb"):
