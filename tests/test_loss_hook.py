@@ -983,7 +983,8 @@ def test_metrics_count_what_keep_gave_back(monkeypatch: pytest.MonkeyPatch):
         "metrics": "all",
     }
     mis.report_step(flags(), 0, 0)
-    found = call(all_bad(random_step(5)), config, calculate_per_token_loss=True).metrics
+    step = all_bad(random_step(5))
+    found = call(step, config, calculate_per_token_loss=True).metrics
     mis.report_step(flags(), 0, 1)
     names = (
         "all_rejected_fraction",
@@ -993,7 +994,9 @@ def test_metrics_count_what_keep_gave_back(monkeypatch: pytest.MonkeyPatch):
         "sequence_applied_min",
     )
     assert {name: logged[0][name] for name in names} == dict.fromkeys(names, 1.0)
-    assert found["mis_kept_fraction"] == logged[0]["tokens"]
+    valid = [sum(x.mask) for x in step.responses]
+    assert logged[0]["tokens"] == sum(valid)
+    assert found["mis_kept_fraction"] == sum(max(n, 1) for n in valid)  # what the host divides by
 
 
 def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
