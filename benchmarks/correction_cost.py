@@ -20,6 +20,11 @@ peak        largest sum of live tensor bytes that the call added on rank 0, from
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("correction_cost:main", extra="local")
+
 import argparse
 import importlib
 import importlib.util
@@ -360,7 +365,3 @@ def _with_huge_pages() -> int:
         words[at] = str(Path(words[at]).with_suffix(".thp.json"))
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
     return subprocess.run([sys.executable, *words], env=environment, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

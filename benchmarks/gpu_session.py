@@ -14,6 +14,11 @@ engine      a real SGLang against a trainer, by bytes; only where it is asked fo
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("gpu_session:ended")
+
 import argparse
 import subprocess
 import sys
@@ -87,14 +92,10 @@ def _verdict(section: Section) -> str:
     return f"{sum(asked)} of {len(asked)} hold" if asked else "nothing"
 
 
-def ended(arguments: list[str]) -> int:
+def ended(arguments: list[str] | None = None) -> int:
     """The exit code; an error of the session itself is no difference, Python's own code for it is that of one."""
     try:
-        return main(arguments)
+        return main(sys.argv[1:] if arguments is None else arguments)
     except Exception:
         traceback.print_exc()
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(ended(sys.argv[1:]))

@@ -15,6 +15,11 @@ Exit codes: 0 the record is printed; 2 it could not be made.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("host_arguments:main", extra="local")
+
 import argparse
 import importlib
 import sys
@@ -133,7 +138,3 @@ def _parser() -> ArgumentParser:
     parser.add_argument("parser", choices=sorted(PARSERS))
     parser.add_argument("checkout", type=Path)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,6 +13,11 @@ Exit status: 0 so it is, 1 not so, 2 could not ask.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("host_comparison:main", extra="local")
+
 import argparse
 import json
 import logging
@@ -244,7 +249,3 @@ def main() -> int:
     if arguments.json:
         write_results(arguments.json, rows, provenance({host.name: arguments.checkout}))
     return int(any(set(counter) != {""} for found in rows.values() for counter in found.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

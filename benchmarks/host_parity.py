@@ -16,6 +16,11 @@ Exit status: 0 equal, 1 different, 2 could not compare.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("host_parity:main", extra="local")
+
 import argparse
 import importlib
 import itertools
@@ -340,7 +345,3 @@ def main() -> int:
     if arguments.json:
         write_results(arguments.json, groups, measured)
     return 0 if all(found.equal for found in groups.values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,6 +11,11 @@ train       log-probs, backward through them, no optimizer
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("kernel_cost:main", extra="local")
+
 import argparse
 import json
 import sys
@@ -200,7 +205,7 @@ def write(path: Path, rows: list[Row]) -> None:
     path.with_suffix(".md").write_text(f"{as_markdown(found)}\n{body}\n")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -220,7 +225,3 @@ def main(arguments: list[str]) -> int:
     if options.json:
         write(options.json, rows)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,11 @@ Runs in the embedded host, one after the other, from the same warm-started polic
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("presets:main", extra="local")
+
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -32,10 +37,11 @@ from rich.progress import track
 from mis_plugins.__main__ import load
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.folders import METRICS, SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, launch
 from mis_plugins.local.provenance import committed_tree
-from mis_plugins.local.report import COLORS, FRAME, GRID, METRICS, SUMMARY, MetricsLog, write_json
+from mis_plugins.local.report import COLORS, FRAME, GRID, MetricsLog, write_json
 from mis_plugins.reading import preset_path
 
 RECIPE = (
@@ -97,6 +103,7 @@ def cases() -> list[Case]:
 def run(case: Case, recipe: str, runs: Path) -> int:
     """One run in ranks of its own; what it warns about goes to a file beside its numbers."""
     folder = runs / case.name.replace(" ", "-")
+    set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
     output = ["--output", str(folder), "--warmup-cache", str(runs / "warm-start"), "--quiet"]
     args = parse_args([*recipe.split(), *case.flags, *output])
@@ -228,7 +235,7 @@ def publish(path: Path) -> None:
     content = json.loads(path.read_text())
     path.with_suffix(".md").write_text(markdown(content))
     plot(content["presets"], path.with_suffix(".png"))
-    print(path.with_suffix(".md").resolve())
+    print(f"wrote {path.parent}")
 
 
 def main() -> int:
@@ -257,7 +264,3 @@ def main() -> int:
     if path.is_file():
         publish(path)
     return exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,11 @@ Exit status: 0 equal, 1 different, 2 could not compare.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("source_parity:main", extra="local")
+
 import argparse
 import ast
 import dataclasses
@@ -176,7 +181,3 @@ def main() -> int:
         worst = max(worst, largest)
         print(f"{name}: {weighed} of {tokens} tokens weighed, largest difference {largest:.1e}")
     return int(worst > TOLERANCE)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

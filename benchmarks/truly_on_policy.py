@@ -9,13 +9,17 @@ truly on policy. `bash true_on_policy/engines/install.sh sglang` installs SGLang
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("truly_on_policy:main", extra="local")
+
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import argparse
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,11 +29,12 @@ import torch
 from provenance import as_markdown, provenance
 
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.folders import SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import launch
 from mis_plugins.local.parser import ENGINE_NAMES
 from mis_plugins.local.recipe import RECIPE, command_line
-from mis_plugins.local.report import SUMMARY, MetricsLog, plot_curves, write_json
+from mis_plugins.local.report import MetricsLog, plot_curves, write_json
 from mis_plugins.numerals import whole
 
 TOKENS = "tokens.jsonl"
@@ -130,7 +135,7 @@ def main() -> int:
 
 def run(method: str, folder: Path, options: Namespace, more: list[str]) -> int:
     """One run from the warm-started weights that both share."""
-    (folder / TOKENS).unlink(missing_ok=True)
+    set_aside(folder)
     extra = [*HOOK, "--eval-interval", "10", *more, *(["--smoke"] if options.smoke else [])]
     args = parse_args(command_line(method, "R-1", options.seed, folder, *extra))
     return launch(args.world_size, lambda: run_rank(args))
@@ -144,8 +149,4 @@ def publish(folders: Mapping[str, Path], seed: int, path: Path) -> None:
     write_json(path, content)
     path.with_suffix(".md").write_text(markdown(content))
     plot_curves(folders, path.with_suffix(".png"))
-    print(path.with_suffix(".md").resolve())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"wrote {path.parent}")

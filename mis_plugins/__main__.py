@@ -6,10 +6,16 @@
     python -m mis_plugins config check - < FILE.yaml
     python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
 
-Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 130 interrupted.
+Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 130 interrupted; 141 nobody reads
+what it prints.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("mis_plugins.__main__:main")
 
 import argparse
 import inspect
@@ -30,10 +36,8 @@ from mis_plugins.formula import formula
 from mis_plugins.hosts import denominator
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import RECORDS, Host, surprises
+from mis_plugins.shell import REFUSED, add_version
 from mis_plugins.translate import areal, miles, ms_swift, verl, verl_presets
-
-REFUSED = 2  # could not compare, could not check: never a pass
-INTERRUPTED = 130  # while it waited for a pipe
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
@@ -47,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = getattr(arguments, "target", "config")
         print(f"{'standard input' if target == STDIN else target}: {error}", file=sys.stderr)
         return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
     return 0
 
 
@@ -217,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mis_plugins", description=__doc__, formatter_class=as_written
     )
+    add_version(parser)
     groups = parser.add_subparsers(required=True, metavar="config")
     config = groups.add_parser("config", help="presets, checks, translations", description=__doc__,
                                formatter_class=as_written)  # fmt: skip
@@ -240,7 +243,3 @@ def _parser() -> argparse.ArgumentParser:
                 "overrides", nargs="*", metavar="OVERRIDE", help="algorithm.rollout_correction.KEY=VALUE"
             )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("mis_plugins.metric_docs:main")
+
 import inspect
 from collections.abc import Iterator, Mapping
 
@@ -132,5 +137,7 @@ def _peers() -> Iterator[str]:
     yield "\n".join(["| package | theirs | ours |", "|---|---|---|", *rows]) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Print the page."""
     print(document(), end="")
+    return 0

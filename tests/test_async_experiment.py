@@ -41,8 +41,8 @@ from mis_plugins.local.asynchronous.experiment import (
 from mis_plugins.local.asynchronous.readme import BEGIN, END, with_figures
 from mis_plugins.local.asynchronous.tables import _throughput as throughput_table
 from mis_plugins.local.asynchronous.tables import markdown, spread
-from mis_plugins.local.folders import add_folders, with_folders
-from mis_plugins.local.report import METRICS, SUMMARY, write_json
+from mis_plugins.local.folders import METRICS, SUMMARY, add_folders, with_folders
+from mis_plugins.local.report import write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.reading import from_args
 

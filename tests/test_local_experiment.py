@@ -26,8 +26,9 @@ from mis_plugins.local.experiment import (
     read_summary,
     run_cell,
 )
+from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, command_line
-from mis_plugins.local.report import METRICS, SUMMARY, write_json
+from mis_plugins.local.report import write_json
 from mis_plugins.reading import from_args
 
 

@@ -14,8 +14,8 @@ import presets
 import pytest
 
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.local.parallel import EXIT_INTERRUPTED
-from mis_plugins.local.report import METRICS, SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "k3_kl", "ess", "kept")

@@ -1,9 +1,15 @@
 """Proofs and searches for differences, bit by bit.
 
-Exit codes: 0 equal; 1 different; 2 it could not be compared, and stderr says why; 130 interrupted. An error is never 1.
+Exit codes: 0 equal; 1 different; 2 it could not be compared, and stderr says why; 130 interrupted; 141 nobody reads
+what it prints. An error is never 1.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("true_on_policy.__main__:main")
 
 import argparse
 import sys
@@ -11,11 +17,18 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
+from mis_plugins.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
+from mis_plugins.shell import REFUSED as FAILED
 from true_on_policy.errors import TrueOnPolicyError
 
 # Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.
-COMMANDS = {"verify": "verify", "diff": "diff", "contract": "show", "flags": "flags", "doctor": "doctor"}
-FAILED, INTERRUPTED = 2, 130
+COMMANDS = {
+    "verify": "verify_command",
+    "diff": "diff",
+    "contract": "show",
+    "flags": "flags",
+    "doctor": "doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,24 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # Python would exit with 1, which means different
-        traceback.print_exc()
+    except Exception as error:  # Python would exit with 1, which means different
+        if isinstance(error, ModuleNotFoundError) and is_foreign(error):
+            print(not_installed(error, "verify"), file=sys.stderr)
+        else:
+            traceback.print_exc()
     return FAILED
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """With the command that is asked for alone, if one is: the others may need libraries that are not installed."""
+    """With the command that is asked for alone, if one is: the others may need libraries that are not installed.
+
+    With `--version` no command is loaded.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m true_on_policy",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
     asked = [command for command in argv[:1] if command in COMMANDS]
-    for command in asked or COMMANDS:
-        import_module(f"true_on_policy.{COMMANDS[command]}").add_parser(subparsers)
+    for command in asked or COMMANDS if argv[:1] != ["--version"] else ():
+        with importing():
+            module = import_module(f"true_on_policy.{COMMANDS[command]}")
+        module.add_parser(subparsers)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

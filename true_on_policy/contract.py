@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
+from true_on_policy.choices import BackendName, DtypeName, Side
 from true_on_policy.errors import ContractError
-
-BackendName = Literal["native", "tile"]
-DtypeName = Literal["fp32", "bf16"]
-Side = Literal["engine", "trainer"]
 
 CHOICES = {"backend": get_args(BackendName), "dtype": get_args(DtypeName), "norm_order": get_args(Side)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,6 +11,10 @@ class ContractError(TrueOnPolicyError):
     """A contract that cannot hold."""
 
 
+class ModelError(TrueOnPolicyError):
+    """A model that is neither one of the tiny ones nor a checkpoint of Qwen3 on disk."""
+
+
 class PinError(TrueOnPolicyError):
     """Kernels that cannot be pinned: another provider holds them, or the backend does not run here."""
 

@@ -16,15 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
+from true_on_policy.choices import TINY_NAMES, check_model
 from true_on_policy.contract import Contract
-from true_on_policy.errors import ContractError, TrueOnPolicyError
+from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
-
-
-class ModelError(TrueOnPolicyError):
-    """A model that is neither one of the tiny ones nor a checkpoint on disk."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,11 @@ class Shape:
 
 
 # Powers of two in one, widths that no vector divides and a tied head in the other.
-TINY = {
-    "tiny-qwen3": Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
-    "tiny-qwen3-tied": Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
-}
+SHAPES = (
+    Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
+    Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
+)
+TINY = dict(zip(TINY_NAMES, SHAPES, strict=True))
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
@@ -76,11 +74,8 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
     Raises:
         ModelError: neither.
     """
+    check_model(name)
     if name not in TINY:
-        if not (Path(name) / "config.json").exists():
-            raise ModelError(
-                f"--model: got {name!r}; choose one of {', '.join(TINY)}, or a folder of a checkpoint"
-            )
         return Path(name)
     model = Qwen3ForCausalLM(TINY[name].config(dtype))
     generator = torch.Generator().manual_seed(seed)

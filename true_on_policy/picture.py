@@ -8,29 +8,19 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.links import Evidence
+from true_on_policy.storage import optional
 
 FLOOR = 1e-9  # where a difference of exactly 0 is drawn on the logarithmic axis
-
-
-class PictureError(TrueOnPolicyError):
-    """matplotlib is not installed."""
 
 
 def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
     """Two panels of |engine decode - trainer| over the sampled tokens, written to `path`.
 
     Raises:
-        PictureError: matplotlib is not installed.
+        RecordError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise PictureError(
-            "--picture: matplotlib is not installed; install 'mis-plugins[report]'"
-        ) from missing
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = optional("matplotlib.figure").Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, name, evidence in zip(panels, ("stock", "truly on policy"), (off, on), strict=True):
         gaps = _gaps(evidence)

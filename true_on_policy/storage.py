@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mis_plugins.shell import not_installed
 from true_on_policy.errors import TrueOnPolicyError
 
 T = TypeVar("T")
@@ -68,9 +69,8 @@ def optional(module: str) -> ModuleType:
     """A library of the extra `verify`, or an error that says how to get it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise RecordError(f"{package} is not installed; pip install 'mis-plugins[verify]'") from error
+    except ModuleNotFoundError as error:
+        raise RecordError(not_installed(error, "verify")) from error
 
 
 def read(path: Path, function: Callable[[], T]) -> T:

@@ -20,19 +20,18 @@ from itertools import chain
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
 
-from mis_plugins.numerals import whole
 from true_on_policy.certificate import Certificate, Verdict, hashes
+from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName
 from true_on_policy.commit import commit
-from true_on_policy.contract import DTYPES, BackendName, Contract, DtypeName, Shapes, Side
+from true_on_policy.contract import DTYPES, Contract, Shapes
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
 from true_on_policy.situations import Ability, counted, met, not_met, not_of_engine
-from true_on_policy.storage import RecordError, check_writable
+from true_on_policy.storage import RecordError, check_writable, optional
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.workload import Workload, arrangements
 
@@ -92,12 +91,12 @@ def _tree(contract: Contract, order: NormOrder | None) -> Tree | None:
 
 
 # Without an order a side is stock: its own kernels, its own order of rounding and adding.
-ENGINES: dict[str, Callable[[Path, Contract, NormOrder | None], Engine]] = {
+ENGINES: dict[EngineName, Callable[[Path, Contract, NormOrder | None], Engine]] = {
     "sglang": _sglang,
     "vllm": _vllm,
     "hf": _hf_engine,
 }
-TRAINERS: dict[str, Callable[[Path, Contract, NormOrder | None], Trainer]] = {
+TRAINERS: dict[TrainerName, Callable[[Path, Contract, NormOrder | None], Trainer]] = {
     "megatron": _megatron,
     "hf": _hf_trainer,
 }
@@ -111,50 +110,14 @@ ABILITIES: dict[str, tuple[Ability, ...]] = {
 SPLIT = {"engine": "sglang", "trainer": "megatron"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "verify", help="is every log-prob of the engine the trainer's?", description=__doc__
-    )
-    parser.add_argument("--engine", required=True, choices=ENGINES)
-    parser.add_argument("--trainer", required=True, choices=TRAINERS)
-    parser.add_argument(
-        "--model", default="tiny-qwen3", help="a tiny model, or a folder of a Qwen3 checkpoint"
-    )
-    parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
-    parser.add_argument(
-        "--tokens",
-        type=whole,
-        default=2000,
-        help="how many to compare, at least; a run goes on until each situation was asked for",
-    )
-    parser.add_argument(
-        "--backend", default="native", choices=get_args(BackendName), help="the kernels of both sides"
-    )
-    parser.add_argument(
-        "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
-    )
-    parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, help="ranks of the trainer")
-    parser.add_argument("--engine-tensor-parallel", type=whole, default=1, help="ranks of the engine")
-    parser.add_argument(
-        "--leaves",
-        type=whole,
-        default=1,
-        help="of the tree in which both sides add up a row-parallel product",
-    )
-    parser.add_argument("--seed", type=whole, default=0)
-    parser.add_argument("--json", type=Path, help="write the certificate here")
-    parser.add_argument("--picture", type=Path, help="draw the differences, off and on, here")
-    parser.set_defaults(run=run)
-
-
 def run(arguments: argparse.Namespace) -> int:
     _quiet()
     plan = Plan.of(arguments)
     for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
         if path:
             check_writable(path, flag)
-    if arguments.picture and arguments.picture.suffix not in PICTURES:
-        raise RecordError(f"--picture {arguments.picture}: end its name in {' or '.join(PICTURES)}")
+    if arguments.picture:
+        _check_picture(arguments.picture)
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
         certificate, off, on = verify(plan, Path(scratch))
     print(certificate)
@@ -165,6 +128,17 @@ def run(arguments: argparse.Namespace) -> int:
 
         draw(off, on, plan.title, arguments.picture)
     return EXIT[certificate.verdict]
+
+
+def _check_picture(path: Path) -> None:
+    """Called before the work, which takes minutes.
+
+    Raises:
+        RecordError: no picture can be drawn there.
+    """
+    if path.suffix not in PICTURES:
+        raise RecordError(f"--picture {path}: end its name in {' or '.join(PICTURES)}")
+    optional("matplotlib.figure")
 
 
 def _quiet() -> None:
@@ -183,8 +157,8 @@ def _tell(what: str) -> None:
 class Plan:
     """The choices of the command line."""
 
-    engine: str
-    trainer: str
+    engine: EngineName
+    trainer: TrainerName
     model: str
     dtype: DtypeName
     tokens: int

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("mis_plugins.local.__main__:main", extra="local")
+
+import os
 import sys
 from pathlib import Path
 
 from mis_plugins.errors import MisError
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.folders import SUMMARY, run_folder
+from mis_plugins.shell import INTERRUPTED, REFUSED, importing
 
 
 def main() -> int:
     """Run and return the exit code; see ``parallel.launch``."""
     try:
         args = parse_args()
-        Path(args.output).mkdir(parents=True, exist_ok=True)
+        args.output = str(run_folder(args))
     except MisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _refused(error)
     except OSError as error:
-        print(
-            f"error: --output {args.output}: {error.strerror}; give a folder that can be written",
-            file=sys.stderr,
-        )
-        return 2
+        return _refused(f"--output {args.output}: {error.strerror}; give a folder that can be written")
     # Megatron takes seconds to import: not before the settings are known to be right, and once for all ranks.
-    from mis_plugins.local.loop import run_rank
-    from mis_plugins.local.parallel import launch
+    with importing():
+        from mis_plugins.local.loop import run_rank
+        from mis_plugins.local.parallel import launch
 
-    return launch(args.world_size, lambda: run_rank(args))
+    return _told(Path(args.output), launch(args.world_size, lambda: run_rank(args)))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _refused(why: MisError | str) -> int:
+    print(f"error: {why}", file=sys.stderr)
+    return REFUSED
+
+
+def _told(folder: Path, code: int) -> int:
+    """Say how the run ended, unless its error was printed: once, whatever the number of ranks under torchrun."""
+    if os.environ.get("RANK", "0") != "0":
+        return code
+    if code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    if code in (0, INTERRUPTED) and (folder / SUMMARY).exists():
+        print(f"wrote {folder}")
+    return code

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.decoder import ModelConfig
+from mis_plugins.local.folders import CHECKPOINT
 from mis_plugins.local.trainer import Trainer
 from true_on_policy.storage import replaced
-
-FILE = "checkpoint.pt"
 
 
 def save(folder: str, trainer: Trainer, config: ModelConfig, next_rollout: int) -> None:
@@ -27,7 +26,7 @@ def save(folder: str, trainer: Trainer, config: ModelConfig, next_rollout: int) 
         "optimizer": trainer.optimizer_state(),
     }
     if dist.get_rank() == 0:
-        with replaced(Path(folder) / FILE) as partial:
+        with replaced(Path(folder) / CHECKPOINT) as partial:
             torch.save(record, partial)
     dist.barrier()
 
@@ -38,9 +37,9 @@ def load(folder: str, config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: there is no checkpoint, or it holds a model of another shape.
     """
-    path = Path(folder) / FILE
+    path = Path(folder) / CHECKPOINT
     if not path.is_file():
-        raise ConfigError(f"--load {folder}: no {FILE} there; give the folder that --save wrote")
+        raise ConfigError(f"--load {folder}: no {CHECKPOINT} there; give the folder that --save wrote")
     record = torch.load(path, weights_only=True)
     differing = [key for key, value in asdict(config).items() if record["model"].get(key) != value]
     if differing:

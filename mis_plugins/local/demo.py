@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("mis_plugins.local.demo:main", extra="local")
+
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.folders import CURVES, SUMMARY, unused
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import launch
 from mis_plugins.local.recipe import command_line
-from mis_plugins.local.report import CURVES, SUMMARY, Summary, plot_curves, three_sentences
+from mis_plugins.local.report import Summary, plot_curves, three_sentences
 from mis_plugins.numerals import whole
+from mis_plugins.shell import add_version
 
 RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 
@@ -23,12 +29,19 @@ RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 def main() -> int:
     """Exit code: 0, or that of the run that failed."""
     parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.demo", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/demo"),
+        help="(default: %(default)s; where an earlier demonstration lies there, the first free of DIR-2, DIR-3, ...)",
+    )
     parser.add_argument("--seed", type=whole, default=1, help="(default: %(default)s)")
     parser.add_argument(
         "--smoke", action="store_true", help="a few tiny rollouts that show nothing but that it works"
     )
+    add_version(parser)
     options = parser.parse_args()
+    options.output = unused(options.output, RUNS)
     for name, method in RUNS.items():
         code = run(name, method, options)
         if code:
@@ -56,8 +69,4 @@ def conclude(folder: Path) -> None:
     plot_curves({name: folder / name for name in RUNS}, folder / CURVES)
     summaries: list[Summary] = [json.loads((folder / name / SUMMARY).read_text()) for name in RUNS]
     Console().print(f"\n{three_sentences(*summaries)}", highlight=False)
-    print(f"\n{folder / CURVES}\n{folder.resolve()}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"\nwrote {folder}")

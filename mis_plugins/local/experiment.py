@@ -6,6 +6,11 @@ settings is not repeated, so the experiment can be interrupted and taken up agai
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("mis_plugins.local.experiment:main", extra="local")
+
 import argparse
 import itertools
 import json
@@ -15,6 +20,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,17 +32,18 @@ from rich.progress import track
 from mis_plugins.divergence import k3
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.engine import DecodeEngine
-from mis_plugins.local.folders import add_folders, with_folders
+from mis_plugins.local.folders import SUMMARY, add_folders, set_aside, with_folders
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.parser import PRECISIONS
 from mis_plugins.local.provenance import as_given, as_markdown, committed_tree, measured_with
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
-from mis_plugins.local.report import SUMMARY, plot_curves, write_json
+from mis_plugins.local.report import plot_curves, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.local.rollout import Rollout, shard
 from mis_plugins.numerals import count, whole
+from mis_plugins.shell import add_version
 
 SEEDS = (0, 1, 2)
 MEASURED_CODE = ("mis_plugins", "scripts/experiment-collapse.sh")
@@ -85,10 +92,12 @@ def run_cell(cell: Cell, root: Path, smoke: bool, code: str | None) -> None:
         "10",
         *(["--smoke"] if smoke else []),
     ]
-    argv = command_line(cell.method, cell.estimator, cell.seed, folder, *extra)
-    settings = vars(parse_args(argv))
+    words = partial(command_line, cell.method, cell.estimator, cell.seed, folder, *extra)
+    settings = vars(parse_args(words()))
     if made_of(folder, settings, code):
         return
+    set_aside(folder)
+    argv = words()  # writes the config into the folder
     unstamp(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "run.log").open("w") as log:
@@ -267,6 +276,7 @@ def main() -> int:
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
+    add_version(parser)
     options = with_folders(parser.parse_args(), "collapse")
     code = committed_tree("mis_plugins")
     made_with = measured_with(as_given("bash scripts/experiment-collapse.sh", sys.argv[1:]), MEASURED_CODE)
@@ -300,8 +310,4 @@ def publish(
             method: [Cell(method, estimator, seed).folder(root) for seed in seeds] for method in METHODS
         }
         plot_curves(folders, results / name)
-    print(results.resolve())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"wrote {results}")

@@ -22,6 +22,7 @@ from mis_plugins.local.asynchronous.source import AsynchronousRollouts
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.engine import DecodeEngine, RolloutEngine
+from mis_plugins.local.folders import CURVES, METRICS, SUMMARY
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.loss import LOSSES
@@ -32,6 +33,7 @@ from mis_plugins.local.tasks import TASKS, Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
 from mis_plugins.local.warm_start import warm_start
 from mis_plugins.recorder import RECORDER
+from mis_plugins.shell import Unread
 
 Row = dict[str, int | float]
 """Metrics of one rollout; the names are those of ``report.Record``, and the hook's own."""
@@ -81,7 +83,7 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         return
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
-    log = report.MetricsLog(folder / report.METRICS)
+    log = report.MetricsLog(folder / METRICS)
     log.truncate(after=first_rollout - 1)
     status = "failed"
     arguments = dict(vars(args))  # as they were given: a hook may keep its own things on args
@@ -94,15 +96,15 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
 
             yield record
         status = "finished"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Unread):
         status = "interrupted"
         raise
     finally:
         records = log.read()
         summary = {**report.summarize(records), **asynchronous_summary(records)}
         summary |= {"status": status, "arguments": arguments}
-        report.write_json(folder / report.SUMMARY, summary)
-        report.plot_curves({folder.name: folder}, folder / report.CURVES)
+        report.write_json(folder / SUMMARY, summary)
+        report.plot_curves({folder.name: folder}, folder / CURVES)
 
 
 def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:

@@ -23,13 +23,15 @@ from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import MisError
+from mis_plugins.shell import INTERRUPTED as EXIT_INTERRUPTED
+from mis_plugins.shell import REFUSED as EXIT_USER_ERROR
+from mis_plugins.shell import UNREAD as EXIT_UNREAD
+from mis_plugins.shell import Unread
 from true_on_policy.errors import TrueOnPolicyError
 
 EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
-INTERRUPTED = "interrupted"  # the file by which a rank tells the launcher
+STOPPED = "stopped"  # the file by which a rank that failed at nothing tells the launcher its exit code
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def launch(world_size: int, main: Callable[[], None]) -> int:
     """Run ``main`` on every rank and return the exit code of the run.
 
     0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once.
-    130: interrupted.
+    130: interrupted. 141: nobody reads what a rank prints.
     """
     with tempfile.TemporaryDirectory(prefix="mis-local-") as scratch:
         if "RANK" in os.environ:
@@ -121,10 +123,16 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
             pass
     except ProcessExitedException:
         # A rank may fail only because another was interrupted and left their collective.
-        return EXIT_INTERRUPTED if (scratch / INTERRUPTED).exists() else _print_report(scratch)
+        return _stopped(scratch) or _print_report(scratch)
     finally:
         signal.signal(signal.SIGINT, previous)
-    return EXIT_INTERRUPTED if (scratch / INTERRUPTED).exists() else 0
+    return _stopped(scratch) or 0
+
+
+def _stopped(scratch: Path) -> int | None:
+    """The exit code of a rank that was made to stop."""
+    told = scratch / STOPPED
+    return int(told.read_text()) if told.exists() else None
 
 
 def _forward_interrupts(ranks: Sequence[Any]) -> Callable[[int, FrameType | None], None]:
@@ -141,14 +149,21 @@ def _forward_interrupts(ranks: Sequence[Any]) -> Callable[[int, FrameType | None
 
 
 def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
+    signal.signal(signal.SIGINT, _interrupt_once)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
     code = _run_rank(main, scratch, rank)
-    if code == EXIT_INTERRUPTED:
-        (scratch / INTERRUPTED).touch()
-    elif code:
+    if code in (EXIT_INTERRUPTED, EXIT_UNREAD):
+        (scratch / STOPPED).write_text(str(code))
+    if code not in (0, EXIT_INTERRUPTED):
         # No orderly exit: the other ranks may wait in a collective, and only this exit code tells the launcher.
         sys.exit(code)
+
+
+def _interrupt_once(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C reaches a rank from the terminal and from the launcher: the second must not disturb how it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
@@ -160,6 +175,8 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Unread:
+        return EXIT_UNREAD
     except Exception:
         (scratch / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         return EXIT_FAILURE

@@ -6,6 +6,7 @@ import argparse
 
 from mis_plugins.hooks import Point
 from mis_plugins.numerals import finite, whole
+from mis_plugins.shell import add_version
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 ENGINE_NAMES = ("local", "hf", "sglang")
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     for add in (
         _add_run,
         _add_checkpoint,
@@ -83,7 +85,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="runs/local",
         metavar="DIR",
-        help="where metrics.jsonl, summary.json and curves.png go (default: %(default)s)",
+        help="where metrics.jsonl, summary.json and curves.png go (default: %(default)s); where an earlier run lies "
+        "there and --load does not resume it, the first free one of DIR-2, DIR-3 and so on",
     )
     group.add_argument(
         "--seed", type=whole, default=0, help="of weights, prompts and samples (default: %(default)s)"
@@ -96,7 +99,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a tiny run that only shows that everything works; overrides sizes",
     )
-    group.add_argument("--quiet", action="store_true", help="no progress bar")
+    group.add_argument(
+        "--quiet",
+        action="store_true",
+        help="no table and no progress bar; the line that says where the run lies remains",
+    )
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -20,9 +20,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mis_plugins.local.folders import METRICS
 from true_on_policy.storage import replaced
-
-METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
 
 
 class Record(TypedDict):

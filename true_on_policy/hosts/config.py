@@ -18,7 +18,8 @@ class BitwiseConfig:
     """What the comparison does, and which hooks it stands before: a host's flag carries one.
 
     on_difference: an OnDifference; `raise` stops the run at the next step.
-    folder: where the first differing sample of each rank goes; None is `bitwise` in the folder of `--save`.
+    folder: where the first differing sample of each rank goes; None is `bitwise` in the folder of `--output`, which
+        the embedded host has, or of `--save`, which Miles and slime have.
     loss: dotted path of the policy loss behind ours; None is the host's own.
     step_hook: dotted path of the before-train-step hook behind ours; None is none.
 
@@ -55,7 +56,9 @@ class BitwiseConfig:
 
     def place(self, args: Any) -> Path:
         """Where samples go."""
-        return Path(self.folder) if self.folder else Path(getattr(args, "save", None) or ".") / "bitwise"
+        if self.folder:
+            return Path(self.folder)
+        return Path(getattr(args, "output", None) or getattr(args, "save", None) or ".") / "bitwise"
 
     def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
         """The function behind ours, loaded; None where the key is not set.

@@ -6,10 +6,14 @@ stock kernels are its control. The digest covers every reference result: two run
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("true_on_policy.kernels.exhaustive:main")
+
 import argparse
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -258,7 +262,7 @@ ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m true_on_policy.kernels.exhaustive", description=__doc__)
     parser.add_argument("--backend", choices=("native", "tile", "stock"), default="native")
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
@@ -290,7 +294,3 @@ def _report(options: argparse.Namespace, dtype: str) -> dict[str, object]:
         "first_failures": tally.labels[:5],
         "digest": tally.digest,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,11 @@ same settings is not repeated, so the experiment can be interrupted and taken up
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shell import run_command
+
+    run_command("mis_plugins.local.asynchronous.experiment:main", extra="local")
+
 import argparse
 import itertools
 import json
@@ -27,11 +32,12 @@ from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.picture import draw
 from mis_plugins.local.asynchronous.readme import README, with_figures
 from mis_plugins.local.asynchronous.tables import markdown
-from mis_plugins.local.folders import RESULTS, add_folders, with_folders
+from mis_plugins.local.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
 from mis_plugins.local.provenance import as_given, committed_tree, measured_with
-from mis_plugins.local.report import METRICS, SUMMARY, MetricsLog, write_json
+from mis_plugins.local.report import MetricsLog, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.numerals import count, whole
+from mis_plugins.shell import add_version
 
 RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
@@ -116,8 +122,11 @@ def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: P
 
 def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None) -> None:
     """Every cell that is not finished."""
-    wanted = [cell_arguments(cell, plan, root) for cell in cells(plan, seeds)]
-    missing = [args for args in wanted if not made_of(Path(args.output), vars(args), code)]
+    wanted = {cell: cell_arguments(cell, plan, root) for cell in cells(plan, seeds)}
+    lacking = [cell for cell, args in wanted.items() if not made_of(Path(args.output), vars(args), code)]
+    for cell in lacking:
+        set_aside(cell.folder(root))
+    missing = [cell_arguments(cell, plan, root) for cell in lacking]  # writes the configs into the folders
     # Forked, so that Megatron is imported once.
     start_processes(_cell_share, (missing, processes, code), nprocs=processes, start_method="fork")
 
@@ -230,6 +239,7 @@ def _columns(measured: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 def _throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
     """Tokens a second of one run, alone on the machine as far as we know, and how its time went."""
     folder = root / "throughput" / f"bound{bound}-step{step:g}"
+    set_aside(folder)
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
     length = ["--num-rollout", str(SETTLED + MEASURED + bound), "--eval-interval", "1000"]
     argv = command_line({"segment_wise": {}}, plan.rates[0], 0, folder, root)
@@ -338,6 +348,7 @@ def main() -> int:
         action="store_true",
         help="measure nothing: tables and picture of the results that are there",
     )
+    add_version(parser)
     options = with_folders(parser.parse_args(), "async")
     content = held(options.results / "async.json") if options.throughput or options.tables else {}
     if not options.tables:
@@ -391,8 +402,4 @@ def publish(content: Mapping[str, Any], results: Path) -> None:
     write_json(results / "async.json", content)
     (results / "async.md").write_text(markdown(content))
     draw(content, results / "async.png")
-    print(results.resolve())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"wrote {results}")

@@ -1,0 +1,62 @@
+"""Is every log-prob that the engine sampled with, bit for bit, the trainer's?
+
+The engine samples, scores what it sampled, and takes new weights in between; the trainer computes the same tokens; the
+links of the chain are compared by bytes. Then the control: with stock kernels on both sides the chain must break.
+
+Exit codes: 0 equal, in every situation that the engine and its requests could meet; 1 different; 2 could not compare,
+which is an error, a control that holds too, or a situation that was not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from mis_plugins.numerals import whole
+from mis_plugins.shell import importing
+from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName, check_model
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "verify", help="is every log-prob of the engine the trainer's?", description=__doc__
+    )
+    parser.add_argument("--engine", required=True, choices=get_args(EngineName))
+    parser.add_argument("--trainer", required=True, choices=get_args(TrainerName))
+    parser.add_argument(
+        "--model", default="tiny-qwen3", help="a tiny model, or a folder of a Qwen3 checkpoint"
+    )
+    parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
+    parser.add_argument(
+        "--tokens",
+        type=whole,
+        default=2000,
+        help="how many to compare, at least; a run goes on until each situation was asked for",
+    )
+    parser.add_argument(
+        "--backend", default="native", choices=get_args(BackendName), help="the kernels of both sides"
+    )
+    parser.add_argument(
+        "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
+    )
+    parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, help="ranks of the trainer")
+    parser.add_argument("--engine-tensor-parallel", type=whole, default=1, help="ranks of the engine")
+    parser.add_argument(
+        "--leaves",
+        type=whole,
+        default=1,
+        help="of the tree in which both sides add up a row-parallel product",
+    )
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--json", type=Path, help="write the certificate here")
+    parser.add_argument("--picture", type=Path, help="draw the differences, off and on, here")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_model(arguments.model)
+    with importing():  # torch and transformers: seconds
+        from true_on_policy import models, verify  # noqa: F401
+
+    return verify.run(arguments)
