@@ -52,12 +52,12 @@ setup(
     # No bounds: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
-        "local": ["megatron-core==0.16.*", "numpy", "transformers", "rich", "matplotlib"],
+        "local": ["megatron-core==0.16.*", "numpy", "safetensors", "transformers", "rich", "matplotlib"],
         "report": ["rich", "matplotlib"],
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"
         ],  # Apex is from source: docs/gpu.md
-        "verify": ["safetensors", "numpy"],
+        "verify": ["megatron-core==0.16.*", "numpy", "safetensors", "transformers", "rich", "matplotlib"],
         "dev": [
             "pytest",
             "pytest-xdist",
@@ -73,6 +73,10 @@ setup(
     # An engine loads its own in each of its processes; it does nothing unless our launcher asks
     # (TRUE_ON_POLICY_CONTRACT).
     entry_points={
+        "console_scripts": [
+            "mis-plugins = mis_plugins.shell:mis_plugins_command",
+            "true-on-policy = mis_plugins.shell:true_on_policy_command",
+        ],
         "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"],
         "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm_plugin:activate"],
     },

@@ -16,6 +16,7 @@ import os
 import pkgutil
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -43,11 +44,22 @@ def run_command(command: str, extra: str | None = None) -> NoReturn:
         extra: of `setup.py`, which installs the packages that the command needs.
     """
     sys.stdout, sys.stderr = watched(sys.stdout), watched(sys.stderr)
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # of torch: an extra brings numpy
     try:
         code = _call(command, extra)
     except Unread:
         code = _leave_unread()
     sys.exit(code)
+
+
+def mis_plugins_command() -> NoReturn:
+    """The console script `mis-plugins`."""
+    run_command("mis_plugins.__main__:main")
+
+
+def true_on_policy_command() -> NoReturn:
+    """The console script `true-on-policy`."""
+    run_command("true_on_policy.__main__:main")
 
 
 def _call(command: str, extra: str | None) -> int:

@@ -150,3 +150,56 @@ VERSIONED = (
 def test_version(module: str) -> None:
     done = subprocess.run(command(f"-m {module} --version"), cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"mis-plugins {mis_plugins.__version__}\n")
+
+
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+sys.argv = ["command", *{words}]
+from mis_plugins.shell import run_command
+run_command({command!r}, {extra!r})
+"""
+EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
+LOCAL, VERIFY = ("mis_plugins.local.__main__:main", "local"), ("true_on_policy.__main__:main", None)
+PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "program", "words", "extra"),
+    [
+        (EXTRAS, LOCAL, "--smoke", "local"),
+        ({"matplotlib"}, LOCAL, "--smoke", "local"),
+        (EXTRAS, ("mis_plugins.local.demo:main", "local"), "--smoke", "local"),
+        (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
+        ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
+        ({"matplotlib"}, VERIFY, PICTURE, "verify"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
+    hidden: set[str], program: tuple[str, str | None], words: str, extra: str, tmp_path: Path
+) -> None:
+    code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr
+    )
+
+
+def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
+    code = "from mis_plugins.shell import run_command; run_command('mis_plugins.gone:main', 'local')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "No module named 'mis_plugins.gone'" in done.stderr
+
+
+def test_a_wrong_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for model, why in (("nope", "choose one of tiny-qwen3"), (str(tmp_path), "llama; the contract covers")):
+        words = f"verify --engine hf --trainer hf --model {model}"
+        code = HIDE.format(names={"torch"}, words=words.split(), command=VERIFY[0], extra=None)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 2 and why in done.stderr
