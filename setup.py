@@ -74,8 +74,8 @@ setup(
     # (TRUE_ON_POLICY_CONTRACT).
     entry_points={
         "console_scripts": [
-            "mis-plugins = mis_plugins.shell:mis_plugins_command",
-            "true-on-policy = mis_plugins.shell:true_on_policy_command",
+            "mis-plugins = mis_plugins.shared.shell:mis_plugins_command",
+            "true-on-policy = mis_plugins.shared.shell:true_on_policy_command",
         ],
         "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"],
         "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm_plugin:activate"],

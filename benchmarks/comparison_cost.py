@@ -12,7 +12,7 @@ operators   dispatched below autograd, views included; the rest as in correction
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("comparison_cost:main", extra="local")
 
@@ -50,7 +50,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mis_plugins.numerals import counts
+from mis_plugins.shared.numerals import counts
 from true_on_policy import hosts
 from true_on_policy.hosts.comparison import Comparison
 

@@ -21,7 +21,7 @@ peak        largest sum of live tensor bytes that the call added on rank 0, from
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("correction_cost:main", extra="local")
 
@@ -52,7 +52,7 @@ from rich.table import Table
 from tallies import peak_bytes, tally
 from torch import Tensor
 
-from mis_plugins.numerals import count, counts
+from mis_plugins.shared.numerals import count, counts
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 PLAIN = "per_sequence.compute_mis_weights_with_cp"

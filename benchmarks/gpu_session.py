@@ -15,7 +15,7 @@ engine      a real SGLang against a trainer, by bytes; only where it is asked fo
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("gpu_session:ended")
 
@@ -30,9 +30,9 @@ from gpu import sections
 from gpu.results import Section, exit_code, write
 from provenance import provenance
 
-from mis_plugins.numerals import finite
+from mis_plugins.shared.numerals import finite
+from mis_plugins.shared.table import print_table
 from true_on_policy.kernels import gpu
-from true_on_policy.table import print_table
 
 
 def main(arguments: list[str]) -> int:

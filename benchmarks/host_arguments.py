@@ -16,7 +16,7 @@ Exit codes: 0 the record is printed; 2 it could not be made.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("host_arguments:main", extra="local")
 
@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 from host_checkout import ROLLOUT_SIDE_PACKAGES, stand_in_for_missing_packages
 
-from mis_plugins.local.provenance import commit
+from mis_plugins.shared.provenance import commit
 
 STOOD_IN = (
     *ROLLOUT_SIDE_PACKAGES, "miles_megatron_plugins", "miles_plugins", "six", "polars", "requests", "wandb", "mlflow",

@@ -14,7 +14,7 @@ Exit status: 0 so it is, 1 not so, 2 could not ask.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("host_comparison:main", extra="local")
 
@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from mis_plugins.shared.storage import load_safetensors
 from true_on_policy import hosts
 from true_on_policy.hosts.comparison import Comparison
-from true_on_policy.storage import load_safetensors
 
 WATCHED = {"loss_type": "custom_loss", "custom_loss_function_path": "true_on_policy.hosts.policy_loss"}
 COUNTS = ("true_on_policy_compared", "true_on_policy_different")

@@ -17,7 +17,7 @@ Exit status: 0 equal, 1 different, 2 could not compare.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("host_parity:main", extra="local")
 
@@ -54,7 +54,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from mis_plugins.numerals import count
+from mis_plugins.shared.numerals import count
 
 Group = tuple[str, str]
 K3_UNCLAMPED = ("mis_k3_kl",)

@@ -12,7 +12,7 @@ train       log-probs, backward through them, no optimizer
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("kernel_cost:main", extra="local")
 
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from mis_plugins.numerals import count
+from mis_plugins.shared.numerals import count
 from true_on_policy import qwen3_hf
 from true_on_policy.contract import DTYPES, Contract
 from true_on_policy.kernels import native

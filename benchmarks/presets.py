@@ -10,7 +10,7 @@ Runs in the embedded host, one after the other, from the same warm-started polic
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("presets:main", extra="local")
 
@@ -40,9 +40,9 @@ from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.folders import METRICS, SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, launch
-from mis_plugins.local.provenance import committed_tree
 from mis_plugins.local.report import COLORS, FRAME, GRID, MetricsLog, write_json
 from mis_plugins.reading import preset_path
+from mis_plugins.shared.provenance import committed_tree
 
 RECIPE = (
     "--task reverse --num-digits 6 --warmup-steps 200 --num-rollout 100 --rollout-batch-size 16 "

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from mis_plugins.local.provenance import as_given, as_markdown, measured_with
+from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 
 __all__ = ["as_markdown", "provenance", "target"]
 

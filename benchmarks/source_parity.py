@@ -11,7 +11,7 @@ Exit status: 0 equal, 1 different, 2 could not compare.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("source_parity:main", extra="local")
 

@@ -10,7 +10,7 @@ truly on policy. `bash true_on_policy/engines/install.sh sglang` installs SGLang
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("truly_on_policy:main", extra="local")
 
@@ -35,7 +35,7 @@ from mis_plugins.local.parallel import launch
 from mis_plugins.local.parser import ENGINE_NAMES
 from mis_plugins.local.recipe import RECIPE, command_line
 from mis_plugins.local.report import MetricsLog, plot_curves, write_json
-from mis_plugins.numerals import whole
+from mis_plugins.shared.numerals import whole
 
 TOKENS = "tokens.jsonl"
 HOOK = ["--rollout-data-postprocess-path", "truly_on_policy.count_equal"]

@@ -13,7 +13,7 @@ what it prints.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("mis_plugins.__main__:main")
 
@@ -36,7 +36,7 @@ from mis_plugins.formula import formula
 from mis_plugins.hosts import denominator
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import RECORDS, Host, surprises
-from mis_plugins.shell import REFUSED, add_version
+from mis_plugins.shared.shell import REFUSED, add_version
 from mis_plugins.translate import areal, miles, ms_swift, verl, verl_presets
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"

@@ -17,7 +17,7 @@ import yaml
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.numerals import shown
+from mis_plugins.shared.numerals import shown
 
 STDIN = "-"
 LARGEST_FILE = (

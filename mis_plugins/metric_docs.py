@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("mis_plugins.metric_docs:main")
 

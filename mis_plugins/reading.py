@@ -33,7 +33,7 @@ from mis_plugins.config import (
 )
 from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
-from mis_plugins.numerals import shown
+from mis_plugins.shared.numerals import shown
 
 FLAT_KEYS = (
     "tis_level",

@@ -34,11 +34,11 @@ from mis_plugins.correction import Correction
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.agreement import RANK_LOST, can_add_up, raise_if_aborted
-from mis_plugins.notices import warn_once
 from mis_plugins.partials import Partials, partials, watch
 from mis_plugins.ragged import Ranks
 from mis_plugins.ratios import LOG_RATIO_CLAMP
 from mis_plugins.segmentwise import BehaviorWeight, Written
+from mis_plugins.shared.notices import warn_once
 from mis_plugins.slope import relation
 from mis_plugins.slope import warnings as slope_warnings
 from mis_plugins.staleness import weight_metrics, weights_by_age

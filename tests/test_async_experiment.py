@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mis_plugins.local import provenance
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous import experiment
 from mis_plugins.local.asynchronous.experiment import (
@@ -45,6 +44,7 @@ from mis_plugins.local.folders import METRICS, SUMMARY, add_folders, with_folder
 from mis_plugins.local.report import write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.reading import from_args
+from mis_plugins.shared import provenance
 
 
 @pytest.mark.parametrize("method", METHODS)

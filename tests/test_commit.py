@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.local.provenance import measured_with
-from true_on_policy.commit import UNKNOWN, commit
+from mis_plugins.shared.commit import UNKNOWN, commit
+from mis_plugins.shared.provenance import measured_with
 
 
 @pytest.fixture

@@ -24,7 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from true_on_policy import comparison, progress
+from mis_plugins.shared import progress
+from mis_plugins.shared.storage import RecordError, replaced
+from true_on_policy import comparison
 from true_on_policy.__main__ import main
 from true_on_policy.comparison import DIFFERENT, EQUAL, NOT_COMPARABLE, Report, compare
 from true_on_policy.contract import Contract
@@ -34,7 +36,6 @@ from true_on_policy.names import PARTS, Heads, correspondence, regrouped
 from true_on_policy.pin import pinned
 from true_on_policy.recorder import record
 from true_on_policy.records import Key, parse_tags, read_recording
-from true_on_policy.storage import RecordError, replaced
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 

@@ -30,13 +30,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from mis_plugins.local.parallel import EXIT_USER_ERROR
+from mis_plugins.shared.storage import load_safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
 from true_on_policy.errors import ContractError, DifferenceError, HostConfigError
 from true_on_policy.hosts.comparison import Comparison, Difference, described
 from true_on_policy.hosts.micro_batch import MicroBatch
 from true_on_policy.log_probs import LogProbRecord
-from true_on_policy.storage import load_safetensors
 
 PADDED = 24  # the length of a row under `bshd`
 SLIME_LOSS = "slime.backends.megatron_utils.loss"

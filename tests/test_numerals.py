@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.numerals import LARGEST, count, counts, finite, shown, whole
+from mis_plugins.shared.numerals import LARGEST, count, counts, finite, shown, whole
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 HUGE = "1" + "0" * 400

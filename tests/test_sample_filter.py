@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mis_plugins import notices
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.filter import NAMED, fault_of
 from mis_plugins.local.loading import load_function
+from mis_plugins.shared import notices
 
 drop_broken_samples = load_function("mis_plugins.mis.drop_broken_samples", "--rollout-sample-filter-path")
 ARGS = SimpleNamespace()

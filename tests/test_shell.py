@@ -68,7 +68,7 @@ def test_a_closed_standard_stream_is_no_error() -> None:
 
 def test_a_broken_pipe_that_is_not_the_readers_stays_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def main():\n    raise BrokenPipeError('the engine')\n")
-    code = "from mis_plugins.shell import run_command; run_command('broken:main')"
+    code = "from mis_plugins.shared.shell import run_command; run_command('broken:main')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "the engine" in done.stderr
 
@@ -91,7 +91,7 @@ def test_every_command_ends_by_the_one_function(file: Path) -> None:
     module = ".".join(file.relative_to(ROOT / "benchmarks" if "benchmarks" in file.parts else ROOT).parts)
     guard = (
         r'^from __future__ import annotations\n\nif __name__ == "__main__":\n'
-        r"    from mis_plugins.shell import run_command\n\n"
+        r"    from mis_plugins.shared.shell import run_command\n\n"
         rf'    run_command\("{re.escape(module.removesuffix(".py"))}:\w+"'
     )
     assert re.search(guard, text, re.MULTILINE)
@@ -131,7 +131,7 @@ def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path
         "except BaseException as error:\n"
         "    raise ImportError('recursion') from error\n"
     )
-    code = "from mis_plugins.shell import run_command; run_command('stubborn:main')"
+    code = "from mis_plugins.shared.shell import run_command; run_command('stubborn:main')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
@@ -160,7 +160,7 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 sys.argv = ["command", *{words}]
-from mis_plugins.shell import run_command
+from mis_plugins.shared.shell import run_command
 run_command({command!r}, {extra!r})
 """
 EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
@@ -191,7 +191,7 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
-    code = "from mis_plugins.shell import run_command; run_command('mis_plugins.gone:main', 'local')"
+    code = "from mis_plugins.shared.shell import run_command; run_command('mis_plugins.gone:main', 'local')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "No module named 'mis_plugins.gone'" in done.stderr
 

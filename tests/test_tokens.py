@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from mis_plugins.shared.storage import RecordError
 from true_on_policy.__main__ import main
 from true_on_policy.comparison import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
 from true_on_policy.contract import Contract
@@ -23,7 +24,6 @@ from true_on_policy.names import correspondence
 from true_on_policy.pin import pinned
 from true_on_policy.recorder import record
 from true_on_policy.records import Entry, Key, Recording, numbered
-from true_on_policy.storage import RecordError
 from true_on_policy.tokens import compare_by_token
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron

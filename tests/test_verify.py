@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mis_plugins.shared.commit import commit
 from true_on_policy import picture, verify
 from true_on_policy.__main__ import main
 from true_on_policy.certificate import Certificate
-from true_on_policy.commit import commit
 from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample

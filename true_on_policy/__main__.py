@@ -7,7 +7,7 @@ what it prints. An error is never 1.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("true_on_policy.__main__:main")
 
@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from mis_plugins.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
-from mis_plugins.shell import REFUSED as FAILED
+from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
+from mis_plugins.shared.shell import REFUSED as FAILED
 from true_on_policy.errors import TrueOnPolicyError
 
 # Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.

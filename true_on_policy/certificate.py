@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from mis_plugins.shared.storage import replaced
 from true_on_policy.contract import Contract
 from true_on_policy.links import Evidence, Link, LogProbs
 from true_on_policy.log_probs import digest, provenance
 from true_on_policy.norm_order import NormOrder
-from true_on_policy.storage import replaced
 
 Verdict = Literal["equal", "different", "vacuous", "incomplete"]
 

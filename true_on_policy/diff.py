@@ -13,11 +13,11 @@ import argparse
 import json
 from pathlib import Path
 
+from mis_plugins.shared.storage import check_writable, replaced
+from mis_plugins.shared.table import print_table, printable
 from true_on_policy.comparison import Report, Row, compare
 from true_on_policy.names import Heads, correspondence
 from true_on_policy.records import engine_and_trainer, read_recording
-from true_on_policy.storage import check_writable, replaced
-from true_on_policy.table import print_table, printable
 from true_on_policy.tokens import compare_by_token
 
 SHOWN = 10  # rows that are not equal, in the table

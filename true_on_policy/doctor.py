@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from mis_plugins.shared.table import print_table
 from true_on_policy.dumps import RANKS, load, load_engine
 from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
@@ -31,7 +32,6 @@ from true_on_policy.fused import CHOSEN, FUSED
 from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
-from true_on_policy.table import print_table
 
 Verdict = Literal["green", "red", "not seen", ""]
 EXIT: dict[Verdict, int] = {"green": 0, "": 0, "not seen": 2, "red": 1}

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from mis_plugins.shared.storage import replaced
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.gpu_contract import GpuContract, Size, gpu_contract
 from true_on_policy.settings import Observation, observe
-from true_on_policy.storage import replaced
 
 FORMAT = 2
 RANKS = "ranks that were seen"

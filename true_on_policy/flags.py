@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from mis_plugins.numerals import whole
+from mis_plugins.shared.numerals import whole
 from true_on_policy.errors import ContractError
 from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.gpu_contract import (

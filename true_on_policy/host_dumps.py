@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.shared.storage import RecordError
 from true_on_policy.log_probs import LogProbRecord
-from true_on_policy.storage import RecordError
 
 LOG_PROBS_END = "log_probs"  # of rollout_log_probs, log_probs, ref_log_probs, teacher_log_probs
 LENGTHS = ("response_lengths", "response_length")  # a column of the trainer's, a field of a rollout's sample

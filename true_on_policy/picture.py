@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from mis_plugins.shared.storage import optional
 from true_on_policy.links import Evidence
-from true_on_policy.storage import optional
 
 FLOOR = 1e-9  # where a difference of exactly 0 is drawn on the logarithmic axis
 

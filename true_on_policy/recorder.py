@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mis_plugins.shared.storage import RecordError, replaced
 from true_on_policy.log_probs import LogProbRecord
 from true_on_policy.records import LOG_PROBS, NON_INTRUSIVE
-from true_on_policy.storage import RecordError, replaced
 
 LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)")
 

@@ -27,9 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from true_on_policy.host_dumps import host_samples, log_prob_records
-from true_on_policy.log_probs import FORMAT, LogProbRecord
-from true_on_policy.storage import (
+from mis_plugins.shared.storage import (
     RecordError,
     load_npz,
     load_pt,
@@ -37,6 +35,8 @@ from true_on_policy.storage import (
     npz_names,
     safetensors_names,
 )
+from true_on_policy.host_dumps import host_samples, log_prob_records
+from true_on_policy.log_probs import FORMAT, LogProbRecord
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix of what its hooks record
 LOG_PROBS = "log_probs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+from mis_plugins.shared.table import print_table
 from true_on_policy.gpu_contract import (
     FAMILIES,
     LAYOUTS,
@@ -16,7 +17,6 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
 )
 from true_on_policy.operations import COMPILED, COMPILED_ALIKE
-from true_on_policy.table import print_table
 
 NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
 NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."

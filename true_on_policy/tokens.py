@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.progress import told
+from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.comparison import Report, Row, Status, left_out, renamed, row_of, verdict
 from true_on_policy.names import Correspondence, Heads, Renaming
-from true_on_policy.progress import told
 from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value
-from true_on_policy.storage import RecordError
 
 # What says which row is which token, and is another in another layout; log-probs say it themselves.
 LAYOUT = frozenset({LOG_PROBS, "input_ids", "positions", "position_ids", "attention_mask", "seq_lens"})

@@ -21,9 +21,10 @@ from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mis_plugins.shared.commit import commit
+from mis_plugins.shared.storage import RecordError, check_writable, optional
 from true_on_policy.certificate import Certificate, Verdict, hashes
 from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName
-from true_on_policy.commit import commit
 from true_on_policy.contract import DTYPES, Contract, Shapes
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
@@ -31,7 +32,6 @@ from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
 from true_on_policy.situations import Ability, counted, met, not_met, not_of_engine
-from true_on_policy.storage import RecordError, check_writable, optional
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.workload import Workload, arrangements
 

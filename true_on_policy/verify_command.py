@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from mis_plugins.numerals import whole
-from mis_plugins.shell import importing
+from mis_plugins.shared.numerals import whole
+from mis_plugins.shared.shell import importing
 from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName, check_model
 
 

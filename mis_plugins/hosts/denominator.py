@@ -7,7 +7,7 @@ from typing import Any
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.notices import warn_once
+from mis_plugins.shared.notices import warn_once
 
 REDUCER = "mis_plugins.mis.kept_token_mean"
 

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mis_plugins.errors import InputError
-from mis_plugins.notices import warn_once
+from mis_plugins.shared.notices import warn_once
 
 logger = logging.getLogger("mis_plugins")
 

@@ -17,7 +17,7 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import fsdp
-from mis_plugins.notices import warn_once
+from mis_plugins.shared.notices import warn_once
 
 
 @dataclass(frozen=True)

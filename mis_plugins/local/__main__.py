@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("mis_plugins.local.__main__:main", extra="local")
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from mis_plugins.errors import MisError
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.folders import SUMMARY, run_folder
-from mis_plugins.shell import INTERRUPTED, REFUSED, importing
+from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
 
 
 def main() -> int:

@@ -16,9 +16,9 @@ from mis_plugins.hooks import Hooks
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
-from mis_plugins.numerals import LARGEST, shown
 from mis_plugins.offpolicyness import HeadOffpolicyness
 from mis_plugins.reading import from_args
+from mis_plugins.shared.numerals import LARGEST, shown
 
 SMOKE = {
     "num_rollout": 3,

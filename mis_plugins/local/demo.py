@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("mis_plugins.local.demo:main", extra="local")
 
@@ -20,8 +20,8 @@ from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import launch
 from mis_plugins.local.recipe import command_line
 from mis_plugins.local.report import Summary, plot_curves, three_sentences
-from mis_plugins.numerals import whole
-from mis_plugins.shell import add_version
+from mis_plugins.shared.numerals import whole
+from mis_plugins.shared.shell import add_version
 
 RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 

@@ -7,7 +7,7 @@ settings is not repeated, so the experiment can be interrupted and taken up agai
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("mis_plugins.local.experiment:main", extra="local")
 
@@ -37,13 +37,13 @@ from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_referen
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.parser import PRECISIONS
-from mis_plugins.local.provenance import as_given, as_markdown, committed_tree, measured_with
 from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from mis_plugins.local.report import plot_curves, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.local.rollout import Rollout, shard
-from mis_plugins.numerals import count, whole
-from mis_plugins.shell import add_version
+from mis_plugins.shared.numerals import count, whole
+from mis_plugins.shared.provenance import as_given, as_markdown, committed_tree, measured_with
+from mis_plugins.shared.shell import add_version
 
 SEEDS = (0, 1, 2)
 MEASURED_CODE = ("mis_plugins", "scripts/experiment-collapse.sh")

@@ -33,7 +33,7 @@ from mis_plugins.local.tasks import TASKS, Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
 from mis_plugins.local.warm_start import warm_start
 from mis_plugins.recorder import RECORDER
-from mis_plugins.shell import Unread
+from mis_plugins.shared.shell import Unread
 
 Row = dict[str, int | float]
 """Metrics of one rollout; the names are those of ``report.Record``, and the hook's own."""

@@ -23,10 +23,10 @@ from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import MisError
-from mis_plugins.shell import INTERRUPTED as EXIT_INTERRUPTED
-from mis_plugins.shell import REFUSED as EXIT_USER_ERROR
-from mis_plugins.shell import UNREAD as EXIT_UNREAD
-from mis_plugins.shell import Unread
+from mis_plugins.shared.shell import INTERRUPTED as EXIT_INTERRUPTED
+from mis_plugins.shared.shell import REFUSED as EXIT_USER_ERROR
+from mis_plugins.shared.shell import UNREAD as EXIT_UNREAD
+from mis_plugins.shared.shell import Unread
 from true_on_policy.errors import TrueOnPolicyError
 
 EXIT_FAILURE = 1

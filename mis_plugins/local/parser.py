@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from mis_plugins.hooks import Point
-from mis_plugins.numerals import finite, whole
-from mis_plugins.shell import add_version
+from mis_plugins.shared.numerals import finite, whole
+from mis_plugins.shared.shell import add_version
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 ENGINE_NAMES = ("local", "hf", "sglang")

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mis_plugins.local.folders import METRICS
-from true_on_policy.storage import replaced
+from mis_plugins.shared.storage import replaced
 
 
 class Record(TypedDict):

@@ -20,7 +20,7 @@ from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
-from true_on_policy.storage import replaced
+from mis_plugins.shared.storage import replaced
 
 BATCH = 64
 

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 
 from mis_plugins.ragged import to_device
+from mis_plugins.shared.storage import RecordError
 from mis_plugins.transfer import Arrival, to_host
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import Flags, MicroBatch
 from true_on_policy.hosts.sample import check_writable, write_sample
-from true_on_policy.storage import RecordError
 
 logger = logging.getLogger("true_on_policy")
 

@@ -7,7 +7,7 @@ stock kernels are its control. The digest covers every reference result: two run
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("true_on_policy.kernels.exhaustive:main")
 
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_plugins import numerals
+from mis_plugins.shared import numerals
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import DTYPES, Contract
 from true_on_policy.pin import pinned

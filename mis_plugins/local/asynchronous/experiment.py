@@ -7,7 +7,7 @@ same settings is not repeated, so the experiment can be interrupted and taken up
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from mis_plugins.shell import run_command
+    from mis_plugins.shared.shell import run_command
 
     run_command("mis_plugins.local.asynchronous.experiment:main", extra="local")
 
@@ -33,11 +33,11 @@ from mis_plugins.local.asynchronous.picture import draw
 from mis_plugins.local.asynchronous.readme import README, with_figures
 from mis_plugins.local.asynchronous.tables import markdown
 from mis_plugins.local.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
-from mis_plugins.local.provenance import as_given, committed_tree, measured_with
 from mis_plugins.local.report import MetricsLog, write_json
 from mis_plugins.local.reuse import made_of, stamp, unstamp
-from mis_plugins.numerals import count, whole
-from mis_plugins.shell import add_version
+from mis_plugins.shared.numerals import count, whole
+from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
+from mis_plugins.shared.shell import add_version
 
 RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from mis_plugins.local.provenance import as_markdown
+from mis_plugins.shared.provenance import as_markdown
 
 HEAD = """\
 # Segment-wise against standard decoupled PPO

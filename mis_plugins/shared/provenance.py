@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from true_on_policy.commit import REPOSITORY, commit, git
+from mis_plugins.shared.commit import REPOSITORY, commit, git
 
 
 def measured_with(

@@ -3,7 +3,7 @@
 A command's file starts with these lines, before its other imports: they may take seconds, and Ctrl-C may come in them.
 
     if __name__ == "__main__":
-        from mis_plugins.shell import run_command
+        from mis_plugins.shared.shell import run_command
 
         run_command("mis_plugins.local.demo:main", extra="local")
 """

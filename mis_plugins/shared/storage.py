@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mis_plugins.shell import not_installed
+from mis_plugins.shared.shell import not_installed
 from true_on_policy.errors import TrueOnPolicyError
 
 T = TypeVar("T")

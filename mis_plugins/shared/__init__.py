@@ -1,0 +1,1 @@
+"""What both packages need: whole files, tables, progress, commits, warnings."""
