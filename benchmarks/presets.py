@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.folders import METRICS, SUMMARY, set_aside
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from provenance import as_markdown, provenance
@@ -37,7 +38,6 @@ from rich.progress import track
 from mis_plugins.__main__ import load
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.folders import METRICS, SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, launch
 from mis_plugins.local.report import COLORS, FRAME, GRID, MetricsLog, write_json

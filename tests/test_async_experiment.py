@@ -11,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import asynchrony
 import pytest
-
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.asynchronous import experiment
-from mis_plugins.local.asynchronous.experiment import (
+from asynchrony import (
     BOUND,
     FULL,
     MEASURED,
@@ -37,12 +35,14 @@ from mis_plugins.local.asynchronous.experiment import (
     run_cells,
     steady,
 )
-from mis_plugins.local.asynchronous.readme import BEGIN, END, with_figures
-from mis_plugins.local.asynchronous.tables import _throughput as throughput_table
-from mis_plugins.local.asynchronous.tables import markdown, spread
-from mis_plugins.local.folders import METRICS, SUMMARY, add_folders, with_folders
+from experiments.async_readme import BEGIN, END, with_figures
+from experiments.async_tables import _throughput as throughput_table
+from experiments.async_tables import markdown, spread
+from experiments.folders import METRICS, SUMMARY, add_folders, with_folders
+from experiments.reuse import made_of, stamp, unstamp
+
+from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.report import write_json
-from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.reading import from_args
 from mis_plugins.shared import provenance
 
@@ -171,11 +171,11 @@ def test_throughput_alone_is_put_into_the_results_that_are_there(
     rates = itertools.count(100.0)
     measured = dict.fromkeys(("waiting", "recompute"), 0.5)
     monkeypatch.setattr(
-        experiment, "_throughput", lambda *setting: {"tokens_a_second": next(rates), **measured}
+        asynchrony, "_throughput", lambda *setting: {"tokens_a_second": next(rates), **measured}
     )
     line = f"async --smoke --throughput --results {tmp_path}/results --runs {tmp_path}/runs"
     monkeypatch.setattr("sys.argv", line.split())
-    assert experiment.main() == 0
+    assert asynchrony.main() == 0
     found = json.loads((tmp_path / "results/async.json").read_text())
     assert [row["tokens_a_second"] for row in found["throughput"]["rows"]] == [[100.0], [101.0]]
     made_with = found["throughput"]["measured_with"]
@@ -233,7 +233,7 @@ def test_rounds_are_of_all_settings_in_turn(tmp_path: Path, monkeypatch: pytest.
         asked.append((bound, step))
         return {"tokens_a_second": float(len(asked))}
 
-    monkeypatch.setattr(experiment, "_throughput", run)
+    monkeypatch.setattr(asynchrony, "_throughput", run)
     rows = measure_throughput(Plan((), (0, 2), (0.0, 0.1), 1, (), rounds=2), tmp_path)["rows"]
     settings = [(0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1)]
     assert asked == settings * 2
@@ -298,7 +298,7 @@ def test_directions_at_another_bound_are_measured_again(
 ) -> None:
     one = Directions("1e-4", 0, tmp_path, FULL)
     stamp(one.folder, one.settings(), "a")
-    monkeypatch.setattr(experiment, "BOUND", BOUND + 1)
+    monkeypatch.setattr(asynchrony, "BOUND", BOUND + 1)
     assert not made_of(one.folder, one.settings(), "a")
 
 
@@ -311,7 +311,7 @@ def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         assert start_method == "fork"
         found.append((function, *arguments, nprocs))
 
-    monkeypatch.setattr(experiment, "start_processes", start)
+    monkeypatch.setattr(asynchrony, "start_processes", start)
     return found
 
 
@@ -322,7 +322,7 @@ def test_only_the_cells_that_nothing_made_are_run(shared_out: list[tuple], tmp_p
     stamp(Path(same.output), vars(same), "a")
     stamp(Path(other.output), vars(other), "b")
     run_cells(FULL, (0,), tmp_path, 3, "a")
-    assert shared_out == [(experiment._cell_share, [other, *rest], 3, "a", 3)]
+    assert shared_out == [(asynchrony._cell_share, [other, *rest], 3, "a", 3)]
 
 
 def test_only_the_directions_that_nothing_made_are_measured(shared_out: list[tuple], tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_only_the_directions_that_nothing_made_are_measured(shared_out: list[tup
         stamp(one.folder, one.settings(), {same: "a", other: "b"}.get(one))
         write_json(one.file, {"of": [one.lr, one.seed]})
     found = measure_bias(FULL, (0, 1), tmp_path, 2, "a")
-    assert shared_out == [(experiment._bias_share, [other, *rest], 2, "a", 2)]
+    assert shared_out == [(asynchrony._bias_share, [other, *rest], 2, "a", 2)]
     assert found == {lr: [{"of": [lr, seed]} for seed in (0, 1)] for lr in FULL.rates}
 
 
@@ -351,8 +351,8 @@ def test_throughput_is_what_the_steady_rollouts_of_a_run_give(
         Path(args.output).mkdir(parents=True, exist_ok=True)
         (Path(args.output) / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    monkeypatch.setattr(experiment, "_run", run)
-    found = experiment._throughput(FULL, 2, 0.05, tmp_path)
+    monkeypatch.setattr(asynchrony, "_run", run)
+    found = asynchrony._throughput(FULL, 2, 0.05, tmp_path)
     assert found == {"tokens_a_second": 7.5, "waiting": 0.25, "recompute": 0.125}
     (args,) = asked
     assert (args.asynchronous, args.max_head_offpolicyness, args.rollout_step_seconds) == (True, 2, 0.05)
@@ -372,11 +372,11 @@ def test_an_interrupted_experiment_repeats_what_it_has_not_finished(
         if len(run) == 2:
             raise RuntimeError("killed")
 
-    monkeypatch.setattr(experiment, "_run", fails_second)
+    monkeypatch.setattr(asynchrony, "_run", fails_second)
     wanted = [cell_arguments(cell, FULL, tmp_path) for cell in cells(FULL, (0,))[:3]]
     stamp(Path(wanted[1].output), vars(wanted[1]), "a")
     with pytest.raises(RuntimeError, match="killed"):
-        experiment._cell_share(0, wanted, 1, "a")
+        asynchrony._cell_share(0, wanted, 1, "a")
     assert [made_of(Path(one.output), vars(one), "a") for one in wanted] == [True, False, False]
 
 

@@ -9,12 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import collapse
 import pytest
-
-from mis_plugins.local import experiment
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.demo import RUNS, conclude
-from mis_plugins.local.experiment import (
+from collapse import (
     COSINE_METHODS,
     COSINE_PRECISIONS,
     COSINE_RANKS,
@@ -26,8 +23,11 @@ from mis_plugins.local.experiment import (
     read_summary,
     run_cell,
 )
-from mis_plugins.local.folders import METRICS, SUMMARY
-from mis_plugins.local.recipe import ESTIMATORS, METHODS, command_line
+from demo import RUNS, conclude
+from experiments.folders import METRICS, SUMMARY
+from experiments.recipe import ESTIMATORS, METHODS, command_line
+
+from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.report import write_json
 from mis_plugins.reading import from_args
 
@@ -88,7 +88,7 @@ def test_an_interrupted_run_is_not_taken_for_a_finished_one(tmp_path: Path) -> N
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Command lines that would have run; each succeeds."""
     found: list[list[str]] = []
-    monkeypatch.setattr(experiment.subprocess, "run", lambda command, **_: found.append(command))
+    monkeypatch.setattr(collapse.subprocess, "run", lambda command, **_: found.append(command))
     return found
 
 
@@ -114,9 +114,9 @@ def test_a_run_that_fails_is_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
 
     cell = Cell("uncorrected", "group", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(experiment.subprocess, "run", lambda *_, **__: None)
+        patched.setattr(collapse.subprocess, "run", lambda *_, **__: None)
         run_cell(cell, tmp_path, True, "a")
-    monkeypatch.setattr(experiment.subprocess, "run", fails)
+    monkeypatch.setattr(collapse.subprocess, "run", fails)
     run_cell(cell, tmp_path, True, "a")
     for code in ("b", "b", "a"):
         with pytest.raises(subprocess.CalledProcessError):
@@ -133,11 +133,11 @@ def test_directions_are_measured_again_for_other_settings_and_other_code_alone(
         write_json(tmp_path / "cosines/group-seed0/cosines.json", {"on-policy": {"reward": next(numbers)}})
         return 0
 
-    monkeypatch.setattr(experiment, "launch", launched)
+    monkeypatch.setattr(collapse, "launch", launched)
     asked = [(True, "a"), (True, "a"), (True, "b"), (False, "b"), (False, "b"), (False, None)]
     found = [measure_cosines(0, "group", tmp_path, smoke, code) for smoke, code in asked]
     assert [one["on-policy"]["reward"] for one in found] == [0, 0, 1, 2, 2, 3]
-    monkeypatch.setattr(experiment, "launch", lambda *_: 1)
+    monkeypatch.setattr(collapse, "launch", lambda *_: 1)
     with pytest.raises(RuntimeError, match="failed for group, seed 0"):
         measure_cosines(0, "group", tmp_path, False, "c")
     with pytest.raises(RuntimeError):

@@ -139,9 +139,9 @@ def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path
 VERSIONED = (
     "mis_plugins",
     "mis_plugins.local",
-    "mis_plugins.local.demo",
-    "mis_plugins.local.experiment",
-    "mis_plugins.local.asynchronous.experiment",
+    "demo",
+    "collapse",
+    "asynchrony",
     "true_on_policy",
 )
 
@@ -173,7 +173,7 @@ PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
     [
         (EXTRAS, LOCAL, "--smoke", "local"),
         ({"matplotlib"}, LOCAL, "--smoke", "local"),
-        (EXTRAS, ("mis_plugins.local.demo:main", "local"), "--smoke", "local"),
+        (EXTRAS, ("demo:main", "local"), "--smoke", "local"),
         (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
         ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
         ({"matplotlib"}, VERIFY, PICTURE, "verify"),

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
+from experiments.folders import CURVES, METRICS, SUMMARY
 from rich.console import Console
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from mis_plugins.local.asynchronous.source import AsynchronousRollouts
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.engine import DecodeEngine, RolloutEngine
-from mis_plugins.local.folders import CURVES, METRICS, SUMMARY
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loading import load_function
 from mis_plugins.local.loss import LOSSES

@@ -5,7 +5,7 @@ A command's file starts with these lines, before its other imports: they may tak
     if __name__ == "__main__":
         from mis_plugins.shared.shell import run_command
 
-        run_command("mis_plugins.local.demo:main", extra="local")
+        run_command("demo:main", extra="local")
 """
 
 from __future__ import annotations

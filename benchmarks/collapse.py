@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.local.experiment:main", extra="local")
+    run_command("collapse:main", extra="local")
 
 import argparse
 import itertools
@@ -27,19 +27,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from experiments.folders import SUMMARY, add_folders, set_aside, with_folders
+from experiments.recipe import ESTIMATORS, METHODS, RECIPE, command_line
+from experiments.reuse import made_of, stamp, unstamp
 from rich.progress import track
 
 from mis_plugins.divergence import k3
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.engine import DecodeEngine
-from mis_plugins.local.folders import SUMMARY, add_folders, set_aside, with_folders
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.parallel import initialize, launch
 from mis_plugins.local.parser import PRECISIONS
-from mis_plugins.local.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from mis_plugins.local.report import plot_curves, write_json
-from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.local.rollout import Rollout, shard
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, as_markdown, committed_tree, measured_with
@@ -271,7 +271,7 @@ def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.experiment", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m collapse", description=__doc__)
     add_folders(parser, "collapse")
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")

@@ -5,20 +5,20 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.local.demo:main", extra="local")
+    run_command("demo:main", extra="local")
 
 import argparse
 import json
 import shlex
 from pathlib import Path
 
+from experiments.folders import CURVES, SUMMARY, unused
+from experiments.recipe import command_line
 from rich.console import Console
 
 from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.folders import CURVES, SUMMARY, unused
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.parallel import launch
-from mis_plugins.local.recipe import command_line
 from mis_plugins.local.report import Summary, plot_curves, three_sentences
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import add_version
@@ -28,7 +28,7 @@ RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 
 def main() -> int:
     """Exit code: 0, or that of the run that failed."""
-    parser = argparse.ArgumentParser(prog="python -m mis_plugins.local.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument(
         "--output",
         type=Path,

@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.local.asynchronous.experiment:main", extra="local")
+    run_command("asynchrony:main", extra="local")
 
 import argparse
 import itertools
@@ -26,15 +26,15 @@ from typing import Any
 
 import torch.distributed as dist
 import yaml
+from experiments.async_picture import draw
+from experiments.async_readme import README, with_figures
+from experiments.async_tables import markdown
+from experiments.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
+from experiments.reuse import made_of, stamp, unstamp
 from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.asynchronous.picture import draw
-from mis_plugins.local.asynchronous.readme import README, with_figures
-from mis_plugins.local.asynchronous.tables import markdown
-from mis_plugins.local.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
 from mis_plugins.local.report import MetricsLog, write_json
-from mis_plugins.local.reuse import made_of, stamp, unstamp
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
 from mis_plugins.shared.shell import add_version
@@ -210,7 +210,8 @@ def _bias_share(share: int, missing: Sequence[Directions], shares: int, code: st
 
 
 def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Path) -> None:
-    from mis_plugins.local.asynchronous.bias import directions
+    from experiments.async_bias import directions
+
     from mis_plugins.local.loop import Loop
     from mis_plugins.local.parallel import initialize
 
@@ -331,9 +332,7 @@ def _rewards(folder: Path) -> list[tuple[float, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m mis_plugins.local.asynchronous.experiment", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m asynchrony", description=__doc__)
     add_folders(parser, "async")
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mis_plugins.local.asynchronous.tables import busy, gains, spread, table, verdict
+from experiments.async_tables import busy, gains, spread, table, verdict
 
 README = Path("README.md")
 BEGIN, END = "<!-- written by scripts/experiment-async.sh -->\n", "<!-- as far as here -->\n"
