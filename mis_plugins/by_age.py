@@ -12,7 +12,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.segmentwise import Written
+from mis_plugins.versions.segment_wise import Written
 
 AGES = 17  # 0, 1, ... 15 versions behind, and more
 COLUMNS = (*(f"age_{age}" for age in range(AGES - 1)), f"age_{AGES - 1}_up", "no_age")

@@ -28,7 +28,7 @@ from mis_plugins.objective import (
 from mis_plugins.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import exp_clamped, nonfinite
-from mis_plugins.segmentwise import Written, proximal_t
+from mis_plugins.versions.segment_wise import Written, proximal_t
 
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 

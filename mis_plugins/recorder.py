@@ -37,13 +37,13 @@ from mis_plugins.hosts.agreement import RANK_LOST, can_add_up, raise_if_aborted
 from mis_plugins.partials import Partials, partials, watch
 from mis_plugins.ragged import Ranks
 from mis_plugins.ratios import LOG_RATIO_CLAMP
-from mis_plugins.segmentwise import BehaviorWeight, Written
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.slope import relation
 from mis_plugins.slope import warnings as slope_warnings
 from mis_plugins.staleness import weight_metrics, weights_by_age
 from mis_plugins.step_metrics import finalize
 from mis_plugins.transfer import Arrival, to_host
+from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
 # Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which
 # the sums are dear, the first one of every tenth rollout. Which that is, every rank knows, one that joins late too.
@@ -407,7 +407,7 @@ def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequ
     count = sums.get("lacking_weights", 0.0)
     return [
         f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs, or "
-        "knows which version wrote them: drop or refuse them before training (mis_plugins.segmentwise.admitted)"
+        "knows which version wrote them: drop or refuse them before training (mis_plugins.versions.segment_wise.admitted)"
     ] * bool(count)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
 from torch import Tensor
 
-from mis_plugins.segmentwise import SegmentWiseConfig, Written, proximal_t
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, proximal_t
 
 CURRENT = 9
 GRID = 2.0**-10  # log-probs on a grid: their differences are exact in float32

@@ -22,7 +22,6 @@ import torch
 from tolerances import FP32_LOG_PROB
 
 from mis_plugins.errors import InputError
-from mis_plugins.hooks import HookError
 from mis_plugins.local.asynchronous import controller as controller_module
 from mis_plugins.local.asynchronous import process as process_module
 from mis_plugins.local.asynchronous.controller import Controller, Tally, WorkerError
@@ -35,8 +34,9 @@ from mis_plugins.local.decoder import ModelConfig
 from mis_plugins.local.decoding import Sampling
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.model import initial_weights
-from mis_plugins.offpolicyness import HeadOffpolicyness
-from mis_plugins.versions import Response
+from mis_plugins.versions.response import Response
+from mis_plugins.versions.staleness_bound import HeadOffpolicyness
+from mis_plugins.versions.update_hooks import HookError
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
 LENGTH, SAMPLES, ROLLOUTS = 8, 6, 5

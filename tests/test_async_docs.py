@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 import yaml
 
-from mis_plugins import hooks as hooks_module
-from mis_plugins import recompute as recompute_module
-from mis_plugins import segmentwise, versions
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import correct
 from mis_plugins.layout import whole
 from mis_plugins.ragged import Ranks
+from mis_plugins.versions import recompute as recompute_module
+from mis_plugins.versions import response as versions
+from mis_plugins.versions import segment_wise
+from mis_plugins.versions import update_hooks as hooks_module
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def block(language: str) -> str:
 
 def test_settings_are_the_defaults():
     stated = yaml.safe_load(block("yaml"))["segment_wise"]
-    assert stated == dataclasses.asdict(segmentwise.SegmentWiseConfig())
+    assert stated == dataclasses.asdict(segment_wise.SegmentWiseConfig())
 
 
 def test_files_exist():
@@ -67,8 +68,8 @@ def test_example():
     names = {
         "Hooks": hooks_module.Hooks, "recompute": recompute_module.recompute, "pool": pool, "number": number,
         "version": 1, "V": 2, "token_budget": 64, "score": score, "engine": engine, "weights": {}, "name": "a",
-        "admitted": segmentwise.admitted, "proximal_t": segmentwise.proximal_t, "correct": correct,
-        "config": CorrectionConfig(segment_wise=segmentwise.SegmentWiseConfig()),
+        "admitted": segment_wise.admitted, "proximal_t": segment_wise.proximal_t, "correct": correct,
+        "config": CorrectionConfig(segment_wise=segment_wise.SegmentWiseConfig()),
         "proximal": proximal, "behavior": behavior,
         "ragged": whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks()).ragged,
     }  # fmt: skip

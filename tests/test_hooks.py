@@ -8,11 +8,11 @@ import logging
 
 import pytest
 
-from mis_plugins import hooks as hooks_module
 from mis_plugins.errors import ConfigError
-from mis_plugins.hooks import HookError, Hooks
-from mis_plugins.recompute import Pool, recompute
-from mis_plugins.versions import Response
+from mis_plugins.versions import update_hooks as hooks_module
+from mis_plugins.versions.recompute import Pool, recompute
+from mis_plugins.versions.response import Response
+from mis_plugins.versions.update_hooks import HookError, Hooks
 
 POINTS = ("pre_pause", "post_pause", "pre_resume", "post_resume")
 

@@ -31,8 +31,8 @@ from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import Loop, run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.local.rollout import Rollout, derive_seed, draw
-from mis_plugins.recompute import Pool, recompute
-from mis_plugins.versions import Response
+from mis_plugins.versions.recompute import Pool, recompute
+from mis_plugins.versions.response import Response
 
 LEARNS = (
     "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds

@@ -13,9 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.recompute import Batch, Pool, Recomputed, Request, Score, batches, recompute, requests
-from mis_plugins.segmentwise import SegmentWiseConfig, admitted
-from mis_plugins.versions import Response
+from mis_plugins.versions.recompute import (
+    Batch,
+    Pool,
+    Recomputed,
+    Request,
+    Score,
+    batches,
+    recompute,
+    requests,
+)
+from mis_plugins.versions.response import Response
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, admitted
 
 BUDGET = 12
 

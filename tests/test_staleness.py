@@ -21,8 +21,8 @@ from tolerances import step_atol, step_weight_atol
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from mis_plugins.by_age import AGES, ByAge, age_column
-from mis_plugins.segmentwise import SegmentWiseConfig, Written, behavior_weight, proximal_t
 from mis_plugins.staleness import error_metrics, loglinear_error_by_age, weight_metrics, weights_by_age
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, behavior_weight, proximal_t
 
 
 def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mis_plugins.errors import InputError
-from mis_plugins.versions import Response, spans
+from mis_plugins.versions.response import Response, spans
 
 
 @st.composite

@@ -21,8 +21,8 @@ from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.rollout import Rollout, draw, judged
-from mis_plugins.recompute import Pool, recompute
-from mis_plugins.versions import Response
+from mis_plugins.versions.recompute import Pool, recompute
+from mis_plugins.versions.response import Response
 
 Weights = Mapping[str, Tensor]
 BURN_IN = 8

@@ -22,7 +22,7 @@ from mis_plugins.hosts.batch import host_layout
 from mis_plugins.loss import LossConfig, LossInputs, Reduce
 from mis_plugins.objective import ESTIMATORS, Clip
 from mis_plugins.ragged import Ranks
-from mis_plugins.segmentwise import Written
+from mis_plugins.versions.segment_wise import Written
 
 Batch = Mapping[str, Any]
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from mis_plugins.hooks import Point
 from mis_plugins.shared.numerals import finite, whole
 from mis_plugins.shared.shell import add_version
+from mis_plugins.versions.update_hooks import Point
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 ENGINE_NAMES = ("local", "hf", "sglang")

@@ -27,7 +27,7 @@ from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.sample import Sample, filtered, make_samples
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData
-from mis_plugins.segmentwise import Written, admitted
+from mis_plugins.versions.segment_wise import Written, admitted
 
 MAX_DRAWS = 1000
 

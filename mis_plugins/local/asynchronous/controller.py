@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mis_plugins.errors import InputError
-from mis_plugins.hooks import Hooks
 from mis_plugins.local.asynchronous.ledger import Ledger, Wanted
 from mis_plugins.local.asynchronous.messages import (
     Beat,
@@ -29,8 +28,9 @@ from mis_plugins.local.asynchronous.messages import (
 )
 from mis_plugins.local.asynchronous.process import WorkerProcess
 from mis_plugins.local.asynchronous.worker import WorkerSettings
-from mis_plugins.offpolicyness import HeadOffpolicyness
-from mis_plugins.versions import Response
+from mis_plugins.versions.response import Response
+from mis_plugins.versions.staleness_bound import HeadOffpolicyness
+from mis_plugins.versions.update_hooks import Hooks
 
 logger = logging.getLogger("mis_plugins")
 

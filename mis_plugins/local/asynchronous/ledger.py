@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from mis_plugins.local.asynchronous.messages import Tokens
 from mis_plugins.local.decoding import Unfinished
-from mis_plugins.recompute import Pool
-from mis_plugins.versions import Response
+from mis_plugins.versions.recompute import Pool
+from mis_plugins.versions.response import Response
 
 
 @dataclass(frozen=True)

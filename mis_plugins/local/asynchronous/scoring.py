@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mis_plugins.local.batch import pack
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.trainer import Trainer
-from mis_plugins.recompute import Batch
+from mis_plugins.versions.recompute import Batch
 
 Scores = list[list[float]]
 

@@ -26,10 +26,10 @@ from mis_plugins.local.rollout import Rollout, draw, judged
 from mis_plugins.local.sample import Sample, make_samples
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
-from mis_plugins.offpolicyness import HeadOffpolicyness
-from mis_plugins.recompute import Recomputed, recompute
-from mis_plugins.segmentwise import STORED_FROM
-from mis_plugins.versions import Response
+from mis_plugins.versions.recompute import Recomputed, recompute
+from mis_plugins.versions.response import Response
+from mis_plugins.versions.segment_wise import STORED_FROM
+from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 
 Row = dict[str, int | float]
 

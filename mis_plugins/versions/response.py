@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mis_plugins.errors import InputError
-from mis_plugins.segmentwise import NO_VERSION, Written
+from mis_plugins.versions.segment_wise import NO_VERSION, Written
 
 
 @dataclass(frozen=True)

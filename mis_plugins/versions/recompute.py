@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.versions import Response
+from mis_plugins.versions.response import Response
 
 Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Whole sequences for one forward pass, and how many tokens at the end of each to score."""
