@@ -32,7 +32,7 @@ setup(
         "mis_plugins.local",
         "mis_plugins.local.asynchronous",
         "mis_plugins.presets",
-        "mis_plugins.translate",
+        "mis_plugins.explain.translate",
         "true_on_policy",
         "true_on_policy.engines",
         "true_on_policy.engines.stand_in.sgl_kernel",

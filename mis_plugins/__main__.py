@@ -30,14 +30,14 @@ import yaml
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.config_file import STDIN, keys_of, text_of
-from mis_plugins.describe import describe
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.formula import formula
+from mis_plugins.explain.formula import formula
+from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
+from mis_plugins.explain.words import describe
 from mis_plugins.hosts import denominator
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import RECORDS, Host, surprises
 from mis_plugins.shared.shell import REFUSED, add_version
-from mis_plugins.translate import areal, miles, ms_swift, verl, verl_presets
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
@@ -60,11 +60,11 @@ def show(arguments: argparse.Namespace) -> str:
     The numbers come from the functions that the hooks call. Sequence A has two turns of the model around a tool's
     token, with ratios 0.4, 1.25 and 8; in sequence B the engines agree to a thousandth.
     """
-    from mis_plugins import example  # only this command needs torch
+    from mis_plugins.explain import six_tokens  # only this command needs torch
 
     config = load(_file(arguments.target))
     parts = [writing.to_yaml(writing.as_mapping(config)), "\n".join(formula(config)), describe(config)]
-    return "\n\n".join([*parts, example.table(config)])
+    return "\n\n".join([*parts, six_tokens.table(config)])
 
 
 def check(arguments: argparse.Namespace) -> str:

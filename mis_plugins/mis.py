@@ -25,9 +25,9 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
-from mis_plugins.describe import ONE_STEP
 from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.explain.words import ONE_STEP
 from mis_plugins.hosts import averages, denominator, fsdp, miles, running, slime, watching
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts.agreement import check_agreement

@@ -17,7 +17,7 @@ from drive import assert_close
 from hypothesis import given
 from tolerances import normalized_rtol
 
-from mis_plugins import describe, example, formula, writing
+from mis_plugins import writing
 from mis_plugins.__main__ import main
 from mis_plugins.config import (
     CorrectionConfig,
@@ -27,6 +27,8 @@ from mis_plugins.config import (
     Statistic,
     WeightConfig,
 )
+from mis_plugins.explain import formula, six_tokens
+from mis_plugins.explain import words as describe
 from mis_plugins.reading import from_mapping
 
 NAMES = sorted(DOCUMENTED)
@@ -382,12 +384,12 @@ def test_flags():
 
 def samples(config: CorrectionConfig) -> list[oracle.Sample]:
     bypass = config.objective is not None and config.objective.old == "behavior"
-    scored = example.TARGET if bypass else example.PROXIMAL
+    scored = six_tokens.TARGET if bypass else six_tokens.PROXIMAL
     return [
         oracle.Sample(
             _log(scored[part]),
-            _log(example.BEHAVIOR[part]),
-            example.LOSS_MASK[part],
+            _log(six_tokens.BEHAVIOR[part]),
+            six_tokens.LOSS_MASK[part],
             numerator=numerators(part) if config.segment_wise_on else None,
         )
         for part in parts()
@@ -396,9 +398,9 @@ def samples(config: CorrectionConfig) -> list[oracle.Sample]:
 
 def numerators(part: slice) -> list[float]:
     """Log pi_{v+1} by the defaults."""
-    rows = zip(example.PROXIMAL, example.BEHAVIOR, example.NEXT, example.VERSIONS, strict=True)
+    rows = zip(six_tokens.PROXIMAL, six_tokens.BEHAVIOR, six_tokens.NEXT, six_tokens.VERSIONS, strict=True)
     tokens = [
-        segmentwise_oracle.Token(math.log(old), math.log(mu), math.log(stored), version, example.CURRENT)
+        segmentwise_oracle.Token(math.log(old), math.log(mu), math.log(stored), version, six_tokens.CURRENT)
         for old, mu, stored, version in rows
     ][part]
     found = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in tokens]
@@ -406,8 +408,8 @@ def numerators(part: slice) -> list[float]:
 
 
 def parts() -> list[slice]:
-    first = example.LENGTHS[0]
-    return [slice(0, first), slice(first, sum(example.LENGTHS))]
+    first = six_tokens.LENGTHS[0]
+    return [slice(0, first), slice(first, sum(six_tokens.LENGTHS))]
 
 
 def _log(row: tuple[float, ...]) -> list[float]:
@@ -419,12 +421,12 @@ def test_weights_and_masks_are_the_oracles(name: str):
     config = DOCUMENTED[name]
     batch = samples(config)
     expected = oracle.correct(batch, writing.as_mapping(dataclasses.replace(config, segment_wise=None)))
-    worked = example.work(config)
+    worked = six_tokens.work(config)
     rtol = normalized_rtol(max(sum(map(abs, sample.log_ratios)) for sample in batch))
     keep, stays = sum(expected.keep, []), sum(map(stays_of, parts(), [config] * 2), [])
     assert worked.keep.tolist() == [k and s for k, s in zip(keep, stays, strict=True)]
     for t, weight in enumerate(sum(expected.weights, [])):
-        if example.LOSS_MASK[t]:
+        if six_tokens.LOSS_MASK[t]:
             assert_close(worked.correction.weights[t].item(), weight, rtol, 0.0, f"weight of token {t}")
 
 
@@ -432,18 +434,18 @@ def stays_of(part: slice, config: CorrectionConfig) -> list[bool]:
     """What OPSM leaves of a sequence."""
     if config.opsm is None:
         return [True] * (part.stop - part.start)
-    behavior = _log(example.BEHAVIOR[part])
+    behavior = _log(six_tokens.BEHAVIOR[part])
     return loss_oracle.opsm_keep(
         response(part), behavior, config.opsm.delta, config.opsm.advantage == "sequence"
     )
 
 
 def response(part: slice, bypass: bool = False, factor: list[float] | None = None) -> loss_oracle.Response:
-    old = example.BEHAVIOR if bypass else example.PROXIMAL
+    old = six_tokens.BEHAVIOR if bypass else six_tokens.PROXIMAL
     ones = [1.0] * (part.stop - part.start)
     return loss_oracle.Response(
-        _log(example.TARGET[part]), _log(old[part]), ones, example.ADVANTAGES[part], factor or ones,
-        example.LOSS_MASK[part],
+        _log(six_tokens.TARGET[part]), _log(old[part]), ones, six_tokens.ADVANTAGES[part], factor or ones,
+        six_tokens.LOSS_MASK[part],
     )  # fmt: skip
 
 
@@ -451,14 +453,14 @@ def response(part: slice, bypass: bool = False, factor: list[float] | None = Non
 def test_losses_are_the_oracles(name: str):
     config = DOCUMENTED[name]
     objective = config.objective or ObjectiveConfig()
-    worked = example.work(config)
+    worked = six_tokens.work(config)
     assert worked.loss is not None
-    spec = loss_oracle.Spec(objective.surrogate, objective.ratio, example.CLIP, example.CLIP)
+    spec = loss_oracle.Spec(objective.surrogate, objective.ratio, six_tokens.CLIP, six_tokens.CLIP)
     for part in parts():
         one = response(part, objective.old == "behavior")
         for i, t in enumerate(range(part.start, part.stop)):
             factor = worked.correction.weights[t].item() if worked.keep[t] else 0.0
-            expected = factor * loss_oracle.surrogate(one, one, i, spec) if example.LOSS_MASK[t] else 0.0
+            expected = factor * loss_oracle.surrogate(one, one, i, spec) if six_tokens.LOSS_MASK[t] else 0.0
             assert_close(worked.loss[t].item(), expected, normalized_rtol(4.0), 0.0, f"loss of token {t}")
 
 
@@ -466,13 +468,13 @@ def test_losses_are_the_oracles(name: str):
 def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture):
     assert main(["config", "show", name]) == 0
     told = capsys.readouterr().out
-    worked = example.work(DOCUMENTED[name])
+    worked = six_tokens.work(DOCUMENTED[name])
     for t, label in enumerate(["A1", "A2", "A3", "A4", "B1", "B2"]):
         row = next(line.split() for line in told.splitlines() if line.split()[:1] == [label])
-        if not example.LOSS_MASK[t]:
+        if not six_tokens.LOSS_MASK[t]:
             assert row[1:] == ["tool", "masked"]
             continue
-        aged = [str(example.CURRENT - example.VERSIONS[t]), f"{worked.correction.stage.weighed[t]:.4f}"]
+        aged = [str(six_tokens.CURRENT - six_tokens.VERSIONS[t]), f"{worked.correction.stage.weighed[t]:.4f}"]
         aged = aged if DOCUMENTED[name].segment_wise_on else []
         assert row[4 : 7 + len(aged)] == [
             f"{worked.correction.log_ratio[t].exp():.4f}",
@@ -486,17 +488,17 @@ def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture)
 
 def test_scope_rollout_is_the_mean_of_the_six():
     weigh = lambda scope: from_mapping({"weight": {"normalize": {"scope": scope}}})  # noqa: E731
-    whole, part = (example.work(weigh(scope)).correction for scope in ("rollout", "micro_batch"))
+    whole, part = (six_tokens.work(weigh(scope)).correction for scope in ("rollout", "micro_batch"))
     assert whole.mean_weight is not None and torch.equal(whole.weights, part.weights)
-    assert f"divided by {whole.mean_weight:.4f}" in example.table(weigh("rollout"))
+    assert f"divided by {whole.mean_weight:.4f}" in six_tokens.table(weigh("rollout"))
 
 
 def test_the_example_shows_something():
     """Bounds on either side, segments that differ from their sequence, a sequence that stays, one that OPSM drops."""
-    ratios = example.work(CorrectionConfig()).correction.log_ratio.exp()
+    ratios = six_tokens.work(CorrectionConfig()).correction.log_ratio.exp()
     assert torch.allclose(ratios, torch.tensor([0.4, 1.25, 1.0, 8.0, 1.0005, 0.9998]))
-    by_segment = example.work(CorrectionConfig(WeightConfig("segment", "none"))).correction.weights
-    by_sequence = example.work(CorrectionConfig(WeightConfig("sequence", "none"))).correction.weights
+    by_segment = six_tokens.work(CorrectionConfig(WeightConfig("segment", "none"))).correction.weights
+    by_sequence = six_tokens.work(CorrectionConfig(WeightConfig("sequence", "none"))).correction.weights
     assert by_segment[0] != by_sequence[0] and by_segment[4] == by_sequence[4]
-    assert example.work(DOCUMENTED["opsm"]).keep.tolist() == [True, True, False, True, False, False]
-    assert example.work(DOCUMENTED["geometric-rs"]).keep.tolist() == [False] * 4 + [True] * 2
+    assert six_tokens.work(DOCUMENTED["opsm"]).keep.tolist() == [True, True, False, True, False, False]
+    assert six_tokens.work(DOCUMENTED["geometric-rs"]).keep.tolist() == [False] * 4 + [True] * 2

@@ -22,8 +22,8 @@ from mis_plugins import mis, reading
 from mis_plugins.__main__ import main
 from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.translate import miles
 from mis_plugins.hosts.arguments import RECORDS, kinds
-from mis_plugins.translate import miles
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
 

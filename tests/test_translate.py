@@ -25,9 +25,9 @@ from mis_plugins.config import (
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.translate import areal, miles, ms_swift, verl
+from mis_plugins.explain.translate.translation import Translation
 from mis_plugins.reading import from_flat, preset_path
-from mis_plugins.translate import areal, miles, ms_swift, verl
-from mis_plugins.translate.translation import Translation
 
 
 def preset(name: str) -> CorrectionConfig:

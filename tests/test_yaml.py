@@ -18,7 +18,7 @@ from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
 
-from mis_plugins import describe, writing
+from mis_plugins import writing
 from mis_plugins.__main__ import load, main
 from mis_plugins.config import (
     CorrectionConfig,
@@ -30,6 +30,7 @@ from mis_plugins.config import (
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain import words as describe
 from mis_plugins.reading import from_flat, from_mapping, preset_path
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 from torch import Tensor
 
-from mis_plugins.translate.ms_swift import translate
+from mis_plugins.explain.translate.ms_swift import translate
 
 ELSEWHERE = ("dataset", "rewards", "rl_core", "sequence_parallel", "template",
              "trainers", "utils", "rlhf_trainers.gkd_helpers", "rlhf_trainers.arguments",

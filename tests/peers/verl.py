@@ -12,7 +12,7 @@ from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 from torch import Tensor
 
-from mis_plugins.translate.verl import translate
+from mis_plugins.explain.translate.verl import translate
 
 ABSENT = ("ray", "omegaconf", "codetiming", "orjson")
 PEERS = {

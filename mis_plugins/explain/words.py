@@ -16,7 +16,7 @@ from mis_plugins.config import (
     Statistic,
     WeightConfig,
 )
-from mis_plugins.formula import scored_policy
+from mis_plugins.explain.formula import scored_policy
 from mis_plugins.hosts.arguments import Host
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"

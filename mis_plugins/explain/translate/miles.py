@@ -9,7 +9,7 @@ from typing import Any
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.translate.translation import Translation
+from mis_plugins.explain.translate.translation import Translation
 
 SWITCHES = ("use_tis", "use_rs")
 SOURCES = {

@@ -12,8 +12,8 @@ import yaml
 from mis_plugins import reading, writing
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.config_file import StrictLoader, parsed
-from mis_plugins.describe import flags
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.words import flags
 
 COLUMNS = 100
 
