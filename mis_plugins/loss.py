@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction import Correction, Left, denominator_scale, nothing_rejected
-from mis_plugins.diagnostics import Average, diagnose
+from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.objective import (
     Clip,
     KlType,

@@ -25,7 +25,6 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
-from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
 from mis_plugins.hosts import averages, denominator, fsdp, miles, running, slime, watching
@@ -44,6 +43,7 @@ from mis_plugins.loss import (
     share_of,
     uncorrected,
 )
+from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.recorder import RECORDER
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]

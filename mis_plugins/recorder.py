@@ -28,20 +28,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.by_age import ByAge
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.agreement import RANK_LOST, can_add_up, raise_if_aborted
-from mis_plugins.partials import Partials, partials, watch
+from mis_plugins.metrics.by_age import ByAge
+from mis_plugins.metrics.catalogue import finalize
+from mis_plugins.metrics.partials import Partials, partials, watch
+from mis_plugins.metrics.slope import relation
+from mis_plugins.metrics.slope import warnings as slope_warnings
+from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
 from mis_plugins.ragged import Ranks
 from mis_plugins.ratios import LOG_RATIO_CLAMP
 from mis_plugins.shared.notices import warn_once
-from mis_plugins.slope import relation
-from mis_plugins.slope import warnings as slope_warnings
-from mis_plugins.staleness import weight_metrics, weights_by_age
-from mis_plugins.step_metrics import finalize
 from mis_plugins.transfer import Arrival, to_host
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 

@@ -297,7 +297,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
 
 
 def _needed_for_step(config: CorrectionConfig) -> set[str]:
-    """For the rows of `step_rows.py`."""
+    """For the rows of `metrics/rows.py`."""
     names = {"weighed"}
     if config.drops_below("sequence"):
         names |= {"kept"}

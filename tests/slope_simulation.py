@@ -1,6 +1,6 @@
 """Log-probs of sampled tokens as a trainer and a rollout engine give them, with the commonest errors put in.
 
-`python tests/slope_simulation.py` prints the table of `mis_plugins/slope.py`.
+`python tests/slope_simulation.py` prints the table of `mis_plugins/metrics/slope.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mis_plugins.slope import Relation, cut_off, not_sampled_from, relation, scaled
+from mis_plugins.metrics.slope import Relation, cut_off, not_sampled_from, relation, scaled
 
 VOCABULARY, CHUNK = 400, 5000
 Kind = Literal["flat", "mixed", "peaked"]

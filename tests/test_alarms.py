@@ -13,8 +13,8 @@ from batches import Batch, make_batch
 from slope_simulation import sums
 from test_partials import step_of
 
-from mis_plugins.slope import cut_off, relation, unlikely, warnings
-from mis_plugins.step_metrics import METRICS
+from mis_plugins.metrics.catalogue import METRICS
+from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings
 
 BOUND = re.compile(r"(above|below) (-?\d[\d.e+-]*\d|-?\d)", re.IGNORECASE)
 SEQUENCES, TOKENS = 16, 100

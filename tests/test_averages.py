@@ -13,8 +13,8 @@ from test_partials import corrected
 from test_recorder import ARGS
 
 from mis_plugins import mis
-from mis_plugins.diagnostics import OF_MIS_PY, diagnose
 from mis_plugins.hosts.averages import average
+from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
 from mis_plugins.reading import from_mapping
 from mis_plugins.recorder import Recorder
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from tolerances import FP32_LOG_PROB
 
-from mis_plugins.by_age import COLUMNS
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import report
 from mis_plugins.local.arguments import parse_args
@@ -31,6 +30,7 @@ from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.loop import Loop, run_rank
 from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.local.rollout import Rollout, derive_seed, draw
+from mis_plugins.metrics.by_age import COLUMNS
 from mis_plugins.versions.recompute import Pool, recompute
 from mis_plugins.versions.response import Response
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_plugins import loss, mis, reading, sketch
+from mis_plugins import loss, mis, reading
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
@@ -43,7 +43,8 @@ from mis_plugins.hosts import tracking
 from mis_plugins.local import log_probs
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
-from mis_plugins.step_metrics import QUANTILES
+from mis_plugins.metrics import sketch
+from mis_plugins.metrics.catalogue import QUANTILES
 
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
 LENGTHS = (7, 1, 5, 9, 4, 6)

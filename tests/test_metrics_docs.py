@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.metric import Metric
-from mis_plugins.metric_docs import FAMILIES, cells_of, document
-from mis_plugins.peer_names import PEERS
-from mis_plugins.staleness import WEIGHT_METRICS
-from mis_plugins.step_metrics import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.metrics.catalogue import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.metrics.docs import FAMILIES, cells_of, document
+from mis_plugins.metrics.metric import Metric
+from mis_plugins.metrics.peer_names import PEERS
+from mis_plugins.metrics.staleness import WEIGHT_METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY: dict[str, Metric] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS
@@ -19,7 +19,7 @@ EVERY: dict[str, Metric] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WE
 
 def test_the_committed_document_is_the_generated_one():
     committed = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert committed == document(), "python -m mis_plugins.metric_docs > docs/metrics.md"
+    assert committed == document(), "python -m mis_plugins.metrics.docs > docs/metrics.md"
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -54,11 +54,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins import loss, mis, reading
 from mis_plugins.correction import correct
-from mis_plugins.diagnostics import diagnose
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking
-from mis_plugins.staleness import weight_metrics
+from mis_plugins.metrics.staleness import weight_metrics
+from mis_plugins.metrics.token_metrics import diagnose
 
 CURRENT = 7
 STANDARD = {

@@ -20,8 +20,13 @@ from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs
 from tolerances import step_atol, step_weight_atol
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from mis_plugins.by_age import AGES, ByAge, age_column
-from mis_plugins.staleness import error_metrics, loglinear_error_by_age, weight_metrics, weights_by_age
+from mis_plugins.metrics.by_age import AGES, ByAge, age_column
+from mis_plugins.metrics.staleness import (
+    error_metrics,
+    loglinear_error_by_age,
+    weight_metrics,
+    weights_by_age,
+)
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, behavior_weight, proximal_t
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mis_plugins.diagnostics import Average
+from mis_plugins.metrics.token_metrics import Average
 
 OWN = ("miles.", "slime.")  # rollout functions of the hosts, which make one sample of each rollout
 OF_USER = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path")

@@ -11,8 +11,13 @@ from mis_plugins.config import CorrectionConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.local.batch import pack
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.trainer import RolloutData
+from mis_plugins.metrics.staleness import (
+    error_metrics,
+    loglinear_error_by_age,
+    weight_metrics,
+    weights_by_age,
+)
 from mis_plugins.reading import from_args
-from mis_plugins.staleness import error_metrics, loglinear_error_by_age, weight_metrics, weights_by_age
 from mis_plugins.versions.segment_wise import Written, behavior_weight, proximal_t
 
 OURS = "mis_plugins."

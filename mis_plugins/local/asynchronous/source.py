@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_plugins.by_age import age_column
 from mis_plugins.local.arguments import register_hooks
 from mis_plugins.local.asynchronous.controller import Controller
 from mis_plugins.local.asynchronous.ledger import Wanted
@@ -26,6 +25,7 @@ from mis_plugins.local.rollout import Rollout, draw, judged
 from mis_plugins.local.sample import Sample, make_samples
 from mis_plugins.local.tasks import Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
+from mis_plugins.metrics.by_age import age_column
 from mis_plugins.versions.recompute import Recomputed, recompute
 from mis_plugins.versions.response import Response
 from mis_plugins.versions.segment_wise import STORED_FROM

@@ -10,16 +10,16 @@ from functools import cached_property
 from jaxtyping import Int
 from torch import Tensor
 
-from mis_plugins import sketch
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.partials import LAG_ROWS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials
+from mis_plugins.metrics import sketch
+from mis_plugins.metrics.partials import LAG_ROWS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials
+from mis_plugins.metrics.slope import Relation, relation
 from mis_plugins.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
-from mis_plugins.slope import Relation, relation
 
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of `step_rows.py`, added up. What cannot be known of them (a mean of nothing) is NaN.
+    """The rows of `metrics/rows.py`, added up. What cannot be known of them (a mean of nothing) is NaN.
 
     maxima: minima are negated there.
     log_products: the log of the sum over sequences of `POWERS` of the product of their ratios.

@@ -1,6 +1,6 @@
 """The metrics of one optimizer step, each a function of what its micro-batches added up to.
 
-`docs/metrics.md` is made of the words below, by `python -m mis_plugins.metric_docs`. Notation: r_t = pi_old(y_t) /
+`docs/metrics.md` is made of the words below, by `python -m mis_plugins.metrics.docs`. Notation: r_t = pi_old(y_t) /
 mu(y_t), trainer over rollout engine, of a token; w_t its bounded weight; means over tokens are over those in the loss
 mask with finite log-probs, means over sequences over those with such a token. log r is clamped at +-20 inside exp.
 What cannot be known (a mean of nothing) is NaN, and is not reported.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.metric import Metric
-from mis_plugins.partials import LAGS, Partials
-from mis_plugins.step import Step, exp_clamped, exp_of, log_of, ratio_of
-from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered
+from mis_plugins.metrics.metric import Metric
+from mis_plugins.metrics.partials import LAGS, Partials
+from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered
+from mis_plugins.metrics.step import Step, exp_clamped, exp_of, log_of, ratio_of
 
 QUANTILES = (25, 50, 75, 95, 99)
 
@@ -762,7 +762,7 @@ OPSM: dict[str, Metric] = {
 SECTIONS: dict[str, dict[str, Metric]] = {
     "How much there was": AMOUNTS,
     "How far the two policies are apart, token by token": TOKENS,
-    "Whether both sides mean the same by a log-prob: see `slope.py`": SLOPES,
+    "Whether both sides mean the same by a log-prob: see `metrics/slope.py`": SLOPES,
     "The same of whole sequences": SEQUENCES,
     "The weights": WEIGHTS,
     "What was rejected": REJECTION,

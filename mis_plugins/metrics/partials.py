@@ -15,12 +15,10 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mis_plugins import sketch
 from mis_plugins.config import Population, RejectRule, Unit
 from mis_plugins.correction import Correction
-from mis_plugins.rejection import Totals
-from mis_plugins.slope import RELATED_SUMS
-from mis_plugins.step_rows import (
+from mis_plugins.metrics import sketch
+from mis_plugins.metrics.rows import (
     DEPARTURES,
     TOKEN_SUMS,
     Rows,
@@ -41,6 +39,8 @@ from mis_plugins.step_rows import (
     unit_rules,
     usable_token_sums,
 )
+from mis_plugins.metrics.slope import RELATED_SUMS
+from mis_plugins.rejection import Totals
 
 RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS} | {
     "usable": lambda t: t.usable
@@ -152,7 +152,7 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
     """The few sums that warnings need, and nothing else: see `partials`.
 
     Args:
-        relates: whether log pi_old shall be compared with log mu, for `slope.py`: 18 operators more.
+        relates: whether log pi_old shall be compared with log mu, for `metrics/slope.py`: 18 operators more.
     """
     tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
     one, rejected = torch.ones_like(tokens[0]), correction.all_rejected

@@ -1,28 +1,28 @@
-"""`docs/metrics.md`, from what the metrics say of themselves: `python -m mis_plugins.metric_docs > docs/metrics.md`."""
+"""`docs/metrics.md`, from what the metrics say of themselves: `python -m mis_plugins.metrics.docs > docs/metrics.md`."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.metric_docs:main")
+    run_command("mis_plugins.metrics.docs:main")
 
 import inspect
 from collections.abc import Iterator, Mapping
 
-from mis_plugins import sketch, slope
 from mis_plugins.hosts.tracking import PREFIX, STEP_KEY
-from mis_plugins.metric import Metric
-from mis_plugins.partials import LAGS
-from mis_plugins.peer_names import OTHERWISE, PEERS
-from mis_plugins.staleness import WEIGHT_METRICS
-from mis_plugins.step_metrics import PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
-from mis_plugins.step_rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
+from mis_plugins.metrics import sketch, slope
+from mis_plugins.metrics.catalogue import PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.metrics.metric import Metric
+from mis_plugins.metrics.partials import LAGS
+from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
+from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
+from mis_plugins.metrics.staleness import WEIGHT_METRICS
 
 INTRODUCTION = f"""# Metrics of `metrics: all`
 
-<!-- Made by `python -m mis_plugins.metric_docs`: change what mis_plugins/step_metrics.py and
-     mis_plugins/staleness.py say of them instead. -->
+<!-- Made by `python -m mis_plugins.metrics.docs`: change what mis_plugins/metrics/catalogue.py and
+     mis_plugins/metrics/staleness.py say of them instead. -->
 
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds

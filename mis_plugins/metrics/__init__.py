@@ -1,0 +1,1 @@
+"""The numbers that a user reads: per token, and per optimizer step."""
