@@ -34,7 +34,7 @@ from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.layout import Placed, whole
-from mis_plugins.loss import (
+from mis_plugins.loss.micro_batch import (
     Reduce,
     counted,
     micro_batch_loss,

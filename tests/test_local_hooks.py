@@ -25,8 +25,8 @@ from mis_plugins.local.model import packed_logits
 from mis_plugins.local.rollout import Rollout, shard
 from mis_plugins.local.tasks import TASKS
 from mis_plugins.local.trainer import Trainer
+from mis_plugins.loss.objective import ESTIMATORS, KlType
 from mis_plugins.mis import drop_broken_samples
-from mis_plugins.objective import ESTIMATORS, KlType
 
 RTOL = 1e-5  # what the project promises between layouts of ranks, relative
 FAILURES = "--advantage-estimator reinforce --reward-shift -1"  # a smoke run earns nothing: else there is no gradient

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_plugins import loss, mis, reading
+from mis_plugins import mis, reading
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
@@ -43,6 +43,7 @@ from mis_plugins.hosts import tracking
 from mis_plugins.local import log_probs
 from mis_plugins.local.batch import Layout, pack
 from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
+from mis_plugins.loss import micro_batch as loss
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.catalogue import QUANTILES
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from mis_plugins.config import ObjectiveConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.layout import whole, zigzag
-from mis_plugins.objective import (
+from mis_plugins.loss.objective import (
     ESTIMATORS,
     TERMS,
     Clip,

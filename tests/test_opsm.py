@@ -20,7 +20,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, OpsmConfig, RejectRule
 from mis_plugins.correction import correct
 from mis_plugins.layout import whole, zigzag
-from mis_plugins.opsm import on_policy, reference_policy, sequence_means
+from mis_plugins.loss.opsm import on_policy, reference_policy, sequence_means
 from mis_plugins.ragged import Ragged, Ranks
 
 DELTA = 0.0503  # no mean of a few log-probs on the grid lies near it

@@ -20,8 +20,8 @@ from tolerances import WRITTEN
 
 from mis_plugins.config import OpsmConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.objective import Clip
-from mis_plugins.opsm import on_policy
+from mis_plugins.loss.objective import Clip
+from mis_plugins.loss.opsm import on_policy
 from mis_plugins.reading import from_mapping
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "peers.md"

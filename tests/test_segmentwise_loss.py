@@ -52,11 +52,12 @@ from tolerances import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mis_plugins import loss, mis, reading
+from mis_plugins import mis, reading
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking
+from mis_plugins.loss import micro_batch
 from mis_plugins.metrics.staleness import weight_metrics
 from mis_plugins.metrics.token_metrics import diagnose
 
@@ -205,7 +206,7 @@ def test_metrics_are_the_oracles(mis_config: dict):
     host, logits = hosts_loss.of_reducer(reducer(batch, "miles")), torch.cat(expected.step.rows("target"))
     x = hosts_loss.read(host, args, batch, logits, config)
     assert x.behavior is not None
-    numerator = loss.numerator_of(x.proximal, x.behavior, x.written, config)
+    numerator = micro_batch.numerator_of(x.proximal, x.behavior, x.written, config)
     metrics = diagnose(correct(x.proximal, x.behavior, x.ragged, config, numerator=numerator))
     found = {name: list(value.split(lengths)) for name, value in metrics.items()}
     whole = SimpleNamespace(samples=expected.samples())

@@ -17,8 +17,15 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
-from mis_plugins.loss import LossConfig, LossInputs, micro_batch_loss, numerator_of, scored_by, share_of
-from mis_plugins.objective import Clip
+from mis_plugins.loss.micro_batch import (
+    LossConfig,
+    LossInputs,
+    micro_batch_loss,
+    numerator_of,
+    scored_by,
+    share_of,
+)
+from mis_plugins.loss.objective import Clip
 from mis_plugins.ragged import Ragged
 from mis_plugins.versions.segment_wise import NO_VERSION, Written
 

@@ -19,8 +19,8 @@ from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, denominator, miles, slime, watching
 from mis_plugins.hosts.batch import host_layout
-from mis_plugins.loss import LossConfig, LossInputs, Reduce
-from mis_plugins.objective import ESTIMATORS, Clip
+from mis_plugins.loss.micro_batch import LossConfig, LossInputs, Reduce
+from mis_plugins.loss.objective import ESTIMATORS, Clip
 from mis_plugins.ragged import Ranks
 from mis_plugins.versions.segment_wise import Written
 

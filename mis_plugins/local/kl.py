@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mis_plugins.objective import ESTIMATORS, LOW_VAR_KL_BOUND, KlType
+from mis_plugins.loss.objective import ESTIMATORS, LOW_VAR_KL_BOUND, KlType
 
 
 def kl_term(kind: KlType, target: Tensor, reference: Tensor, ratio: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.correction import Correction, LogPerplexity
 from mis_plugins.divergence import k2, k3
-from mis_plugins.opsm import Departure
+from mis_plugins.loss.opsm import Departure
 from mis_plugins.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.totals import weighs_tokens

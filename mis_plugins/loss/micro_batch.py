@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction import Correction, Left, denominator_scale, nothing_rejected
-from mis_plugins.metrics.token_metrics import Average, diagnose
-from mis_plugins.objective import (
+from mis_plugins.loss.objective import (
     Clip,
     KlType,
     PolicyTerm,
@@ -25,7 +24,8 @@ from mis_plugins.objective import (
     target_log_ratio,
     widened,
 )
-from mis_plugins.opsm import Departure, departure_rows, on_policy, reference_policy
+from mis_plugins.loss.opsm import Departure, departure_rows, on_policy, reference_policy
+from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.ragged import Ragged
 from mis_plugins.ratios import exp_clamped, nonfinite
 from mis_plugins.versions.segment_wise import Written, proximal_t

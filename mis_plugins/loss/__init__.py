@@ -1,0 +1,1 @@
+"""The policy loss of a micro-batch: surrogate, off-policy sequence masking, entropy and KL."""
