@@ -34,7 +34,7 @@ from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import denominator
+from mis_plugins.hosts import denominator_checks
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import RECORDS, Host, surprises
 from mis_plugins.shared.shell import REFUSED, add_version
@@ -88,7 +88,7 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
     yield from surprises(keys, host)
     if host is not None:
         yield from unserved(config, host)
-    split = denominator.other_terms(argparse.Namespace(**keys), config, by_kept=host == "fsdp")
+    split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept=host == "fsdp")
     if split is not None and not config.needs_loss_hook:
         yield split
 

@@ -27,12 +27,13 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
-from mis_plugins.hosts import averages, denominator, fsdp, miles, running, slime, watching
+from mis_plugins.hosts import averages, current, denominator_checks, miles, miles_fsdp, slime, watching
 from mis_plugins.hosts import loss as hosts_loss
-from mis_plugins.hosts.agreement import check_agreement
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
-from mis_plugins.hosts.filter import drop_broken_samples as drop_broken_samples
+from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
+from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
+from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.layout import Placed, whole
 from mis_plugins.loss.micro_batch import (
     Reduce,
@@ -44,7 +45,6 @@ from mis_plugins.loss.micro_batch import (
     uncorrected,
 )
 from mis_plugins.metrics.token_metrics import diagnose
-from mis_plugins.recorder import RECORDER
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
@@ -81,7 +81,7 @@ def compute_mis_weights_with_cp(
     ranks, cp = slime.parallel() if parallel_state is None else miles.parallel(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, by_kept=fsdp.runs(args) and fsdp.divides_by_kept(args))
+    return _hook(args, pg_loss, batch, by_kept=miles_fsdp.runs(args) and miles_fsdp.divides_by_kept(args))
 
 
 def compute_mis_weights_fsdp(
@@ -100,11 +100,11 @@ def compute_mis_weights_fsdp(
     There the host divides each sequence's loss, entropy and KL by its kept tokens; the loss comes back times what makes
     of that `mis.denominator`. With Miles's flat keys it is left as it is, as by its own `mis.py`.
     """
-    ranks = fsdp.ranks(parallel_state)
+    ranks = miles_fsdp.ranks(parallel_state)
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
-    fsdp.check_whole(rollout_log_probs, layout.response_lengths)
+    miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, by_kept=fsdp.divides_by_kept(args))
+    return _hook(args, pg_loss, batch, by_kept=miles_fsdp.divides_by_kept(args))
 
 
 def compute_mis_weights(
@@ -236,7 +236,7 @@ def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
     Raises:
         MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected.
     """
-    RECORDER.report(args, rollout_id, step_id, running.ranks())
+    RECORDER.report(args, rollout_id, step_id, current.ranks())
 
 
 def report_last_step(args: Any, *_: Any) -> None:
@@ -247,7 +247,7 @@ def report_last_step(args: Any, *_: Any) -> None:
     Raises:
         MisError: as `report_step`.
     """
-    RECORDER.flush(args, running.ranks())
+    RECORDER.flush(args, current.ranks())
 
 
 def config_in_force(args: Any) -> CorrectionConfig:
@@ -270,19 +270,19 @@ def config_in_force(args: Any) -> CorrectionConfig:
             f"mis_plugins.mis.policy_loss in place of {flag}"
         ).spelled(reading.spelling(args), "mis.")
     if config.denominator == "kept":
-        denominator.check(args)
+        denominator_checks.check(args)
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
     watching.warn_where_corrected(args)
     if config.rejects and config.denominator == "original":
-        denominator.warn_where_kept(args)
+        denominator_checks.warn_where_kept(args)
     return config
 
 
 def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer:
     """by_kept: the host divides by the tokens that the returned masks keep."""
     config = config_in_force(args)
-    denominator.warn_of_other_terms(args, config, by_kept)
+    denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"

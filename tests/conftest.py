@@ -21,7 +21,7 @@ import triton_interpreter  # noqa: F401  (before anything imports triton)
 from process_groups import destroy_process_groups
 
 from mis_plugins import mis
-from mis_plugins.recorder import Recorder
+from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.shared import notices
 
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")

@@ -19,11 +19,11 @@ from tolerances import EPS, weight_rtol
 from mis_plugins import mis
 from mis_plugins.correction import Correction, correct
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.hosts import fsdp
+from mis_plugins.hosts import miles_fsdp
+from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.layout import whole
 from mis_plugins.ragged import Ranks
 from mis_plugins.reading import from_mapping
-from mis_plugins.recorder import Recorder
 
 BATCH = ratio_batch([[9.0, 0.1], [8.0]])
 NOTHING = [{"over": "mean", "lower": 0.999, "upper": 1.0001}]
@@ -182,12 +182,12 @@ def test_a_release_whose_fsdp_batches_say_what_to_divide_by_is_left_to_it(
 ):
     """Half of the tokens are rejected."""
     (tmp_path / "actor.py").write_text(f"KEYS = [{keys}]\n")
-    spec = importlib.util.spec_from_file_location(fsdp.ACTOR, tmp_path / "actor.py")
+    spec = importlib.util.spec_from_file_location(miles_fsdp.ACTOR, tmp_path / "actor.py")
     assert spec is not None and spec.loader is not None
     actor = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, fsdp.ACTOR, actor)
+    monkeypatch.setitem(sys.modules, miles_fsdp.ACTOR, actor)
     monkeypatch.setattr(
-        fsdp, "_asks_for_mask_sums", fsdp._asks_for_mask_sums.__wrapped__
+        miles_fsdp, "_asks_for_mask_sums", miles_fsdp._asks_for_mask_sums.__wrapped__
     )  # without its cache
     given: dict[str, Any] = ratio_batch([[1.0, 9.0]], [[1, 1]]).hook_kwargs() | {"pg_loss": torch.ones(2)}
     args = host_args(mis={"weight": None, "reject": [{"over": "token", "upper": 5.0}]})

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from mis_plugins import mis, reading
 from mis_plugins.errors import ConfigError
-from mis_plugins.recorder import Recorder
+from mis_plugins.hosts.step_report import Recorder
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 YAML = BENCHMARKS.parent / "yaml"

@@ -25,14 +25,14 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.agreement import can_add_up
 from mis_plugins.hosts.batch import HostBatch
+from mis_plugins.hosts.rank_agreement import can_add_up
+from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.layout import whole, zigzag
 from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.rows import multiplies
 from mis_plugins.ragged import Ragged, Ranks
 from mis_plugins.reading import from_mapping
-from mis_plugins.recorder import Recorder
 
 ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)
 EVERYTHING = {"weight": {"upper": 2.0}, "metrics": "all"}
@@ -387,7 +387,7 @@ def test_without_the_hook_a_copy_that_is_late_is_not_waited_for(monkeypatch: pyt
     """What is recorded meanwhile adds up, in as much memory as one."""
     recorder, one = Recorder(), micro_batch([[0.01]], VETO)
     recorder.record(one)
-    monkeypatch.setattr("mis_plugins.recorder.Arrival.ready", False)
+    monkeypatch.setattr("mis_plugins.hosts.step_report.Arrival.ready", False)
     for _ in range(3):
         recorder.record(one)
     (pending,) = recorder.pending.values()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.filter import NAMED, fault_of
+from mis_plugins.hosts.sample_filter import NAMED, fault_of
 from mis_plugins.local.loading import load_function
 from mis_plugins.shared import notices
 

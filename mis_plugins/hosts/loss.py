@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import averages, denominator, miles, slime, watching
+from mis_plugins.hosts import averages, denominator_checks, miles, slime, watching
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.loss.micro_batch import LossConfig, LossInputs, Reduce
 from mis_plugins.loss.objective import ESTIMATORS, Clip
@@ -165,8 +165,8 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
             raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
         opsm = OpsmConfig(args.opsm_delta, reference=objective.old)
     if config.denominator == "kept":
-        denominator.check(args)
-    denominator.check_reducer(args, drops=config.rejects or opsm is not None)
+        denominator_checks.check(args)
+    denominator_checks.check_reducer(args, drops=config.rejects or opsm is not None)
     normalize = config.weight and config.weight.normalize
     if normalize and normalize.scope == "rollout" and objective.old == "behavior":
         raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from mis_plugins.hosts import miles, running
+from mis_plugins.hosts import current, miles
 from mis_plugins.ragged import Ranks
 
 logger = logging.getLogger("mis_plugins")
@@ -33,7 +33,7 @@ def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
 
 def reports(ranks: Ranks) -> bool:
     """Whether this is the rank on which both hosts set their tracking up, among those that hold log-probs."""
-    state = running.miles_state()
+    state = current.miles_state()
     if state is not None:
         return miles.is_first(state)
     mpu = sys.modules.get("megatron.core.parallel_state")

@@ -16,7 +16,7 @@ from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import fsdp
+from mis_plugins.hosts import miles_fsdp
 from mis_plugins.shared.notices import warn_once
 
 
@@ -103,7 +103,7 @@ def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         _check_unchanged(args, name, keys)
         yield name, keys
     path = getattr(args, "config", None)
-    if path and fsdp.runs(args):
+    if path and miles_fsdp.runs(args):
         yield f"--config {path}", _keys(f"--config {path}", path)
 
 

@@ -18,6 +18,7 @@ from experiments.folders import CURVES, METRICS, SUMMARY
 from rich.console import Console
 from torch import Tensor
 
+from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.local import checkpoint, report
 from mis_plugins.local.asynchronous.source import AsynchronousRollouts
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
@@ -32,7 +33,6 @@ from mis_plugins.local.rollout_engines import kernels, rollout_engine
 from mis_plugins.local.tasks import TASKS, Problem, Task
 from mis_plugins.local.trainer import RolloutData, Trainer
 from mis_plugins.local.warm_start import warm_start
-from mis_plugins.recorder import RECORDER
 from mis_plugins.shared.shell import Unread
 
 Row = dict[str, int | float]

@@ -32,7 +32,7 @@ from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import Correction
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.agreement import RANK_LOST, can_add_up, raise_if_aborted
+from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, raise_if_aborted
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials, watch
