@@ -33,7 +33,7 @@ import yaml
 from torch import Tensor
 
 from mis_plugins.correction import correct
-from mis_plugins.ragged import Ragged
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.reading import from_mapping, preset_path
 
 BATCHES = 300

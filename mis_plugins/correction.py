@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.errors import InputError
 from mis_plugins.loss.opsm import Departure
-from mis_plugins.ragged import Ragged
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.rejection import Totals
 from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
 from mis_plugins.totals import (

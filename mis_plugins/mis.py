@@ -34,7 +34,6 @@ from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
-from mis_plugins.layout import Placed, whole
 from mis_plugins.loss.micro_batch import (
     Reduce,
     counted,
@@ -45,6 +44,7 @@ from mis_plugins.loss.micro_batch import (
     uncorrected,
 )
 from mis_plugins.metrics.token_metrics import diagnose
+from mis_plugins.packing.layout import Placed, whole
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 

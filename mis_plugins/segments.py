@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, Population, WeightConfig
-from mis_plugins.ragged import Ragged, Segments
+from mis_plugins.packing.ragged import Ragged, Segments
 from mis_plugins.rejection import Totals
 from mis_plugins.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
 from mis_plugins.units import kept_by_population, known_log_ratio, passing_units, unit_weight

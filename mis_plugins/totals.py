@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule, Statistic
-from mis_plugins.ragged import Ragged
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.ratios import LogProbs, bits, exp_clamped, log_ratio, nonfinite, only, only_
 from mis_plugins.rejection import Totals, passes, row_of, total_of
 from mis_plugins.statistics import STATISTICS

@@ -21,8 +21,8 @@ from mis_plugins.correction import Correction, correct
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import miles_fsdp
 from mis_plugins.hosts.step_report import Recorder
-from mis_plugins.layout import whole
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
 from mis_plugins.reading import from_mapping
 
 BATCH = ratio_batch([[9.0, 0.1], [8.0]])

@@ -13,8 +13,8 @@ import yaml
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.correction import correct
-from mis_plugins.layout import whole
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
 from mis_plugins.versions import recompute as recompute_module
 from mis_plugins.versions import response as versions
 from mis_plugins.versions import segment_wise

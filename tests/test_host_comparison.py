@@ -428,7 +428,7 @@ def test_without_the_step_hook_a_warning_is_no_stop(tmp_path: Path, comparison: 
 def test_without_the_step_hook_what_is_on_its_way_is_left_alone(
     tmp_path: Path, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("mis_plugins.transfer.Arrival.ready", False)
+    monkeypatch.setattr("mis_plugins.packing.transfer.Arrival.ready", False)
     for _ in range(3):
         loss(settings(tmp_path, **RAISE), handed(flip(example(), 0, 0)))
     assert len(comparison.pending) == 3 and comparison.totals.compared == 0

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.layout import whole, zigzag
 from mis_plugins.loss.objective import (
     ESTIMATORS,
     TERMS,
@@ -34,7 +33,8 @@ from mis_plugins.loss.objective import (
     policy_term,
     target_log_ratio,
 )
-from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.packing.layout import whole, zigzag
+from mis_plugins.packing.ragged import Ragged, Ranks
 
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
 KL_TYPES = tuple(ESTIMATORS)

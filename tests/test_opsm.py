@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, OpsmConfig, RejectRule
 from mis_plugins.correction import correct
-from mis_plugins.layout import whole, zigzag
 from mis_plugins.loss.opsm import on_policy, reference_policy, sequence_means
-from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.packing.layout import whole, zigzag
+from mis_plugins.packing.ragged import Ragged, Ranks
 
 DELTA = 0.0503  # no mean of a few log-probs on the grid lies near it
 GRID = 2.0**-10  # log-probs on a grid: their sums are exact in float32

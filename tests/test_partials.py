@@ -24,7 +24,7 @@ from mis_plugins.metrics import sketch
 from mis_plugins.metrics.catalogue import METRICS, QUANTILES, families, finalize
 from mis_plugins.metrics.partials import Partials, partials
 from mis_plugins.metrics.rows import Tokens, token_sums
-from mis_plugins.ragged import Ragged, Responses
+from mis_plugins.packing.ragged import Ragged, Responses
 from mis_plugins.reading import from_mapping
 
 SPLIT_DEPENDENT = ("micro_batches", "all_rejected")

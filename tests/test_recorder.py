@@ -28,10 +28,10 @@ from mis_plugins.hosts import tracking
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorder
-from mis_plugins.layout import whole, zigzag
 from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.rows import multiplies
-from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.packing.layout import whole, zigzag
+from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.reading import from_mapping
 
 ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import weight_rtol
 
-from mis_plugins.layout import whole, zigzag
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.layout import whole, zigzag
+from mis_plugins.packing.ragged import Ranks
 
 
 @given(batches(), st.sampled_from([1, 2, 4]))

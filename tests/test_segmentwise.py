@@ -20,10 +20,10 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction import correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.layout import whole
 from mis_plugins.loss.micro_batch import LossConfig, LossInputs, micro_batch_loss, share_of
 from mis_plugins.loss.objective import Clip
-from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.versions.loglinear import loglinear
 from mis_plugins.versions.segment_wise import (
     SegmentWiseConfig,

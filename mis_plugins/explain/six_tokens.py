@@ -26,7 +26,7 @@ from mis_plugins.loss.micro_batch import (
     share_of,
 )
 from mis_plugins.loss.objective import Clip
-from mis_plugins.ragged import Ragged
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import NO_VERSION, Written
 
 NAMES = ("A", "B")

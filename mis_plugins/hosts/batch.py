@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.layout import Layout, Placed, whole, zigzag
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.layout import Layout, Placed, whole, zigzag
+from mis_plugins.packing.ragged import Ranks
 
 Tensors = Sequence[Tensor]
 Handed = Sequence[Tensor | None] | None  # what a host may really pass; HostBatch refuses the None

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from mis_plugins.hosts import miles, slime
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
 
 
 def ranks() -> Ranks:

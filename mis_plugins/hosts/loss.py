@@ -21,7 +21,7 @@ from mis_plugins.hosts import averages, denominator_checks, miles, slime, watchi
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.loss.micro_batch import LossConfig, LossInputs, Reduce
 from mis_plugins.loss.objective import ESTIMATORS, Clip
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
 from mis_plugins.versions.segment_wise import Written
 
 Batch = Mapping[str, Any]

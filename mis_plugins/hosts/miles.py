@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
 
 
 def parallel(parallel_state: Any) -> tuple[Ranks, tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import miles
 from mis_plugins.hosts.batch import Handed
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
 
 ACTOR = "miles.backends.fsdp_utils.actor"
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"

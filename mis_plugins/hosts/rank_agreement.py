@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from mis_plugins.config import CorrectionConfig
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.ragged import Ranks, to_device
-from mis_plugins.transfer import Arrival, to_host
+from mis_plugins.packing.ragged import Ranks, to_device
+from mis_plugins.packing.transfer import Arrival, to_host
 
 RANK_LOST = (RuntimeError, OSError)
 """What a collective raises where another rank has died; Miles's torchft lets the others live, and repeat the step."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import miles, slime
 from mis_plugins.hosts.batch import Tensors, host_layout
-from mis_plugins.ragged import Ranks, to_device
+from mis_plugins.packing.ragged import Ranks, to_device
 
 FLAG = "--custom-pg-loss-reducer-function-path mis_plugins.mis.kept_token_mean"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
 
 
 def parallel() -> tuple[Ranks, tuple[int, int]]:

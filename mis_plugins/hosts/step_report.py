@@ -39,10 +39,10 @@ from mis_plugins.metrics.partials import Partials, partials, watch
 from mis_plugins.metrics.slope import relation
 from mis_plugins.metrics.slope import warnings as slope_warnings
 from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
+from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.ratios import LOG_RATIO_CLAMP
 from mis_plugins.shared.notices import warn_once
-from mis_plugins.transfer import Arrival, to_host
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
 # Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which

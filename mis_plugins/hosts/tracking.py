@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from mis_plugins.hosts import current, miles
-from mis_plugins.ragged import Ranks
+from mis_plugins.packing.ragged import Ranks
 
 logger = logging.getLogger("mis_plugins")
 

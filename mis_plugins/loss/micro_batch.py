@@ -26,7 +26,7 @@ from mis_plugins.loss.objective import (
 )
 from mis_plugins.loss.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.metrics.token_metrics import Average, diagnose
-from mis_plugins.ragged import Ragged
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.ratios import exp_clamped, nonfinite
 from mis_plugins.versions.segment_wise import Written, proximal_t
 

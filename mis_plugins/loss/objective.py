@@ -19,7 +19,7 @@ from torch import Tensor
 from mis_plugins.config import ObjectiveConfig
 from mis_plugins.divergence import k1, k2, k3
 from mis_plugins.errors import ConfigError
-from mis_plugins.ragged import Ragged
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.ratios import exp_clamped, finite
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.correction import Correction, kept_tokens
 from mis_plugins.divergence import k1, k3
-from mis_plugins.ragged import as_bytes
+from mis_plugins.packing.ragged import as_bytes
 from mis_plugins.ratios import exp_clamped, exp_finite, log_bound, saturated, share_above, share_below
 from mis_plugins.rejection import Totals, aggregate
 from mis_plugins.totals import monotone, weighs_tokens, zero_weights

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
 from mis_plugins.correction import Correction, correct
-from mis_plugins.layout import whole
 from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import partials
-from mis_plugins.ragged import Ragged, Ranks
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.reading import from_mapping, preset_path
 
 # How far a response's log ratios spread, none beyond the clamp of 20: what a peer does there is a test of its own. The

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from mis_plugins.layout import Layout
-from mis_plugins.ragged import Ranks
-from mis_plugins.transfer import Arrival, to_host
+from mis_plugins.packing.layout import Layout
+from mis_plugins.packing.ragged import Ranks
+from mis_plugins.packing.transfer import Arrival, to_host
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.errors import ContractError
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.storage import optional, save_safetensors
-from mis_plugins.transfer import Arrival, to_host
 from true_on_policy.hosts.micro_batch import MicroBatch
 from true_on_policy.log_probs import LogProbRecord, provenance
 

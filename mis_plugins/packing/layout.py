@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from mis_plugins.ragged import Ragged, Ranks, Responses, to_device
+from mis_plugins.packing.ragged import Ragged, Ranks, Responses, to_device
 
 Span = tuple[int, int]  # [start, stop) within a response
 
