@@ -32,7 +32,7 @@ from experiments.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from experiments.reuse import made_of, stamp, unstamp
 from rich.progress import track
 
-from mis_plugins.divergence import k3
+from mis_plugins.correction.divergence import k3
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.engine import DecodeEngine
 from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference

@@ -32,7 +32,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mis_plugins.correction import correct
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.reading import from_mapping, preset_path
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mis_plugins import reading
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.correction import Correction, correct, mean_weight_of
+from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
 from mis_plugins.hosts import averages, current, denominator_checks, miles, miles_fsdp, slime, watching

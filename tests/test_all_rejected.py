@@ -17,7 +17,7 @@ from drive import call, one_rank, run
 from tolerances import EPS, weight_rtol
 
 from mis_plugins import mis
-from mis_plugins.correction import Correction, correct
+from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import miles_fsdp
 from mis_plugins.hosts.step_report import Recorder

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.correction import correct
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.versions import recompute as recompute_module

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from mis_plugins.divergence import k3
+from mis_plugins.correction.divergence import k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import loss
 from mis_plugins.local.advantages import ESTIMATORS

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from mis_plugins import mis, reading
-from mis_plugins.correction import correct
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking

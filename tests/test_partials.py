@@ -19,7 +19,7 @@ from tolerances import DECISION, EPS64, step_atol, step_weight_atol
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.correction import Correction, correct
+from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.catalogue import METRICS, QUANTILES, families, finalize
 from mis_plugins.metrics.partials import Partials, partials

@@ -36,7 +36,7 @@ from tolerances import DECISION
 from torch import Tensor
 
 from mis_plugins.config import OpsmConfig
-from mis_plugins.correction import Correction
+from mis_plugins.correction.pipeline import Correction
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import Clip, kl_term, target_log_ratio

@@ -22,7 +22,7 @@ from test_partials import corrected
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.correction import Correction, correct
+from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.batch import HostBatch

@@ -16,7 +16,7 @@ SCRIPT = """
 import logging, sys, torch, torch.distributed as dist
 from types import SimpleNamespace
 from mis_plugins import mis
-from mis_plugins.correction import correct
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.reading import from_mapping
 

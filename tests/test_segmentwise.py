@@ -18,7 +18,7 @@ from tolerances import weight_rtol
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
-from mis_plugins.correction import correct
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.loss.micro_batch import LossConfig, LossInputs, micro_batch_loss, share_of
 from mis_plugins.loss.objective import Clip

@@ -53,7 +53,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_plugins import mis, reading
-from mis_plugins.correction import correct
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking

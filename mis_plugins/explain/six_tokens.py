@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.correction import Correction, correct, mean_weight_of
+from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.loss.micro_batch import (
     LossConfig,
     LossInputs,

@@ -29,7 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
-from mis_plugins.correction import Correction
+from mis_plugins.correction.pipeline import Correction
+from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, raise_if_aborted
@@ -41,7 +42,6 @@ from mis_plugins.metrics.slope import warnings as slope_warnings
 from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.ratios import LOG_RATIO_CLAMP
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins.divergence import k3
+from mis_plugins.correction.divergence import k3
 from mis_plugins.local.batch import Layout
 from mis_plugins.local.kl import kl_term
 from mis_plugins.local.loading import load_function

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, ObjectiveConfig
-from mis_plugins.correction import Correction, Left, denominator_scale, nothing_rejected
+from mis_plugins.correction.pipeline import Correction, Left, denominator_scale, nothing_rejected
+from mis_plugins.correction.ratios import exp_clamped, nonfinite
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
@@ -27,7 +28,6 @@ from mis_plugins.loss.objective import (
 from mis_plugins.loss.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.ratios import exp_clamped, nonfinite
 from mis_plugins.versions.segment_wise import Written, proximal_t
 
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]

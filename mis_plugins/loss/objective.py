@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
-from mis_plugins.divergence import k1, k2, k3
+from mis_plugins.correction.divergence import k1, k2, k3
+from mis_plugins.correction.ratios import exp_clamped, finite
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.ratios import exp_clamped, finite
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config import OpsmConfig
+from mis_plugins.correction.ratios import log_ratio
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.ratios import log_ratio
 from mis_plugins.shared.notices import warn_once
 
 

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mis_plugins.config import Population, RejectRule, Unit
-from mis_plugins.correction import Correction
+from mis_plugins.correction.pipeline import Correction
+from mis_plugins.correction.rejection import Totals
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.rows import (
     DEPARTURES,
@@ -40,7 +41,6 @@ from mis_plugins.metrics.rows import (
     usable_token_sums,
 )
 from mis_plugins.metrics.slope import RELATED_SUMS
-from mis_plugins.rejection import Totals
 
 RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS} | {
     "usable": lambda t: t.usable

@@ -11,10 +11,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig
+from mis_plugins.correction.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.partials import LAG_ROWS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials
 from mis_plugins.metrics.slope import Relation, relation
-from mis_plugins.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 
 
 @dataclass(frozen=True)

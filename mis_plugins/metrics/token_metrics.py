@@ -21,14 +21,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.correction import Correction, kept_tokens
-from mis_plugins.divergence import k1, k3
+from mis_plugins.correction.divergence import k1, k3
+from mis_plugins.correction.pipeline import Correction, kept_tokens
+from mis_plugins.correction.ratios import (
+    exp_clamped,
+    exp_finite,
+    log_bound,
+    saturated,
+    share_above,
+    share_below,
+)
+from mis_plugins.correction.rejection import Totals, aggregate
+from mis_plugins.correction.totals import monotone, weighs_tokens, zero_weights
+from mis_plugins.correction.units import known_log_ratio, passing_units, unit_ratio
+from mis_plugins.correction.weights import BOUNDS
 from mis_plugins.packing.ragged import as_bytes
-from mis_plugins.ratios import exp_clamped, exp_finite, log_bound, saturated, share_above, share_below
-from mis_plugins.rejection import Totals, aggregate
-from mis_plugins.totals import monotone, weighs_tokens, zero_weights
-from mis_plugins.units import known_log_ratio, passing_units, unit_ratio
-from mis_plugins.weights import BOUNDS
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
 Average = Literal["sequences", "tokens"]

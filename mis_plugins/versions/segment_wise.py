@@ -22,10 +22,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import SegmentWiseConfig
+from mis_plugins.correction.ratios import exp_clamped, log_ratio, only_
+from mis_plugins.correction.weights import bounded_weight, in_bounds
 from mis_plugins.errors import InputError
-from mis_plugins.ratios import exp_clamped, log_ratio, only_
 from mis_plugins.versions.loglinear import loglinear
-from mis_plugins.weights import bounded_weight, in_bounds
 
 NO_VERSION = -1  # of a token that no version wrote: of a prompt, a tool
 STORED_FROM = 2  # the age from which pi_{v+1} is gone, and its log-probs must have been stored

@@ -23,7 +23,7 @@ from tolerances import DECISION, metric_atol, normalized_rtol
 from torch import Tensor
 
 from mis_plugins.config import ObjectiveConfig
-from mis_plugins.correction import Correction, correct
+from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import partials

@@ -11,12 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, Level, Population, WeightConfig
-from mis_plugins.errors import InputError
-from mis_plugins.loss.opsm import Departure
-from mis_plugins.packing.ragged import Ragged
-from mis_plugins.rejection import Totals
-from mis_plugins.segments import SegmentStage, needs_segments, segment_stage
-from mis_plugins.totals import (
+from mis_plugins.correction.rejection import Totals
+from mis_plugins.correction.segments import SegmentStage, needs_segments, segment_stage
+from mis_plugins.correction.totals import (
     UNREJECTED,
     TokenStage,
     narrowed,
@@ -26,15 +23,18 @@ from mis_plugins.totals import (
     token_stage,
     totals_of,
 )
-from mis_plugins.units import counted_units, kept_by_population, looks_at_kept, unit_weight
-from mis_plugins.weights import normalization
+from mis_plugins.correction.units import counted_units, kept_by_population, looks_at_kept, unit_weight
+from mis_plugins.correction.weights import normalization
+from mis_plugins.errors import InputError
+from mis_plugins.loss.opsm import Departure
+from mis_plugins.packing.ragged import Ragged
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What each token, segment and sequence weighs, before normalization, and whether it stays.
 
-    totals: per-sequence sums and extremes, see `totals.py`.
+    totals: per-sequence sums and extremes, see `correction/totals.py`.
     looked_at: those that weights and rules of sequences look at: of all valid tokens, and where some do of the kept.
     sequence_weight: bounded, at sequence and geometric level; None at the others.
     keep_sequences: what the rules over sequences leave; None where there is none.

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config import LEAST_PROBABILITY, Statistic
-from mis_plugins.divergence import k1, k2, k3
-from mis_plugins.ratios import LARGEST_EXPONENT, LogProbs
+from mis_plugins.correction.divergence import k1, k2, k3
+from mis_plugins.correction.ratios import LARGEST_EXPONENT, LogProbs
 
 LARGEST_K2 = math.exp(LARGEST_EXPONENT)  # where a log ratio has a square that is no float32
 PROBABLE = math.log(LEAST_PROBABILITY), math.log1p(-LEAST_PROBABILITY)

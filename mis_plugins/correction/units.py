@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import LEVEL_OVER, CorrectionConfig, Population, RejectRule, WeightConfig
-from mis_plugins.rejection import Totals, aggregate, passes
-from mis_plugins.weights import bounded_weight, in_bounds
+from mis_plugins.correction.rejection import Totals, aggregate, passes
+from mis_plugins.correction.weights import bounded_weight, in_bounds
 
 
 def unit_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:

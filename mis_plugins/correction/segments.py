@@ -14,17 +14,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, Population, WeightConfig
+from mis_plugins.correction.rejection import Totals
+from mis_plugins.correction.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
+from mis_plugins.correction.units import kept_by_population, known_log_ratio, passing_units, unit_weight
 from mis_plugins.packing.ragged import Ragged, Segments
-from mis_plugins.rejection import Totals
-from mis_plugins.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
-from mis_plugins.units import kept_by_population, known_log_ratio, passing_units, unit_weight
 
 
 @dataclass(frozen=True)
 class SegmentStage:
     """What is known of S segments.
 
-    looked_at: what each adds up to, see `totals.py`: of all valid tokens, or of the kept, as weights and rules ask.
+    looked_at: what each adds up to, see `correction/totals.py`: of all valid tokens, or of the kept, as weights and rules ask.
     totals: what the weights look at, and rules that do not say otherwise.
     keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
         nothing can be dropped.

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import CorrectionConfig, RejectRule, Statistic
+from mis_plugins.correction.ratios import LogProbs, bits, exp_clamped, log_ratio, nonfinite, only, only_
+from mis_plugins.correction.rejection import Totals, passes, row_of, total_of
+from mis_plugins.correction.statistics import STATISTICS
+from mis_plugins.correction.weights import bounded_weight, in_bounds
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.ratios import LogProbs, bits, exp_clamped, log_ratio, nonfinite, only, only_
-from mis_plugins.rejection import Totals, passes, row_of, total_of
-from mis_plugins.statistics import STATISTICS
-from mis_plugins.weights import bounded_weight, in_bounds
 
 
 @dataclass(frozen=True)

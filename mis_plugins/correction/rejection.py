@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Over, RejectRule, Statistic
-from mis_plugins.ratios import exp_clamped, within
+from mis_plugins.correction.ratios import exp_clamped, within
 
 
 class Totals(dict[str, Tensor]):
-    """What each unit adds up to, by the names of `totals.py`, and what follows from that, computed once.
+    """What each unit adds up to, by the names of `correction/totals.py`, and what follows from that, computed once.
 
     A unit is a sequence, or a segment of one.
     """

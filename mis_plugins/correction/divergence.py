@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mis_plugins.ratios import LOG_RATIO_CLAMP
+from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 
 
 def k1(log_ratio: Tensor) -> Tensor:

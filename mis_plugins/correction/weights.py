@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config import Bound, WeightConfig
-from mis_plugins.ratios import log_bound, within
+from mis_plugins.correction.ratios import log_bound, within
 
 
 def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
