@@ -32,9 +32,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from mis_plugins.config.reading import from_mapping, preset_path
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.reading import from_mapping, preset_path
 
 BATCHES = 300
 TOLERANCE = 1e-6  # of a weight, relative above 1: the rounding of float32

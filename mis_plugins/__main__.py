@@ -27,9 +27,9 @@ from typing import Any
 
 import yaml
 
-from mis_plugins import reading, writing
-from mis_plugins.config import CorrectionConfig
-from mis_plugins.config_file import STDIN, keys_of, text_of
+from mis_plugins.config import reading, writing
+from mis_plugins.config.file import STDIN, keys_of, text_of
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins import reading
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
@@ -65,7 +65,7 @@ def compute_mis_weights_with_cp(
     """The TIS hook of Miles and slime on Megatron, with or without context parallelism.
 
     Args:
-        args: the host's arguments, with our config in either spelling (see `config.py`).
+        args: the host's arguments, with our config in either spelling (see `config/model.py`).
         pg_loss: `[T]`, this rank's tokens, with gradient.
         train_log_probs, rollout_log_probs: one 1-D tensor a sequence, this rank's tokens, perhaps none.
         loss_masks: one 1-D tensor a sequence, the full response.

@@ -17,13 +17,13 @@ from drive import call, one_rank, run
 from tolerances import EPS, weight_rtol
 
 from mis_plugins import mis
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import miles_fsdp
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.reading import from_mapping
 
 BATCH = ratio_batch([[9.0, 0.1], [8.0]])
 NOTHING = [{"over": "mean", "lower": 0.999, "upper": 1.0001}]

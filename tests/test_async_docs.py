@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks

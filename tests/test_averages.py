@@ -13,10 +13,10 @@ from test_partials import corrected
 from test_recorder import ARGS
 
 from mis_plugins import mis
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.hosts.averages import average
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
-from mis_plugins.reading import from_mapping
 
 Rows = list[tuple[list[float], list[float], list[int]]]
 LIVE: Rows = [([-1.0, -2.0], [-1.5, -2.0], [1, 1]), ([-0.5, -0.7, -3.0], [-0.9, -0.2, -1.0], [1, 0, 1])]

@@ -19,7 +19,8 @@ import torch
 import yaml
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from mis_plugins import mis, reading
+from mis_plugins import mis
+from mis_plugins.config import reading
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.step_report import Recorder
 

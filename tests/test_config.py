@@ -13,7 +13,7 @@ from batches import flat_configs, nested
 from hypothesis import given
 from tolerances import EPS64
 
-from mis_plugins.config import (
+from mis_plugins.config.model import (
     LARGEST_BINARY_KL,
     LEAST_PROBABILITY,
     CorrectionConfig,
@@ -22,9 +22,9 @@ from mis_plugins.config import (
     RejectRule,
     WeightConfig,
 )
+from mis_plugins.config.reading import correcting_keys, from_args, from_flat, from_mapping, spelling
+from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError
-from mis_plugins.reading import correcting_keys, from_args, from_flat, from_mapping, spelling
-from mis_plugins.writing import as_mapping
 
 MILES_YAML = {
     "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mis_plugins.__main__ import main
-from mis_plugins.config_file import LARGEST_FILE, keys_of, parsed
+from mis_plugins.config.file import LARGEST_FILE, keys_of, parsed
+from mis_plugins.config.reading import preset_path
 from mis_plugins.errors import ConfigError
-from mis_plugins.reading import preset_path
 
 HUGE = "1" + "0" * 400
 BIG = "mis: {weight: {upper: 2}}\n" + "".join(f"key_{i}: [1, 2.5, word, {{a: 1}}]\n" for i in range(120_000))

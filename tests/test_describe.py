@@ -17,9 +17,9 @@ from drive import assert_close
 from hypothesis import given
 from tolerances import normalized_rtol
 
-from mis_plugins import writing
 from mis_plugins.__main__ import main
-from mis_plugins.config import (
+from mis_plugins.config import writing
+from mis_plugins.config.model import (
     CorrectionConfig,
     ObjectiveConfig,
     OpsmConfig,
@@ -27,9 +27,9 @@ from mis_plugins.config import (
     Statistic,
     WeightConfig,
 )
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.explain import formula, six_tokens
 from mis_plugins.explain import words as describe
-from mis_plugins.reading import from_mapping
 
 NAMES = sorted(DOCUMENTED)
 

@@ -18,9 +18,10 @@ from drive import same_bytes
 from host_flags import accepted
 from test_loss_hook import drive, flags, hosts, random_step
 
-from mis_plugins import mis, reading
+from mis_plugins import mis
 from mis_plugins.__main__ import main
-from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import miles
 from mis_plugins.hosts.arguments import RECORDS, kinds

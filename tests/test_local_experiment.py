@@ -27,9 +27,9 @@ from demo import RUNS, conclude
 from experiments.folders import METRICS, SUMMARY
 from experiments.recipe import ESTIMATORS, METHODS, command_line
 
+from mis_plugins.config.reading import from_args
 from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.report import write_json
-from mis_plugins.reading import from_args
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

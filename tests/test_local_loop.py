@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from mis_plugins.config.reading import preset_path
 from mis_plugins.correction.divergence import k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import loss
@@ -28,7 +29,6 @@ from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupI
 from mis_plugins.local.parser import build_parser
 from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
 from mis_plugins.local.tasks import TASKS
-from mis_plugins.reading import preset_path
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 NOBODY = GroupInfo(0, 1, None)

@@ -35,7 +35,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_plugins import mis, reading
+from mis_plugins import mis
+from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss

@@ -20,7 +20,7 @@ from loss_oracle import Response, Spec
 from tolerances import EPS, FINITE_STEP, WRITTEN, finite_difference_atol, float64_atol
 from torch import Tensor
 
-from mis_plugins.config import ObjectiveConfig
+from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.loss.objective import (
     ESTIMATORS,

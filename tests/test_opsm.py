@@ -17,7 +17,7 @@ from launch import run_ranks
 from loss_oracle import Response
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, OpsmConfig, RejectRule
+from mis_plugins.config.model import CorrectionConfig, OpsmConfig, RejectRule
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.loss.opsm import on_policy, reference_policy, sequence_means
 from mis_plugins.packing.layout import whole, zigzag

@@ -106,7 +106,7 @@ def test_installed_presets_are_found_and_good(bare: Path, tmp_path: Path) -> Non
     code = (
         "import sys\n"
         "from mis_plugins.__main__ import main\n"
-        "from mis_plugins.reading import preset_path\n"
+        "from mis_plugins.config.reading import preset_path\n"
         "for name in sys.argv[1:]:\n"
         "    assert main(['config', 'check', str(preset_path(name))]) == 0, name\n"
         "    print('FOUND', preset_path(name))"
@@ -128,7 +128,7 @@ def test_import_takes_no_host_and_no_megatron(bare: Path, tmp_path: Path) -> Non
         "import sys\n"
         "for name in ('megatron', 'miles', 'slime', 'transformers', 'rich', 'matplotlib', 'ray'):\n"
         "    sys.modules[name] = None\n"
-        "import mis_plugins, mis_plugins.mis, mis_plugins.config, true_on_policy\n"
+        "import mis_plugins, mis_plugins.mis, mis_plugins.config.model, true_on_policy\n"
         "print(mis_plugins.__file__)"
     )
     assert Path(run(str(bare), "-c", code, cwd=tmp_path).strip()).is_relative_to(bare.parent.parent)

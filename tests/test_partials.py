@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from tolerances import DECISION, EPS64, step_atol, step_weight_atol
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.catalogue import METRICS, QUANTILES, families, finalize
 from mis_plugins.metrics.partials import Partials, partials
 from mis_plugins.metrics.rows import Tokens, token_sums
 from mis_plugins.packing.ragged import Ragged, Responses
-from mis_plugins.reading import from_mapping
 
 SPLIT_DEPENDENT = ("micro_batches", "all_rejected")
 

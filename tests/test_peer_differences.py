@@ -18,11 +18,11 @@ from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
 from peers.rows import Rows, fixed_rows, our_metrics, ours, preset, surrogate_loss
 from tolerances import WRITTEN
 
-from mis_plugins.config import OpsmConfig
+from mis_plugins.config.model import OpsmConfig
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError
 from mis_plugins.loss.objective import Clip
 from mis_plugins.loss.opsm import on_policy
-from mis_plugins.reading import from_mapping
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "peers.md"
 

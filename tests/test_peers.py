@@ -35,14 +35,14 @@ from peers.rows import (
 from tolerances import DECISION
 from torch import Tensor
 
-from mis_plugins.config import OpsmConfig
+from mis_plugins.config.model import OpsmConfig
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import Clip, kl_term, target_log_ratio
 from mis_plugins.loss.opsm import on_policy
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
-from mis_plugins.reading import from_mapping
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
 few = settings(max_examples=40)  # for a test that is one of many alike

@@ -21,7 +21,8 @@ from launch import run_ranks
 from test_partials import corrected
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
@@ -32,7 +33,6 @@ from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.rows import multiplies
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.packing.ragged import Ragged, Ranks
-from mis_plugins.reading import from_mapping
 
 ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)
 EVERYTHING = {"weight": {"upper": 2.0}, "metrics": "all"}

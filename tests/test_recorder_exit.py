@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from mis_plugins import mis
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged, Ranks
-from mis_plugins.reading import from_mapping
+from mis_plugins.config.reading import from_mapping
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 ARGS = SimpleNamespace()

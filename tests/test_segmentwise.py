@@ -17,7 +17,7 @@ from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs
 from tolerances import weight_rtol
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, ObjectiveConfig
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.loss.micro_batch import LossConfig, LossInputs, micro_batch_loss, share_of
@@ -302,7 +302,7 @@ def test_config_errors(settings: dict, message: str):
 
 def test_reads_like_the_rest_of_the_config():
     """It hangs under a path and quotes it."""
-    from mis_plugins.reading import _parse
+    from mis_plugins.config.reading import _parse
 
     assert (
         _parse(SegmentWiseConfig, {"weight_cap": "2", "mode": "zero"}, "mis.segment_wise").weight.upper == 2.0

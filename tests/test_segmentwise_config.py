@@ -9,17 +9,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mis_plugins import writing
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import (
+from mis_plugins.config import writing
+from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
     SegmentWiseConfig,
     WeightConfig,
 )
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError
-from mis_plugins.reading import from_mapping
 
 
 def test_the_block_is_a_weight_and_on():

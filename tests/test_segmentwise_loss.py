@@ -52,7 +52,8 @@ from tolerances import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mis_plugins import mis, reading
+from mis_plugins import mis
+from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss as hosts_loss

@@ -15,7 +15,7 @@ from documented import DEFAULTS, GEO, PG, PPO, SEQUENCE_IS, TOKEN_IS, VERL
 from hypothesis import given
 
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import (
+from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
@@ -24,10 +24,10 @@ from mis_plugins.config import (
     SegmentWiseConfig,
     WeightConfig,
 )
+from mis_plugins.config.reading import from_flat, preset_path
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl
 from mis_plugins.explain.translate.translation import Translation
-from mis_plugins.reading import from_flat, preset_path
 
 
 def preset(name: str) -> CorrectionConfig:

@@ -18,9 +18,9 @@ from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
 
-from mis_plugins import writing
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import (
+from mis_plugins.config import writing
+from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
@@ -29,9 +29,9 @@ from mis_plugins.config import (
     SegmentWiseConfig,
     WeightConfig,
 )
+from mis_plugins.config.reading import from_flat, from_mapping, preset_path
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain import words as describe
-from mis_plugins.reading import from_flat, from_mapping, preset_path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "yaml"

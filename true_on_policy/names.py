@@ -19,7 +19,7 @@ import yaml
 from jaxtyping import Shaped
 from torch import Tensor
 
-from mis_plugins.config_file import parsed
+from mis_plugins.config.file import parsed
 from mis_plugins.shared.storage import RecordError
 
 # Of a request, not of the computation: they differ between two runs of one engine.

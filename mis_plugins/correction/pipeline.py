@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, Level, Population, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.correction.rejection import Totals
 from mis_plugins.correction.segments import SegmentStage, needs_segments, segment_stage
 from mis_plugins.correction.totals import (

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import Over, RejectRule, Statistic
+from mis_plugins.config.model import Over, RejectRule, Statistic
 from mis_plugins.correction.ratios import exp_clamped, within
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, Population, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, Population, WeightConfig
 from mis_plugins.correction.rejection import Totals
 from mis_plugins.correction.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
 from mis_plugins.correction.units import kept_by_population, known_log_ratio, passing_units, unit_weight

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.config import LEAST_PROBABILITY, Statistic
+from mis_plugins.config.model import LEAST_PROBABILITY, Statistic
 from mis_plugins.correction.divergence import k1, k2, k3
 from mis_plugins.correction.ratios import LARGEST_EXPONENT, LogProbs
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, RejectRule, Statistic
+from mis_plugins.config.model import CorrectionConfig, RejectRule, Statistic
 from mis_plugins.correction.ratios import LogProbs, bits, exp_clamped, log_ratio, nonfinite, only, only_
 from mis_plugins.correction.rejection import Totals, passes, row_of, total_of
 from mis_plugins.correction.statistics import STATISTICS

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import LEVEL_OVER, CorrectionConfig, Population, RejectRule, WeightConfig
+from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Population, RejectRule, WeightConfig
 from mis_plugins.correction.rejection import Totals, aggregate, passes
 from mis_plugins.correction.weights import bounded_weight, in_bounds
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import Bound, WeightConfig
+from mis_plugins.config.model import Bound, WeightConfig
 from mis_plugins.correction.ratios import log_bound, within
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mis_plugins.config import (
+from mis_plugins.config.model import (
     Bound,
     CorrectionConfig,
     Level,

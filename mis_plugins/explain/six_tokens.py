@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.loss.micro_batch import (
     LossConfig,

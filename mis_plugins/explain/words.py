@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mis_plugins.config import (
+from mis_plugins.config.model import (
     Bound,
     CorrectionConfig,
     Level,

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from mis_plugins import reading
+from mis_plugins.config import reading
 from mis_plugins.local.parser import build_parser
 
 Host = Literal["miles", "slime", "fsdp"]

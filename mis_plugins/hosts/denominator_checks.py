@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mis_plugins import reading
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.notices import warn_once
 

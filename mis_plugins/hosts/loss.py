@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins import reading
-from mis_plugins.config import CorrectionConfig, ObjectiveConfig, OpsmConfig
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, denominator_checks, miles, slime, watching
 from mis_plugins.hosts.batch import host_layout

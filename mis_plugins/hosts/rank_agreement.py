@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.packing.ragged import Ranks, to_device
 from mis_plugins.packing.transfer import Arrival, to_host

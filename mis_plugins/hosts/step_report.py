@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 from mis_plugins.errors import ConfigError, MisError

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from mis_plugins import reading
-from mis_plugins.config import CorrectionConfig
-from mis_plugins.config_file import keys_of
+from mis_plugins.config import reading
+from mis_plugins.config.file import keys_of
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import miles_fsdp
 from mis_plugins.shared.notices import warn_once

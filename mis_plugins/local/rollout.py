@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_plugins import reading
-from mis_plugins.config import SegmentWiseConfig
+from mis_plugins.config import reading
+from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import watching
 from mis_plugins.local.advantages import ESTIMATORS

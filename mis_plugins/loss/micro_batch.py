@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, ObjectiveConfig
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.pipeline import Correction, Left, denominator_scale, nothing_rejected
 from mis_plugins.correction.ratios import exp_clamped, nonfinite
 from mis_plugins.loss.objective import (

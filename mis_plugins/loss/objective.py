@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config import ObjectiveConfig
+from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.correction.divergence import k1, k2, k3
 from mis_plugins.correction.ratios import exp_clamped, finite
 from mis_plugins.errors import ConfigError

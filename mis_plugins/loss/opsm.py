@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config import OpsmConfig
+from mis_plugins.config.model import OpsmConfig
 from mis_plugins.correction.ratios import log_ratio
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.shared.notices import warn_once

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.metrics.metric import Metric
 from mis_plugins.metrics.partials import LAGS, Partials
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mis_plugins.config import Population, RejectRule, Unit
+from mis_plugins.config.model import Population, RejectRule, Unit
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.rejection import Totals
 from mis_plugins.metrics import sketch

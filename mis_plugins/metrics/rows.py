@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.correction.divergence import k2, k3
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound

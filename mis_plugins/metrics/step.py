@@ -10,7 +10,7 @@ from functools import cached_property
 from jaxtyping import Int
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.partials import LAG_ROWS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials

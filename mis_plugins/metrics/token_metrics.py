@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.config import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.correction.divergence import k1, k3
 from mis_plugins.correction.pipeline import Correction, kept_tokens
 from mis_plugins.correction.ratios import (

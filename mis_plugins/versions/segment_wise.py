@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config import SegmentWiseConfig
+from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.correction.ratios import exp_clamped, log_ratio, only_
 from mis_plugins.correction.weights import bounded_weight, in_bounds
 from mis_plugins.errors import InputError

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from tolerances import DECISION, metric_atol, normalized_rtol
 from torch import Tensor
 
-from mis_plugins.config import ObjectiveConfig
+from mis_plugins.config.model import ObjectiveConfig
+from mis_plugins.config.reading import from_mapping, preset_path
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import partials
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ragged, Ranks
-from mis_plugins.reading import from_mapping, preset_path
 
 # How far a response's log ratios spread, none beyond the clamp of 20: what a peer does there is a test of its own. The
 # smallest is for rules over 0.999 to 1.001.

@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mis_plugins import mis, reading
+from mis_plugins import mis
+from mis_plugins.config import reading
 from mis_plugins.hosts import loss as hosts_loss
 from true_on_policy import dumps
 from true_on_policy.errors import HostConfigError

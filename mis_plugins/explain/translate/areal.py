@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mis_plugins import reading, writing
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config import reading, writing
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.translation import Translation, choice, load
-from mis_plugins.reading import number
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
 DECOUPLED, REJECTION = "use_decoupled_loss", "rejection_sampling"

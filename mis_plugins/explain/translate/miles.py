@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mis_plugins import reading, writing
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config import reading, writing
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.translation import Translation
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.script import commands, without_comments
 from mis_plugins.explain.translate.translation import Translation, choice, load
-from mis_plugins.reading import number
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"

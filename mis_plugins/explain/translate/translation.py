@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from mis_plugins import reading, writing
-from mis_plugins.config import CorrectionConfig
-from mis_plugins.config_file import StrictLoader, parsed
+from mis_plugins.config import reading, writing
+from mis_plugins.config.file import StrictLoader, parsed
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.words import flags
 

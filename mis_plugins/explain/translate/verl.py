@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.script import commands, without_comments
 from mis_plugins.explain.translate.translation import Translation, Unquoted, choice, load, switch
-from mis_plugins.reading import number
 
 SECTION = ("algorithm", "rollout_correction")
 COMMON = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")

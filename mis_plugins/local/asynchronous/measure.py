@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from mis_plugins.config import CorrectionConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.config.reading import from_args
 from mis_plugins.local.batch import pack
 from mis_plugins.local.parallel import ParallelState
 from mis_plugins.local.trainer import RolloutData
@@ -17,7 +18,6 @@ from mis_plugins.metrics.staleness import (
     weight_metrics,
     weights_by_age,
 )
-from mis_plugins.reading import from_args
 from mis_plugins.versions.segment_wise import Written, behavior_weight, proximal_t
 
 OURS = "mis_plugins."

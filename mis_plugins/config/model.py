@@ -1,4 +1,4 @@
-"""What to correct and how, as frozen dataclasses. `reading.py` makes them of what a user wrote.
+"""What to correct and how, as frozen dataclasses. `config/reading.py` makes them of what a user wrote.
 
 Each checks itself when it is made: a bound that cannot hold or a setting without effect is a `ConfigError`.
 """

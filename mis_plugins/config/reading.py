@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import yaml
 
-from mis_plugins.config import (
+from mis_plugins.config.file import keys_of
+from mis_plugins.config.model import (
     LEVEL_OVER,
     WEIGHT_BOUNDS,
     CorrectionConfig,
@@ -31,7 +32,6 @@ from mis_plugins.config import (
     WeightConfig,
     check_ratio_bounds,
 )
-from mis_plugins.config_file import keys_of
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import shown
 

@@ -1,4 +1,4 @@
-"""A config as the YAML that `reading.py` reads back."""
+"""A config as the YAML that `config/reading.py` reads back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from mis_plugins.config import (
+from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mis_plugins.config import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.shared.numerals import shown
 
