@@ -33,7 +33,7 @@ from experiments.folders import METRICS, RESULTS, SUMMARY, add_folders, set_asid
 from experiments.reuse import made_of, stamp, unstamp
 from torch.multiprocessing.spawn import start_processes
 
-from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.report import MetricsLog, write_json
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
@@ -148,7 +148,7 @@ def _cell_share(share: int, missing: Sequence[Namespace], shares: int, code: str
 
 def _run(args: Namespace) -> None:
     from mis_plugins.local.loop import run_rank
-    from mis_plugins.local.parallel import launch
+    from mis_plugins.local.train.parallel import launch
 
     if launch(1, partial(run_rank, args)):
         raise RuntimeError(f"{args.output}: the run failed; see above")
@@ -199,7 +199,7 @@ def measure_bias(
 
 
 def _bias_share(share: int, missing: Sequence[Directions], shares: int, code: str | None) -> None:
-    from mis_plugins.local.parallel import launch
+    from mis_plugins.local.train.parallel import launch
 
     for one in missing[share::shares]:
         unstamp(one.folder)
@@ -213,7 +213,7 @@ def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Pat
     from experiments.async_bias import directions
 
     from mis_plugins.local.loop import Loop
-    from mis_plugins.local.parallel import initialize
+    from mis_plugins.local.train.parallel import initialize
 
     loop = Loop.start(methods["segment-wise"], initialize(1, 1))
     found = directions(loop, methods, BOUND, rollouts)

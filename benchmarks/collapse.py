@@ -33,14 +33,14 @@ from experiments.reuse import made_of, stamp, unstamp
 from rich.progress import track
 
 from mis_plugins.correction.divergence import k3
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.engine import DecodeEngine
-from mis_plugins.local.gradients import cosine, mean_gradient, on_policy_reference
+from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.cli.parser import PRECISIONS
 from mis_plugins.local.loop import Loop
-from mis_plugins.local.parallel import initialize, launch
-from mis_plugins.local.parser import PRECISIONS
+from mis_plugins.local.model.engine import DecodeEngine
 from mis_plugins.local.report import plot_curves, write_json
-from mis_plugins.local.rollout import Rollout, shard
+from mis_plugins.local.rollout.sampler import Rollout, shard
+from mis_plugins.local.train.gradients import cosine, mean_gradient, on_policy_reference
+from mis_plugins.local.train.parallel import initialize, launch
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, as_markdown, committed_tree, measured_with
 from mis_plugins.shared.shell import add_version

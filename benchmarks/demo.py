@@ -16,10 +16,10 @@ from experiments.folders import CURVES, SUMMARY, unused
 from experiments.recipe import command_line
 from rich.console import Console
 
-from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.loop import run_rank
-from mis_plugins.local.parallel import launch
 from mis_plugins.local.report import Summary, plot_curves, three_sentences
+from mis_plugins.local.train.parallel import launch
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import add_version
 

@@ -38,10 +38,10 @@ from rich.progress import track
 from mis_plugins.__main__ import load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import preset_path
-from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.loop import run_rank
-from mis_plugins.local.parallel import EXIT_INTERRUPTED, launch
 from mis_plugins.local.report import COLORS, FRAME, GRID, MetricsLog, write_json
+from mis_plugins.local.train.parallel import EXIT_INTERRUPTED, launch
 from mis_plugins.shared.provenance import committed_tree
 
 RECIPE = (

@@ -30,11 +30,11 @@ from experiments.folders import SUMMARY, set_aside
 from experiments.recipe import RECIPE, command_line
 from provenance import as_markdown, provenance
 
-from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.cli.parser import ENGINE_NAMES
 from mis_plugins.local.loop import run_rank
-from mis_plugins.local.parallel import launch
-from mis_plugins.local.parser import ENGINE_NAMES
 from mis_plugins.local.report import MetricsLog, plot_curves, write_json
+from mis_plugins.local.train.parallel import launch
 from mis_plugins.shared.numerals import whole
 
 TOKENS = "tokens.jsonl"

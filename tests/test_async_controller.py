@@ -30,10 +30,10 @@ from mis_plugins.local.asynchronous.messages import Pause, Publish, Tokens
 from mis_plugins.local.asynchronous.process import WorkerProcess
 from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Heartbeat, Watchdog
 from mis_plugins.local.asynchronous.worker import PauseMode, WorkerSettings
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.decoding import Sampling
-from mis_plugins.local.engine import DecodeEngine
-from mis_plugins.local.model import initial_weights
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.decoding import Sampling
+from mis_plugins.local.model.engine import DecodeEngine
+from mis_plugins.local.model.model import initial_weights
 from mis_plugins.versions.response import Response
 from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 from mis_plugins.versions.update_hooks import HookError

@@ -42,7 +42,7 @@ from experiments.folders import METRICS, SUMMARY, add_folders, with_folders
 from experiments.reuse import made_of, stamp, unstamp
 
 from mis_plugins.config.reading import from_args
-from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.report import write_json
 from mis_plugins.shared import provenance
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tolerances import FP32_LOG_PROB
 
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.decoding import Decoding, Sampling, Unfinished
-from mis_plugins.local.engine import DecodeEngine
-from mis_plugins.local.model import initial_weights
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.decoding import Decoding, Sampling, Unfinished
+from mis_plugins.local.model.engine import DecodeEngine
+from mis_plugins.local.model.model import initial_weights
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
 EOS, LENGTH = 10, 9

@@ -21,15 +21,15 @@ from tolerances import FP32_LOG_PROB
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.local import report
-from mis_plugins.local.arguments import parse_args
 from mis_plugins.local.asynchronous.scoring import Scoring
 from mis_plugins.local.asynchronous.source import ages as token_ages
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
-from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.loop import Loop, run_rank
-from mis_plugins.local.parallel import EXIT_INTERRUPTED, initialize, launch
-from mis_plugins.local.rollout import Rollout, derive_seed, draw
+from mis_plugins.local.model.engine import DecodeEngine
+from mis_plugins.local.rollout.sampler import Rollout, derive_seed, draw
+from mis_plugins.local.train.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.metrics.by_age import COLUMNS
 from mis_plugins.versions.recompute import Pool, recompute
 from mis_plugins.versions.response import Response

@@ -11,10 +11,10 @@ import transformers
 from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.engine import DecodeEngine, Generation
-from mis_plugins.local.quantize import at_precision, round_to_int
-from mis_plugins.local.sampling import counter_uniform, sample
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.engine import DecodeEngine, Generation
+from mis_plugins.local.model.quantize import at_precision, round_to_int
+from mis_plugins.local.model.sampling import counter_uniform, sample
 
 CONFIG = ModelConfig(
     vocab_size=16,

@@ -15,16 +15,16 @@ from test_local_parallel import GRIDS, Grid, recorded, relative, strong_weights,
 from test_local_parallel import settings as grid_settings
 from tolerances import EPS, FP32_LOG_PROB
 
-from mis_plugins.local import loss, parallel
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.kl import kl_term
-from mis_plugins.local.log_probs import get_log_probs_and_entropy
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.loop import model_config, run_rank
-from mis_plugins.local.loss import clipped_surrogate, custom_loss, policy_loss
-from mis_plugins.local.model import packed_logits
-from mis_plugins.local.rollout import Rollout, shard
-from mis_plugins.local.tasks import TASKS
-from mis_plugins.local.trainer import Trainer
+from mis_plugins.local.model.model import packed_logits
+from mis_plugins.local.rollout.sampler import Rollout, shard
+from mis_plugins.local.rollout.tasks import TASKS
+from mis_plugins.local.train import loss, parallel
+from mis_plugins.local.train.kl import kl_term
+from mis_plugins.local.train.log_probs import get_log_probs_and_entropy
+from mis_plugins.local.train.loss import clipped_surrogate, custom_loss, policy_loss
+from mis_plugins.local.train.trainer import Trainer
 from mis_plugins.loss.objective import ESTIMATORS, KlType
 from mis_plugins.mis import drop_broken_samples
 

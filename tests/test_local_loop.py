@@ -19,16 +19,22 @@ import torch
 from mis_plugins.config.reading import preset_path
 from mis_plugins.correction.divergence import k3
 from mis_plugins.errors import ConfigError
-from mis_plugins.local import loss
-from mis_plugins.local.advantages import ESTIMATORS
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.batch import pack
+from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.cli.parser import build_parser
 from mis_plugins.local.loop import run_rank
-from mis_plugins.local.loss import MicroBatch, clipped_surrogate, policy_loss
-from mis_plugins.local.parallel import EXIT_INTERRUPTED, EXIT_USER_ERROR, GroupInfo, ParallelState, launch
-from mis_plugins.local.parser import build_parser
-from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
-from mis_plugins.local.tasks import TASKS
+from mis_plugins.local.rollout.sampler import derive_seed, draw_problems, training_order
+from mis_plugins.local.rollout.tasks import TASKS
+from mis_plugins.local.train import loss
+from mis_plugins.local.train.advantages import ESTIMATORS
+from mis_plugins.local.train.batch import pack
+from mis_plugins.local.train.loss import MicroBatch, clipped_surrogate, policy_loss
+from mis_plugins.local.train.parallel import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    GroupInfo,
+    ParallelState,
+    launch,
+)
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 NOBODY = GroupInfo(0, 1, None)

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from tolerances import EPS, FP32_LOG_PROB
 
-from mis_plugins.local import parallel
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.batch import pack
-from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.loop import model_config
-from mis_plugins.local.loss import LOSSES
-from mis_plugins.local.model import initial_weights
-from mis_plugins.local.rollout import Rollout, derive_seed, draw_problems, shard
-from mis_plugins.local.sample import make_samples
-from mis_plugins.local.tasks import TASKS
-from mis_plugins.local.trainer import Trainer
+from mis_plugins.local.model.engine import DecodeEngine
+from mis_plugins.local.model.model import initial_weights
+from mis_plugins.local.rollout.sample import make_samples
+from mis_plugins.local.rollout.sampler import Rollout, derive_seed, draw_problems, shard
+from mis_plugins.local.rollout.tasks import TASKS
+from mis_plugins.local.train import parallel
+from mis_plugins.local.train.batch import pack
+from mis_plugins.local.train.loss import LOSSES
+from mis_plugins.local.train.trainer import Trainer
 
 RTOL = 1e-5  # what the project promises, relative, for four steps in any layout
 LOG_RATIO = 16 * EPS  # rounding of a difference of log-probs near -3, each a few dozen operations deep
@@ -235,7 +235,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
     def main() -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        from mis_plugins.local.attention import PackedAttention, PackedLayout
+        from mis_plugins.local.model.attention import PackedAttention, PackedLayout
 
         parallel.initialize(1, 2)
         rank = mpu.get_context_parallel_rank()

@@ -14,8 +14,8 @@ import presets
 import pytest
 from experiments.folders import METRICS, SUMMARY
 
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.parallel import EXIT_INTERRUPTED
+from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.train.parallel import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "k3_kl", "ess", "kept")

@@ -13,11 +13,11 @@ from test_local_loop import ALONE, numbers, run
 
 from mis_plugins.config.reading import preset_path
 from mis_plugins.errors import InputError
-from mis_plugins.local.arguments import parse_args
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.rollout import Rollout, shard
-from mis_plugins.local.sample import Sample, Status
-from mis_plugins.local.trainer import RolloutData
+from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.rollout.sample import Sample, Status
+from mis_plugins.local.rollout.sampler import Rollout, shard
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import RolloutData
 
 LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 CURRENT = 5

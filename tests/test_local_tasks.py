@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.local.tasks import EOS, EQUALS, PLUS, TASKS
+from mis_plugins.local.rollout.tasks import EOS, EQUALS, PLUS, TASKS
 
 
 def problems(name: str, digits: int = 4, count: int = 50, seed: int = 0):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_local_loop import MIS, records, run
 
-from mis_plugins.local.parallel import EXIT_USER_ERROR
-from mis_plugins.local.tasks import TASKS
+from mis_plugins.local.rollout.tasks import TASKS
+from mis_plugins.local.train.parallel import EXIT_USER_ERROR
 from mis_plugins.mis import Answer, compute_mis_weights_with_cp
 
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.

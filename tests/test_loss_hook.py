@@ -41,9 +41,9 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss as hosts_loss
 from mis_plugins.hosts import tracking
-from mis_plugins.local import log_probs
-from mis_plugins.local.batch import Layout, pack
-from mis_plugins.local.loss import MicroBatch, Reducer, host_batch
+from mis_plugins.local.train import log_probs
+from mis_plugins.local.train.batch import Layout, pack
+from mis_plugins.local.train.loss import MicroBatch, Reducer, host_batch
 from mis_plugins.loss import micro_batch as loss
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.catalogue import QUANTILES

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import signal
 from megatron.core import parallel_state as mpu
-from mis_plugins.local.parallel import initialize, launch
+from mis_plugins.local.train.parallel import initialize, launch
 from process_groups import destroy_process_groups
 from true_on_policy.trainers.megatron import _one_rank
 

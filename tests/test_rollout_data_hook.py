@@ -11,7 +11,7 @@ from batches import Batch, host_args, ratio_batch
 from tolerances import normalized_rtol
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.local.loading import load_function
+from mis_plugins.local.cli.loading import load_function
 
 hook = load_function("mis_plugins.mis.normalize_rollout", "--rollout-data-postprocess-path")
 ROLLOUT = {"weight": {"upper": 5.0, "normalize": {"scope": "rollout"}}}

@@ -18,7 +18,7 @@ from test_loss_hook import Outcome, call, drive, flags, hosts, random_step
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import watching
-from mis_plugins.local.arguments import merge_custom_config
+from mis_plugins.local.cli.arguments import merge_custom_config
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
 

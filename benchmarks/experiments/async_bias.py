@@ -16,11 +16,11 @@ from torch import Tensor
 
 from mis_plugins.local.asynchronous.scoring import Scoring
 from mis_plugins.local.asynchronous.source import samples_of
-from mis_plugins.local.decoding import Sampling, Unfinished
-from mis_plugins.local.engine import DecodeEngine
-from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.local.loop import Loop
-from mis_plugins.local.rollout import Rollout, draw, judged
+from mis_plugins.local.model.decoding import Sampling, Unfinished
+from mis_plugins.local.model.engine import DecodeEngine
+from mis_plugins.local.rollout.sampler import Rollout, draw, judged
+from mis_plugins.local.train.gradients import cosine, mean_gradient, on_policy, on_policy_reference
 from mis_plugins.versions.recompute import Pool, recompute
 from mis_plugins.versions.response import Response
 

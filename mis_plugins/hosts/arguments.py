@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
-from mis_plugins.local.parser import build_parser
+from mis_plugins.local.cli.parser import build_parser
 
 Host = Literal["miles", "slime", "fsdp"]
 Kind = Literal["switch", "number", "text", "other"]

@@ -128,7 +128,7 @@ def _lengths(batch: Batch) -> dict[str, Any]:
 
 
 def _embedded_scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
-    from mis_plugins.local.log_probs import get_log_probs_and_entropy
+    from mis_plugins.local.train.log_probs import get_log_probs_and_entropy
 
     found = get_log_probs_and_entropy(
         logits, args=args, with_entropy=args.entropy_coef != 0, **_lengths(batch)

@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.folders import SUMMARY, run_folder
 
 from mis_plugins.errors import MisError
-from mis_plugins.local.arguments import parse_args
+from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     # Megatron takes seconds to import: not before the settings are known to be right, and once for all ranks.
     with importing():
         from mis_plugins.local.loop import run_rank
-        from mis_plugins.local.parallel import launch
+        from mis_plugins.local.train.parallel import launch
 
     return _told(Path(args.output), launch(args.world_size, lambda: run_rank(args)))
 

@@ -19,20 +19,28 @@ from rich.console import Console
 from torch import Tensor
 
 from mis_plugins.hosts.step_report import RECORDER
-from mis_plugins.local import checkpoint, report
+from mis_plugins.local import report
 from mis_plugins.local.asynchronous.source import AsynchronousRollouts
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.engine import DecodeEngine, RolloutEngine
-from mis_plugins.local.gradients import cosine, mean_gradient, on_policy, on_policy_reference
-from mis_plugins.local.loading import load_function
-from mis_plugins.local.loss import LOSSES
-from mis_plugins.local.parallel import ParallelState, StopSignal, initialize
-from mis_plugins.local.rollout import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
-from mis_plugins.local.rollout_engines import kernels, rollout_engine
-from mis_plugins.local.tasks import TASKS, Problem, Task
-from mis_plugins.local.trainer import RolloutData, Trainer
-from mis_plugins.local.warm_start import warm_start
+from mis_plugins.local.cli.loading import load_function
+from mis_plugins.local.model import checkpoint
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
+from mis_plugins.local.rollout.rollout_engines import kernels, rollout_engine
+from mis_plugins.local.rollout.sampler import (
+    Rollout,
+    collect,
+    derive_seed,
+    draw_problems,
+    sample_responses,
+    shard,
+)
+from mis_plugins.local.rollout.tasks import TASKS, Problem, Task
+from mis_plugins.local.train.gradients import cosine, mean_gradient, on_policy, on_policy_reference
+from mis_plugins.local.train.loss import LOSSES
+from mis_plugins.local.train.parallel import ParallelState, StopSignal, initialize
+from mis_plugins.local.train.trainer import RolloutData, Trainer
+from mis_plugins.local.train.warm_start import warm_start
 from mis_plugins.shared.shell import Unread
 
 Row = dict[str, int | float]

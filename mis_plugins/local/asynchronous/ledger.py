@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mis_plugins.local.asynchronous.messages import Tokens
-from mis_plugins.local.decoding import Unfinished
+from mis_plugins.local.model.decoding import Unfinished
 from mis_plugins.versions.recompute import Pool
 from mis_plugins.versions.response import Response
 

@@ -9,9 +9,9 @@ import torch
 
 from mis_plugins.config.model import CorrectionConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_args
-from mis_plugins.local.batch import pack
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.trainer import RolloutData
+from mis_plugins.local.train.batch import pack
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import RolloutData
 from mis_plugins.metrics.staleness import (
     error_metrics,
     loglinear_error_by_age,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mis_plugins.local.decoding import Drawn, Unfinished
+from mis_plugins.local.model.decoding import Drawn, Unfinished
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mis_plugins.local.batch import pack
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.trainer import Trainer
+from mis_plugins.local.train.batch import pack
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import Trainer
 from mis_plugins.versions.recompute import Batch
 
 Scores = list[list[float]]

@@ -11,20 +11,20 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_plugins.local.arguments import register_hooks
 from mis_plugins.local.asynchronous.controller import Controller
 from mis_plugins.local.asynchronous.ledger import Wanted
 from mis_plugins.local.asynchronous.measure import measured, segment_wise
 from mis_plugins.local.asynchronous.scoring import Scoring
 from mis_plugins.local.asynchronous.worker import WorkerSettings
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.decoding import Sampling
-from mis_plugins.local.engine import Generation
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.rollout import Rollout, draw, judged
-from mis_plugins.local.sample import Sample, make_samples
-from mis_plugins.local.tasks import Problem, Task
-from mis_plugins.local.trainer import RolloutData, Trainer
+from mis_plugins.local.cli.arguments import register_hooks
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.decoding import Sampling
+from mis_plugins.local.model.engine import Generation
+from mis_plugins.local.rollout.sample import Sample, make_samples
+from mis_plugins.local.rollout.sampler import Rollout, draw, judged
+from mis_plugins.local.rollout.tasks import Problem, Task
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import RolloutData, Trainer
 from mis_plugins.metrics.by_age import age_column
 from mis_plugins.versions.recompute import Recomputed, recompute
 from mis_plugins.versions.response import Response

@@ -29,9 +29,9 @@ from mis_plugins.local.asynchronous.messages import (
     Tokens,
 )
 from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Heartbeat
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.decoding import Decoding, Sampling
-from mis_plugins.local.engine import DecodeEngine
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.decoding import Decoding, Sampling
+from mis_plugins.local.model.engine import DecodeEngine
 
 PauseMode = Literal["in_place", "retract", "abort"]
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from rich.progress import track
 from torch import Tensor
 
-from mis_plugins.local.checkpoint import read_weights
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.loss import of_log_probs, supervised_loss
-from mis_plugins.local.model import initial_weights
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.rollout import derive_seed, draw_problems, training_order
-from mis_plugins.local.tasks import Problem, Task
-from mis_plugins.local.trainer import RolloutData, Trainer
+from mis_plugins.local.model.checkpoint import read_weights
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.model import initial_weights
+from mis_plugins.local.rollout.sampler import derive_seed, draw_problems, training_order
+from mis_plugins.local.rollout.tasks import Problem, Task
+from mis_plugins.local.train.loss import of_log_probs, supervised_loss
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import RolloutData, Trainer
 from mis_plugins.shared.storage import replaced
 
 BATCH = 64

@@ -12,8 +12,8 @@ from experiments.folders import CHECKPOINT
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.trainer import Trainer
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.train.trainer import Trainer
 from mis_plugins.shared.storage import replaced
 
 

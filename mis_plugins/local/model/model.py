@@ -22,10 +22,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mis_plugins.local.attention import PackedAttention, PackedLayout
-from mis_plugins.local.batch import Layout
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.parallel import GroupInfo, ParallelState
+from mis_plugins.local.model.attention import PackedAttention, PackedLayout
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.train.batch import Layout
+from mis_plugins.local.train.parallel import GroupInfo, ParallelState
 
 INIT_STD = 0.02
 

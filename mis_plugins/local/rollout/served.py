@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.engine import Generation
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.engine import Generation
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.models import Shape, write_checkpoint
 

@@ -16,12 +16,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from mis_plugins.local.batch import Layout, pack
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.log_probs import response_log_probs
-from mis_plugins.local.loss import LossFunction, Metrics, MicroBatch
-from mis_plugins.local.model import Naming, build_model, packed_logits
-from mis_plugins.local.parallel import ParallelState
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.model import Naming, build_model, packed_logits
+from mis_plugins.local.train.batch import Layout, pack
+from mis_plugins.local.train.log_probs import response_log_probs
+from mis_plugins.local.train.loss import LossFunction, Metrics, MicroBatch
+from mis_plugins.local.train.parallel import ParallelState
 
 RolloutData = dict[str, Any]
 """The hosts' ``rollout_data``: lists with one entry a sample of this data-parallel rank, in training order."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mis_plugins.local.decoder import Decoder, LeftPadded
-from mis_plugins.local.sampling import counter_uniform, sample
+from mis_plugins.local.model.decoder import Decoder, LeftPadded
+from mis_plugins.local.model.sampling import counter_uniform, sample
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mis_plugins.local.decoder import ModelConfig
-from mis_plugins.local.engine import DecodeEngine, RolloutEngine
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
 from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.pin import pinned
@@ -29,7 +29,7 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
     """What both sides keep, float32 as the trainer is; None without ``--true-on-policy``."""
     if not args.true_on_policy:
         return None
-    from mis_plugins.local.served import model_shape
+    from mis_plugins.local.rollout.served import model_shape
 
     return Contract(dtype="fp32", shapes=Shapes.of(model_shape(config).config(torch.float32)))
 
@@ -60,7 +60,7 @@ def _sglang(args: Namespace, config: ModelConfig) -> RolloutEngine:
 
 
 def _served(config: ModelConfig, start: Callable[[Path], Engine]) -> RolloutEngine:
-    from mis_plugins.local.served import ServedEngine
+    from mis_plugins.local.rollout.served import ServedEngine
 
     return ServedEngine(config, start)
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_plugins.local.loss import LOSSES
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.rollout import Rollout, shard
-from mis_plugins.local.trainer import Trainer
+from mis_plugins.local.rollout.sampler import Rollout, shard
+from mis_plugins.local.train.loss import LOSSES
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import Trainer
 
 
 def on_policy(args: Namespace) -> Namespace:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mis_plugins.local.batch import Layout
+from mis_plugins.local.train.batch import Layout
 
 
 @dataclass

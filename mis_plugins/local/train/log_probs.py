@@ -11,7 +11,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from mis_plugins.local.batch import Layout, pack
+from mis_plugins.local.train.batch import Layout, pack
 
 
 def response_log_probs(logits: Tensor, layout: Layout, args: Namespace) -> Tensor:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mis_plugins.local.engine import Generation
-from mis_plugins.local.loading import load_function
-from mis_plugins.local.tasks import Problem, Task
+from mis_plugins.local.cli.loading import load_function
+from mis_plugins.local.model.engine import Generation
+from mis_plugins.local.rollout.tasks import Problem, Task
 
 
 class Status(enum.Enum):

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.local.decoder import Decoder, LeftPadded, ModelConfig
-from mis_plugins.local.decoding import Decoding, Sampling, Unfinished
-from mis_plugins.local.quantize import LINEAR, at_precision
+from mis_plugins.local.model.decoder import Decoder, LeftPadded, ModelConfig
+from mis_plugins.local.model.decoding import Decoding, Sampling, Unfinished
+from mis_plugins.local.model.quantize import LINEAR, at_precision
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class DecodeEngine:
     """The local `RolloutEngine`.
 
     Args:
-        precision: `fp32`, `bf16`, `int8`, `int4` or `int3`; see `quantize.py`.
+        precision: `fp32`, `bf16`, `int8`, `int4` or `int3`; see `model/quantize.py`.
     """
 
     def __init__(self, config: ModelConfig, precision: str) -> None:

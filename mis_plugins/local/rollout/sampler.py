@@ -20,13 +20,13 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import watching
-from mis_plugins.local.advantages import ESTIMATORS
-from mis_plugins.local.batch import Layout, pack
-from mis_plugins.local.engine import Generation, RolloutEngine
-from mis_plugins.local.parallel import ParallelState
-from mis_plugins.local.sample import Sample, filtered, make_samples
-from mis_plugins.local.tasks import Problem, Task
-from mis_plugins.local.trainer import RolloutData
+from mis_plugins.local.model.engine import Generation, RolloutEngine
+from mis_plugins.local.rollout.sample import Sample, filtered, make_samples
+from mis_plugins.local.rollout.tasks import Problem, Task
+from mis_plugins.local.train.advantages import ESTIMATORS
+from mis_plugins.local.train.batch import Layout, pack
+from mis_plugins.local.train.parallel import ParallelState
+from mis_plugins.local.train.trainer import RolloutData
 from mis_plugins.versions.segment_wise import Written, admitted
 
 MAX_DRAWS = 1000

@@ -14,8 +14,8 @@ from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
-from mis_plugins.local.loading import load_function
-from mis_plugins.local.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
+from mis_plugins.local.cli.loading import load_function
+from mis_plugins.local.cli.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
 from mis_plugins.shared.numerals import LARGEST, shown
 from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 from mis_plugins.versions.update_hooks import Hooks

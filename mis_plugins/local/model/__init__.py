@@ -1,0 +1,1 @@
+"""The embedded host's language model and its decoding."""
