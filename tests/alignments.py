@@ -27,11 +27,11 @@ from true_on_policy.contract import Contract
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels import cpu
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.links import Evidence, LogProbs, conclusion
 from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.verify.links import Evidence, LogProbs, conclusion
 
 CONTRACT = Contract(dtype="bf16")
 ORDER = ORDERS["sglang"]

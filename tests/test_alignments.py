@@ -16,7 +16,7 @@ from true_on_policy.models import checkpoint
 from true_on_policy.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
-from true_on_policy.workload import Workload
+from true_on_policy.verify.workload import Workload
 
 TREE = Tree("native", leaves=4)
 

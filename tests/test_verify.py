@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from mis_plugins.shared.commit import commit
-from true_on_policy import picture, verify
 from true_on_policy.__main__ import main
-from true_on_policy.certificate import Certificate
 from true_on_policy.contract import Contract, Shapes
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.links import Evidence, Link, conclusion
 from true_on_policy.models import TINY, checkpoint, read_config, updated
 from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import active_backend
-from true_on_policy.situations import counted, not_met
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
-from true_on_policy.workload import LONG_PROMPT, Workload, arrangements
+from true_on_policy.verify import picture, verification
+from true_on_policy.verify.certificate import Certificate
+from true_on_policy.verify.links import Evidence, Link, conclusion
+from true_on_policy.verify.situations import counted, not_met
+from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements
 
 FEW = "60"
 
@@ -94,7 +94,7 @@ def test_one_bit_of_the_engine_is_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(
-        verify.ENGINES, "hf", lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order)
+        verification.ENGINES, "hf", lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order)
     )
     assert run("--trainer", "hf") == 1
     out = capsys.readouterr().out
@@ -106,7 +106,9 @@ def test_one_bit_of_the_trainer_is_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(
-        verify.TRAINERS, "hf", lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order)
+        verification.TRAINERS,
+        "hf",
+        lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order),
     )
     assert run("--trainer", "hf") == 1
     assert "engine prefill == trainer: " in capsys.readouterr().out
@@ -119,7 +121,7 @@ def test_a_chain_that_holds_with_stock_kernels_too_proves_nothing(
         samples=[Sample(Request((1,), 2), (3, 4), torch.tensor([-1.0, -2.0]), 0)],
         trainer_tempered=[torch.tensor([-1.0, -2.0])],
     )
-    monkeypatch.setattr(verify, "_control", lambda *_: agreeing)
+    monkeypatch.setattr(verification, "_control", lambda *_: agreeing)
     assert run("--trainer", "hf") == 2
     assert capsys.readouterr().out.endswith("verdict: vacuous\n")
 
@@ -153,11 +155,11 @@ def test_the_weights_change_as_often_as_the_certificate_says(tmp_path: Path, mon
             super().update_weights(checkpoint, version)
 
     monkeypatch.setitem(
-        verify.ENGINES, "hf", lambda path, contract, order: Noting(path, contract.dtype, order)
+        verification.ENGINES, "hf", lambda path, contract, order: Noting(path, contract.dtype, order)
     )
     assert run("--trainer", "hf", "--json", str(tmp_path / "c.json")) == 0
     count = json.loads((tmp_path / "c.json").read_text())["situations"]["weight_updates"]
-    assert [version for version, _ in given] == list(range(1, count + 1)) and count == verify.UPDATES
+    assert [version for version, _ in given] == list(range(1, count + 1)) and count == verification.UPDATES
     assert len({weights for _, weights in given}) == count
 
 
@@ -176,8 +178,8 @@ def test_the_control_is_stock_on_both_sides_and_drawn_as_such(
         made.append(("trainer", order is None, active_backend()))
         return HuggingFace(path, contract.dtype, order)
 
-    monkeypatch.setitem(verify.ENGINES, "hf", engine)
-    monkeypatch.setitem(verify.TRAINERS, "hf", trainer)
+    monkeypatch.setitem(verification.ENGINES, "hf", engine)
+    monkeypatch.setitem(verification.TRAINERS, "hf", trainer)
     monkeypatch.setattr(picture, "draw", lambda off, on, *_: drawn.append((off, on)))
     assert run("--trainer", "hf", "--picture", str(tmp_path / "c.png")) == 0
     pinned, stock = [(side, False, "native") for side in SIDES], [(side, True, None) for side in SIDES]
@@ -190,7 +192,7 @@ SIDES = ("engine", "trainer")
 
 
 def test_a_title_names_the_ranks_of_a_side_that_has_several():
-    one = verify.Plan("sglang", "megatron", "tiny-qwen3", "bf16", 60, "native", "engine", 1, 1, 4, 0)
+    one = verification.Plan("sglang", "megatron", "tiny-qwen3", "bf16", 60, "native", "engine", 1, 1, 4, 0)
     assert one.title == "sglang against megatron, tiny-qwen3, bf16"
     two = dataclasses.replace(one, trainer_tensor_parallel=4, engine_tensor_parallel=2)
     assert two.title == "sglang on 2 ranks against megatron on 4 ranks, tiny-qwen3, bf16"
@@ -211,7 +213,7 @@ class Scoring(Engine):
 def test_every_sample_is_scored_once_and_in_order(count: int, batches: list[int]):
     samples = [Sample(Request((index,), 1), (0,), torch.tensor([-1.0]), 0) for index in range(count)]
     engine = Scoring()
-    found = verify._scores(engine, samples)
+    found = verification._scores(engine, samples)
     assert [one.item() for one in found] == list(range(count)) and engine.asked == batches
 
 
@@ -304,7 +306,7 @@ def test_few_tokens_meet_every_situation_and_the_certificate_names_them(
 def test_a_situation_that_an_engine_should_meet_and_did_not_is_no_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(verify.ABILITIES, "hf", ("prefix cache", "preemption"))
+    monkeypatch.setitem(verification.ABILITIES, "hf", ("prefix cache", "preemption"))
     assert run("--trainer", "hf") == 2
     out = capsys.readouterr().out
     assert "not met: prefix-cache hit: give more --tokens, and leave the engine's prefix cache on\n" in out

@@ -18,7 +18,7 @@ from gpu.machine import Cuda
 from gpu.pins import installed
 from gpu.plan import Plan
 from gpu.results import Result, compared
-from true_on_policy.links import link
+from true_on_policy.verify.links import link
 
 KERNELS = {"stock": nullcontext, "pinned": installed}
 

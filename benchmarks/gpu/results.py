@@ -10,7 +10,7 @@ from typing import Any
 
 from provenance import as_markdown
 
-from true_on_policy.links import Link
+from true_on_policy.verify.links import Link
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.models import checkpoint, read_config
 from true_on_policy.norm_order import ORDERS
-from true_on_policy.verify import ENGINES
+from true_on_policy.verify.verification import ENGINES
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]

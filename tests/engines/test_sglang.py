@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from alignments import COMPLETE, LEFT_OUT, equal_share
 from test_verify import OneBitOffTrainer, flipped
 
-from true_on_policy import verify
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import Contract, Shapes
@@ -38,7 +37,6 @@ from true_on_policy.flags import launch_flags
 from true_on_policy.gpu_contract import model_contract
 from true_on_policy.gpu_probes import digest, over_ranks
 from true_on_policy.kernels import gpu
-from true_on_policy.links import Evidence
 from true_on_policy.model_config import stated_size
 from true_on_policy.models import read_config, updated
 from true_on_policy.norm_order import ORDERS, NormOrder
@@ -47,7 +45,9 @@ from true_on_policy.releases import FILES, RELEASES, declares
 from true_on_policy.settings import KERNELS, PRODUCTS
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
-from true_on_policy.verify import ENGINES, TRAINERS
+from true_on_policy.verify import verification
+from true_on_policy.verify.links import Evidence
+from true_on_policy.verify.verification import ENGINES, TRAINERS
 
 pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 
@@ -216,7 +216,7 @@ def test_one_bit_of_either_process_is_seen(side: str, code: int, engine: SGLang,
     with (
         patch.dict(ENGINES, sglang=lambda *_: running),
         patch.dict(TRAINERS, hf=lambda path, contract, order: trainer(path, contract.dtype, order)),
-        patch.object(verify, "_control", lambda *_: unequal),
+        patch.object(verification, "_control", lambda *_: unequal),
     ):
         command = "verify --engine sglang --trainer hf --dtype bf16 --tokens 60"
         assert main(command.split()) == code

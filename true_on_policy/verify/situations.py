@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from true_on_policy.links import Evidence
-from true_on_policy.workload import BATCH_SIZES, STOCK_KEYS, TEMPERATURES
+from true_on_policy.verify.links import Evidence
+from true_on_policy.verify.workload import BATCH_SIZES, STOCK_KEYS, TEMPERATURES
 
 # What an engine does of itself: a request cannot ask for it, and not every engine tells it.
 Ability = Literal["prefix cache", "preemption"]

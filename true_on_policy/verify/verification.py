@@ -23,17 +23,17 @@ from tempfile import TemporaryDirectory
 
 from mis_plugins.shared.commit import commit
 from mis_plugins.shared.storage import RecordError, check_writable, optional
-from true_on_policy.certificate import Certificate, Verdict, hashes
 from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName
 from true_on_policy.contract import DTYPES, Contract, Shapes
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
-from true_on_policy.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
-from true_on_policy.situations import Ability, counted, met, not_met, not_of_engine
 from true_on_policy.trainers.protocol import Trainer
-from true_on_policy.workload import Workload, arrangements
+from true_on_policy.verify.certificate import Certificate, Verdict, hashes
+from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
+from true_on_policy.verify.situations import Ability, counted, met, not_met, not_of_engine
+from true_on_policy.verify.workload import Workload, arrangements
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 PICTURES = (".png", ".pdf", ".svg")
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         certificate.write(arguments.json)
     if arguments.picture:
-        from true_on_policy.picture import draw
+        from true_on_policy.verify.picture import draw
 
         draw(off, on, plan.title, arguments.picture)
     return EXIT[certificate.verdict]

@@ -9,7 +9,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from mis_plugins.shared.storage import optional
-from true_on_policy.links import Evidence
+from true_on_policy.verify.links import Evidence
 
 FLOOR = 1e-9  # where a difference of exactly 0 is drawn on the logarithmic axis
 

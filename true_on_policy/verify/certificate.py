@@ -14,9 +14,9 @@ import torch
 
 from mis_plugins.shared.storage import replaced
 from true_on_policy.contract import Contract
-from true_on_policy.links import Evidence, Link, LogProbs
 from true_on_policy.log_probs import digest, provenance
 from true_on_policy.norm_order import NormOrder
+from true_on_policy.verify.links import Evidence, Link, LogProbs
 
 Verdict = Literal["equal", "different", "vacuous", "incomplete"]
 
