@@ -26,16 +26,16 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from mis_plugins.shared import progress
 from mis_plugins.shared.storage import RecordError, replaced
-from true_on_policy import comparison
 from true_on_policy.__main__ import main
-from true_on_policy.comparison import DIFFERENT, EQUAL, NOT_COMPARABLE, Report, compare
 from true_on_policy.contract import Contract
-from true_on_policy.log_probs import FORMAT, LogProbRecord, digest, provenance
+from true_on_policy.diff import tensors as comparison
+from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, digest, provenance
+from true_on_policy.diff.module_recorder import record
+from true_on_policy.diff.names import PARTS, Heads, correspondence, regrouped
+from true_on_policy.diff.records import Key, parse_tags, read_recording
+from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, Report, compare
 from true_on_policy.models import checkpoint
-from true_on_policy.names import PARTS, Heads, correspondence, regrouped
 from true_on_policy.pin import pinned
-from true_on_policy.recorder import record
-from true_on_policy.records import Key, parse_tags, read_recording
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 
@@ -916,7 +916,7 @@ def test_the_recorder_leaves_the_model_as_it_was(tmp_path: Path):
 def test_ranks_record_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whichever begins first; only its own recording is in a rank's way."""
     for rank in (1, 0, 10):
-        monkeypatch.setattr("true_on_policy.recorder._rank", lambda rank=rank: rank)
+        monkeypatch.setattr("true_on_policy.diff.module_recorder._rank", lambda rank=rank: rank)
         with record(Toy(), tmp_path / "a") as recorder:
             recorder.write("x", X)
     assert {entry.key.rank for entry in read_recording(tmp_path / "a").entries} == {0, 1, 10}

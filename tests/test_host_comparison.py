@@ -33,10 +33,10 @@ from mis_plugins.local.train.parallel import EXIT_USER_ERROR
 from mis_plugins.shared.storage import load_safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
+from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.errors import ContractError, DifferenceError, HostConfigError
 from true_on_policy.hosts.comparison import Comparison, Difference, described
 from true_on_policy.hosts.micro_batch import MicroBatch
-from true_on_policy.log_probs import LogProbRecord
 
 PADDED = 24  # the length of a row under `bshd`
 SLIME_LOSS = "slime.backends.megatron_utils.loss"

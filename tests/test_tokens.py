@@ -16,15 +16,15 @@ from torch import Tensor
 
 from mis_plugins.shared.storage import RecordError
 from true_on_policy.__main__ import main
-from true_on_policy.comparison import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
 from true_on_policy.contract import Contract
-from true_on_policy.log_probs import LogProbRecord
+from true_on_policy.diff.log_prob_record import LogProbRecord
+from true_on_policy.diff.module_recorder import record
+from true_on_policy.diff.names import correspondence
+from true_on_policy.diff.records import Entry, Key, Recording, numbered
+from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
+from true_on_policy.diff.tokens import compare_by_token
 from true_on_policy.models import checkpoint
-from true_on_policy.names import correspondence
 from true_on_policy.pin import pinned
-from true_on_policy.recorder import record
-from true_on_policy.records import Entry, Key, Recording, numbered
-from true_on_policy.tokens import compare_by_token
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 

@@ -18,8 +18,8 @@ import torch
 
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.storage import optional, save_safetensors
+from true_on_policy.diff.log_prob_record import LogProbRecord, provenance
 from true_on_policy.hosts.micro_batch import MicroBatch
-from true_on_policy.log_probs import LogProbRecord, provenance
 
 NO_VERSION = -1
 

@@ -14,7 +14,7 @@ import torch
 
 from mis_plugins.shared.storage import replaced
 from true_on_policy.contract import Contract
-from true_on_policy.log_probs import digest, provenance
+from true_on_policy.diff.log_prob_record import digest, provenance
 from true_on_policy.norm_order import NormOrder
 from true_on_policy.verify.links import Evidence, Link, LogProbs
 

@@ -35,8 +35,8 @@ from mis_plugins.shared.storage import (
     npz_names,
     safetensors_names,
 )
-from true_on_policy.host_dumps import host_samples, log_prob_records
-from true_on_policy.log_probs import FORMAT, LogProbRecord
+from true_on_policy.diff.host_dumps import host_samples, log_prob_records
+from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix of what its hooks record
 LOG_PROBS = "log_probs"

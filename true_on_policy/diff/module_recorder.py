@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from mis_plugins.shared.storage import RecordError, replaced
-from true_on_policy.log_probs import LogProbRecord
-from true_on_policy.records import LOG_PROBS, NON_INTRUSIVE
+from true_on_policy.diff.log_prob_record import LogProbRecord
+from true_on_policy.diff.records import LOG_PROBS, NON_INTRUSIVE
 
 LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)")
 

