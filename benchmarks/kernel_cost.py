@@ -34,7 +34,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from mis_plugins.shared.numerals import count
 from true_on_policy import qwen3_hf
-from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels import native
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.pin import pinned

@@ -16,9 +16,9 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.models import checkpoint
-from true_on_policy.norm_order import ORDERS
 from true_on_policy.pin import pinned
 from true_on_policy.trainers.megatron import Megatron
 

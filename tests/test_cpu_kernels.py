@@ -15,7 +15,7 @@ from tolerances import attention_atol, gradient_rtol, product_atol
 from torch.utils.checkpoint import checkpoint
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels import build, exhaustive
 from true_on_policy.pin import pinned

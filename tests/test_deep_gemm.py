@@ -9,9 +9,9 @@ import torch
 from stand_ins import Write, deep_gemm_source, write  # noqa: F401
 
 from true_on_policy import gpu_probes
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import gpu_contract
 from true_on_policy.gpu_probes import product_failures
 from true_on_policy.kernels import deep_gemm
 

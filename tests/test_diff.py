@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from mis_plugins.shared import progress
 from mis_plugins.shared.storage import RecordError, replaced
 from true_on_policy.__main__ import main
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.diff import tensors as comparison
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, digest, provenance
 from true_on_policy.diff.module_recorder import record

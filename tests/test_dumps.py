@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from test_settings import CONTRACT, HOST
 
+from true_on_policy.contract.gpu import gpu_contract, model_contract
 from true_on_policy.dumps import (
     CONTRACT as CONTRACT_ROW,
 )
@@ -31,7 +32,6 @@ from true_on_policy.dumps import (
 )
 from true_on_policy.engines.server import free_port
 from true_on_policy.errors import ContractError
-from true_on_policy.gpu_contract import gpu_contract, model_contract
 from true_on_policy.settings import Observation, observe
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines import sglang, sglang_plugin, vllm, vllm_plugin
 from true_on_policy.engines.environment import inherited, interpreter
 from true_on_policy.engines.handover import CONTRACT

@@ -17,10 +17,7 @@ from host_flags import accepted
 
 from true_on_policy import releases
 from true_on_policy.__main__ import main
-from true_on_policy.dumps import Dump, Process, load, write
-from true_on_policy.errors import ContractError
-from true_on_policy.flags import PREFIX, REFUSALS, check_host, launch_flags
-from true_on_policy.gpu_contract import (
+from true_on_policy.contract.gpu import (
     CHOICES,
     MODELS,
     GpuContract,
@@ -30,7 +27,10 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
     model_contract,
 )
-from true_on_policy.model_config import checkpoint_family
+from true_on_policy.contract.model_config import checkpoint_family
+from true_on_policy.dumps import Dump, Process, load, write
+from true_on_policy.errors import ContractError
+from true_on_policy.flags import PREFIX, REFUSALS, check_host, launch_flags
 from true_on_policy.releases import FILES, RELEASES, check_installed, declares, releases_with
 from true_on_policy.settings import Observation
 

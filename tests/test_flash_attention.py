@@ -11,9 +11,9 @@ from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 
 from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import gpu_contract
 from true_on_policy.gpu_probes import decode_failures, mixed_failures
 from true_on_policy.kernels import flash_attention
 

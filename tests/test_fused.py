@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from true_on_policy.contract.gpu import model_contract
 from true_on_policy.doctor import checks, diagnose
 from true_on_policy.flags import launch_flags
 from true_on_policy.fused import CHOSEN, FUSED, Fused, chosen, of_host
-from true_on_policy.gpu_contract import model_contract
 from true_on_policy.settings import Observation, observe
 
 MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)

@@ -10,11 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from true_on_policy import row_sums
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.errors import ContractError
-from true_on_policy.gpu_contract import (
+from true_on_policy.contract import row_sums
+from true_on_policy.contract.gpu import (
     CHOICES,
     FAMILIES,
     LAYOUTS,
@@ -29,8 +28,9 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
     model_contract,
 )
+from true_on_policy.contract.operations import COMPILED, COMPILED_ALIKE
+from true_on_policy.errors import ContractError
 from true_on_policy.kernels import gpu
-from true_on_policy.operations import COMPILED, COMPILED_ALIKE
 
 QWEN3 = [name for name, (kind, _) in MODELS.items() if kind == "qwen3-dense"]
 
@@ -267,7 +267,7 @@ def test_show_refuses_a_family_with_exit_2(capsys: pytest.CaptureFixture) -> Non
 
 def test_the_contract_imports_no_torch() -> None:
     """It is printed on machines that only launch."""
-    code = "import sys, true_on_policy.gpu_contract, true_on_policy.flags; sys.exit('torch' in sys.modules)"
+    code = "import sys, true_on_policy.contract.gpu, true_on_policy.flags; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

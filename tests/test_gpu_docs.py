@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 
 from true_on_policy import hosts
+from true_on_policy.contract.gpu import FAMILIES, MODELS, NOT_COVERED, equal_ranks
 from true_on_policy.flags import REFUSALS
-from true_on_policy.gpu_contract import FAMILIES, MODELS, NOT_COVERED, equal_ranks
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.releases import RELEASES
 

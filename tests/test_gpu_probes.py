@@ -12,7 +12,7 @@ from torch import Tensor
 
 from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
 from true_on_policy.gpu_probes import (
     attention_failures,
     decode_failures,

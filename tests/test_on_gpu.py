@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from true_on_policy.gpu_contract import GpuContract, model_contract
+from true_on_policy.contract.gpu import GpuContract, model_contract
 from true_on_policy.gpu_probes import aten_failures
 from true_on_policy.kernels import gpu, mode
 from true_on_policy.kernels.dispatcher import holder

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from true_on_policy import pin as pins
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Contract, Shapes
+from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ContractError, PinError, ProbeError
 from true_on_policy.kernels import cpu
 from true_on_policy.pin import active_backend, pin, pinned
@@ -94,7 +94,7 @@ def test_another_provider_inside_a_pin_is_found():
 def test_pin_holds_for_the_rest_of_the_process():
     program = """
 import torch
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.pin import active_backend, pin, pinned
 pin(Contract())
 with pinned(Contract()):

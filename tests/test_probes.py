@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from true_on_policy.contract import Contract, Shapes
+from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import cpu
 from true_on_policy.pin import pinned

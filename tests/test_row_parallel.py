@@ -9,7 +9,7 @@ from launch import run_ranks
 from tolerances import product_atol
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.cpu import BACKENDS
 from true_on_policy.kernels.row_parallel import row_parallel

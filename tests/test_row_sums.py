@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from true_on_policy.contract.gpu import MODELS
+from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
-from true_on_policy.gpu_contract import MODELS
-from true_on_policy.row_sums import engine_order, fsdp_order, megatron_order
 
 LAYOUTS = [(1, 1, 1), (2, 1, 2), (2, 4, 8), (1, 2, 2), (4, 2, 8), (8, 1, 8), (2, 1, 1)]
 COLUMNS = sorted(

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from host_flags import accepted
 
+from true_on_policy.contract.gpu import check_environment, model_contract
 from true_on_policy.flags import launch_flags
 from true_on_policy.fsdp_worker import HOOK
-from true_on_policy.gpu_contract import check_environment, model_contract
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]

@@ -16,8 +16,8 @@ import torch
 
 from true_on_policy import settings
 from true_on_policy.bitwise import first_mismatch
+from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.probes import Failure
 from true_on_policy.settings import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
 

@@ -14,8 +14,8 @@ from tolerances import gradient_rtol
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import DTYPES
-from true_on_policy.norm_order import ORDERS
+from true_on_policy.contract.cpu import DTYPES
+from true_on_policy.contract.norm_order import ORDERS
 
 HERE = Path(__file__).parent
 Rank = dict[str, dict]  # by case

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mis_plugins.shared.storage import RecordError
 from true_on_policy.__main__ import main
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.module_recorder import record
 from true_on_policy.diff.names import correspondence

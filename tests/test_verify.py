@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mis_plugins.shared.commit import commit
 from true_on_policy.__main__ import main
-from true_on_policy.contract import Contract, Shapes
+from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.models import TINY, checkpoint, read_config, updated
-from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import active_backend
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron

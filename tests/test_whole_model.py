@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import DTYPES, Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.pin import pinned
 
 LENGTHS = (9, 40, 26)

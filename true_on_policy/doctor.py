@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from mis_plugins.shared.table import print_table
+from true_on_policy.contract.gpu import DEEP_GEMM, GpuContract
 from true_on_policy.dumps import RANKS, load, load_engine
 from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
@@ -29,7 +30,6 @@ from true_on_policy.errors import ContractError, PinError
 from true_on_policy.flags import CONTRACT_ARGUMENTS, add_contract_arguments, contract_of, host_contract
 from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.fused import CHOSEN, FUSED
-from true_on_policy.gpu_contract import DEEP_GEMM, GpuContract
 from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from mis_plugins.shared.storage import replaced
+from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
 from true_on_policy.errors import TrueOnPolicyError
-from true_on_policy.gpu_contract import GpuContract, Size, gpu_contract
 from true_on_policy.settings import Observation, observe
 
 FORMAT = 2

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mis_plugins.shared.numerals import whole
-from true_on_policy.errors import ContractError
-from true_on_policy.fsdp_worker import HOOK
-from true_on_policy.gpu_contract import (
+from true_on_policy.contract.gpu import (
     DEEP_GEMM,
     FAMILIES,
     MODELS,
@@ -35,7 +33,9 @@ from true_on_policy.gpu_contract import (
     gpu_contract,
     model_contract,
 )
-from true_on_policy.model_config import checkpoint_family
+from true_on_policy.contract.model_config import checkpoint_family
+from true_on_policy.errors import ContractError
+from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.releases import RELEASES, check_installed, releases_with
 from true_on_policy.server_groups import groups
 

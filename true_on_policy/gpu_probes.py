@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.contract import DTYPES, Shapes
+from true_on_policy.contract.cpu import DTYPES, Shapes
 from true_on_policy.kernels.row_parallel import tree_sum
 from true_on_policy.probes import COLUMNS, Failure, Kernel, compare
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from true_on_policy.choices import TINY_NAMES, check_model
-from true_on_policy.contract import Contract
+from true_on_policy.contract.choices import TINY_NAMES, check_model
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError, ProbeError
-from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.kernels import cpu, gpu
 from true_on_policy.kernels.dispatcher import registration
 from true_on_policy.kernels.provider import Undo

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.bitwise import Mismatch, first_mismatch
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 

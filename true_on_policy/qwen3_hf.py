@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from true_on_policy.contract import DTYPES
+from true_on_policy.contract.cpu import DTYPES
+from true_on_policy.contract.norm_order import ORDERS, NormOrder, add_residual, rms_norm
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.norm_order import ORDERS, NormOrder, add_residual, rms_norm
 
 
 def load(

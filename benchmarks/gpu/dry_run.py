@@ -21,8 +21,8 @@ from tallies import Tallying, peak_bytes
 
 from gpu.machine import Call, Cuda
 from gpu.plan import CONTRACT, TINY
+from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.kernels.provider import Undo
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"

@@ -11,7 +11,7 @@ from gpu.machine import Cuda
 from gpu.pins import installed
 from gpu.plan import CONTRACT, Plan
 from gpu.results import Result
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
 from true_on_policy.errors import ProbeError
 from true_on_policy.gpu_probes import drawing, in_company
 from true_on_policy.kernels import deep_gemm, gpu

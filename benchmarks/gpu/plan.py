@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from true_on_policy.gpu_contract import MODELS, Size, gpu_contract
+from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 import triton_interpreter
 
 from true_on_policy import gpu_probes
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import gpu_contract
 from true_on_policy.gpu_probes import aten_failures
 from true_on_policy.kernels import megatron, mode, sglang
 

@@ -19,7 +19,10 @@ from test_verify import OneBitOffTrainer, flipped
 
 from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Contract, Shapes
+from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.contract.gpu import model_contract
+from true_on_policy.contract.model_config import stated_size
+from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.dumps import RANKS, load_engine
 from true_on_policy.engine_settings import (
     ALONE,
@@ -34,12 +37,9 @@ from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang
 from true_on_policy.flags import launch_flags
-from true_on_policy.gpu_contract import model_contract
 from true_on_policy.gpu_probes import digest, over_ranks
 from true_on_policy.kernels import gpu
-from true_on_policy.model_config import stated_size
 from true_on_policy.models import read_config, updated
-from true_on_policy.norm_order import ORDERS, NormOrder
 from true_on_policy.pin import pinned
 from true_on_policy.releases import FILES, RELEASES, declares
 from true_on_policy.settings import KERNELS, PRODUCTS

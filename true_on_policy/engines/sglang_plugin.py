@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from true_on_policy.engines.handover import FOLDER, asked_for, ordered_norm, pin_as_asked, stated_contract
 
 if TYPE_CHECKING:
-    from true_on_policy.contract import Contract
+    from true_on_policy.contract.cpu import Contract
 
 
 def activate() -> None:

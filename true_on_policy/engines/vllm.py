@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.handover import ACTIVE, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, free_port
-from true_on_policy.norm_order import ORDERS, NormOrder
 
 START_SECONDS = 600
 GENERATE_SECONDS = 300

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.gpu_probes import attention_failures
 from true_on_policy.kernels.provider import Undo, device, findable, installed
 from true_on_policy.kernels.symbols import replace_everywhere

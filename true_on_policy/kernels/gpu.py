@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import torch.nn.functional as F
 
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import MODELS, GpuContract, Size
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import MODELS, GpuContract, Size
 from true_on_policy.gpu_probes import Product
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
 from true_on_policy.kernels.provider import Provider, Undo, device

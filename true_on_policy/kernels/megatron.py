@@ -11,9 +11,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.gpu_probes import Product, aten_failures, over_ranks
 from true_on_policy.kernels import mode, symbols
 from true_on_policy.kernels.provider import Undo, device, findable, installed

@@ -13,9 +13,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError
-from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.probes import Failure
 
 Undo = Callable[[], None]

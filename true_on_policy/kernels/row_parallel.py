@@ -19,7 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.cpu import BACKENDS, Backend
 

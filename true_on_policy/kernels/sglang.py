@@ -9,9 +9,9 @@ from types import ModuleType
 
 import torch
 
-from true_on_policy.contract import Shapes
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_contract import GpuContract
 from true_on_policy.gpu_probes import aten_failures, linear_once
 from true_on_policy.kernels import mode
 from true_on_policy.kernels.dispatcher import accelerator_key, holder

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 
 from mis_plugins.shared.storage import replaced
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.diff.log_prob_record import digest, provenance
-from true_on_policy.norm_order import NormOrder
 from true_on_policy.verify.links import Evidence, Link, LogProbs
 
 Verdict = Literal["equal", "different", "vacuous", "incomplete"]

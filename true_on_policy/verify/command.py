@@ -15,7 +15,7 @@ from typing import get_args
 
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import importing
-from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName, check_model
+from true_on_policy.contract.choices import BackendName, DtypeName, EngineName, Side, TrainerName, check_model
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:

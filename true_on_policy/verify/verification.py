@@ -23,12 +23,12 @@ from tempfile import TemporaryDirectory
 
 from mis_plugins.shared.commit import commit
 from mis_plugins.shared.storage import RecordError, check_writable, optional
-from true_on_policy.choices import BackendName, DtypeName, EngineName, Side, TrainerName
-from true_on_policy.contract import DTYPES, Contract, Shapes
+from true_on_policy.contract.choices import BackendName, DtypeName, EngineName, Side, TrainerName
+from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
+from true_on_policy.contract.norm_order import ORDERS, NormOrder, agreed_order
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
-from true_on_policy.norm_order import ORDERS, NormOrder, agreed_order
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links

@@ -11,7 +11,7 @@ import torch
 
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
-from true_on_policy.contract import Contract, Shapes
+from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.pin import pinned
 

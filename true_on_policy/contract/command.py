@@ -6,7 +6,7 @@ import argparse
 from typing import get_args
 
 from mis_plugins.shared.table import print_table
-from true_on_policy.gpu_contract import (
+from true_on_policy.contract.gpu import (
     FAMILIES,
     LAYOUTS,
     NOT_COVERED,
@@ -16,7 +16,7 @@ from true_on_policy.gpu_contract import (
     family,
     gpu_contract,
 )
-from true_on_policy.operations import COMPILED, COMPILED_ALIKE
+from true_on_policy.contract.operations import COMPILED, COMPILED_ALIKE
 
 NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
 NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from true_on_policy.contract.gpu import FAMILIES, NOT_COVERED, Family, Size
 from true_on_policy.errors import ContractError
-from true_on_policy.gpu_contract import FAMILIES, NOT_COVERED, Family, Size
 
 
 def checkpoint_family(config: Path) -> tuple[Family, Size]:

@@ -1,6 +1,6 @@
 """What a trainer and a rollout engine must share on GPUs for bitwise equal log-probs, as data that can be checked.
 
-`contract.py` is the same idea for the CPU kernels of this package, which are pinned and proven here. This one names
+`contract/cpu.py` is the same idea for the CPU kernels of this package, which are pinned and proven here. This one names
 kernels of other libraries; nothing of it was run on a GPU by this project.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from true_on_policy.contract.operations import Operation, operations
+from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
-from true_on_policy.operations import Operation, operations
-from true_on_policy.row_sums import engine_order, fsdp_order, megatron_order
 
 TrainBackend = Literal["megatron", "fsdp"]
 AttentionName = Literal["fa3", "flashinfer", "triton"]
@@ -398,7 +398,7 @@ def _unequal_orders(contract: GpuContract, size: Size, name: str, columns: int) 
     )
     return (
         f"{layout}: the {name} product adds the parts of its {columns} columns in two orders, so it rounds "
-        f"differently (read in the sources, see true_on_policy/row_sums.py); {advice}"
+        f"differently (read in the sources, see true_on_policy/contract/row_sums.py); {advice}"
     )
 
 

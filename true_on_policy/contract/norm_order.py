@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.contract import Contract
+from true_on_policy.contract.cpu import Contract
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""`python -m true_on_policy contract`: what both sides must share, as data that is checked."""
