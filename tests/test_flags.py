@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from host_flags import accepted
 
-from true_on_policy import releases
 from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import (
     CHOICES,
@@ -30,8 +29,9 @@ from true_on_policy.contract.gpu import (
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.dumps import Dump, Process, load, write
 from true_on_policy.errors import ContractError
-from true_on_policy.flags import PREFIX, REFUSALS, check_host, launch_flags
-from true_on_policy.releases import FILES, RELEASES, check_installed, declares, releases_with
+from true_on_policy.flags import releases
+from true_on_policy.flags.command import PREFIX, REFUSALS, check_host, launch_flags
+from true_on_policy.flags.releases import FILES, RELEASES, check_installed, declares, releases_with
 from true_on_policy.settings import Observation
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from stand_ins import Write, write  # noqa: F401
 from true_on_policy import fsdp_worker
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import ContractError
-from true_on_policy.flags import launch_flags
+from true_on_policy.flags.command import launch_flags
 from true_on_policy.hosts import start
 
 FILE = "miles/backends/fsdp_utils/actor.py"

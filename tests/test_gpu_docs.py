@@ -9,9 +9,9 @@ import yaml
 
 from true_on_policy import hosts
 from true_on_policy.contract.gpu import FAMILIES, MODELS, NOT_COVERED, equal_ranks
-from true_on_policy.flags import REFUSALS
+from true_on_policy.flags.command import REFUSALS
+from true_on_policy.flags.releases import RELEASES
 from true_on_policy.hosts.config import BitwiseConfig
-from true_on_policy.releases import RELEASES
 
 TEXT = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
 ROWS = [line.split("|")[1:-1] for line in TEXT.splitlines() if line.startswith("| `--")]

@@ -17,7 +17,7 @@ import pytest
 from host_flags import accepted
 
 from true_on_policy.contract.gpu import check_environment, model_contract
-from true_on_policy.flags import launch_flags
+from true_on_policy.flags.command import launch_flags
 from true_on_policy.fsdp_worker import HOOK
 
 ROOT = Path(__file__).parent.parent

@@ -27,7 +27,12 @@ from true_on_policy.dumps import RANKS, load, load_engine
 from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import ContractError, PinError
-from true_on_policy.flags import CONTRACT_ARGUMENTS, add_contract_arguments, contract_of, host_contract
+from true_on_policy.flags.command import (
+    CONTRACT_ARGUMENTS,
+    add_contract_arguments,
+    contract_of,
+    host_contract,
+)
 from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.fused import CHOSEN, FUSED
 from true_on_policy.kernels import gpu

@@ -16,7 +16,7 @@ from mis_plugins.hosts import loss as hosts_loss
 from true_on_policy import dumps
 from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
-from true_on_policy.flags import check_host
+from true_on_policy.flags.command import check_host
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.pin import pin
 
