@@ -17,13 +17,13 @@ from replay import RECORDED, replayed
 from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source, write  # noqa: F401
 from test_settings import HOST
 
-from true_on_policy import doctor
 from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import DEEP_GEMM, WHY, GpuContract, model_contract
-from true_on_policy.doctor import ANY, EXIT, MODE_FILES, Check, checks, diagnose
+from true_on_policy.doctor import command as doctor
+from true_on_policy.doctor.command import ANY, EXIT, MODE_FILES, Check, checks, diagnose
+from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
 from true_on_policy.dumps import Dump, Process, dump, this_process
 from true_on_policy.dumps import write as write_dump
-from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
 from true_on_policy.engines.server import free_port
 from true_on_policy.kernels import gpu
 from true_on_policy.settings import ALL, KERNELS, PRODUCTS, Observation

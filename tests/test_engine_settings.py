@@ -10,8 +10,8 @@ from threading import Thread
 import pytest
 from replay import RECORDED, replayed
 
-from true_on_policy import engine_settings
-from true_on_policy.engine_settings import (
+from true_on_policy.doctor import engine_http
+from true_on_policy.doctor.engine_http import (
     ALONE,
     LOG_SOFTMAX,
     PREFILLED,
@@ -142,8 +142,8 @@ def test_a_url_that_is_none_is_not_seen(url: str) -> None:
 )
 def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(answers)
-    monkeypatch.setattr(engine_settings._Client, "generate", lambda *_, **__: [(tuple(next(replies)), None)])
-    assert engine_settings._seeds(engine_settings._Client("")) == found
+    monkeypatch.setattr(engine_http._Client, "generate", lambda *_, **__: [(tuple(next(replies)), None)])
+    assert engine_http._seeds(engine_http._Client("")) == found
 
 
 @pytest.mark.parametrize(
@@ -156,20 +156,20 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
     ],
 )
 def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], found: str) -> None:
-    _, log_probs = engine_settings._answer([[value, 7, None] for value in values])
-    assert engine_settings._dtype(log_probs) == found
+    _, log_probs = engine_http._answer([[value, 7, None] for value in values])
+    assert engine_http._dtype(log_probs) == found
 
 
 def test_bits_decide_not_numbers() -> None:
     rows = [[0.0, 7, None]]
-    a, b = (engine_settings._answer([[value, 7, None]]) for value in (0.0, -0.0))
-    assert engine_settings._compared(a, b) == "1 of 1 log-probs differ"
-    assert engine_settings._compared(a, engine_settings._answer(rows)) == "equal"
-    assert engine_settings._compared(a, engine_settings._answer([[0.0, 8, None]])) == "other tokens"
-    nan = engine_settings._answer([[math.nan, 7, None]])
-    assert engine_settings._compared(nan, nan) == "equal"
+    a, b = (engine_http._answer([[value, 7, None]]) for value in (0.0, -0.0))
+    assert engine_http._compared(a, b) == "1 of 1 log-probs differ"
+    assert engine_http._compared(a, engine_http._answer(rows)) == "equal"
+    assert engine_http._compared(a, engine_http._answer([[0.0, 8, None]])) == "other tokens"
+    nan = engine_http._answer([[math.nan, 7, None]])
+    assert engine_http._compared(nan, nan) == "equal"
 
 
 def test_a_missing_log_prob_is_no_number() -> None:
-    with pytest.raises(engine_settings.EngineError, match="a token without a log-prob"):
-        engine_settings._answer([[None, 7, None]])
+    with pytest.raises(engine_http.EngineError, match="a token without a log-prob"):
+        engine_http._answer([[None, 7, None]])

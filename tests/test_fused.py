@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from true_on_policy.contract.gpu import model_contract
-from true_on_policy.doctor import checks, diagnose
+from true_on_policy.doctor.command import checks, diagnose
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.fused import CHOSEN, FUSED, Fused, chosen, of_host
 from true_on_policy.settings import Observation, observe

@@ -23,8 +23,7 @@ from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import model_contract
 from true_on_policy.contract.model_config import stated_size
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
-from true_on_policy.dumps import RANKS, load_engine
-from true_on_policy.engine_settings import (
+from true_on_policy.doctor.engine_http import (
     ALONE,
     LOG_SOFTMAX,
     PREFILLED,
@@ -33,6 +32,7 @@ from true_on_policy.engine_settings import (
     SEEDS,
     observe_engine,
 )
+from true_on_policy.dumps import RANKS, load_engine
 from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang import SGLang

@@ -23,8 +23,8 @@ import torch
 
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.gpu import DEEP_GEMM, GpuContract
+from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.dumps import RANKS, load, load_engine
-from true_on_policy.engine_settings import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import ContractError, PinError
 from true_on_policy.flags.command import (
