@@ -22,11 +22,11 @@ from true_on_policy.contract.gpu import DEEP_GEMM, WHY, GpuContract, model_contr
 from true_on_policy.doctor import command as doctor
 from true_on_policy.doctor.command import ANY, EXIT, MODE_FILES, Check, checks, diagnose
 from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
-from true_on_policy.dumps import Dump, Process, dump, this_process
-from true_on_policy.dumps import write as write_dump
 from true_on_policy.engines.server import free_port
 from true_on_policy.kernels import gpu
-from true_on_policy.settings import ALL, KERNELS, PRODUCTS, Observation
+from true_on_policy.observe.dumps import Dump, Process, dump, this_process
+from true_on_policy.observe.dumps import write as write_dump
+from true_on_policy.observe.process import ALL, KERNELS, PRODUCTS, Observation
 
 CONTRACTS = {
     "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8),
@@ -383,7 +383,7 @@ def test_a_file_of_something_else_is_exit_2(side: str, content: bytes, tmp_path:
     file.write_bytes(content)
     assert main(["doctor", side, str(file)]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(f"{file}: not written by true_on_policy.dumps (") and len(told) < 300
+    assert told.startswith(f"{file}: not written by true_on_policy.observe.dumps (") and len(told) < 300
 
 
 def test_a_family_that_cannot_be_launched_has_no_rows(capsys: pytest.CaptureFixture) -> None:

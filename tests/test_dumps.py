@@ -14,10 +14,10 @@ import torch.multiprocessing as mp
 from test_settings import CONTRACT, HOST
 
 from true_on_policy.contract.gpu import gpu_contract, model_contract
-from true_on_policy.dumps import (
-    CONTRACT as CONTRACT_ROW,
-)
-from true_on_policy.dumps import (
+from true_on_policy.engines.server import free_port
+from true_on_policy.errors import ContractError
+from true_on_policy.observe.dumps import CONTRACT as CONTRACT_ROW
+from true_on_policy.observe.dumps import (
     RANKS,
     Dump,
     DumpError,
@@ -30,9 +30,7 @@ from true_on_policy.dumps import (
     this_process,
     write,
 )
-from true_on_policy.engines.server import free_port
-from true_on_policy.errors import ContractError
-from true_on_policy.settings import Observation, observe
+from true_on_policy.observe.process import Observation, observe
 
 
 def test_a_file_gives_back_what_was_seen(tmp_path: Path) -> None:
@@ -55,7 +53,7 @@ def test_a_contract_without_sizes_too(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda stated: stated.update(format=1), "format 1, this version reads 2"),
-        (lambda stated: stated.pop("settings"), "not written by true_on_policy.dumps .*settings"),
+        (lambda stated: stated.pop("settings"), "not written by true_on_policy.observe.dumps .*settings"),
         (lambda stated: stated["contract"].pop("size"), "not written by"),
         (lambda stated: stated.update(unseen=3), "not written by"),
     ],

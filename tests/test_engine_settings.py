@@ -22,7 +22,7 @@ from true_on_policy.doctor.engine_http import (
     observe_engine,
 )
 from true_on_policy.engines.server import free_port
-from true_on_policy.settings import ALL
+from true_on_policy.observe.process import ALL
 
 
 def test_a_pinned_engine_shows_that_it_is_invariant() -> None:

@@ -27,12 +27,12 @@ from true_on_policy.contract.gpu import (
     model_contract,
 )
 from true_on_policy.contract.model_config import checkpoint_family
-from true_on_policy.dumps import Dump, Process, load, write
 from true_on_policy.errors import ContractError
 from true_on_policy.flags import releases
 from true_on_policy.flags.command import PREFIX, REFUSALS, check_host, launch_flags
 from true_on_policy.flags.releases import FILES, RELEASES, check_installed, declares, releases_with
-from true_on_policy.settings import Observation
+from true_on_policy.observe.dumps import Dump, Process, load, write
+from true_on_policy.observe.process import Observation
 
 ROOT = Path(__file__).parent.parent
 CONTRACTS = {

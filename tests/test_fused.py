@@ -12,8 +12,8 @@ import pytest
 from true_on_policy.contract.gpu import model_contract
 from true_on_policy.doctor.command import checks, diagnose
 from true_on_policy.flags.command import launch_flags
-from true_on_policy.fused import CHOSEN, FUSED, Fused, chosen, of_host
-from true_on_policy.settings import Observation, observe
+from true_on_policy.observe.fused import CHOSEN, FUSED, Fused, chosen, of_host
+from true_on_policy.observe.process import Observation, observe
 
 MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 FSDP = model_contract("qwen3-4B", "fsdp")
@@ -41,7 +41,7 @@ def test_a_kernel_is_on_where_it_is_asked_for_and_its_library_is_there(
 ) -> None:
     absent = f"off, no {fused.module}"
     assert of_host(asked(fused)) == {fused.row: absent}
-    monkeypatch.setattr("true_on_policy.fused.findable", lambda module: module == fused.module)
+    monkeypatch.setattr("true_on_policy.observe.fused.findable", lambda module: module == fused.module)
     assert of_host(asked(fused)) == {fused.row: f"asked for, {fused.module} not imported"}
     monkeypatch.setitem(sys.modules, fused.module, ModuleType(fused.module))
     assert of_host(asked(fused)) == {fused.row: "on"}

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from mis_plugins.errors import ConfigError
-from true_on_policy import dumps
 from true_on_policy.contract.gpu import MODELS, GpuContract, model_contract
 from true_on_policy.errors import ContractError, HostConfigError, NotSeenError, PinError
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.hosts import miles_init, start
+from true_on_policy.observe import dumps
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 TIS = "mis_plugins.mis.compute_mis_weights_with_cp"

@@ -14,13 +14,14 @@ import torch
 from stand_ins import Write, write  # noqa: F401
 from torch import Tensor
 
-from true_on_policy import gpu_probes, settings
+from true_on_policy import gpu_probes
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 from true_on_policy.contract.row_sums import engine_order, megatron_order
 from true_on_policy.engines import sglang_settings
 from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import gpu
 from true_on_policy.kernels import megatron as mode
+from true_on_policy.observe import process
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ class RowParallelLinear(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "device", lambda: CPU)
+    monkeypatch.setattr(process, "device", lambda: CPU)
     monkeypatch.setattr(gpu_probes, "DIGESTED", (4, 16))
 
 
@@ -110,7 +111,7 @@ def of_engine(o: int, down: int, ranks: int) -> str:
 def of_trainer(o: int, down: int) -> str:
     contract = gpu_contract("qwen3-dense", "megatron")
     object.__setattr__(contract, "size", size(o, down))  # a layout that cannot hold would be refused
-    return settings._products(contract)
+    return process._products(contract)
 
 
 LAYOUTS = [
@@ -145,9 +146,9 @@ def test_one_rank_of_an_engine_is_one_product_as_on_fsdp() -> None:
     contract = gpu_contract("qwen3-dense", "fsdp", size=size(1024, 2048))
     exact = lambda x, weight: (x.double() @ weight.double().t()).to(x.dtype)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        for module in (settings.F, gpu.F):
+        for module in (process.F, gpu.F):
             patch.setattr(module, "linear", exact)
-        assert settings._products(contract) == of_engine(1024, 2048, 1) != of_engine(1024, 2048, 2)
+        assert process._products(contract) == of_engine(1024, 2048, 1) != of_engine(1024, 2048, 2)
 
 
 def test_the_weights_of_the_model_are_left_alone() -> None:

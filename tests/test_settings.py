@@ -14,12 +14,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from true_on_policy import settings
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.errors import PinError
+from true_on_policy.observe import process
+from true_on_policy.observe.process import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
 from true_on_policy.probes import Failure
-from true_on_policy.settings import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -76,7 +76,7 @@ def test_the_environment_is_this_process_s(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tf32_is_tried_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As TF32 would: 10 bits of mantissa."""
-    monkeypatch.setattr(settings, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(process, "device", lambda: torch.device("cpu"))
     assert LOOKS["TF32"]() == "off"
     exact = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda x, y: (exact(x, y) * 2**10).round() / 2**10)
@@ -85,7 +85,7 @@ def test_tf32_is_tried_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("disable", "found"), [("0", "on"), ("1", "off")])
 def test_compiling_is_tried_not_read(disable: str, found: str) -> None:
-    code = "from true_on_policy.settings import LOOKS\nprint(LOOKS['torch.compile']())"
+    code = "from true_on_policy.observe.process import LOOKS\nprint(LOOKS['torch.compile']())"
     environment = os.environ | {"TORCH_COMPILE_DISABLE": disable}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -22,11 +22,11 @@ from test_products import model
 from true_on_policy import gpu_probes
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import WHY, Size
-from true_on_policy.dumps import load_engine
 from true_on_policy.engines import sglang_settings
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.sglang_settings import MODE, SPLITS, observe, written
-from true_on_policy.settings import KERNELS, PRODUCTS
+from true_on_policy.observe.dumps import load_engine
+from true_on_policy.observe.process import KERNELS, PRODUCTS
 
 SIZE = Size(32, 48, 4, 2, 16, 64)
 SWITCH = ("use_deterministic_algorithms", "get_deterministic_algorithms")

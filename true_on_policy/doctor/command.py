@@ -24,7 +24,6 @@ import torch
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.gpu import DEEP_GEMM, GpuContract
 from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
-from true_on_policy.dumps import RANKS, load, load_engine
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import ContractError, PinError
 from true_on_policy.flags.command import (
@@ -34,9 +33,10 @@ from true_on_policy.flags.command import (
     host_contract,
 )
 from true_on_policy.fsdp_worker import HOOK
-from true_on_policy.fused import CHOSEN, FUSED
 from true_on_policy.kernels import gpu
-from true_on_policy.settings import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
+from true_on_policy.observe.dumps import RANKS, load, load_engine
+from true_on_policy.observe.fused import CHOSEN, FUSED
+from true_on_policy.observe.process import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
 
 Verdict = Literal["green", "red", "not seen", ""]
 EXIT: dict[Verdict, int] = {"green": 0, "": 0, "not seen": 2, "red": 1}

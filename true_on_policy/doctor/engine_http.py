@@ -19,7 +19,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
 from true_on_policy.engines.protocol import EngineError
-from true_on_policy.settings import ALL, Observation
+from true_on_policy.observe.process import ALL, Observation
 
 SECONDS = 60
 # Ids that every vocabulary has.

@@ -23,14 +23,23 @@ from torch.nn import Parameter
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import WHY, Size
 from true_on_policy.contract.model_config import stated_size
-from true_on_policy.dumps import Dump, this_process
-from true_on_policy.dumps import write as write_dump
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import NotSeenError
 from true_on_policy.gpu_probes import Product, aten_failures, digest, linear_once, over_ranks
 from true_on_policy.kernels import deep_gemm, gpu, precision, sglang
 from true_on_policy.kernels.symbols import counted
-from true_on_policy.settings import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked, surviving
+from true_on_policy.observe.dumps import Dump, this_process
+from true_on_policy.observe.dumps import write as write_dump
+from true_on_policy.observe.process import (
+    KERNELS,
+    LOOKS,
+    PRODUCTS,
+    Look,
+    Observation,
+    found,
+    looked,
+    surviving,
+)
 
 # Where SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"

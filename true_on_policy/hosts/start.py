@@ -13,11 +13,11 @@ from typing import Any
 from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.hosts import loss as hosts_loss
-from true_on_policy import dumps
 from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
 from true_on_policy.hosts.config import BitwiseConfig
+from true_on_policy.observe import dumps
 from true_on_policy.pin import pin
 
 DUMP = "TRUE_ON_POLICY_DUMP"  # the variable that names the file

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mis_plugins.shared.storage import replaced
 from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
 from true_on_policy.errors import TrueOnPolicyError
-from true_on_policy.settings import Observation, observe
+from true_on_policy.observe.process import Observation, observe
 
 FORMAT = 2
 RANKS = "ranks that were seen"
@@ -195,7 +195,7 @@ def read(path: Path) -> Dump:
         if isinstance(error, DumpError):
             raise
         raise DumpError(
-            f"{path}: not written by true_on_policy.dumps ({type(error).__name__}: {error})"
+            f"{path}: not written by true_on_policy.observe.dumps ({type(error).__name__}: {error})"
         ) from error
     return Dump(process, seen, contract and gpu_contract(*contract[0], **contract[1]))
 
