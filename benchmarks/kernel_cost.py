@@ -36,8 +36,8 @@ from mis_plugins.shared.numerals import count
 from true_on_policy import qwen3_hf
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels import native
+from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.pin import pinned
 
 BACKENDS = ("native", "tile")
 TREE = Tree("native", leaves=4)

@@ -22,13 +22,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from true_on_policy import pin
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.engines.protocol import Sample
-from true_on_policy.kernels import cpu
+from true_on_policy.kernels import cpu, pin
+from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion

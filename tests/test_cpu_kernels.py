@@ -18,7 +18,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels import build, exhaustive
-from true_on_policy.pin import pinned
+from true_on_policy.kernels.pin import pinned
 
 BACKENDS = ("native", "tile")
 SHORT = (33, 100, 130)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from stand_ins import Write, deep_gemm_source, write  # noqa: F401
 
-from true_on_policy import gpu_probes
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import product_failures
-from true_on_policy.kernels import deep_gemm
+from true_on_policy.kernels import deep_gemm, gpu_probes
+from true_on_policy.kernels.gpu_probes import product_failures
 
 CONTRACT = gpu_contract("qwen3-dense", "fsdp")
 SHAPES = Shapes(linear=((48, 32), (64, 16)))

@@ -9,13 +9,12 @@ import pytest
 import torch
 from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 
-from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import decode_failures, mixed_failures
-from true_on_policy.kernels import flash_attention
+from true_on_policy.kernels import flash_attention, gpu_probes
+from true_on_policy.kernels.gpu_probes import decode_failures, mixed_failures
 
 CONTRACT = gpu_contract("qwen3-dense", "megatron")
 SHAPES = Shapes(attention=((4, 2, 16),))

@@ -13,12 +13,11 @@ import torch
 from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 from triton_interpreter import UNAVAILABLE, on_cpu
 
-from true_on_policy import gpu_probes
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 from true_on_policy.errors import NotSeenError, PinError, ProbeError
-from true_on_policy.kernels import flash_attention, gpu, megatron, mode, precision, provider
-from true_on_policy.pin import active_backend, pin, pinned
+from true_on_policy.kernels import flash_attention, gpu, gpu_probes, megatron, mode, precision, provider
+from true_on_policy.kernels.pin import active_backend, pin, pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
-from true_on_policy.gpu_probes import (
+from true_on_policy.kernels import gpu_probes
+from true_on_policy.kernels.gpu_probes import (
     attention_failures,
     decode_failures,
     digest,

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from stand_ins import write  # noqa: F401
 from triton_interpreter import UNAVAILABLE, on_cpu
 
-from true_on_policy import gpu_probes
 from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import GpuContract, gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import aten_failures
-from true_on_policy.kernels import dispatcher, megatron, mode
-from true_on_policy.pin import pinned
+from true_on_policy.kernels import dispatcher, gpu_probes, megatron, mode
+from true_on_policy.kernels.gpu_probes import aten_failures
+from true_on_policy.kernels.pin import pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 

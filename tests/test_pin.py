@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from true_on_policy import pin as pins
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ContractError, PinError, ProbeError
 from true_on_policy.kernels import cpu
-from true_on_policy.pin import active_backend, pin, pinned
+from true_on_policy.kernels import pin as pins
+from true_on_policy.kernels.pin import active_backend, pin, pinned
 
 NATIVE, TILE = Contract(), Contract(backend="tile")
 
@@ -95,7 +95,7 @@ def test_pin_holds_for_the_rest_of_the_process():
     program = """
 import torch
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.pin import active_backend, pin, pinned
+from true_on_policy.kernels.pin import active_backend, pin, pinned
 pin(Contract())
 with pinned(Contract()):
     pass

@@ -8,8 +8,8 @@ import torch
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import cpu
-from true_on_policy.pin import pinned
-from true_on_policy.probes import failures, probe
+from true_on_policy.kernels.pin import pinned
+from true_on_policy.kernels.probes import failures, probe
 
 # Of two models, with their fused weights and heads.
 MODEL = Shapes(

@@ -14,12 +14,11 @@ import torch
 from stand_ins import Write, write  # noqa: F401
 from torch import Tensor
 
-from true_on_policy import gpu_probes
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 from true_on_policy.contract.row_sums import engine_order, megatron_order
 from true_on_policy.engines import sglang_settings
 from true_on_policy.errors import NotSeenError
-from true_on_policy.kernels import gpu
+from true_on_policy.kernels import gpu, gpu_probes
 from true_on_policy.kernels import megatron as mode
 from true_on_policy.observe import process
 

@@ -12,8 +12,8 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.cpu import BACKENDS
+from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import row_parallel
-from true_on_policy.pin import pinned
 
 DEPTH, COLUMNS, LEAVES = 176, 37, 4
 

@@ -17,9 +17,9 @@ import torch
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.errors import PinError
+from true_on_policy.kernels.probes import Failure
 from true_on_policy.observe import process
 from true_on_policy.observe.process import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
-from true_on_policy.probes import Failure
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(

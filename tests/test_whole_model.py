@@ -11,7 +11,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.pin import pinned
+from true_on_policy.kernels.pin import pinned
 
 LENGTHS = (9, 40, 26)
 VOCAB = 333

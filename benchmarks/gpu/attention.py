@@ -15,8 +15,8 @@ from gpu.plan import CONTRACT, Plan
 from gpu.results import Result
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.errors import NotSeenError
-from true_on_policy.gpu_probes import drawing, mixed_failures
 from true_on_policy.kernels import flash_attention, gpu
+from true_on_policy.kernels.gpu_probes import drawing, mixed_failures
 
 # num_splits and max_seqlen_q. On a contiguous cache FlashAttention-3 takes a lone query (1) for one without a causal
 # mask, whose tiles of keys are wider than prefill's in heads of 128; with 2 it keeps prefill's tiles.

@@ -16,8 +16,8 @@ from gpu.pins import installed
 from gpu.plan import CONTRACT, Plan
 from gpu.published import PUBLISHED
 from gpu.results import Result
-from true_on_policy.gpu_probes import drawing
 from true_on_policy.kernels import deep_gemm, gpu
+from true_on_policy.kernels.gpu_probes import drawing
 
 MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
 

@@ -61,8 +61,7 @@ def swapped() -> Iterator[Cuda]:
     import triton_interpreter
     from stand_ins import FLASH_ATTENTION, deep_gemm_source
 
-    from true_on_policy import gpu_probes
-    from true_on_policy.kernels import deep_gemm, flash_attention, gpu, megatron
+    from true_on_policy.kernels import deep_gemm, flash_attention, gpu, gpu_probes, megatron
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -13,10 +13,10 @@ from gpu.plan import CONTRACT, Plan
 from gpu.results import Result
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.errors import ProbeError
-from true_on_policy.gpu_probes import drawing, in_company
 from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.pin import pinned
-from true_on_policy.probes import COLUMNS, Failure, Kernel, compare
+from true_on_policy.kernels.gpu_probes import drawing, in_company
+from true_on_policy.kernels.pin import pinned
+from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare
 
 Case = tuple[str, tuple[int, ...], Kernel, torch.Tensor]
 Row = tuple[str, str, int, int, str]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from gpu.machine import Cuda
 from gpu.plan import CONTRACT, Plan
-from true_on_policy.gpu_probes import drawing
 from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.probes import COLUMNS
+from true_on_policy.kernels.gpu_probes import drawing
+from true_on_policy.kernels.probes import COLUMNS
 
 
 def warm(plan: Plan, machine: Cuda) -> None:

@@ -17,12 +17,11 @@ from unittest import mock
 import torch
 import triton_interpreter
 
-from true_on_policy import gpu_probes
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_probes import aten_failures
-from true_on_policy.kernels import megatron, mode, sglang
+from true_on_policy.kernels import gpu_probes, megatron, mode, sglang
+from true_on_policy.kernels.gpu_probes import aten_failures
 
 CONTRACT = gpu_contract("qwen3-dense", "fsdp")
 CPU = torch.device("cpu")

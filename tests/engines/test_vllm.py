@@ -13,8 +13,8 @@ from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.vllm import VLLM, Pool
+from true_on_policy.kernels.pin import pinned
 from true_on_policy.models import checkpoint, updated
-from true_on_policy.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 

@@ -36,7 +36,7 @@ def asked_for() -> bool:
 
 def pin_as_asked() -> None:
     """Pin for the rest of the process. An error here shall end the server with its message."""
-    from true_on_policy.pin import pin
+    from true_on_policy.kernels.pin import pin
 
     contract = stated_contract()
     pin(contract)

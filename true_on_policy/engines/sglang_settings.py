@@ -25,8 +25,8 @@ from true_on_policy.contract.gpu import WHY, Size
 from true_on_policy.contract.model_config import stated_size
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import NotSeenError
-from true_on_policy.gpu_probes import Product, aten_failures, digest, linear_once, over_ranks
 from true_on_policy.kernels import deep_gemm, gpu, precision, sglang
+from true_on_policy.kernels.gpu_probes import Product, aten_failures, digest, linear_once, over_ranks
 from true_on_policy.kernels.symbols import counted
 from true_on_policy.observe.dumps import Dump, this_process
 from true_on_policy.observe.dumps import write as write_dump

@@ -17,8 +17,8 @@ from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
 from true_on_policy.hosts.config import BitwiseConfig
+from true_on_policy.kernels.pin import pin
 from true_on_policy.observe import dumps
-from true_on_policy.pin import pin
 
 DUMP = "TRUE_ON_POLICY_DUMP"  # the variable that names the file
 LOSS = "true_on_policy.hosts.policy_loss"

@@ -12,9 +12,9 @@ import torch
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import product_failures
+from true_on_policy.kernels.gpu_probes import product_failures
+from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import Undo, device, installed
-from true_on_policy.probes import Failure
 
 NAME = "deep_gemm"
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from mis_plugins.shared import numerals
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.pin import pinned
+from true_on_policy.kernels.pin import pinned
 
 AWKWARD = (33, 37, 100, 130, 2560)
 MOST_ROWS = 64

@@ -16,10 +16,10 @@ from types import ModuleType
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import attention_failures
+from true_on_policy.kernels.gpu_probes import attention_failures
+from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import Undo, device, findable, installed
 from true_on_policy.kernels.symbols import replace_everywhere
-from true_on_policy.probes import Failure
 
 NAME = "flash_attention"
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import MODELS, GpuContract, Size
 from true_on_policy.errors import PinError
-from true_on_policy.gpu_probes import Product
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
+from true_on_policy.kernels.gpu_probes import Product
+from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import Provider, Undo, device
-from true_on_policy.probes import Failure
 
 PROVIDERS: dict[str, Provider] = {
     megatron.NAME: megatron,

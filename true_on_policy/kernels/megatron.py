@@ -14,10 +14,10 @@ from torch import Tensor
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import Product, aten_failures, over_ranks
 from true_on_policy.kernels import mode, symbols
+from true_on_policy.kernels.gpu_probes import Product, aten_failures, over_ranks
+from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import Undo, device, findable, installed
-from true_on_policy.probes import Failure
 
 NAME = "megatron"
 MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch_invariant_kernels")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from true_on_policy.errors import PinError
+from true_on_policy.kernels.probes import Failure, compare
 from true_on_policy.kernels.provider import Undo
-from true_on_policy.probes import Failure, compare
 
 FINE = 1 + 2.0**-12  # 12 bits of mantissa
 LOSSY = (True, "tf32", "bf16", "high", "medium")

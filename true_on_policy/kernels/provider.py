@@ -16,7 +16,7 @@ import torch
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError
-from true_on_policy.probes import Failure
+from true_on_policy.kernels.probes import Failure
 
 Undo = Callable[[], None]
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.gpu_probes import digest
 from true_on_policy.kernels import gpu, megatron, precision
+from true_on_policy.kernels.gpu_probes import digest
+from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import device
 from true_on_policy.observe import fused
-from true_on_policy.probes import Failure
 
 ABSENT = "absent"
 KERNELS = "kernels at the model's shapes"

@@ -26,9 +26,9 @@ from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.errors import TrueOnPolicyError
+from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
 from true_on_policy.models import read_config
-from true_on_policy.pin import pinned
 
 ANSWER_SECONDS = 600
 

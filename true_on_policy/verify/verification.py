@@ -205,8 +205,8 @@ class Plan:
 
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """The certificate, and the evidence of the control and of the chain."""
+    from true_on_policy.kernels.pin import pinned
     from true_on_policy.models import check_shares, checkpoint, read_config
-    from true_on_policy.pin import pinned
 
     started, ran = time.monotonic(), commit()
     source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)

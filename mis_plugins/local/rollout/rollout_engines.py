@@ -13,7 +13,7 @@ from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.pin import pinned
+from true_on_policy.kernels.pin import pinned
 
 CACHED_TOKENS = 1 << 16
 """Slots of SGLang's key-value cache."""

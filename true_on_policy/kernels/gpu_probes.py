@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.contract.cpu import DTYPES, Shapes
+from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare
 from true_on_policy.kernels.row_parallel import tree_sum
-from true_on_policy.probes import COLUMNS, Failure, Kernel, compare
 
 # Numbers of rows in which the same rows are calculated; the last is the batch to which the others are compared.
 SIZES = (1, 2, 7, 64, 300)
