@@ -33,11 +33,11 @@ from rich.table import Table
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from mis_plugins.shared.numerals import count
-from true_on_policy import qwen3_hf
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels import native
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
+from true_on_policy.models import qwen3_hf
 
 BACKENDS = ("native", "tile")
 TREE = Tree("native", leaves=4)

@@ -22,7 +22,7 @@ from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
-from true_on_policy.models import checkpoint
+from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.megatron import Megatron
 
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (2, 2))  # tensor- and context-parallel ranks

@@ -13,7 +13,7 @@ from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models import checkpoint
+from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify.workload import Workload

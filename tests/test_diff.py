@@ -35,7 +35,7 @@ from true_on_policy.diff.names import PARTS, Heads, correspondence, regrouped
 from true_on_policy.diff.records import Key, parse_tags, read_recording
 from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, Report, compare
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models import checkpoint
+from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 

@@ -25,7 +25,7 @@ from true_on_policy.engines.server import Server, free_port
 from true_on_policy.engines.stand_in import sgl_kernel
 from true_on_policy.engines.vllm import VLLM
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models import checkpoint, updated
+from true_on_policy.models.tiny import checkpoint, updated
 
 # Answers /health at once, /echo with what was posted, /slow never; leaves a child of its own running.
 SERVES = """

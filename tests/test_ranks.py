@@ -13,7 +13,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.models import checkpoint, updated
+from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.ranks import MegatronRanks, RankError
 
 CONTRACT = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=2)

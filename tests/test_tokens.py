@@ -24,7 +24,7 @@ from true_on_policy.diff.records import Entry, Key, Recording, numbered
 from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
 from true_on_policy.diff.tokens import compare_by_token
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models import checkpoint
+from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 

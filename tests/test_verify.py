@@ -20,7 +20,7 @@ from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.pin import active_backend
-from true_on_policy.models import TINY, checkpoint, read_config, updated
+from true_on_policy.models.tiny import TINY, checkpoint, read_config, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import picture, verification

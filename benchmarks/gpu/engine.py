@@ -21,7 +21,7 @@ from gpu.plan import Plan
 from gpu.results import Result, compared
 from gpu.sglang_server import DETERMINISTIC, STOCK, TARGET
 from true_on_policy.engines.protocol import Engine, Request, Sample
-from true_on_policy.models import updated
+from true_on_policy.models.tiny import updated
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, link
 
 UPDATES = 1

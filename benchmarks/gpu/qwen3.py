@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from gpu.attention import flash_attention_3, next_token, prefill
 from gpu.machine import Cuda
 from gpu.plan import Network
-from true_on_policy.models import Shape
+from true_on_policy.models.tiny import Shape
 
 # No name with "flash" in it: transformers would look for a kernel of that name on its hub.
 FA3 = "fa3_of_the_session"

@@ -17,7 +17,7 @@ from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.models import checkpoint, read_config
+from true_on_policy.models.tiny import checkpoint, read_config
 from true_on_policy.verify.verification import ENGINES
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))

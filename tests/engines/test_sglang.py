@@ -40,7 +40,7 @@ from true_on_policy.flags.releases import FILES, RELEASES, declares
 from true_on_policy.kernels import gpu
 from true_on_policy.kernels.gpu_probes import digest, over_ranks
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models import read_config, updated
+from true_on_policy.models.tiny import read_config, updated
 from true_on_policy.observe.dumps import RANKS, load_engine
 from true_on_policy.observe.process import KERNELS, PRODUCTS
 from true_on_policy.trainers.hf import HuggingFace

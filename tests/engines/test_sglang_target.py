@@ -19,7 +19,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.engines.sglang import SGLang
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models import checkpoint
+from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.protocol import sampled_log_probs
 

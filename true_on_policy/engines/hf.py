@@ -15,11 +15,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from transformers import DynamicCache
 
-from true_on_policy import qwen3_hf
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models import read_weights
+from true_on_policy.models import qwen3_hf
+from true_on_policy.models.tiny import read_weights
 
 PREFILL_CHUNK = 128
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from true_on_policy import qwen3_hf
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models import read_weights
+from true_on_policy.models import qwen3_hf
+from true_on_policy.models.tiny import read_weights
 from true_on_policy.trainers.protocol import sampled_log_probs
 
 

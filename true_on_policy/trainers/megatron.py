@@ -32,7 +32,7 @@ from true_on_policy.contract.cpu import DTYPES
 from true_on_policy.contract.norm_order import NormOrder, add_residual, rms_norm
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models import read_config, read_weights
+from true_on_policy.models.tiny import read_config, read_weights
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
 from true_on_policy.trainers.protocol import sampled_log_probs
 from true_on_policy.trainers.shards import Shard, padded_rows

@@ -28,7 +28,7 @@ from true_on_policy.engines.protocol import Sample
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
-from true_on_policy.models import read_config
+from true_on_policy.models.tiny import read_config
 
 ANSWER_SECONDS = 600
 

@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_model(arguments.model)
     with importing():  # torch and transformers: seconds
-        from true_on_policy import models  # noqa: F401
+        from true_on_policy.models import tiny  # noqa: F401
         from true_on_policy.verify import verification
 
     return verification.run(arguments)

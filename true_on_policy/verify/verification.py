@@ -206,7 +206,7 @@ class Plan:
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """The certificate, and the evidence of the control and of the chain."""
     from true_on_policy.kernels.pin import pinned
-    from true_on_policy.models import check_shares, checkpoint, read_config
+    from true_on_policy.models.tiny import check_shares, checkpoint, read_config
 
     started, ran = time.monotonic(), commit()
     source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)
@@ -249,7 +249,7 @@ def _chain(
     plan: Plan, engine: Engine, trainer: Trainer, workload: Workload, source: Path, scratch: Path
 ) -> Evidence:
     """The evidence of all versions of the weights; both sides read each from the same file."""
-    from true_on_policy.models import updated
+    from true_on_policy.models.tiny import updated
 
     evidence = Evidence()
     for version in range(UPDATES + 1):

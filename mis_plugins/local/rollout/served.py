@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import Generation
 from true_on_policy.engines.protocol import Engine, Request, Sample
-from true_on_policy.models import Shape, write_checkpoint
+from true_on_policy.models.tiny import Shape, write_checkpoint
 
 
 class ServedEngine:

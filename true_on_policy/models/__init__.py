@@ -1,0 +1,1 @@
+"""Models in an agreed order of rounding, and tiny checkpoints for proofs."""
