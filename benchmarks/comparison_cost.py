@@ -52,7 +52,7 @@ from torch import Tensor
 
 from mis_plugins.shared.numerals import counts
 from true_on_policy import hosts
-from true_on_policy.hosts.comparison import Comparison
+from true_on_policy.hosts.watch import Comparison
 
 NAMES = ("TIS hook", "comparison", "one bit off")
 

@@ -40,7 +40,7 @@ from rich.table import Table
 
 from mis_plugins.shared.storage import load_safetensors
 from true_on_policy import hosts
-from true_on_policy.hosts.comparison import Comparison
+from true_on_policy.hosts.watch import Comparison
 
 WATCHED = {"loss_type": "custom_loss", "custom_loss_function_path": "true_on_policy.hosts.policy_loss"}
 COUNTS = ("true_on_policy_compared", "true_on_policy_different")

@@ -35,8 +35,8 @@ from true_on_policy import hosts
 from true_on_policy.__main__ import main
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.errors import ContractError, DifferenceError, HostConfigError
-from true_on_policy.hosts.comparison import Comparison, Difference, described
 from true_on_policy.hosts.micro_batch import MicroBatch
+from true_on_policy.hosts.watch import Comparison, Difference, described
 
 PADDED = 24  # the length of a row under `bshd`
 SLIME_LOSS = "slime.backends.megatron_utils.loss"
@@ -468,7 +468,7 @@ def test_what_goes_wrong_at_exit_is_told(
     tmp_path: Path, comparison: Comparison, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     loss(settings(tmp_path), handed(flip(example(), 0, 0)))
-    monkeypatch.setattr("true_on_policy.hosts.comparison.write_sample", lambda *_: 1 / 0)
+    monkeypatch.setattr("true_on_policy.hosts.watch.write_sample", lambda *_: 1 / 0)
     comparison.at_exit()
     assert "the last step, compared at exit: division by zero" in caplog.text
 

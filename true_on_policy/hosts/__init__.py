@@ -21,9 +21,9 @@ from torch import Tensor
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.loss import LossHost, of_reducer
 from mis_plugins.packing.layout import Layout
-from true_on_policy.hosts.comparison import COMPARISON
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import LayoutOf, MicroBatch
+from true_on_policy.hosts.watch import COMPARISON
 
 Batch = Mapping[str, Any]
 Loss = tuple[Tensor, dict[str, Tensor]]
