@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -27,18 +27,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",
     packages=[
-        "mis_plugins",
-        "mis_plugins.hosts",
-        "mis_plugins.local",
-        "mis_plugins.local.asynchronous",
+        *find_namespace_packages(include=["mis_plugins*", "true_on_policy*"], exclude=["*.__pycache__"]),
         "mis_plugins.presets",
-        "mis_plugins.explain.translate",
-        "true_on_policy",
-        "true_on_policy.engines",
-        "true_on_policy.engines.stand_in.sgl_kernel",
-        "true_on_policy.hosts",
-        "true_on_policy.trainers",
-        "true_on_policy.kernels",
     ],
     # yaml/ holds no code and has no __init__.py (it would shadow PyYAML); a wheel carries it inside the package.
     package_dir={"mis_plugins.presets": "yaml"},

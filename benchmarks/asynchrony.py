@@ -332,7 +332,7 @@ def _rewards(folder: Path) -> list[tuple[float, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m asynchrony", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bash scripts/experiment-async.sh", description=__doc__)
     add_folders(parser, "async")
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")

@@ -271,7 +271,7 @@ def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m collapse", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bash scripts/experiment-collapse.sh", description=__doc__)
     add_folders(parser, "collapse")
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")

@@ -28,7 +28,7 @@ RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 
 def main() -> int:
     """Exit code: 0, or that of the run that failed."""
-    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bash scripts/demo.sh", description=__doc__)
     parser.add_argument(
         "--output",
         type=Path,

@@ -10,7 +10,11 @@ Error = TypeVar("Error", bound="MisError")
 FIELD = re.compile(r"(?<!\$)\{(\w+(?:\.\w+)*)\}")  # not what a user's own ${...} is
 
 
-class MisError(ValueError):
+class UserError(ValueError):
+    """Base of every error of both packages that a user can cause and mend."""
+
+
+class MisError(UserError):
     """Base of every error that a user of mis_plugins can cause and mend.
 
     `message` names fields of the config in braces (`"{weight.lower}: 3.0 is above {weight.upper}: 2.0"`), so that one

@@ -9,4 +9,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
 
-exec python -m collapse "$@"
+exec python benchmarks/collapse.py "$@"

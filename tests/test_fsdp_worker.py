@@ -15,7 +15,7 @@ from stand_ins import Write, write  # noqa: F401
 from true_on_policy import fsdp_worker
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.command import launch_flags
+from true_on_policy.flags.command import HOOK, launch_flags
 from true_on_policy.hosts import start
 
 FILE = "miles/backends/fsdp_utils/actor.py"
@@ -128,7 +128,7 @@ def test_workers_that_train_nothing_pay_nothing() -> None:
 
 def test_the_launch_names_the_hook() -> None:
     script = (Path(__file__).parents[1] / "scripts" / "run-qwen3-4b-true-on-policy.sh").read_text()
-    assert f'"worker_process_setup_hook": "{fsdp_worker.HOOK}"' in script.replace("\\", "")
-    module, _, name = fsdp_worker.HOOK.rpartition(".")
+    assert f'"worker_process_setup_hook": "{HOOK}"' in script.replace("\\", "")
+    module, _, name = HOOK.rpartition(".")
     assert callable(getattr(import_module(module), name))
     assert launch_flags(gpu_contract("qwen3-dense", "fsdp"))

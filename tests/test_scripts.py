@@ -17,8 +17,7 @@ import pytest
 from host_flags import accepted
 
 from true_on_policy.contract.gpu import check_environment, model_contract
-from true_on_policy.flags.command import launch_flags
-from true_on_policy.fsdp_worker import HOOK
+from true_on_policy.flags.command import HOOK, launch_flags
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]

@@ -17,18 +17,12 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
+from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
-from true_on_policy.errors import TrueOnPolicyError
 
 # Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.
-COMMANDS = {
-    "verify": "verify_command",
-    "diff": "diff",
-    "contract": "show",
-    "flags": "flags",
-    "doctor": "doctor",
-}
+COMMANDS = ("verify", "diff", "contract", "flags", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser(argv).parse_args(argv)
         return arguments.run(arguments)
-    except (TrueOnPolicyError, OSError) as error:
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -64,6 +58,6 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     asked = [command for command in argv[:1] if command in COMMANDS]
     for command in asked or COMMANDS if argv[:1] != ["--version"] else ():
         with importing():
-            module = import_module(f"true_on_policy.{COMMANDS[command]}")
+            module = import_module(f"true_on_policy.{command}.command")
         module.add_parser(subparsers)
     return parser

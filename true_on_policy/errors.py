@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from mis_plugins.errors import UserError
 
-class TrueOnPolicyError(ValueError):
+
+class TrueOnPolicyError(UserError):
     """Base of every error that a user of true_on_policy can cause and mend."""
 
 

@@ -24,7 +24,6 @@ from true_on_policy.errors import ContractError
 MODULE = "miles.backends.fsdp_utils.actor"
 ACTOR = "FSDPTrainRayActor"
 STEP = "_enable_true_on_policy_optimizations"
-HOOK = "true_on_policy.fsdp_worker.watch"
 
 
 def watch() -> None:

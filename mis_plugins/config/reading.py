@@ -410,7 +410,7 @@ def preset_path(name: str) -> Path:
 
 
 def _preset_folder() -> Path:
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     return next(folder for folder in (package / "presets", package.parent / "yaml") if folder.is_dir())
 
 

@@ -97,3 +97,8 @@ def share_above(x: Tensor, bound: float) -> Tensor:
 def saturated(log_ratio: Tensor) -> Tensor:
     """1 where |log r|, of a token or of a sequence, exceeds the clamp: beyond it all ratios look alike."""
     return log_ratio.abs().gt_(LOG_RATIO_CLAMP)
+
+
+def widened(x: Tensor) -> Tensor:
+    """float32, or float64 where it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import Any
 
 from mis_plugins.hosts import current, miles
+from mis_plugins.metrics.metric import PREFIX, STEP_KEY
 from mis_plugins.packing.ragged import Ranks
 
 logger = logging.getLogger("mis_plugins")
 
 # Both have log(args, metrics, step_key), and read the step from the metrics.
 TRACKING = ("miles.utils.tracking_utils.tracking", "slime.observability.logging_utils")
-PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 
 
 def log(args: Any, metrics: Mapping[str, float], step: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.pipeline import Correction, Left, denominator_scale, nothing_rejected
-from mis_plugins.correction.ratios import exp_clamped, nonfinite
+from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
@@ -23,7 +23,6 @@ from mis_plugins.loss.objective import (
     kl_term,
     policy_term,
     target_log_ratio,
-    widened,
 )
 from mis_plugins.loss.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.metrics.token_metrics import Average, diagnose

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.correction.divergence import k1, k2, k3
-from mis_plugins.correction.ratios import exp_clamped, finite
+from mis_plugins.correction.ratios import exp_clamped, finite, widened
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
 
@@ -99,11 +99,6 @@ def target_log_ratio(
     difference = widened(target) - widened(old)
     usable = loss_mask & finite(difference.detach())
     return torch.where(usable, difference, 0), usable
-
-
-def widened(x: Tensor) -> Tensor:
-    """float32, or float64 where it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # Surrogates: each of one token, of one ratio.

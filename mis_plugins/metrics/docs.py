@@ -10,10 +10,9 @@ if __name__ == "__main__":
 import inspect
 from collections.abc import Iterator, Mapping
 
-from mis_plugins.hosts.tracking import PREFIX, STEP_KEY
 from mis_plugins.metrics import sketch, slope
 from mis_plugins.metrics.catalogue import PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
-from mis_plugins.metrics.metric import Metric
+from mis_plugins.metrics.metric import PREFIX, STEP_KEY, Metric
 from mis_plugins.metrics.partials import LAGS
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS

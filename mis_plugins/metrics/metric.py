@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+PREFIX, STEP_KEY = (
+    "train/mis_step/",
+    "train/step",
+)  # what a host logs them under, and beside which number of a step
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 UNKNOWN = "unknown"
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def commit(checkout: Path = REPOSITORY, paths: Sequence[str] = ("true_on_policy", "constraints.txt")) -> str:

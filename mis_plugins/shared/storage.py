@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import not_installed
-from true_on_policy.errors import TrueOnPolicyError
 
 T = TypeVar("T")
 
 
-class RecordError(TrueOnPolicyError):
+class RecordError(UserError):
     """A record or a dump that cannot be read or written."""
 
 

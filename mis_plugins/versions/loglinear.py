@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mis_plugins.loss.objective import widened
+from mis_plugins.correction.ratios import widened
 
 
 @torch.no_grad()

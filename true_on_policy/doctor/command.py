@@ -28,11 +28,11 @@ from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import ContractError, PinError
 from true_on_policy.flags.command import (
     CONTRACT_ARGUMENTS,
+    HOOK,
     add_contract_arguments,
     contract_of,
     host_contract,
 )
-from true_on_policy.fsdp_worker import HOOK
 from true_on_policy.kernels import gpu
 from true_on_policy.observe.dumps import RANKS, load, load_engine
 from true_on_policy.observe.fused import CHOSEN, FUSED

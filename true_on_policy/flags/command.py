@@ -37,9 +37,9 @@ from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.releases import RELEASES, check_installed, releases_with
 from true_on_policy.flags.server_groups import groups
-from true_on_policy.fsdp_worker import HOOK
 
 PREFIX = "--sglang-"  # before SGLang's own flags, in Miles
+HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, on FSDP
 
 
 @dataclass(frozen=True)

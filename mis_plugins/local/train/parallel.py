@@ -22,12 +22,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from mis_plugins.errors import MisError
+from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import INTERRUPTED as EXIT_INTERRUPTED
 from mis_plugins.shared.shell import REFUSED as EXIT_USER_ERROR
 from mis_plugins.shared.shell import UNREAD as EXIT_UNREAD
 from mis_plugins.shared.shell import Unread
-from true_on_policy.errors import TrueOnPolicyError
 
 EXIT_FAILURE = 1
 
@@ -170,7 +169,7 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
     try:
         main()
         return 0
-    except (MisError, TrueOnPolicyError) as error:
+    except UserError as error:
         (scratch / f"error-{rank}").write_text(f"error: {error}\n")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
