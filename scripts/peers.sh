@@ -24,4 +24,4 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "import site; site.addsitedir('$(site_packages "$VIRTUAL_ENV")')" >"$(site_packages "$peers")/ordinary.pth"
     echo "$wanted" >"$stamp"
 fi
-exec "$peers/bin/python" -m pytest tests/test_peers.py tests/test_peer_differences.py -p no:cacheprovider -r s "$@"
+exec "$peers/bin/python" -m pytest tests/peers/test_peers.py tests/peers/test_peer_differences.py -p no:cacheprovider -r s "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-4B with slime on Megatron, TP 2 x CP 2 on 8 GPUs, the mismatch corrected by mis_plugins.
 #
-# Not run here: the project has no GPU of its own. tests/test_scripts.py checks the flags by name against slime's.
+# Not run here: the project has no GPU of its own. tests/documents/test_scripts.py checks the flags by name against slime's.
 #
 #   pip install /path/to/mis-plugins          on every node, in the environment of slime
 #   MODEL_DIR=... DATA_DIR=... bash scripts/run-qwen3-4b-mis-slime.sh [more flags of slime]

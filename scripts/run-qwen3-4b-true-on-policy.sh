@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-4B with Miles, truly on policy: the same kernels on both sides, every log-prob compared by its bits.
 #
-# Not run here: the project has no GPU of its own. tests/test_scripts.py checks the flags by name against Miles's.
+# Not run here: the project has no GPU of its own. tests/documents/test_scripts.py checks the flags by name against Miles's.
 #
 #   pip install /path/to/mis-plugins          on every node, in the environment of Miles
 #   MODEL_DIR=... DATA_DIR=... [TRAIN_BACKEND=fsdp] bash scripts/run-qwen3-4b-true-on-policy.sh [more flags of Miles]

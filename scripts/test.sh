@@ -20,7 +20,7 @@ ruff format --check .
 pyright
 
 # Two runs: a process that has pinned kernels or trained in Megatron holds threads, and ranks forked from it may hang.
-mapfile -t pinning < <(grep -lE '^ *(from|import) true_on_policy' tests/test_*.py)
+mapfile -t pinning < <(grep -rlE --include='test_*.py' --exclude-dir=engines '^ *(from|import) true_on_policy' tests)
 run_tests() { # 5 is "no test selected", which -k may leave of one half
     python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --durations 10 -r s \
         --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "$@" || [ $? -eq 5 ]

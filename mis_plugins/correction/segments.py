@@ -24,7 +24,8 @@ from mis_plugins.packing.ragged import Ragged, Segments
 class SegmentStage:
     """What is known of S segments.
 
-    looked_at: what each adds up to, see `correction/totals.py`: of all valid tokens, or of the kept, as weights and rules ask.
+    looked_at: what each adds up to, see `correction/totals.py`: of all valid tokens, or of the kept, as weights and
+        rules ask.
     totals: what the weights look at, and rules that do not say otherwise.
     keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
         nothing can be dropped.

@@ -407,7 +407,8 @@ def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequ
     count = sums.get("lacking_weights", 0.0)
     return [
         f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs, or "
-        "knows which version wrote them: drop or refuse them before training (mis_plugins.versions.segment_wise.admitted)"
+        "knows which version wrote them: drop or refuse them before training "
+        "(mis_plugins.versions.segment_wise.admitted)"
     ] * bool(count)
 
 

@@ -1,4 +1,7 @@
-"""`docs/metrics.md`, from what the metrics say of themselves: `python -m mis_plugins.metrics.docs > docs/metrics.md`."""
+"""`docs/metrics.md`, made from what the metrics say of themselves.
+
+python -m mis_plugins.metrics.docs > docs/metrics.md
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ INTRODUCTION = f"""# Metrics of `metrics: all`
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
 what follows: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel ranks however
-the step is split (`tests/test_partials.py`). They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`,
+the step is split (`tests/metrics/test_partials.py`).
+They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`,
 and as one line to its log, which has them without wandb and tensorboard too. They need
 
 ```
@@ -125,8 +129,8 @@ def _elsewhere(name: str) -> str:
 
 def _peers() -> Iterator[str]:
     yield (
-        "The last column above; `tests/test_peers.py` calls the packages and compares. Where a name means something\n"
-        "else, or what it means is not had:\n"
+        "The last column above; `tests/peers/test_peers.py` calls the packages and compares. Where a name means\n"
+        "something else, or what it means is not had:\n"
     )
     rows = [
         f"| {peer} | {theirs} | {words} |"

@@ -1,6 +1,6 @@
 """What other packages call our metrics.
 
-Those of `PEERS` mean the same. Those of the packages on PyPI are checked by calling them (`tests/test_peers.py`);
+Those of `PEERS` mean the same. Those of the packages on PyPI are checked by calling them (`tests/peers/test_peers.py`);
 verl's `mismatch/` names, of October 2025, are of no release that is called there and were compared once.
 """
 

@@ -21,7 +21,8 @@ Two quantities, both from sums that add.
 
 Selection of samples after sampling (by their reward, say) breaks this; it has to be strong to matter here.
 
-Simulated, 20000 tokens of a vocabulary of 400, as `python tests/slope_simulation.py` prints it. `flat` are normal
+Simulated, 20000 tokens of a vocabulary of 400, as `python tests/support/slope_simulation.py` prints it.
+`flat` are normal
 logits of spread 3, `mixed` and `peaked` power laws of random exponent (entropies of 2.8, 1.1 and 0.4 nats). Noise of
 0.02 a logit is like bf16, 0.05 like int8, 0.8 like int3. `engine`: mu is reported as sampled, at T, and the trainer's
 log-probs are raw. `trainer`: the engine samples at T, reports raw log-probs, and the trainer divides by T.

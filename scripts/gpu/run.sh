@@ -45,7 +45,7 @@ code=0 tested=0
 python3 "$repository/benchmarks/gpu_session.py" --json "$results/gpu_session.json" "$@" || code=$?
 if command -v nvidia-smi >/dev/null; then # the tests that need a device, as far as the time reaches
     if python3 -c 'import pytest'; then
-        timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || tested=$?
+        timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/kernels/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || tested=$?
         tail -n 1 "$results/pytest.txt"
     else
         tested=2

@@ -2,7 +2,7 @@
 
     python sglang_mode.py SITE_PACKAGES      where Megatron-core is, for the scenario of two copies
 
-Its Triton kernels are interpreted on CPU; DeepGEMM is the stand-in of tests/stand_ins.py.
+Its Triton kernels are interpreted on CPU; DeepGEMM is the stand-in of tests/support/stand_ins.py.
 """
 
 from __future__ import annotations

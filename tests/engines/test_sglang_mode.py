@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("deep_gemm")
     (folder / "deep_gemm.py").write_text(deep_gemm_source(SWITCHES[0], before=True), encoding="utf-8")
-    paths = (ROOT, ROOT / "tests", HERE / "stand_in", folder)
+    paths = (ROOT, ROOT / "tests" / "support", HERE / "stand_in", folder)
     done = subprocess.run(
         [
             interpreter("sglang"),

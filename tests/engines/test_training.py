@@ -19,7 +19,7 @@ from test_local_true_on_policy import EXTREMES, PUSHED, corrected, sides, weight
 
 pytestmark = pytest.mark.timeout(1800)  # two runs at most, each of 800 s at most
 
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HOOKS = "test_local_true_on_policy"
 KEEP = f"--rollout-data-postprocess-path {HOOKS}.keep_log_probs"
 Run = Callable[[str], Path]
@@ -28,7 +28,7 @@ ON, STOCK = "--true-on-policy", "--rollout-weights fp32"
 
 def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
     """Three rollouts, two optimizer steps each, on an engine of its own."""
-    paths = (str(TESTS.parent), str(TESTS), str(TESTS / "engines"))
+    paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("support", "local", "engines"))]
     common = f"--smoke --quiet --rollout-engine sglang {PUSHED} --warmup-cache {output.parent / 'warm'}"
     return subprocess.run(
         [sys.executable, "-m", "mis_plugins.local", *f"{common} --output {output} {flags}".split()],

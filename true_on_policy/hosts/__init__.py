@@ -5,7 +5,7 @@
     --custom-megatron-init-path  true_on_policy.hosts.miles_init
 
 A flag of a host carries one hook, so ours stand before another: the policy loss of the host itself, or what
-`bitwise.loss` and `bitwise.step_hook` name (`config/model.py`). Hosts are read through the adapters of `mis_plugins.hosts`,
+`bitwise.loss` and `bitwise.step_hook` name (`config.py`). Hosts are read through the adapters of `mis_plugins.hosts`,
 the pack's only ones.
 """
 

@@ -1,0 +1,392 @@
+"""Every preset loads, says what this table says, and is found from anywhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import oracle
+import pytest
+import yaml
+from batches import ratio_batch
+from documented import DOCUMENTED, VERL
+from drive import assert_matches_oracle, run
+from tolerances import weight_rtol
+
+from mis_plugins.__main__ import load, main
+from mis_plugins.config import writing
+from mis_plugins.config.model import (
+    CorrectionConfig,
+    NormalizeConfig,
+    ObjectiveConfig,
+    OpsmConfig,
+    RejectRule,
+    SegmentWiseConfig,
+    WeightConfig,
+)
+from mis_plugins.config.reading import from_flat, from_mapping, preset_path
+from mis_plugins.errors import ConfigError
+from mis_plugins.explain import words as describe
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "yaml"
+FILES = sorted(FOLDER.glob("*.yaml"))
+LONGEST = 120  # characters of a first line
+
+
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def keys_of(file: Path) -> dict:
+    return yaml.safe_load(file.read_text())
+
+
+def plain(file: Path) -> dict:
+    """What stands under `mis:`, with 1e-4, which is text to YAML, as a number."""
+    return writing.as_mapping(from_mapping(keys_of(file)["mis"]))
+
+
+def test_the_table_is_complete():
+    assert {file.stem for file in FILES} == DOCUMENTED.keys()
+    assert not (FOLDER / "__init__.py").exists(), "it would shadow PyYAML"
+
+
+@each_file
+def test_equals_its_documented_config(file: Path):
+    assert load(file) == DOCUMENTED[file.stem]
+
+
+@each_file
+def test_form(file: Path):
+    """The formula, the source, the flags; short; one key, so that a typo cannot pass."""
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# w") and "=" in lines[0]
+    assert max(map(len, lines)) <= LONGEST
+    assert len(lines) < 25
+    assert keys_of(file).keys() == {"mis"}
+
+
+@each_file
+def test_names_the_flags_it_needs(file: Path):
+    config = DOCUMENTED[file.stem]
+    flags = describe.flags(config).removesuffix(f" {describe.TIS_HOOK}")
+    instead = " in place of --use-tis" if flags == "--get-mismatch-metrics" else ""
+    assert f"# Needs {flags}{instead}." in file.read_text().splitlines()
+
+
+@each_file
+def test_formula_names_every_bound(file: Path):
+    """1/1.001 and 1/0.999, which verl's k1 bounds come to, by that name."""
+    headline = file.read_text().splitlines()[0]
+    weight, rules = DOCUMENTED[file.stem].weight, DOCUMENTED[file.stem].reject
+    bounds = [bound for rule in rules for bound in (rule.lower, rule.upper)]
+    bounds += [weight.upper, weight.lower] if weight else []
+    names = {1 / 1.001: "1/1.001", 1 / 0.999: "1/0.999", 1e-4: "1e-4"}
+    for bound in filter(None, bounds):
+        assert names.get(bound, f"{bound:g}") in headline
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_every_preset_of_verl_is_here(name: str):
+    assert f"verl-{name.replace('_', '-')}" in DOCUMENTED
+
+
+SERVED_BY_TIS_HOOK = [
+    file for file in FILES if DOCUMENTED[file.stem].corrects and not DOCUMENTED[file.stem].needs_loss_hook
+]
+
+
+@pytest.mark.parametrize("file", SERVED_BY_TIS_HOOK, ids=lambda file: file.stem)
+def test_corrects_as_the_oracle_says(file: Path):
+    ratios = [
+        [0.995, 1.0, 1.003],
+        [3.5, 0.9],
+        [0.3, 1.2, 1.1],
+        [1e-5, 1.0],
+        [6.0],
+        [1.0],
+        [1.3, 9.0, 0.7, 1.02],
+    ]
+    batch = ratio_batch(ratios, [[1] * len(row) for row in ratios[:-1]] + [[1, 0, 1, 1]])
+    config = plain(file)
+    assert_matches_oracle(run(batch, config), batch, oracle.correct(batch.samples, config))
+
+
+def test_mis_yaml_is_miless_default():
+    """The same as the flat keys of the file that Miles ships."""
+    flat = {
+        "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
+        "tis_upper_bound": 2.0, "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
+    }  # fmt: skip
+    assert load(FOLDER / "mis.yaml") == from_flat(flat)
+
+
+def test_a_product_of_2000_ratios_of_1_001():
+    """What `sequence.yaml` and the length warning say, by the hook."""
+    batch = ratio_batch([[1.001] * 2000])
+    weight = run(batch, {"weight": {"level": "sequence", "bound": "none"}}).weights[0][0].item()
+    total = math.fsum(batch.samples[0].log_ratios)
+    assert weight == pytest.approx(math.exp(total), rel=weight_rtol(total))
+    assert f"{weight:.2f}" == f"{1.001**2000:.2f}" == "7.38"
+    assert "7.38" in (FOLDER / "sequence.yaml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+@each_file
+def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    weight = DOCUMENTED[file.stem].weight
+    assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
+    assert told.count("reject:") == len(DOCUMENTED[file.stem].reject)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mis: {weight: {levle: token}}", "mis.weight.levle"),
+        ("tis_level: seq\ntis_upper_bound: 2.0", "tis_level"),
+        ("tis_upper_bound: -1", "tis_upper_bound"),
+        ("mis: {weight: {}}\ntis_level: token", "both"),
+        ("[1, 2]", "mapping"),
+        ("mis: {weight: ", ""),  # not yaml
+        ("miss: {weight: {upper: 2.0}}", "nothing says how to correct"),  # a typo of the key itself
+        ("tis_level: sequence", "tis_upper_bound"),
+        ("{}", "nothing says how to correct"),
+        ("", "empty"),
+        ("# nothing yet\n", "empty"),
+        ("mis: {weight: {upper: 2}}\nmis: {weight: {upper: 5}}", "mis: in line 1 and again in line 2"),
+        ("mis: {weight: {upper: 2, upper: 5}}", "upper: in line 1 and again"),
+        ("tis_upper_bound: 2\n\ntis_upper_bound: 5", "tis_upper_bound: in line 1 and again in line 3"),
+        ("mis: {weight: {upper: 2}}\nreject: [{over: min, lower: 1e-4}]", "reject: stands beside `mis:`"),
+        ("use_tis: 'false'\ntis_upper_bound: 2", "use_tis: got 'false'; expected true or false"),
+        ("get_mismatch_metrics: 1\ntis_upper_bound: 2", "get_mismatch_metrics: got 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_check_refuses(command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Exit code 2, the key on stderr: the launch scripts stop before the job."""
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    assert main(["config", command, str(file)]) == 2
+    told = capsys.readouterr().err
+    assert str(file) in told and message in told
+
+
+def test_check_passes_a_file_for_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "metrics.yaml"
+    file.write_text("mis: {metrics: core}")
+    assert main(["config", "check", str(file)]) == 0
+    assert "core" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        ("{metrics: none}", True),
+        ("{metrics: core}", False),
+        ("{weight: {upper: 2}, metrics: none}", False),
+        ("{weight: null, reject: [{over: min, lower: 1e-4}], metrics: none}", False),
+        ("{opsm: {delta: 1e-4}, metrics: none}", False),
+    ],
+)
+def test_check_warns_of_a_file_that_does_nothing(
+    text: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    file = tmp_path / "nothing.yaml"
+    file.write_text(f"mis: {text}")
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert ("warning: metrics: none alone weighs nothing, drops nothing and reports nothing" in told) == warns
+
+
+def test_check_reads_a_pipe():
+    done = subprocess.run(
+        [sys.executable, "-m", "mis_plugins", "config", "check", "/dev/stdin"],
+        input="mis: {weight: {upper: 3}}",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "capped at 3" in done.stdout, done.stderr
+
+
+def test_check_refuses_what_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "broken.yaml"
+    file.write_bytes("mis: {weight: {upper: 2}}".encode("utf-16"))
+    assert main(["config", "check", str(file)]) == 2
+    assert "byte 0 is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_merged_key_may_be_overridden(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """`<<` puts in keys that others win over: no key stands twice, nor where the same anchor is merged again."""
+    file = tmp_path / "merged.yaml"
+    file.write_text(
+        "one: &one {upper: 3}\ntwo: {deeper: &two {<<: *one, upper: 4, bound: clip}}\n"
+        "mis: {weight: {<<: *two, <<: *one, upper: 5}}"
+    )
+    assert main(["config", "check", str(file)]) == 0
+    assert "clipped to [0.2, 5]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("use_tis: true", None),
+        ("use_tis: false", "use_tis: false wins over --use-tis"),
+        ("use_tis: true\nget_mismatch_metrics: true", "both true: the loss is corrected"),
+        ("use_tis: false\nget_mismatch_metrics: true", "use_tis: false wins over --use-tis"),
+        ("get_mismatch_metrics: true", "get_mismatch_metrics: true corrects nothing by itself"),
+        ("get_mismatch_metrics: false", None),
+    ],
+)
+def test_check_warns_of_the_hosts_own_switches(
+    text: str, warning: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """A host sets its arguments from the file last, whatever the command line said."""
+    file = tmp_path / "flat.yaml"
+    file.write_text(f"tis_upper_bound: 2.0\n{text}")
+    assert main(["config", "check", str(file)]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == (warning is not None) and (warning or "") in "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "warns"),
+    [
+        ("use_kl_loss: true", True),
+        ("entropy_coef: 0.01", True),
+        ("use_kl_loss: false\nentropy_coef: 0", False),
+        (
+            "use_kl_loss: true\nmis: {weight: null, reject: [{upper: 2}], denominator: kept, objective: {}}",
+            False,
+        ),
+    ],
+)
+def test_check_warns_of_terms_that_kept_does_not_divide(
+    keys: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """KL and entropy that the file itself asks for, which the TIS hook is not handed."""
+    file = tmp_path / "kept.yaml"
+    kept = "mis: {weight: null, reject: [{upper: 2}], denominator: kept}"
+    file.write_text(keys if "mis:" in keys else f"{keys}\n{kept}")
+    assert main(["config", "check", str(file)]) == 0
+    told = "warning: mis.denominator: kept is that of the policy term alone" in capsys.readouterr().out
+    assert told == warns
+
+
+def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):
+    assert main(["config", "check", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+def test_list_tells_every_formula(capsys: pytest.CaptureFixture):
+    assert main(["config", "list"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    for file in FILES:
+        headline = file.read_text().splitlines()[0].removeprefix("# ")
+        assert any(line.split()[:1] == [file.stem] and line.endswith(headline) for line in told), file.stem
+
+
+@pytest.mark.parametrize("command", ["list", "path mis", "check mis"])
+def test_only_show_needs_torch(command: str):
+    """A launch script asks before every job: blocked, an import of torch would raise."""
+    block = "import sys; sys.modules['torch'] = None; from mis_plugins.__main__ import main; "
+    code = f"{block}sys.exit(main('config {command}'.split()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_preset_is_found_from_another_folder(tmp_path: Path):
+    """What `--custom-config-path $(python -m mis_plugins config path mis)` runs."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mis_plugins", "config", "path", "mis"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).read_text() == (FOLDER / "mis.yaml").read_text()
+
+
+def test_an_unknown_preset(capsys: pytest.CaptureFixture):
+    with pytest.raises(ConfigError, match="preset 'miss': unknown; did you mean mis"):
+        preset_path("miss")
+    assert main(["config", "show", "verl-decoupled-geo"]) == 2
+    assert "did you mean verl-decoupled-geo-rs?" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- documents
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PRESETS_DOC = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+WORD = re.compile(r"`([a-z0-9-]+\*?)`")
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def test_docs_list_every_preset_as_its_file_has_it():
+    rows = [cells(line) for line in PRESETS_DOC.splitlines() if line.startswith("| [`")]
+    listed = {row[0]: row[1:3] for row in rows}
+    expected = {}
+    for file in FILES:
+        formula, source = (line.removeprefix("# ") for line in file.read_text().splitlines()[:2])
+        expected[f"[`{file.stem}`](../yaml/{file.name})"] = [f"`{formula}`", source]
+    assert listed == expected
+    assert len(rows) == len(listed)
+
+
+def test_readme_names_presets_that_are_there():
+    """In the third column of its table: a name, or a pattern that some preset matches."""
+    table = README.partition("| algorithm | formula | presets |")[2].partition("\n\n")[0]
+    named = {word for line in table.splitlines()[2:] for word in WORD.findall(cells(line)[2])}
+    assert len(named) > 25
+    for name in named:
+        assert any(file.match(f"{name}.yaml") for file in FILES), name
+
+
+def test_every_row_of_the_readme_names_the_tests_that_show_it():
+    readme = README.partition("| algorithm | formula | presets |")[2].partition("\n\n")[0]
+    rows = {cells(line)[0] for line in readme.splitlines()[2:]}
+    table = PRESETS_DOC.partition("| row | shown by |")[2].partition("\n\n")[0]
+    shown = dict(cells(line) for line in table.splitlines()[2:])
+    assert shown.keys() == rows
+    there = {
+        name for file in (ROOT / "tests").rglob("test_*.py") for name in DEFINED.findall(file.read_text())
+    }
+    for row, tests in shown.items():
+        assert set(WORD_OF_TEST.findall(tests)) <= there and "`" in tests, row
+
+
+DEFINED, WORD_OF_TEST = re.compile(r"^def (test_\w+)", re.MULTILINE), re.compile(r"`(test_\w+)`")
+
+
+def test_readme_shows_every_setting():
+    """The block under "In full" is read as it stands, holds the defaults, and names every key and every choice."""
+    block = README.partition("In full, with the defaults:\n\n```yaml\n")[2].partition("```")[0]
+    assert from_mapping(yaml.safe_load(block)["mis"]) == CorrectionConfig(WeightConfig())
+    blocks = (WeightConfig, NormalizeConfig, RejectRule, OpsmConfig, ObjectiveConfig, SegmentWiseConfig)
+    for part in (CorrectionConfig, *blocks):
+        for name, kind in typing.get_type_hints(part).items():
+            assert re.search(rf"\b{name}\b", block), name
+            for choice in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ():
+                assert re.search(rf"\b{choice}\b", block), f"{name}: {choice}"
+
+
+CONFIG_COMMANDS = [
+    text for text in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "mis_plugins config" in text
+]
+
+
+@pytest.mark.parametrize("block", CONFIG_COMMANDS, ids=range(len(CONFIG_COMMANDS)))
+def test_readme_config_commands_run(block: str):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr

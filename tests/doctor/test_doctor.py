@@ -1,0 +1,436 @@
+"""The doctor: every row turns red by its own setting alone, says what to set, and what was not seen is never green."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from replay import RECORDED, replayed
+from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source, write  # noqa: F401
+from test_settings import HOST
+
+from true_on_policy.__main__ import main
+from true_on_policy.contract.gpu import DEEP_GEMM, WHY, GpuContract, model_contract
+from true_on_policy.doctor import command as doctor
+from true_on_policy.doctor.command import ANY, EXIT, MODE_FILES, Check, checks, diagnose
+from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
+from true_on_policy.engines.server import free_port
+from true_on_policy.kernels import gpu
+from true_on_policy.observe.dumps import Dump, Process, dump, this_process
+from true_on_policy.observe.dumps import write as write_dump
+from true_on_policy.observe.process import ALL, KERNELS, PRODUCTS, Observation
+
+CONTRACTS = {
+    "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8),
+    "fsdp": model_contract("qwen3-4B", "fsdp"),
+    "fsdp on Triton": model_contract("qwen3-4B", "fsdp", engine_gemm="triton_persistent"),
+}
+CASES = [
+    (backend, check.name, side)
+    for backend, contract in CONTRACTS.items()
+    for check in checks(contract, scored=False)
+    for side in ("trainer", "engine")
+    if getattr(check, side) or check.equal and getattr(check, side) is not None
+]
+
+
+def healthy(contract: GpuContract) -> dict[str, Observation]:
+    """Both sides as the contract wants them."""
+    sides = {}
+    for side in ("trainer", "engine"):
+        wanted = {check.name: getattr(check, side) for check in checks(contract, scored=False)}
+        sides[side] = Observation(
+            {
+                name: choices[0] if choices else "shown"
+                for name, choices in wanted.items()
+                if choices is not None
+            },
+            {},
+        )
+    return sides
+
+
+def with_row(seen: Observation, name: str, value: str) -> Observation:
+    return replace(seen, settings={**seen.settings, name: value})
+
+
+def without_row(seen: Observation, name: str, why: str) -> Observation:
+    return Observation({key: value for key, value in seen.settings.items() if key != name}, {name: why})
+
+
+def worst(rows) -> int:
+    return max((EXIT[row.verdict] for row in rows), key=[0, 2, 1].index)
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_what_the_contract_wants_is_green(backend: str) -> None:
+    rows = diagnose(CONTRACTS[backend], **healthy(CONTRACTS[backend]))
+    assert worst(rows) == 0
+    assert {row.verdict for row in rows} == {"green", ""}
+    names = [row.check.name for row in rows]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("backend", "name", "side"), CASES)
+def test_one_other_value_is_red_and_says_what_to_set(backend: str, name: str, side: str) -> None:
+    sides = healthy(CONTRACTS[backend])
+    sides[side] = with_row(sides[side], name, "something else")
+    rows = diagnose(CONTRACTS[backend], **sides)
+    (red,) = [row for row in rows if row.verdict == "red"]
+    assert (red.check.name, worst(rows)) == (name, 1)
+    assert "something else" in (red.trainer, red.engine)
+    assert red.cells[-1] == red.check.remedy != ""
+
+
+@pytest.mark.parametrize(("backend", "name", "side"), CASES)
+def test_one_missing_value_is_not_seen(backend: str, name: str, side: str) -> None:
+    sides = healthy(CONTRACTS[backend])
+    sides[side] = without_row(sides[side], name, "the lamp is broken")
+    rows = diagnose(CONTRACTS[backend], **sides)
+    (unseen,) = [row for row in rows if row.verdict == "not seen"]
+    assert (unseen.check.name, worst(rows), unseen.cells[-1]) == (name, 2, "")
+    assert "(the lamp is broken)" in (unseen.trainer, unseen.engine)
+
+
+def test_red_outweighs_what_was_not_seen() -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["trainer"] = with_row(sides["trainer"], "contract", "none")
+    sides["engine"] = without_row(sides["engine"], "contract", "why")
+    rows = diagnose(CONTRACTS["megatron"], **sides)
+    assert [row.check.name for row in rows if row.verdict == "red"] == ["contract"]
+
+
+@pytest.mark.parametrize("name", [SCORED, ALONE])
+def test_decode_may_do_as_it_likes_where_prefill_is_compared(name: str) -> None:
+    """SGLang's mode for it splits decode's attention again, by the size of the batch."""
+    sides = healthy(CONTRACTS["megatron"])
+    sides["engine"] = with_row(sides["engine"], name, "3 of 16 log-probs differ")
+    assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
+    sides["trainer"] = with_row(sides["trainer"], "log-probs come from", "prefill")
+    rows = diagnose(CONTRACTS["megatron"], **sides)
+    assert worst(rows) == 0 and any("3 of 16" in row.engine for row in rows)
+
+
+@pytest.mark.parametrize("source", ["prefill", "decode"])
+def test_a_prefill_that_depends_on_its_batch_is_red(source: str) -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["trainer"] = with_row(sides["trainer"], "log-probs come from", source)
+    sides["engine"] = with_row(sides["engine"], PREFILLED, "3 of 55 log-probs differ")
+    assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
+
+
+def test_a_trainer_on_the_engines_kernels_needs_its_version() -> None:
+    for backend, verdict in (("fsdp", 1), ("megatron", 0)):
+        sides = healthy(CONTRACTS[backend])
+        sides["engine"] = with_row(sides["engine"], "SGLang", "0.0.1")
+        assert worst(diagnose(CONTRACTS[backend], **sides)) == verdict
+
+
+def test_a_side_that_was_not_looked_at_is_not_green() -> None:
+    sides = healthy(CONTRACTS["fsdp"]) | {"engine": Observation({}, {ALL: "no --engine"})}
+    rows = diagnose(CONTRACTS["fsdp"], **sides)
+    assert worst(rows) == 2
+    assert all(row.engine in ("-", "(no --engine)") for row in rows)
+
+
+def test_deep_gemm_is_asked_for_where_the_trainer_runs_it() -> None:
+    asked = {
+        backend: {check.name for check in checks(contract, False)} for backend, contract in CONTRACTS.items()
+    }
+    assert "deep_gemm: DeepGEMM mode" in asked["fsdp"] - asked["megatron"]
+    mixed = {
+        check.name: check for check in checks(replace(CONTRACTS["megatron"], engine_gemm="deep_gemm"), False)
+    }
+    switch = mixed["deep_gemm: DeepGEMM mode"]
+    assert switch.trainer is None and "deterministic" in (switch.engine or ())
+    assert "megatron: te general_gemm" in mixed
+    assert "megatron: aten::mm" in asked["megatron"] - asked["fsdp"]
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_rows_of_one_variable_want_one_value(backend: str) -> None:
+    """SGLang reads it when it is imported, on both sides of FSDP: what it did and what it was told must go together."""
+    asked = {check.name: check for check in checks(CONTRACTS[backend], False)}
+    variable, read = asked[DEEP_GEMM], asked["sglang: MM DeepGEMM"]
+    for told, did in ((variable.trainer, read.trainer), (variable.engine, read.engine)):
+        assert did is None or (told, did) in ((("1",), ("on",)), (("0",), ("off",)))
+    assert (read.trainer is None) == (CONTRACTS[backend].mode == "megatron")
+
+
+def test_names_of_the_pin_are_those_that_the_providers_report() -> None:
+    """What `kernels.gpu.observe` calls a row, and the file that each mode registers."""
+    from true_on_policy.kernels import megatron, sglang
+
+    for provider in (megatron, sglang):
+        file, package = MODE_FILES[provider.NAME].split(" of ")
+        assert provider.MODE.module.endswith(file.removesuffix(".py"))
+        assert provider.MODE.module.startswith(package)
+    assert megatron.MODE.module in doctor.TE_GEMMS
+    for provider in (megatron, sglang):
+        assert set(checks_of(provider.NAME)) == {f"{provider.NAME}: aten::{name}" for name in SHARED}
+
+
+def checks_of(mode: str) -> list[str]:
+    contract = next(contract for contract in CONTRACTS.values() if contract.mode == mode)
+    return [check.name for check in checks(contract, False) if check.name.startswith(f"{mode}: aten::")]
+
+
+SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("printed", [True, False])
+def test_a_machine_without_an_accelerator_is_not_seen_in_any_environment(printed: bool) -> None:
+    """A shell's environment is no trainer's: with it or without, those rows are not seen."""
+    names = CONTRACTS["megatron"].environment
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+    environment |= names if printed else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "true_on_policy", "doctor"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == EXIT["not seen"], done.stderr
+    rows = [line for line in done.stdout.splitlines() if KERNELS in line]
+    assert len(rows) == 1 and rows[0].startswith("not seen") and "(no CUDA device)" in rows[0]
+    assert " 0 red, " in done.stdout.splitlines()[-1]
+    for name in ("torch.compile", *names):
+        (row,) = [line for line in done.stdout.splitlines() if f" {name} " in line]
+        assert row.startswith("not seen") and "(no --trainer-dump)" in row
+
+
+# What the recorded engine would have told on GPUs, with the contract's flags.
+ON_GPUS = {
+    "device": "cuda",
+    "tp_size": 8,
+    "true_on_policy_contract": "qwen3_dense_true_on_policy_v1",
+    "attention_backend": "fa3",
+}
+OVER_HTTP = (*PROBED, "contract", "deterministic inference", "speculative decoding")
+
+
+def in_bf16(answers: list) -> list:
+    """The same after the cast that the contract makes; the recorded engine ran in fp32."""
+    rounded = lambda row: [row[0] and torch.tensor(row[0]).bfloat16().item(), *row[1:]]  # noqa: E731
+    return [
+        (asked, [{"meta_info": {name: [*map(rounded, rows)] for name, rows in each["meta_info"].items()}}
+                 for each in answer])
+        for asked, answer in answers
+    ]  # fmt: skip
+
+
+def diagnosed(folder: Path, sides: dict[str, Observation]) -> int:
+    """The exit code beside an engine that answers; every rank of both sides has written what is in `sides`."""
+    contract = CONTRACTS["megatron"]
+    inside = {name: value for name, value in sides["engine"].settings.items() if name not in OVER_HTTP}
+    with replayed("pinned", ON_GPUS, answers=in_bf16(RECORDED["pinned"]["generate"])) as url:
+        for rank in (0, 1):
+            of_trainer, of_engine = Process(rank, 2), replace(this_process(url), rank=rank, ranks=2)
+            write_dump(folder / "trainer.json", Dump(of_trainer, sides["trainer"], contract))
+            write_dump(
+                folder / "engine-1.json",
+                Dump(of_engine, replace(sides["engine"], settings=inside | {"SGLang": "0.5.23"}), None),
+            )
+        arguments = ["--engine", url, "--trainer-dump", str(folder), "--engine-dump", str(folder)]
+        return main(["doctor", *arguments])
+
+
+def test_both_sides_seen_and_as_the_contract_wants_them_are_0(tmp_path: Path, capsys) -> None:
+    """GPU readings are the contract's own words; the engine's answers are those of a real one."""
+    assert diagnosed(tmp_path, healthy(CONTRACTS["megatron"])) == 0
+    assert " 0 red, 0 not seen" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+@pytest.mark.parametrize("name", ["TF32", "NCCL_ALGO", KERNELS])
+def test_one_row_of_a_file_decides(name: str, side: str, tmp_path: Path, capsys) -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    flipped = sides | {side: with_row(sides[side], name, "something else")}
+    assert diagnosed(tmp_path, flipped) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
+    remedy = next(check.remedy for check in checks(CONTRACTS["megatron"], False) if check.name == name)
+    assert name in row and "something else" in row and row.endswith(remedy)
+    missing = sides | {side: without_row(sides[side], name, "the lamp is broken")}
+    assert diagnosed(tmp_path, missing) == 2
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not seen")]
+    assert name in row and "(the lamp is broken)" in row
+
+
+def test_one_rank_with_another_environment_is_red(tmp_path: Path, capsys) -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    assert diagnosed(tmp_path, sides) == 0
+    other = Dump(Process(1, 2), with_row(sides["trainer"], "torch", "2.0"), CONTRACTS["megatron"])
+    write_dump(tmp_path / "trainer.json", other)
+    assert main(["doctor", "--trainer-dump", str(tmp_path)]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
+    assert row.split()[1] == "torch" and "shown on rank 0; 2.0 on rank 1" in row
+    assert row.endswith("the same on every rank")
+
+
+@pytest.mark.parametrize(("backend", "code"), [("megatron", 0), ("fsdp", 1)])
+def test_sglang_sets_the_algorithm_of_nccl_itself_on_several_ranks(backend: str, code: int) -> None:
+    """As seen of 0.5.23 with --tp-size 2; on one rank nothing but the launch sets it."""
+    sides = healthy(CONTRACTS[backend])
+    sides["engine"] = with_row(sides["engine"], "NCCL_ALGO", "allreduce:tree")
+    assert worst(diagnose(CONTRACTS[backend], **sides)) == code
+    sides["trainer"] = with_row(sides["trainer"], "NCCL_ALGO", "allreduce:tree")
+    assert worst(diagnose(CONTRACTS[backend], **sides)) == 1
+
+
+def test_a_file_of_another_server_is_red() -> None:
+    told, inside = (Observation({"tensor parallel": ranks, "SGLang": "1"}, {}) for ranks in ("2", "4"))
+    both = doctor.joined(told, inside)
+    assert both.split == ("tensor parallel",)
+    assert both.settings == {"SGLang": "1", "tensor parallel": "4 in the file; 2 over HTTP"}
+    assert doctor.joined(told, told).split == ()
+
+
+def test_what_was_observed_outweighs_what_was_configured() -> None:
+    told = Observation({"torch.compile": "off", "radix cache": "on"}, {}, ("torch.compile", "radix cache"))
+    both = doctor.joined(told, Observation({"torch.compile": "on"}, {"KV cache": "why"}, ()))
+    assert both.settings["torch.compile"] == "on" and both.how("torch.compile") == "observed"
+    assert both.how("radix cache") == "configured" and both.why("KV cache") == "why"
+
+
+def test_how_a_value_was_seen_stands_in_its_row() -> None:
+    sides = healthy(CONTRACTS["megatron"])
+    sides["trainer"] = replace(sides["trainer"], configured=tuple(WHY))
+    rows = {row.check.name: row for row in diagnose(CONTRACTS["megatron"], **sides)}
+    assert rows["NCCL_ALGO"].how == "configured / observed"
+    assert rows[KERNELS].how == "observed" and rows[KERNELS].cells[4] == "observed"
+    assert rows["temperature"].how == "observed"
+
+
+def test_a_recorded_engine_and_a_file_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "trainer.json"
+    dump(file, CONTRACTS["fsdp"], Namespace(**vars(HOST) | {"recompute_logprobs_via_prefill": False}))
+    with replayed("stock") as url:
+        assert main(["doctor", "--engine", url, "--trainer-dump", str(file)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if ALONE in line)
+    assert row.startswith("red") and "13 of 16 log-probs differ" in row
+    assert row.endswith("--sglang-enable-deterministic-inference")
+    assert next(line for line in lines if " tensor parallel " in line).startswith("green")
+    row = next(line for line in lines if f" {LOG_SOFTMAX} " in line)
+    assert row.startswith("red") and " fp32 " in row and row.endswith("without --sglang-enable-fp32-lm-head")
+    for name in (PRODUCTS, "deep_gemm: DeepGEMM mode", *CONTRACTS["fsdp"].environment):
+        row = next(line for line in lines if f" {name} " in line)
+        assert "(HTTP does not tell it: no --engine-dump)" in row and not row.startswith("green")
+    assert next(line for line in lines if " top-p " in line).split()[:3] == ["red", "top-p", "0.95"]
+    assert lines[-1].endswith("not seen")
+
+
+def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["doctor", "--engine", url, "--trainer-dump", str(tmp_path / "trainer.json")]) == 1
+    assert capsys.readouterr().out.count("Connection refused") == 1
+
+
+def test_a_long_reason_of_several_rows_is_told_once() -> None:
+    long, short = "a reason that is much longer than what a cell of this table should hold", "short"
+    trainer = Observation({}, {ALL: short})
+    rows = diagnose(
+        CONTRACTS["fsdp"], trainer, Observation({"TF32": "off"}, {ALL: long, "attention": long + "!"})
+    )
+    shown, notes = doctor.noted(rows)
+    assert notes == [f"reason 1: {long}"]
+    cells = {row.check.name: (row.trainer, row.engine) for row in shown}
+    assert cells["TF32"] == ("(short)", "off") and cells["KV cache"] == ("-", "(reason 1)")
+    assert cells["attention"] == ("-", f"({long}!)")
+    assert [row.verdict for row in shown] == [row.verdict for row in rows]
+
+
+def test_a_file_that_is_none_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--trainer-dump", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
+    words = ["--backend", "megatron", "--engine-tp", "8"]
+    assert main(["doctor", "--trainer-dump", str(tmp_path), *words]) == 2
+    read = capsys.readouterr()
+    assert read.out == "" and read.err.startswith(
+        "--backend, --engine-tp: without effect, the trainer's file"
+    )
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "file:///etc/passwd"])
+def test_a_url_that_is_no_servers_is_exit_2(url: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--engine", url])
+    assert f"argument --engine: got '{url}'; give http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe\x00", b'{"format": 2, "process": null}'])
+@pytest.mark.parametrize("side", ["--trainer-dump", "--engine-dump"])
+def test_a_file_of_something_else_is_exit_2(side: str, content: bytes, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "file.json"
+    file.write_bytes(content)
+    assert main(["doctor", side, str(file)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"{file}: not written by true_on_policy.observe.dumps (") and len(told) < 300
+
+
+def test_a_family_that_cannot_be_launched_has_no_rows(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--model", "qwen2.5-3B"]) == 2
+    read = capsys.readouterr()
+    assert read.out == "" and "qwen2.5-dense cannot be launched: Miles v0.1.0 knows one contract" in read.err
+
+
+def test_every_check_asks_something_of_a_side() -> None:
+    for contract in CONTRACTS.values():
+        for check in checks(contract, True):
+            assert isinstance(check, Check) and (check.trainer, check.engine) != (None, None)
+            assert check.remedy or not (check.trainer or check.engine)
+    assert ANY == ()
+
+
+def test_rows_of_libraries_are_named_as_their_providers_name_them(write: Write) -> None:  # noqa: F811
+    """SGLang's mode is the one that cannot be imported here."""
+    write({"flash_attn_interface.py": FLASH_ATTENTION, "deep_gemm.py": deep_gemm_source()})
+    for module in ("flash_attn_interface", "deep_gemm"):
+        import_module(module)
+    for contract in CONTRACTS.values():
+        reported = gpu.observe(contract)
+        asked = [check.name for check in checks(contract, False) if ": " in check.name]
+        absent = [name for name in asked if name not in reported and not name.startswith("sglang: ")]
+        assert asked and absent == []
+
+
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor believes in an accelerator; what it then calls is real, and runs on CPU."""
+    cuda = SimpleNamespace(is_available=lambda: True)
+    monkeypatch.setattr(doctor, "torch", SimpleNamespace(cuda=cuda))
+
+
+def test_a_machine_that_cannot_pin_is_red(accelerated, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--backend", "fsdp"]) == 1
+    read = capsys.readouterr()
+    row = next(line for line in read.out.splitlines() if KERNELS in line)
+    assert row.startswith("red") and "sglang" in row and "is not installed" in row
+    assert "pinning sglang+deep_gemm+flash_attention" in read.err
+
+
+def test_what_was_pinned_for_a_moment_is_undone(accelerated, monkeypatch, capsys) -> None:
+    done = []
+    monkeypatch.setattr(
+        gpu, "install", lambda contract: done.append(contract) or (lambda: done.append("undone"))
+    )
+    main(["doctor"])
+    assert done == [CONTRACTS["megatron"], "undone"]

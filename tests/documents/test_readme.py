@@ -1,0 +1,90 @@
+"""Every command of the README runs, as it stands or with the arguments that a comment before its block adds.
+
+<!-- ci: --smoke -->                     each command of the next bash block is run with --smoke added
+<!-- ci: syntax only, because REASON --> the next bash block is only parsed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(
+    r"(?:^<!-- ci: (?P<note>.+?) -->\n+)?^```bash\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+SYNTAX_ONLY = re.compile(r"syntax only, because \S.*")
+
+
+@dataclass(frozen=True)
+class Block:
+    body: str
+    note: str
+
+    @property
+    def parsed_only(self) -> bool:
+        return SYNTAX_ONLY.fullmatch(self.note) is not None
+
+    @property
+    def script(self) -> str:
+        """The block, each of its commands with the arguments of the note."""
+        if not self.note or self.parsed_only:
+            return self.body
+        lines = self.body.replace("\\\n", " ").splitlines()
+        return "\n".join(f"{line.split('  #')[0]} {self.note}" for line in lines if line and line[0] != "#")
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(found["body"], found["note"] or "") for found in BLOCK.finditer(text)]
+
+
+BLOCKS = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+RUN = [block for block in BLOCKS if not block.parsed_only]
+
+
+def name(block: Block) -> str:
+    return block.body.splitlines()[0][:60]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name)
+def test_command_parses(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name)
+def test_note_is_understood(block: Block) -> None:
+    assert block.parsed_only or block.note == "" or block.note.startswith("--")
+
+
+@pytest.mark.parametrize("block", RUN, ids=name)
+def test_command_runs(block: Block) -> None:
+    if not (Path(sys.prefix) / ".mis-plugins-install").exists():
+        pytest.skip("the README's commands run in the environment that scripts/test.sh makes")
+    environment = {"MIS_VENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.script],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{block.script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_blocks_are_found_with_their_notes() -> None:
+    text = (
+        "```bash\nls\n```\n\n<!-- ci: --smoke -->\n```bash\na \\\n  b  # why\nc\n```\n"
+        "<!-- ci: syntax only, because it is slow -->\n```bash\nd\n```\n```python\ne\n```\n"
+    )
+    plain, smoke, parsed = blocks(text)
+    assert [plain.script, smoke.script] == ["ls\n", "a    b --smoke\nc --smoke"]
+    assert [plain.parsed_only, smoke.parsed_only, parsed.parsed_only] == [False, False, True]

@@ -1,0 +1,74 @@
+"""The direction of imports: a room imports only rooms below it, so that no two rooms import each other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# From top to bottom, as docs/architecture.md draws them. `former` holds old addresses and is imported by users alone.
+FLOORS = {
+    "mis_plugins": "former __main__ local mis explain hosts loss metrics versions correction config packing shared "
+    "errors",
+    "true_on_policy": "former __main__ doctor verify fsdp_worker trainers hosts engines observe models diff flags "
+    "kernels contract bitwise errors",
+}
+# The embedded host is imported where it runs, as Miles and slime are: within a function.
+LAZY = {("mis_plugins.hosts.loss", "mis_plugins.local")}
+OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
+ENTRIES = 18
+
+
+def modules(package: str) -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted((ROOT / package).rglob("*.py")):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Names of ours, in full: `from mis_plugins import mis` is mis_plugins.mis."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in names if name.split(".")[0] in FLOORS and "." in name)
+
+
+def room(name: str) -> tuple[str, str]:
+    package, _, rest = name.partition(".")
+    return package, rest.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_downwards(package: str) -> None:
+    order = FLOORS[package].split()
+    upwards = [
+        f"{name} imports {target}"
+        for name, tree in modules(package)
+        for target in imported(tree)
+        if name != package and room(target)[0] == package and (name, ".".join(room(target))) not in LAZY
+        if order.index(room(target)[1]) < order.index(room(name)[1])
+    ]
+    assert not upwards
+
+
+def test_correction_and_bits_meet_in_few_rooms() -> None:
+    """Only the embedded host, which is built on both, imports true_on_policy."""
+    strangers = [
+        f"{name} imports {target}"
+        for package in FLOORS
+        for name, tree in modules(package)
+        for target in imported(tree)
+        if room(target)[0] != package
+        if room(name) != ("mis_plugins", "local") and room(target)[1] not in OPEN_TO_TRUE_ON_POLICY
+    ]
+    assert not strangers
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_first_floor_is_short(package: str) -> None:
+    entries = {path.name for path in (ROOT / package).iterdir()} - {"__pycache__"}
+    assert len(entries) <= ENTRIES, sorted(entries)

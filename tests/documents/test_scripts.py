@@ -1,0 +1,356 @@
+"""The shell scripts: syntax, the one environment they share, and what the launch arrays hand to a host."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from host_flags import accepted
+
+from true_on_policy.contract.gpu import check_environment, model_contract
+from true_on_policy.flags.command import HOOK, launch_flags
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]
+SOURCED = {"environment.sh", "cleanup.sh", "tis_config.sh"}
+CORRECTIONS = {
+    "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
+    "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),
+    "run-qwen3-4b-mis-fsdp.sh": ("miles", "miles-fsdp", "sglang"),
+}
+TRUE_ON_POLICY = {
+    "megatron": ("miles", "megatron", "sglang"),
+    "fsdp": ("miles", "miles-fsdp", "sglang"),
+}
+LAUNCHES = [(script, parsers, {}) for script, parsers in CORRECTIONS.items()] + [
+    ("run-qwen3-4b-true-on-policy.sh", parsers, {"TRAIN_BACKEND": backend})
+    for backend, parsers in TRUE_ON_POLICY.items()
+]
+
+launch_script = pytest.mark.parametrize("script", sorted(CORRECTIONS))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_syntax(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.access(script, os.X_OK) or script.name in SOURCED
+
+
+def test_every_launch_script_is_checked() -> None:
+    assert {script for script, _, _ in LAUNCHES} == {
+        path.name for path in (ROOT / "scripts").glob("run-*.sh")
+    }
+
+
+def executable(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def launch(script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a launch script with a `ray` that submits nothing: it writes its arguments, one a line, to ray.txt."""
+    executable(folder / "bin" / "ray", f'printf "%s\\n" "$@" >"{folder}/ray.txt"')
+    executable(folder / "bin" / "python3", f'exec "{sys.executable}" "$@"')
+    host = folder / "a host"
+    model_args = host / "miles" / "utils" / "external_utils" / "model_args_utils.py"
+    model_args.parent.mkdir(parents=True)
+    model_args.write_text("print('--num-layers 36 --swiglu')")
+    executable(host / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--num-layers 36 --swiglu)")
+    paths = {"MILES_DIR": str(host), "SLIME_DIR": str(host), "MODEL_DIR": str(folder / "my models")}
+    found_first = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), "--seed", "7"],
+        env=os.environ | paths | found_first | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def trainer_arguments(folder: Path) -> list[str]:
+    """What follows `-- python3 .../train.py`."""
+    words = (folder / "ray.txt").read_text().splitlines()
+    python = words.index("--") + 1
+    assert words[python : python + 2] == ["python3", f"{folder / 'a host'}/train.py"]
+    return words[python + 2 :]
+
+
+@pytest.mark.parametrize(("script", "parsers", "environment"), LAUNCHES)
+def test_launch_passes_only_flags_of_its_host(
+    script: str, parsers: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+) -> None:
+    done = launch(script, tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    arguments = trainer_arguments(tmp_path)
+    flags = [word for word in arguments if word.startswith("--")]
+    assert set(flags) - accepted(*parsers) == set()
+    assert len(flags) == len(set(flags))
+    assert arguments[-2:] == ["--seed", "7"]
+    assert str(tmp_path / "my models" / "Qwen3-4B") in arguments
+    assert ("--num-layers" in arguments) == ("megatron" in parsers)
+
+
+@launch_script
+def test_launch_loads_our_function_with_our_config(script: str, tmp_path: Path) -> None:
+    launch(script, tmp_path)
+    arguments = trainer_arguments(tmp_path)
+    module, function = arguments[arguments.index("--custom-tis-function-path") + 1].rsplit(".", 1)
+    assert callable(getattr(importlib.import_module(module), function))
+    assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "mis.yaml"
+    assert "--use-tis" in arguments
+
+
+@launch_script
+def test_launch_checks_the_config_for_its_own_host(script: str, tmp_path: Path) -> None:
+    """slime alone hands a hook the rollout batch; the others stop, and say so, before a job is submitted."""
+    config = tmp_path / "rollout.yaml"
+    config.write_text("mis: {weight: {normalize: {scope: rollout}}}")
+    done = launch(script, tmp_path, MIS_CONFIG=str(config))
+    serves = "slime" in script
+    assert (tmp_path / "ray.txt").exists() == serves == (done.returncode == 0)
+    assert ("rollout needs the rollout batch, which Miles" in done.stderr) != serves
+
+
+@launch_script
+def test_launch_stops_at_an_impossible_config(script: str, tmp_path: Path) -> None:
+    config = tmp_path / "impossible.yaml"
+    config.write_text("mis: {weight: {level: token, bound: clip, lower: 3.0, upper: 2.0}}")
+    done = launch(script, tmp_path, MIS_CONFIG=str(config))
+    assert done.returncode != 0
+    assert "impossible.yaml" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@launch_script
+def test_launch_stops_at_a_config_of_the_loss_hook(script: str, tmp_path: Path) -> None:
+    done = launch(script, tmp_path, MIS_CONFIG="opsm")
+    assert done.returncode == 2
+    assert "--loss-type custom_loss" in done.stdout
+    assert "opsm.yaml needs the flags above" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@launch_script
+@pytest.mark.parametrize("given", ["geometric-mis", "mine.yaml"])
+def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
+    given: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("mis: {weight: {upper: 3.0}}")
+    monkeypatch.chdir(tmp_path)
+    assert launch(script, tmp_path, MIS_CONFIG=given).returncode == 0
+    arguments = trainer_arguments(tmp_path)
+    config = Path(arguments[arguments.index("--custom-config-path") + 1])
+    assert config.is_absolute() and config.is_file()
+    assert config.stem == Path(given).stem
+
+
+def test_a_bitwise_config_that_is_not_there_launches_nothing(tmp_path: Path) -> None:
+    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, BITWISE_CONFIG="/no/such.yaml")
+    assert done.returncode != 0 and "/no/such.yaml" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@pytest.mark.parametrize("backend", TRUE_ON_POLICY)
+def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path) -> None:
+    """The host would parse what `check_host` asks for, in an environment that `check_environment` accepts."""
+    config = tmp_path / "bitwise.yaml"
+    config.write_text("bitwise: {on_difference: raise}")
+    done = launch(
+        "run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND=backend, BITWISE_CONFIG=str(config)
+    )
+    assert done.returncode == 0, done.stderr
+    arguments = trainer_arguments(tmp_path)
+    ranks = 8 if backend == "megatron" else 1
+    contract = model_contract("qwen3-4B", backend, trainer_tp=ranks, engine_tp=ranks)
+    for flag in launch_flags(contract):
+        place = arguments.index(flag.words[0])
+        assert tuple(arguments[place : place + len(flag.words)]) == flag.words
+    words = (tmp_path / "ray.txt").read_text().splitlines()
+    runtime = json.loads(words[words.index("--runtime-env-json") + 1])
+    environment = runtime["env_vars"]
+    check_environment(contract, environment)
+    assert environment["TRUE_ON_POLICY_ENGINE_DUMP"].endswith("/true_on_policy")
+    assert runtime.get("worker_process_setup_hook") == (HOOK if backend == "fsdp" else None)
+    assert environment["PYTHONPATH"].startswith(str(tmp_path / "a host"))
+    assert arguments[arguments.index("--custom-config-path") + 1] == str(config)
+    for flag, hook in hooks_of(arguments).items():
+        assert callable(pkgutil.resolve_name(hook)), flag
+    assert ("--custom-megatron-init-path" in arguments) == (backend == "megatron")
+
+
+def hooks_of(arguments: list[str]) -> dict[str, str]:
+    return {
+        flag: value
+        for flag, value in itertools.pairwise(arguments)
+        if flag.startswith("--custom-") and flag != "--custom-config-path"
+    }
+
+
+def test_a_true_on_policy_launch_stops_where_there_is_no_contract(tmp_path: Path) -> None:
+    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND="deepspeed")
+    assert done.returncode != 0
+    assert "deepspeed" in done.stderr
+    assert not (tmp_path / "ray.txt").exists()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with its `.venv`, an environment of a host and one named `mine`; each `python` logs its arguments."""
+    for name in ("scripts/environment.sh", "setup.py", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for environment in (".venv", "host", "mine"):
+        executable(tmp_path / environment / "bin" / "python", 'echo "$@" >>"${0%/bin/python}/installs.txt"')
+    return tmp_path
+
+
+def enter(checkout: Path, *then: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Source environment.sh as a script does, in a shell in which the host's environment is active."""
+    host = {"VIRTUAL_ENV": f"{checkout}/host", "PATH": f"{checkout}/host/bin:{os.environ['PATH']}"}
+    inherited = {name: value for name, value in os.environ.items() if name != "MIS_VENV"}
+    script = "\n".join([f'source "{checkout}/scripts/environment.sh"', *then])
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=inherited | host | environment,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+    )
+
+
+def installs(checkout: Path, environment: str = ".venv", **variables: str) -> int:
+    """Enter the environment; how often anything was installed into the one named, so far."""
+    done = enter(checkout, **variables)
+    assert done.returncode == 0, done.stderr
+    log = checkout / environment / "installs.txt"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_environment_is_installed_once_and_again_after_a_change(checkout: Path) -> None:
+    assert [installs(checkout), installs(checkout)] == [1, 1]
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    assert [installs(checkout), installs(checkout)] == [2, 2]
+
+
+def test_an_active_environment_is_left_alone(checkout: Path) -> None:
+    """The commands would put the CPU build of torch into the environment of a host."""
+    assert installs(checkout, "host") == 0
+    done = enter(checkout, "command -v python", 'echo "$VIRTUAL_ENV"')
+    assert done.stdout.split() == [f"{checkout}/.venv/bin/python", f"{checkout}/.venv"]
+    assert f"leaving the active environment {checkout}/host alone; using {checkout}/.venv" in done.stderr
+
+
+@pytest.mark.parametrize("named", ["mine", "{checkout}/mine"])
+def test_another_environment_is_used_where_a_variable_names_it(named: str, checkout: Path) -> None:
+    named = named.format(checkout=checkout)
+    assert installs(checkout, "mine", MIS_VENV=named) == 1
+    assert installs(checkout, "mine", MIS_VENV=named) == 1
+    assert not (checkout / ".venv" / "installs.txt").exists()
+    done = enter(checkout, "cd /", "command -v python", MIS_VENV=named)
+    assert done.stdout.strip() == f"{checkout}/mine/bin/python"
+
+
+def test_the_active_environment_is_used_where_the_variable_names_it(checkout: Path) -> None:
+    assert installs(checkout, "host", MIS_VENV=f"{checkout}/host") == 1
+    assert enter(checkout, MIS_VENV=f"{checkout}/host").stderr == ""
+
+
+def test_a_missing_environment_is_made(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".venv")
+    interpreter = executable_that_makes(checkout)
+    assert installs(checkout, PYTHON=str(interpreter)) == 1
+    assert f"-m venv {checkout}/.venv" in (checkout / "made.txt").read_text()
+
+
+def executable_that_makes(checkout: Path) -> Path:
+    """An interpreter whose `-m venv FOLDER` copies the environment `mine`."""
+    interpreter = checkout / "any-python"
+    makes = f'if [ "$1" = -m ]; then echo "$@" >>"{checkout}/made.txt"; cp -r "{checkout}/mine" "$3"; fi'
+    executable(interpreter, makes)
+    return interpreter
+
+
+def test_failed_install_is_tried_again(checkout: Path) -> None:
+    executable(checkout / ".venv" / "bin" / "python", f'echo "$@" >>"{checkout}/installs.txt"; exit 1')
+    assert enter(checkout).returncode != 0
+    assert enter(checkout).returncode != 0
+    assert len((checkout / "installs.txt").read_text().splitlines()) == 2
+
+
+def test_environment_refuses_a_python_it_does_not_support(checkout: Path) -> None:
+    executable(checkout / "old-python", "exit 1")
+    shutil.rmtree(checkout / ".venv")
+    done = enter(checkout, PYTHON=f"{checkout}/old-python")
+    assert done.returncode != 0
+    assert "is not Python 3.11 to 3.13" in done.stderr
+
+
+# The rollout engines
+
+
+def install(folder: Path, *engines: str, free_kb: int) -> subprocess.CompletedProcess[str]:
+    """On a disk of our making, by a python that only writes down what it was asked."""
+    executable(folder / "bin" / "df", f"printf 'Avail\\n{free_kb}\\n'")
+    executable(folder / "python", f'echo "$@" >>"{folder}/calls.txt"')
+    found = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
+    homes = {f"{engine}_VENV": str(folder / engine) for engine in ("SGLANG", "VLLM")}
+    return subprocess.run(
+        ["bash", str(ROOT / "true_on_policy" / "engines" / "install.sh"), *engines],
+        env=os.environ | found | homes,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_full_disk_is_said_before_any_engine_is_installed(tmp_path: Path) -> None:
+    done = install(tmp_path, "sglang", "vllm", free_kb=10 * 2**20 - 1)
+    assert done.returncode == 2
+    assert f"{tmp_path}/SGLANG: 9 GB free, 10 GB needed; free some, or let SGLANG_VENV" in done.stderr
+    assert "venv" not in (tmp_path / "calls.txt").read_text()
+
+
+def test_with_room_each_engine_gets_its_environment(tmp_path: Path) -> None:
+    done = install(tmp_path, "vllm", free_kb=10 * 2**20)
+    assert f"installing vllm into {tmp_path}/VLLM (once)" in done.stderr
+    assert f"-m venv {tmp_path}/VLLM" in (tmp_path / "calls.txt").read_text()
+
+
+@pytest.mark.parametrize("engines", [(), ("sglang", "trtllm")])
+def test_an_engine_that_there_is_not_is_a_usage_error(engines: tuple[str, ...], tmp_path: Path) -> None:
+    done = install(tmp_path, *engines, free_kb=10 * 2**20)
+    assert done.returncode == 2 and "usage: bash" in done.stderr
+    assert not (tmp_path / "calls.txt").exists()
+
+
+@pytest.mark.parametrize("ends", ["true", "false", "kill -TERM $$"])
+def test_what_a_script_started_ends_with_it(ends: str) -> None:
+    script = f'source "{ROOT}/scripts/cleanup.sh"; setsid sleep 600 & echo $!; {ends}'
+    done = subprocess.run(["bash", "-ec", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode == 0) == (ends == "true")
+    deadline = time.monotonic() + 20
+    while running(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(int(done.stdout))
+
+
+def running(process: int) -> bool:
+    """Whether it exists and is no zombie."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_ci_runs_the_engines_too() -> None:
+    assert 'bash "$scripts/test.sh" --engines' in (ROOT / ".ci" / "run").read_text()

@@ -1,0 +1,209 @@
+"""What a config file sets beside `mis:`, compared with the arguments that the hosts' own parsers have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mis_plugins.__main__ import main
+from mis_plugins.hosts.arguments import RECORDS, Host, flags, kinds, surprises
+
+ROOT = Path(__file__).parents[2]
+HOSTS: tuple[Host, ...] = tuple(RECORDS)
+every_host = pytest.mark.parametrize("host", HOSTS)
+
+
+def told(text: str, *options: str, folder: Path, capsys: pytest.CaptureFixture) -> list[str]:
+    """The lines of `config check` of a file that corrects and says `text` too."""
+    file = folder / "my config.yaml"
+    file.write_text(f"{text}\nmis: {{weight: {{upper: 3}}}}\n")
+    assert main(["config", "check", str(file), *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def warned(lines: list[str]) -> list[str]:
+    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: 1e-6", "lr: YAML reads '1e-6' as text, which the host keeps, and it expects a number; write 1.0e-06"),
+        ("lr: fast", "lr: got 'fast'; the host expects a number"),
+        ("lr: inf", "lr: got 'inf'; the host expects a number"),
+        ("global_batch_size: true", "global_batch_size: got True; the host expects a number"),
+        ("use_kl_loss: 'false'", "use_kl_loss: got 'false'; the host expects true or false"),
+        ("loss_type: on", "loss_type: YAML reads True, and the host expects text; put it in quotes"),
+        ("use_kl_los: true", "(did you mean use_kl_loss?)"),
+        ("zzzzzz: 1", "; only a function of your own would read it"),
+        ("sglang_mem_fraction_static: 7e-1", "sglang_mem_fraction_static: YAML reads '7e-1' as text"),
+        ("lr: 1.0e-6", None),
+        ("lr: null", None),
+        ("use_kl_loss: true", None),
+        ("kl_loss_coef: 0", None),
+        ("advantage_estimator: grpo", None),
+        ("router_selector: [a=b]", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [(), *(("--host", host) for host in HOSTS)])
+def test_keys_beside_ours(
+    text: str, said: str | None, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    warnings = warned(told(text, *options, folder=tmp_path, capsys=capsys))
+    assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("mask_high_ratios", ()),
+        ("true_on_policy_mode", ("miles", "fsdp")),
+        ("warmup_ratio", ("fsdp",)),
+        ("swiglu", ("miles", "slime")),
+        ("custom_advantage_function_path", ("slime",)),
+        ("eval_sglang_mem_fraction_static", ("miles", "fsdp")),
+        ("debug_train_only", HOSTS),
+        ("router_policy", HOSTS),
+    ],
+)
+def test_who_knows_a_key(key: str, known: tuple[Host, ...]):
+    """Of several hosts one that knows it is enough."""
+    assert tuple(host for host in HOSTS if key in kinds(host)) == known
+    assert [host for host in HOSTS if not list(surprises({key: None}, host))] == list(known)
+    assert bool(list(surprises({key: None}, None))) == (not known)
+
+
+def test_what_the_embedded_host_and_areal_know_is_no_surprise():
+    keys = {
+        "max_head_offpolicyness": 2,
+        "actor": {"behav_imp_weight_cap": 5.0},
+        "rollout": {"max_head_offpolicyness": 2},
+    }
+    assert not list(surprises(keys, None))
+    assert [text.partition(":")[0] for text in surprises(keys, "slime")] == ["max_head_offpolicyness"]
+    assert len(list(surprises({"actor": {"lr": 1.0}}, None))) == 1
+
+
+@every_host
+def test_what_number_text_means_is_what_is_proposed(host: Host):
+    for text in ("1e-6", "1E5", "2.5e10", "1e22", "-3e-4", "7"):
+        (warning,) = surprises({"lr": text}, host)
+        proposed = yaml.safe_load(warning.rpartition("write ")[2])
+        assert isinstance(proposed, float) and proposed == float(text)
+
+
+@every_host
+def test_records_are_whole(host: Host):
+    """Arguments of every part of a host are there, with the kind that its parser says."""
+    expected = {"use_tis": "switch", "eps_clip": "number", "custom_config_path": "text", "opd_teacher_urls": "other",
+                "lr": "number", "weight_decay": "number", "sglang_server_concurrency": "number",
+                "sglang_attention_backend": "text", "train_backend": "text"}  # fmt: skip
+    if host == "slime":
+        del expected["opd_teacher_urls"]
+    assert {name: kinds(host)[name] for name in expected} == expected
+    assert len(kinds(host)) > 1000
+    assert {"--use-tis", "--custom-config-path"} <= flags("slime") & flags("miles")
+
+
+@pytest.mark.parametrize("record", sorted({record for records in RECORDS.values() for record in records}))
+def test_records_name_what_they_were_made_from(record: str):
+    first, *lines = (ROOT / "mis_plugins" / "hosts" / "records" / f"{record}.txt").read_text().splitlines()
+    assert f"host_arguments.py {record} CHECKOUT`; CHECKOUT at " in first
+    assert lines == sorted(lines) and {line.split()[1] for line in lines} <= {
+        "switch",
+        "number",
+        "text",
+        "other",
+    }
+
+
+@pytest.mark.parametrize(
+    ("host", "hook"),
+    [
+        ("miles", "mis_plugins.mis.compute_mis_weights_with_cp"),
+        ("slime", "mis_plugins.mis.compute_mis_weights_with_cp"),
+        ("fsdp", "mis_plugins.mis.compute_mis_weights_fsdp"),
+    ],
+)
+def test_flags_are_ready_to_paste(
+    host: str, hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """From another folder too: the path is whole, and quoted for the shell."""
+    monkeypatch.chdir(tmp_path)
+    Path("my config.yaml").write_text("mis: {weight: {}, metrics: all}")
+    assert main(["config", "check", "my config.yaml", "--host", host]) == 0
+    (needs,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("needs: ")]
+    split = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {needs.removeprefix('needs: ')}"], capture_output=True, text=True
+    )
+    words = split.stdout.splitlines()
+    assert words[:3] == ["--use-tis", "--custom-tis-function-path", hook]
+    assert words[-2:] == ["--custom-config-path", str(tmp_path / "my config.yaml")]
+    assert ("mis_plugins.mis.report_step" in words) == (host != "fsdp")
+    parsers = RECORDS[HOSTS[HOSTS.index(host)]]  # type: ignore[arg-type]
+    assert {word for word in words if word.startswith("--")} <= {
+        flag for name in parsers for flag in flags(name)
+    }
+
+
+def test_a_pipe_has_no_path():
+    done = subprocess.run(
+        [sys.executable, "-m", "mis_plugins", "config", "check", "/dev/stdin", "--host", "slime"],
+        input="mis: {weight: {upper: 3}}",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("--custom-config-path FILE"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mis", "refused", "said"),
+    [
+        ({"weight": {"normalize": {"scope": "rollout"}}}, ("miles", "fsdp"),
+         "mis.weight.normalize.scope: rollout needs the rollout batch, which Miles"),
+        ({"segment_wise": {}}, HOSTS, " does not say which version wrote each token"),
+        ({"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise"}, ("fsdp",),
+         "mis.on_all_rejected: raise needs a hook before each train step, which Miles on FSDP does not call; use skip"),
+    ],
+)  # fmt: skip
+@every_host
+def test_what_a_host_cannot_serve_is_refused(
+    mis: dict[str, Any], refused: tuple[Host, ...], said: str, host: Host, tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+):  # fmt: skip
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"mis": mis}))
+    assert main(["config", "check", str(file)]) == 0
+    assert main(["config", "check", str(file), "--host", host]) == (2 if host in refused else 0)
+    assert (said in capsys.readouterr().err) == (host in refused)
+
+
+@every_host
+def test_step_metrics_that_a_host_lacks_are_warned_of(
+    host: Host, capsys: pytest.CaptureFixture, tmp_path: Path
+):
+    file = tmp_path / "all.yaml"
+    file.write_text("mis: {metrics: all}")
+    assert main(["config", "check", str(file), "--host", host]) == 0
+    assert ("no more than with mis.metrics: full" in capsys.readouterr().out) == (host == "fsdp")
+
+
+@every_host
+def test_kept_with_kl_is_warned_of_where_the_host_divides_by_all_tokens(
+    host: Host, capsys: pytest.CaptureFixture, tmp_path: Path
+):
+    """Miles on FSDP divides every term by the kept tokens, and so every term but the policy's with `original`."""
+    file = tmp_path / "kl.yaml"
+    for denominator in ("kept", "original"):
+        file.write_text(
+            f"use_kl_loss: true\nmis: {{weight: null, reject: [{{upper: 2}}], denominator: {denominator}}}"
+        )
+        assert main(["config", "check", str(file), "--host", host]) == 0
+        warns = "is that of the policy term alone" in capsys.readouterr().out
+        assert warns == ((host == "fsdp") != (denominator == "kept"))

@@ -1,0 +1,117 @@
+"""The last step of a run: reported at the exit of its process, which waits for nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 200  # seconds that a process may take, the import of torch included
+
+SCRIPT = """
+import logging, sys, torch, torch.distributed as dist
+from types import SimpleNamespace
+from mis_plugins import mis
+from mis_plugins.correction.pipeline import correct
+from mis_plugins.packing.ragged import Ragged, Ranks
+from mis_plugins.config.reading import from_mapping
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+ARGS = SimpleNamespace()
+ALL_BAD = {{"weight": None, "reject": [{{"over": "max", "upper": 0.5}}], "metrics": "all"}}
+
+def step(ranks=Ranks(), **more):
+    ragged = Ragged(torch.tensor([0, 2, 3]), torch.ones(3, dtype=torch.bool), ranks)
+    mis.report_step(ARGS, 3, 1)
+    mis.RECORDER.record(correct(torch.zeros(3), -torch.ones(3), ragged, from_mapping(ALL_BAD | more)))
+
+{ending}
+"""
+
+
+def run(ending: str, *arguments: str) -> subprocess.Popen[str]:
+    code = SCRIPT.format(ending=textwrap.dedent(ending))
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=None
+    )
+
+
+def told(process: subprocess.Popen[str], code: int = 0) -> str:
+    out, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == code, errors
+    return out
+
+
+def test_a_process_alone_reports_it():
+    out = told(run("step()"))
+    assert "rollout 3, step 1: every sequence of 1 of 1 micro-batches was rejected" in out
+    assert "'train/mis_step/tokens': 3.0" in out and "'train/mis_step/kept_fraction': 0.0" in out
+
+
+def test_once():
+    out = told(run("step(); mis.report_last_step(ARGS)"))
+    assert out.count("'train/mis_step/tokens'") == out.count("was rejected") == 1
+
+
+def test_what_would_stop_the_job_is_said():
+    out = told(run("step(on_all_rejected='raise')"))
+    assert "ERROR:mis_plugins:the last step, reported at exit: every sequence" in out
+
+
+@pytest.mark.parametrize("ending", ["step(); raise ValueError", "step(); 1 / 0"])
+def test_a_step_that_an_exception_ended_is_not_a_step(ending: str):
+    assert told(run(ending), 1) == ""
+
+
+def test_a_process_without_the_hook_says_nothing_more():
+    assert told(run("mis.RECORDER.flush(ARGS)")) == ""
+
+
+def test_ranks_wait_for_nobody(tmp_path: Path):
+    """One is gone when the other exits; each warns of its own."""
+    ending = """
+    import time
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.barrier()
+    step(Ranks(dp=dist.group.WORLD))
+    time.sleep(3 * rank)
+    """
+    ranks = [run(ending, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    first, second = map(told, ranks)
+    for out in (first, second):
+        assert "rollout 3, step 1, this rank: every sequence of 1 of 1 micro-batches was rejected" in out
+        assert "train/mis_step" not in out
+    assert "its metrics are not logged" in first and "mis_plugins.mis.report_last_step(args)" in first
+    assert "not logged" not in second
+
+
+def test_tensor_parallel_ranks_have_nothing_to_add(tmp_path: Path):
+    """They recorded the same."""
+    ending = """
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+    step(Ranks(tp=dist.group.WORLD))
+    """
+    out = told(run(ending, str(tmp_path / "store")))
+    assert out.count("train/mis_step/tokens") == 1 and "this rank" not in out
+
+
+def test_after_an_update_of_weights(tmp_path: Path):
+    """As slime calls `--custom-update-weight-post-write-path`, on every rank: reported once, and not again at exit."""
+    ending = """
+    from megatron.core import parallel_state as mpu
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mpu.initialize_model_parallel()
+    step(Ranks(dp=mpu.get_data_parallel_group()))
+    mis.report_last_step(ARGS, "/weights/weight_v000001", [])
+    """
+    first, second = map(told, [run(ending, str(rank), str(tmp_path / "store")) for rank in range(2)])
+    assert first.count("'train/mis_step/tokens': 6.0") == first.count("train/mis_step/tokens") == 1
+    assert "every sequence of 2 of 2 micro-batches was rejected" in first
+    assert "train/mis_step" not in second and "not logged" not in first + second

@@ -1,0 +1,87 @@
+"""Numbers of a command line: what no tensor and no loop can use is refused in one line, before any work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mis_plugins.shared.numerals import LARGEST, count, counts, finite, shown, whole
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+HUGE = "1" + "0" * 400
+
+
+def test_what_is_read():
+    assert (whole("-3"), whole(str(LARGEST)), count("1"), counts("8,64"), finite("1e-4")) == (
+        -3, LARGEST, 1, [8, 64], 1e-4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (whole, "x", "got 'x'; expected a whole number"),
+        (whole, "1.5", "got '1.5'; expected a whole number"),
+        (whole, HUGE, r"\(403 characters\); the largest whole number is"),
+        (whole, "1" * 5000, r"\(5002 characters\); expected a whole number"),
+        (whole, str(-LARGEST - 1), "the largest whole number is"),
+        (count, "0", "got 0; expected at least 1"),
+        (counts, "8,,64", "got ''; expected a whole number"),
+        (finite, "nan", "got 'nan'; expected a finite number"),
+        (finite, "1e999", "got '1e999'; expected a finite number"),
+        (finite, "wide", "got 'wide'; expected a number"),
+    ],
+)
+def test_what_is_refused(kind: Callable, text: str, message: str):
+    with pytest.raises(ArgumentTypeError, match=message):
+        kind(text)
+
+
+def test_a_long_value_is_shown_by_its_beginning():
+    assert shown(3) == "3" and shown("a" * 30) == repr("a" * 30)
+    assert len(shown("a" * 10**6)) < 70
+    assert shown(10**5000) == "an integer of about 5001 digits"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("correction_cost.py --n x", "argument --n: got 'x'; expected a whole number"),
+        ("correction_cost.py --n 8,0", "argument --n: got 0; expected at least 1"),
+        ("correction_cost.py --length 8,long", "argument --length: got 'long'; expected a whole number"),
+        ("comparison_cost.py --cp 1,x", "argument --cp: got 'x'; expected a whole number"),
+        ("kernel_cost.py --calls 0", "argument --calls: got 0; expected at least 1"),
+        ("host_parity.py --host miles --checkout . --limit 0", "argument --limit: got 0"),
+        ("gpu_session.py --json a.json --seconds nan", "argument --seconds: got 'nan'; expected a finite"),
+    ],
+)
+def test_a_benchmark_refuses_a_number_in_one_line(command: str, message: str):
+    script, *words = command.split()
+    run = [sys.executable, str(BENCHMARKS / script), *words]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"true_on_policy verify --engine hf --trainer hf --tokens {HUGE}",
+        f"true_on_policy verify --engine hf --trainer hf --seed {HUGE}",
+        f"true_on_policy flags --miles --tp {HUGE}",
+        f"mis_plugins.local --seed {HUGE}",
+        "mis_plugins.local --kl-loss-coef nan",
+        "mis_plugins.local --weight-decay inf",
+    ],
+)
+def test_a_command_refuses_a_number_in_one_line(command: str):
+    run = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: argument --" in done.stderr.splitlines()[-1] and len(done.stderr.splitlines()[-1]) < 200

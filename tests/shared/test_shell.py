@@ -1,0 +1,205 @@
+"""How every command ends in a shell: a reader that left, Ctrl-C, a package that is not installed, its version."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mis_plugins
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    file
+    for folder in ("mis_plugins", "true_on_policy", "benchmarks")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if '\nif __name__ == "__main__"' in file.read_text()
+]
+READ = {
+    "check": "-m mis_plugins config check mis",
+    "list": "-m mis_plugins config list",
+    "help": "-m mis_plugins --help",
+    "metrics": "-m mis_plugins.metrics.docs",
+    "contract": "-m true_on_policy contract show qwen3-dense --backend megatron",
+    "flags": "-m true_on_policy flags --model qwen3-4B --backend megatron --miles",
+    "true-on-policy help": "-m true_on_policy --help",
+    "local help": "-m mis_plugins.local --help",
+    "benchmark help": "benchmarks/correction_cost.py --help",
+    "an error": "-m mis_plugins config check no-such-preset",
+}
+
+
+def command(words: str) -> list[str]:
+    return [sys.executable, *words.split()]
+
+
+@pytest.mark.parametrize("words", READ.values(), ids=READ)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reads(words: str, unbuffered: str) -> None:
+    """Exit code 2 would mean "not good", and 1 "different"."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command(words), cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE)
+    if words == READ["an error"]:  # it writes nothing that would go to the pipe
+        assert done.returncode == 2 and b"no-such-preset" in done.stderr
+    else:
+        assert done.returncode == 141
+        assert not re.search(b"pipe|Traceback|Exception", done.stderr)
+    done = subprocess.run(command(words), cwd=ROOT, env=environment, stdout=writer, stderr=writer)
+    assert done.returncode == 141
+    os.close(writer)
+
+
+def test_a_closed_standard_stream_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -m mis_plugins config check mis >&-', sys.executable],
+        cwd=ROOT,
+        capture_output=True,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_broken_pipe_that_is_not_the_readers_stays_an_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def main():\n    raise BrokenPipeError('the engine')\n")
+    code = "from mis_plugins.shared.shell import run_command; run_command('broken:main')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "the engine" in done.stderr
+
+
+def test_a_run_that_nobody_reads_leaves_complete_files(tmp_path: Path) -> None:
+    words = f"-m mis_plugins.local --smoke --output {tmp_path}/run"
+    with subprocess.Popen(command(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        told = process.stderr.read()
+    assert (process.returncode, told) == (141, b"")
+    assert '"status": "interrupted"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_command_ends_by_the_one_function(file: Path) -> None:
+    """It is called before the imports that take seconds, so that Ctrl-C in them is one line."""
+    text = file.read_text()
+    module = ".".join(file.relative_to(ROOT / "benchmarks" if "benchmarks" in file.parts else ROOT).parts)
+    guard = (
+        r'^from __future__ import annotations\n\nif __name__ == "__main__":\n'
+        r"    from mis_plugins.shared.shell import run_command\n\n"
+        rf'    run_command\("{re.escape(module.removesuffix(".py"))}:\w+"'
+    )
+    assert re.search(guard, text, re.MULTILINE)
+
+
+LONG = "-m mis_plugins.local --warmup-steps 100000 --context-parallel-size 2 --output"
+
+
+def interrupted(words: str, after: float) -> tuple[int, str]:
+    """Exit code and stderr of a command that gets Ctrl-C, as a terminal sends it: to every process of it."""
+    process = subprocess.Popen(
+        command(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(after)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=120)
+    assert out == ""
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("after", [0.7, 1.5, 3.0])
+def test_ctrl_c_while_modules_are_imported(after: float, tmp_path: Path) -> None:
+    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after) == (130, "interrupted\n")
+
+
+def test_ctrl_c_while_the_policy_is_warm_started(tmp_path: Path) -> None:
+    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after=20) == (130, "interrupted\n")
+
+
+def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path) -> None:
+    """A library may turn an exception in its import into a crash, or go on without an end."""
+    (tmp_path / "stubborn.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "except BaseException as error:\n"
+        "    raise ImportError('recursion') from error\n"
+    )
+    code = "from mis_plugins.shared.shell import run_command; run_command('stubborn:main')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+VERSIONED = (
+    "mis_plugins",
+    "mis_plugins.local",
+    "demo",
+    "collapse",
+    "asynchrony",
+    "true_on_policy",
+)
+
+
+@pytest.mark.parametrize("module", VERSIONED)
+def test_version(module: str) -> None:
+    done = subprocess.run(command(f"-m {module} --version"), cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"mis-plugins {mis_plugins.__version__}\n")
+
+
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+sys.argv = ["command", *{words}]
+from mis_plugins.shared.shell import run_command
+run_command({command!r}, {extra!r})
+"""
+EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
+LOCAL, VERIFY = ("mis_plugins.local.__main__:main", "local"), ("true_on_policy.__main__:main", None)
+PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "program", "words", "extra"),
+    [
+        (EXTRAS, LOCAL, "--smoke", "local"),
+        ({"matplotlib"}, LOCAL, "--smoke", "local"),
+        (EXTRAS, ("demo:main", "local"), "--smoke", "local"),
+        (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
+        ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
+        ({"matplotlib"}, VERIFY, PICTURE, "verify"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
+    hidden: set[str], program: tuple[str, str | None], words: str, extra: str, tmp_path: Path
+) -> None:
+    code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr
+    )
+
+
+def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
+    code = "from mis_plugins.shared.shell import run_command; run_command('mis_plugins.gone:main', 'local')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "No module named 'mis_plugins.gone'" in done.stderr
+
+
+def test_a_wrong_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for model, why in (("nope", "choose one of tiny-qwen3"), (str(tmp_path), "llama; the contract covers")):
+        words = f"verify --engine hf --trainer hf --model {model}"
+        code = HIDE.format(names={"torch"}, words=words.split(), command=VERIFY[0], extra=None)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 2 and why in done.stderr

@@ -1,0 +1,1 @@
+"""The judges: packages of others, called as installed."""

@@ -1,0 +1,97 @@
+"""AReaL 1.0.4: the functional module, its config and its KL estimators, without engines, launchers and loaders.
+
+It widens its arguments to float32 itself, so that its answer carries a float32 rounding of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers.loading import Peer, load
+from peers.rows import Metric, Rows
+
+BARE = ("areal", "areal.api", "areal.utils", "areal.utils.functional")
+ABSENT = ("hydra", "omegaconf", "uvloop", "einops", "torchdata", "areal.infra", "areal.engine", "areal.utils.logging",
+          "areal.utils.name_resolve", "areal.utils.seqpack")  # fmt: skip
+FUNCTIONAL = Peer("areal.utils.functional.functional", BARE, ABSENT)
+CONFIG = Peer("areal.api.cli_args", BARE, ABSENT)
+TRACKER = Peer("areal.utils.stats_tracker", BARE, ABSENT)
+
+
+def help_of(key: str) -> str:
+    fields = dataclasses.fields(load(CONFIG).RejectionSamplingConfig)
+    return next(field.metadata["help"] for field in fields if field.name == key)
+
+
+def settings(**keys: Any) -> Any:
+    """`actor.rejection_sampling`."""
+    return load(CONFIG).RejectionSamplingConfig(**keys)
+
+
+def correction(batch: Rows, config: Any, packed: bool = False) -> tuple[Tensor, Tensor, float]:
+    """(weights `[N, L]`; mask; filtered fraction), from padded rows or from packed ones."""
+    compute = load(FUNCTIONAL).apply_rejection_sampling
+    if not packed:
+        found = compute(batch.proximal, batch.behavior, batch.mask.bool(), None, config)
+        return found.behave_imp_weight, found.loss_mask, found.filtered_fraction
+    flat = (torch.cat(x) for x in (batch.batch.proximal, batch.batch.behavior))
+    found = compute(*flat, batch.batch.flat_mask, batch.ragged.cu_seqlens, config)
+    weights, mask = (batch.padded(x) for x in (found.behave_imp_weight, found.loss_mask))
+    return weights, mask, found.filtered_fraction
+
+
+def loss(batch: Rows, target: Tensor, config: Any, **keys: Any) -> tuple[Tensor, dict]:
+    """`ppo_actor_loss_fn`: (the mean over the tokens that were valid before rejection; its statistics)."""
+    return load(FUNCTIONAL).ppo_actor_loss_fn(
+        target, batch.proximal, batch.behavior, batch.token_advantages, 0.2, batch.mask.bool(),
+        eps_clip_higher=0.28, rejection_sampling=config, **keys,
+    )  # fmt: skip
+
+
+def metrics(batch: Rows, config: Any) -> dict[str, float]:
+    """What its tracker makes of the statistics of the loss, as its actor hands them over."""
+    _, found = loss(batch, batch.pad(batch.target), config)
+    tracker, names = load(TRACKER).DistributedStatsTracker(), ("behave_imp_weight", "behave_approx_kl")
+    tracker.denominator(unclipped_behave_tokens=found["behave_mask"])
+    tracker.stat("unclipped_behave_tokens", **{name: found[name].float() for name in names})
+    exported = {key: value for name in names for key, value in tracker.export(name, reset=False).items()}
+    return exported | {"rs_filtered_fraction": found["filtered_fraction"]}
+
+
+def metric_table(config: Any) -> dict[str, Metric]:
+    """Of tokens, whatever the level."""
+    return {
+        "behave_imp_weight/avg": "applied_mean",
+        "behave_imp_weight/min": "kept_weight_min",
+        "behave_imp_weight/max": "applied_max",
+        "behave_approx_kl/avg": "kept_log_ratio_mean",
+        "behave_approx_kl/min": "kept_log_ratio_min",
+        "behave_approx_kl/max": "kept_log_ratio_max",
+        "rs_filtered_fraction": "rejected_fraction" if config.action == "mask" else "outside_bound_fraction",
+    }
+
+
+def mapping_of(config: Any) -> dict:
+    """Our words for the settings that we can say: a ratio, or masking by k1 or k2; a clamp is as its help says."""
+    over = "token" if config.level == "token" else config.agg
+    if config.metric == "ratio":
+        level = "token" if config.level == "token" else "geometric"
+        if config.action == "clamp":
+            bound = {"bound": "clip", "lower": config.lower or 0.0}
+            return {"weight": {"level": level, "upper": config.upper, **bound}}
+        rule = {"statistic": "ratio", "over": over, "lower": config.lower, "upper": config.upper}
+        return {"weight": {"level": level, "bound": "none"}, "reject": [rule]}
+    return {"weight": {"level": "token", "bound": "none"}, "reject": [divergence_rule(config, over)]}
+
+
+def divergence_rule(config: Any, over: str) -> dict:
+    """Its k1 is log pi_old - log mu, of which ours is the negative."""
+    if config.metric == "kl_k2":
+        return {"statistic": "k2", "over": over, "lower": config.lower, "upper": config.upper}
+    over = {"max": "min"}.get(over, over)
+    low = None if config.lower is None else -config.lower
+    return {"statistic": "k1", "over": over, "lower": -config.upper, "upper": low}

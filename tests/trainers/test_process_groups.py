@@ -1,0 +1,34 @@
+"""Ranks can be forked from a process that trained in Megatron, once its groups are gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import signal
+from megatron.core import parallel_state as mpu
+from mis_plugins.local.train.parallel import initialize, launch
+from process_groups import destroy_process_groups
+from true_on_policy.trainers.megatron import _one_rank
+
+_one_rank()
+destroy_process_groups()
+assert not mpu.model_parallel_is_initialized()
+
+
+def rank():
+    signal.alarm(60)  # ends it where it waits
+    initialize(1, 1)
+
+
+raise SystemExit(launch(2, rank))
+"""
+
+
+def test_a_rank_that_is_forked_later_waits_for_none_of_them():
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'support'}{os.pathsep}{ROOT}"}
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment, timeout=200)

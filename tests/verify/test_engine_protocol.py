@@ -1,0 +1,277 @@
+"""Server processes, engines without theirs, and the stand-in for the kernels that a CPU lacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.engines import sglang, sglang_plugin, vllm, vllm_plugin
+from true_on_policy.engines.environment import inherited, interpreter
+from true_on_policy.engines.handover import CONTRACT
+from true_on_policy.engines.hf import HuggingFace
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import Server, free_port
+from true_on_policy.engines.stand_in import sgl_kernel
+from true_on_policy.engines.vllm import VLLM
+from true_on_policy.kernels.pin import pinned
+from true_on_policy.models.tiny import checkpoint, updated
+
+# Answers /health at once, /echo with what was posted, /slow never; leaves a child of its own running.
+SERVES = """
+import http.server, subprocess, sys, tempfile, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+left = tempfile.mkstemp()[1]
+print("child", child.pid, left, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, body=b"{}"):
+        self.send_response(200); self.end_headers(); self.wfile.write(body)
+    def do_GET(self): self.answer()
+    def do_POST(self):
+        if self.path == "/slow": time.sleep(600)
+        if self.path == "/refuse": return self.send_error(400, "no such model")
+        if self.path == "/die": raise SystemExit
+        self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SOON = 20.0  # seconds for a Python to start, on a busy machine
+
+
+def start(source: str) -> Server:
+    port = free_port()
+    return Server("fake", [sys.executable, "-c", source, str(port)], os.environ, port)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = start(SERVES)
+    server.wait_until_ready("/health", SOON)
+    yield server
+    server.close()
+
+
+def running(process: int) -> bool:
+    """Whether it exists and is no zombie."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
+    assert server.post("/echo", {"tokens": [1, 2]}, SOON) == {"tokens": [1, 2]}
+    child, left = server.output().split()[1:]
+    assert running(int(child)) and Path(left).exists()
+    server.close()
+    assert not running(int(child)) and not Path(left).exists()
+    with socket.socket() as prober:
+        assert prober.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0
+    server.close()  # a second time does nothing
+
+
+def test_a_server_that_is_slow_is_an_error_not_a_hang(server: Server):
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"fake: /slow did not answer within 0.5 s"):
+        server.post("/slow", {}, 0.5)
+    assert time.monotonic() - started < SOON
+
+
+def test_a_refusal_is_quoted(server: Server):
+    with pytest.raises(EngineError, match=r"fake: /refuse answered 400: [^$]*no such model"):
+        server.post("/refuse", {}, SOON)
+
+
+def test_a_server_that_dies_while_starting_tells_its_last_words():
+    server = start("def f():\n    raise RuntimeError('no weights here')\nf()")
+    with pytest.raises(EngineError, match=r"exit code 1 while starting[^$]*RuntimeError: no weights here"):
+        server.wait_until_ready("/health", SOON)
+    server.close()
+
+
+def test_a_server_that_never_gets_ready_is_an_error():
+    server = start("import time; print('loading', flush=True); time.sleep(600)")
+    with pytest.raises(EngineError, match=r"not ready within 1 s"):
+        server.wait_until_ready("/health", 1)
+    server.close()
+
+
+def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from true_on_policy.engines.server import Server, free_port\n"
+        "port = free_port()\n"
+        "Server('fake', [sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, port)\n"
+        "print(Server, flush=True); time.sleep(600)\n".replace("print(Server,", "print(os.getpid(),")
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    [child] = children(parent.pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + SOON
+    while running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(child)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+# Hugging Face's engine
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.float32, seed=0)
+
+
+REQUESTS = [
+    Request((5, 6, 7), 9, seed=1),
+    Request(tuple(range(2, 150)), 4, seed=2),  # longer than a chunk of the prefill
+    Request((9,), 12, seed=3, temperature=0.7),
+]
+
+
+def joined(samples: list[Sample]) -> torch.Tensor:
+    return torch.cat([sample.log_probs for sample in samples])
+
+
+def test_what_was_asked_is_sampled_and_the_seed_decides(tiny: Path):
+    engine = HuggingFace(tiny, "fp32")
+    samples, again = engine.generate(REQUESTS), engine.generate(REQUESTS)
+    assert [len(sample.tokens) for sample in samples] == [9, 4, 12]
+    assert [len(sample.log_probs) for sample in samples] == [9, 4, 12]
+    assert [sample.tokens for sample in samples] == [sample.tokens for sample in again]
+    other = engine.generate([Request((5, 6, 7), 9, seed=4)])
+    assert other[0].tokens != samples[0].tokens
+
+
+def test_pinned_decode_is_prefill_and_company_does_not_matter_where_stock_kernels_differ(tiny: Path):
+    engine = HuggingFace(tiny, "fp32")
+    stock = engine.generate(REQUESTS[:2])
+    assert not equal_bits(joined(stock), torch.cat(engine.score(stock)))
+    with pinned(Contract()):
+        samples = engine.generate(REQUESTS)
+        alone = [engine.generate([request])[0] for request in REQUESTS]
+        assert equal_bits(joined(samples), joined(alone))
+        assert equal_bits(joined(samples[:2]), torch.cat(engine.score(samples[:2])))
+        assert not equal_bits(
+            samples[2].log_probs, engine.score(samples[2:])[0]
+        )  # its prefill knows no temperature
+
+
+def test_new_weights_change_log_probs_and_the_version(tiny: Path, tmp_path: Path):
+    engine = HuggingFace(tiny, "fp32")
+    before = engine.generate(REQUESTS[:1])
+    engine.update_weights(updated(tiny, tmp_path / "1", seed=1), version=1)
+    after = engine.generate(REQUESTS[:1])
+    assert (before[0].version, after[0].version) == (0, 1)
+    assert not torch.allclose(before[0].log_probs[:1], after[0].log_probs[:1], rtol=0, atol=1e-6)
+
+
+# SGLang and vLLM, without their servers
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_without_the_environment_the_error_says_what_to_run(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv(f"{engine.upper()}_VENV", str(tmp_path / "nowhere"))
+    with pytest.raises(EngineError, match=rf"nowhere: no {engine} there; run `bash .*install.sh {engine}`"):
+        interpreter(engine)
+
+
+def test_an_engine_inherits_neither_our_environment_nor_an_emulated_triton(monkeypatch: pytest.MonkeyPatch):
+    for name in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    given = inherited()
+    assert not {"PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET"} & set(given)
+    assert given["OMP_NUM_THREADS"] == given["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_vllm_refuses_a_tree(tmp_path: Path):
+    with pytest.raises(EngineError, match="vllm: contract.leaves: 2; SGLang alone"):
+        VLLM(tmp_path, "fp32", Contract(leaves=2))
+
+
+def test_a_missing_log_prob_is_never_replaced():
+    rows = [[-0.5, 7, None], [None, 8, None]]
+    with pytest.raises(EngineError, match="or none"):
+        sglang._log_probs(rows, [7, 8])
+    with pytest.raises(EngineError, match="other tokens"):
+        sglang._log_probs([[-0.5, 7, None]], [8])
+    for absent in (None, -9999.0):
+        with pytest.raises(EngineError, match="a token without a log-prob"):
+            vllm._log_probs([-0.5, absent])
+
+
+def test_a_float32_survives_json_as_the_same_bits():
+    import json
+
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rows = json.loads(json.dumps([[value, 0, None] for value in values.tolist()]))
+    assert equal_bits(sglang._log_probs(rows, [0] * 1000), values)
+
+
+def test_the_plugins_do_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(CONTRACT, raising=False)
+    sglang_plugin.activate()
+    vllm_plugin.activate()
+    assert not {"sglang", "vllm"} & set(sys.modules)
+
+
+# The stand-in for the kernel wheel
+
+
+def murmur3(words: list[int]) -> int:
+    """MurmurHash3_x86_32 of whole words with seed 0, in plain integers."""
+
+    def rotate(x: int, bits: int) -> int:
+        return ((x << bits) | (x >> (32 - bits))) % 2**32
+
+    state = 0
+    for word in words:
+        word = rotate(word * 0xCC9E2D51 % 2**32, 15) * 0x1B873593 % 2**32
+        state = (rotate(state ^ word, 13) * 5 + 0xE6546B64) % 2**32
+    state ^= 4 * len(words)
+    state = (state ^ (state >> 16)) * 0x85EBCA6B % 2**32
+    state = (state ^ (state >> 13)) * 0xC2B2AE35 % 2**32
+    return state ^ (state >> 16)
+
+
+def test_the_oracle_is_murmur_hash():
+    assert murmur3([int.from_bytes(b"test", "little")]) == 0xBA6BD213  # published test vector
+
+
+def test_the_stand_in_hashes_seed_position_and_column():
+    seeds = torch.tensor([0, 42, 2**64 - 3], dtype=torch.uint64)
+    hashed = torch.ops.sgl_kernel.murmur_hash32_cpu(seeds, torch.tensor([0, 7, 1999]), torch.arange(5))
+    for row, (seed, position) in enumerate(zip(seeds.tolist(), (0, 7, 1999), strict=True)):
+        words = [[seed % 2**32, seed >> 32, position, column] for column in range(5)]
+        assert hashed[row].tolist() == [murmur3(word) for word in words]
+
+
+def test_the_stand_in_writes_each_request_its_slots():
+    pool = torch.zeros(3, 8, dtype=torch.int32)
+    sgl_kernel.assign_req_to_token_pool_cpu(
+        torch.tensor([2, 0]), pool, torch.tensor([1, 0]), torch.tensor([3, 4]), torch.arange(10, 16), 8
+    )
+    assert pool.tolist() == [[12, 13, 14, 15, 0, 0, 0, 0], [0] * 8, [0, 10, 11, 0, 0, 0, 0, 0]]
+
+
+def test_every_other_name_of_the_stand_in_says_what_it_is():
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel.fused_experts: this is mis-plugins' stand-in"):
+        sgl_kernel.fused_experts()
