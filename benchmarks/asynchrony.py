@@ -29,11 +29,11 @@ import yaml
 from experiments.async_picture import draw
 from experiments.async_readme import README, with_figures
 from experiments.async_tables import markdown
-from experiments.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
 from experiments.reuse import made_of, stamp, unstamp
 from torch.multiprocessing.spawn import start_processes
 
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
 from mis_plugins.local.report import MetricsLog, write_json
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, committed_tree, measured_with

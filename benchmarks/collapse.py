@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from experiments.folders import SUMMARY, add_folders, set_aside, with_folders
 from experiments.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from experiments.reuse import made_of, stamp, unstamp
 from rich.progress import track
@@ -35,6 +34,7 @@ from rich.progress import track
 from mis_plugins.correction.divergence import k3
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import PRECISIONS
+from mis_plugins.local.folders import SUMMARY, add_folders, set_aside, with_folders
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.model.engine import DecodeEngine
 from mis_plugins.local.report import plot_curves, write_json

@@ -12,11 +12,11 @@ import json
 import shlex
 from pathlib import Path
 
-from experiments.folders import CURVES, SUMMARY, unused
 from experiments.recipe import command_line
 from rich.console import Console
 
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import CURVES, SUMMARY, unused
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.report import Summary, plot_curves, three_sentences
 from mis_plugins.local.train.parallel import launch

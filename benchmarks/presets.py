@@ -29,7 +29,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.folders import METRICS, SUMMARY, set_aside
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from provenance import as_markdown, provenance
@@ -39,6 +38,7 @@ from mis_plugins.__main__ import load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import preset_path
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import METRICS, SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.report import COLORS, FRAME, GRID, MetricsLog, write_json
 from mis_plugins.local.train.parallel import EXIT_INTERRUPTED, launch

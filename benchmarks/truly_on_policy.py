@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.folders import SUMMARY, set_aside
 from experiments.recipe import RECIPE, command_line
 from provenance import as_markdown, provenance
 
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import ENGINE_NAMES
+from mis_plugins.local.folders import SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.report import MetricsLog, plot_curves, write_json
 from mis_plugins.local.train.parallel import launch

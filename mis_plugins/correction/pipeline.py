@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
+from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.rejection import Totals
 from mis_plugins.correction.segments import SegmentStage, needs_segments, segment_stage
 from mis_plugins.correction.totals import (
@@ -26,7 +27,6 @@ from mis_plugins.correction.totals import (
 from mis_plugins.correction.units import counted_units, kept_by_population, looks_at_kept, unit_weight
 from mis_plugins.correction.weights import normalization
 from mis_plugins.errors import InputError
-from mis_plugins.loss.opsm import Departure
 from mis_plugins.packing.ragged import Ragged
 
 

@@ -1,6 +1,10 @@
 """An address that users wrote down: mis_plugins.metrics.docs holds what stood here."""
 
-from mis_plugins.metrics.docs import document
+from __future__ import annotations
 
 if __name__ == "__main__":
-    print(document(), end="")
+    from mis_plugins.shared.shell import run_command
+
+    run_command("mis_plugins.former.metric_docs:main")
+
+from mis_plugins.metrics.docs import main as main

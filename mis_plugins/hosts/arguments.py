@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
-from mis_plugins.local.cli.parser import build_parser
 
 Host = Literal["miles", "slime", "fsdp"]
 Kind = Literal["switch", "number", "text", "other"]
@@ -71,6 +70,8 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
 @cache
 def _of_the_embedded_host() -> set[str]:
     """The names of its arguments; its parser is at hand, and checks what it takes."""
+    from mis_plugins.local.cli.parser import build_parser
+
     return {action.dest for action in build_parser()._actions}
 
 

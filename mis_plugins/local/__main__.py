@@ -11,10 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-from experiments.folders import SUMMARY, run_folder
-
 from mis_plugins.errors import MisError
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import SUMMARY, run_folder
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
 
 

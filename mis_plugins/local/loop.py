@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
-from experiments.folders import CURVES, METRICS, SUMMARY
 from rich.console import Console
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from mis_plugins.local import report
 from mis_plugins.local.asynchronous.source import AsynchronousRollouts
 from mis_plugins.local.asynchronous.summary import asynchronous_summary
 from mis_plugins.local.cli.loading import load_function
+from mis_plugins.local.folders import CURVES, METRICS, SUMMARY
 from mis_plugins.local.model import checkpoint
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine

@@ -12,7 +12,6 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, NotRequired, TypedDict
 
-from experiments.folders import METRICS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -21,6 +20,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mis_plugins.local.folders import METRICS
 from mis_plugins.shared.storage import replaced
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
+from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.correction.pipeline import Correction, Left, denominator_scale, nothing_rejected
 from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
 from mis_plugins.loss.objective import (
@@ -24,7 +25,6 @@ from mis_plugins.loss.objective import (
     policy_term,
     target_log_ratio,
 )
-from mis_plugins.loss.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import Written, proximal_t

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.correction.divergence import k2, k3
+from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.correction.rejection import Totals, aggregate, passes, row_of
 from mis_plugins.correction.totals import weighs_tokens
 from mis_plugins.correction.units import known_log_ratio
-from mis_plugins.loss.opsm import Departure
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)

@@ -38,11 +38,11 @@ from asynchrony import (
 from experiments.async_readme import BEGIN, END, with_figures
 from experiments.async_tables import _throughput as throughput_table
 from experiments.async_tables import markdown, spread
-from experiments.folders import METRICS, SUMMARY, add_folders, with_folders
 from experiments.reuse import made_of, stamp, unstamp
 
 from mis_plugins.config.reading import from_args
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import METRICS, SUMMARY, add_folders, with_folders
 from mis_plugins.local.report import write_json
 from mis_plugins.shared import provenance
 

@@ -24,11 +24,11 @@ from collapse import (
     run_cell,
 )
 from demo import RUNS, conclude
-from experiments.folders import METRICS, SUMMARY
 from experiments.recipe import ESTIMATORS, METHODS, command_line
 
 from mis_plugins.config.reading import from_args
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.local.report import write_json
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import presets
 import pytest
-from experiments.folders import METRICS, SUMMARY
 
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.local.train.parallel import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]

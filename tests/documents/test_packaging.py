@@ -66,7 +66,7 @@ def test_setup_imports_nothing_of_the_package() -> None:
     names = {alias.name for node in imports for alias in node.names} | {
         node.module for node in imports if isinstance(node, ast.ImportFrom)
     }
-    assert names == {"re", "pathlib", "Path", "setuptools", "setup"}
+    assert names == {"re", "pathlib", "Path", "setuptools", "setup", "find_namespace_packages"}
 
 
 def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:

@@ -20,9 +20,9 @@ from tolerances import WRITTEN
 
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.correction.opsm import on_policy
 from mis_plugins.errors import ConfigError
 from mis_plugins.loss.objective import Clip
-from mis_plugins.loss.opsm import on_policy
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "peers.md"
 

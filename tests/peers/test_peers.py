@@ -37,11 +37,11 @@ from torch import Tensor
 
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.correction.opsm import on_policy
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import Clip, kl_term, target_log_ratio
-from mis_plugins.loss.opsm import on_policy
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)

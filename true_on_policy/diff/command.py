@@ -1,7 +1,7 @@
 """Compare recorded tensors bit by bit and name the first operation that gave something else.
 
-A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz, records of
-log-probs, or what Miles and slime dump with --dump-details, of which the log-probs are compared.
+A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz,
+records of log-probs, or what Miles and slime dump with --dump-details, of which the log-probs are compared.
 
 Exit codes: 0 all equal; 1 a tensor has other bytes; 2 none has, but not all could be compared: one is missing,
 unreadable, of another dtype or shape, or a token has no log-prob.

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from experiments.folders import CHECKPOINT
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.local.folders import CHECKPOINT
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.train.trainer import Trainer
 from mis_plugins.shared.storage import replaced

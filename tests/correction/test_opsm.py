@@ -18,8 +18,8 @@ from loss_oracle import Response
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, OpsmConfig, RejectRule
+from mis_plugins.correction.opsm import on_policy, reference_policy, sequence_means
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.loss.opsm import on_policy, reference_policy, sequence_means
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.packing.ragged import Ragged, Ranks
 
