@@ -26,7 +26,7 @@ Span = tuple[int, int]  # [start, stop) within a response
 class Layout:
     """The response tokens that this rank holds.
 
-    response_lengths: how many response tokens each sequence has over all ranks.
+    response_lengths: of each whole sequence.
     spans: this rank's pieces of each response, in order; None where every response is whole.
     """
 
@@ -40,7 +40,7 @@ class Layout:
         return [sum(stop - start for start, stop in pieces) for pieces in self.spans]
 
     def pieces(self, sequence: int) -> Sequence[Span]:
-        """Pieces of one response that lie on this rank."""
+        """Of one response, those on this rank."""
         return [(0, self.response_lengths[sequence])] if self.spans is None else self.spans[sequence]
 
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
@@ -58,7 +58,7 @@ class Layout:
         return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole))
 
     def _shifts(self, spans: Sequence[Sequence[Span]]) -> tuple[list[int], list[int]]:
-        """Length and shift of each piece: local position plus shift is the position among all responses' tokens."""
+        """Length of each piece, and what to add to a local position in it to find it among all responses."""
         lengths, shifts, local, full = [], [], 0, 0
         for response, pieces in zip(self.response_lengths, spans, strict=True):
             for start, stop in pieces:
@@ -78,12 +78,7 @@ class Placed:
     def full_mask(
         self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None
     ) -> Bool[Tensor, " R"]:
-        """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
-
-        Args:
-            tokens: which local tokens are kept; None keeps all of them, masked ones included.
-            sequences: which sequences are kept; None keeps all of them.
-        """
+        """What is kept of whole responses, by token and by sequence; None keeps all. Tokens cost one collective."""
         responses = self.ragged.responses
         assert responses is not None
         keep = torch.ones_like(responses.loss_mask) if tokens is None else self._gather(tokens, responses)
@@ -92,7 +87,7 @@ class Placed:
         return keep & sequences.repeat_interleave(responses.cu_seqlens.diff(), output_size=keep.numel())
 
     def _gather(self, tokens: Bool[Tensor, " T"], responses: Responses) -> Bool[Tensor, " R"]:
-        """Mask of whole responses from the local masks: a token lies on one rank, so a sum over ranks joins them."""
+        """Every token lies on one rank, so that a sum of bytes over ranks puts them together."""
         full = torch.zeros_like(responses.loss_mask, dtype=torch.uint8)
         full.index_copy_(0, responses.index, tokens.byte())
         dist.all_reduce(full, group=self.ragged.ranks.cp)
@@ -100,7 +95,7 @@ class Placed:
 
 
 def whole(response_lengths: Sequence[int]) -> Layout:
-    """Layout of responses that lie whole on this rank."""
+    """Every response whole on this rank."""
     return Layout(response_lengths)
 
 
@@ -111,11 +106,9 @@ def zigzag(
     cp_rank: int,
     padded_lengths: Sequence[int] | None = None,
 ) -> Layout:
-    """Layout of responses that lie zigzag over `cp_size` ranks.
+    """Zigzag over `cp_size` ranks.
 
-    Args:
-        padded_lengths: the length that each sequence was padded to before the cut (`bshd`); None cuts the sequence at
-            its own length (`thd`).
+    padded_lengths: what each sequence was padded to before it was cut (`bshd`); None cuts its own length (`thd`).
     """
     padded = total_lengths if padded_lengths is None else padded_lengths
     rows = zip(total_lengths, response_lengths, padded, strict=True)

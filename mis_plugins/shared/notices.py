@@ -1,4 +1,4 @@
-"""Warnings that a training log holds once, and not once a step."""
+"""Warnings that are worth one line of a training log, not one a step."""
 
 from __future__ import annotations
 

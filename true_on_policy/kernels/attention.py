@@ -21,7 +21,11 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, D] and logsumexp [B, H, Q], in the memory layout of the stock kernel."""
+    """Attend by the backend, or by the stock kernel for a dtype that the backend does not serve.
+
+    Returns:
+        Output [B, H, Q, D] and logsumexp [B, H, Q], in the memory layout of the stock kernel.
+    """
     if query.dtype not in SERVED:
         kwargs = {"attn_mask": attn_mask, "scale": scale}
         return stock.call_boxed(keyset, query, key, value, dropout_p, is_causal, **kwargs)
@@ -30,7 +34,7 @@ def attention(
 
 
 def _additive(attn_mask: Tensor | None) -> Tensor | None:
-    """The mask as a float32 bias: 0 keeps a key, -inf hides it."""
+    """Turn an attention mask into a float32 bias: 0 shows a key, -inf hides it."""
     if attn_mask is None:
         return None
     if attn_mask.dtype == torch.bool:

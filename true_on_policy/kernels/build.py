@@ -15,7 +15,7 @@ from true_on_policy.errors import PinError
 
 SOURCE = Path(__file__).with_name("batch_invariant.c")
 
-# No -ffast-math and no contraction: what is fused is written as fma, in every instance of a kernel alike.
+# No -ffast-math and no contraction. The source writes fma where it fuses, alike in every instance of a kernel.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -30,10 +30,10 @@ FLAGS = (
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels, built at first use.
+    """Load the compiled kernels, and build them at first use.
 
     Raises:
-        PinError: no C compiler, or it cannot compile the kernels.
+        PinError: there is no C compiler, or it cannot compile the kernels.
     """
     compiler = find_compiler()
     path = cache_folder() / f"batch_invariant-{_fingerprint(compiler)}.so"
@@ -43,7 +43,11 @@ def library() -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """$CC, else cc, gcc or clang from the path."""
+    """Find a C compiler: $CC, else cc, gcc or clang on the path.
+
+    Raises:
+        PinError: none of them is installed.
+    """
     found = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
     compiler = next(filter(None, found), None)
     if compiler is None:
@@ -59,16 +63,16 @@ def cache_folder() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and what `-march=native` means on this machine."""
+    """Hash the source, the flags and the compiler's macros, which tell what `-march=native` means on this machine."""
     macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
     parts = (SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), macros)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Write the library under a name of its own and rename it, so that two processes cannot meet half a file.
+    """Write the library under a temporary name and rename it, so that no process loads half a file.
 
-    The OpenMP calls stay unresolved on purpose: they bind to the runtime that torch has loaded, and share its threads.
+    The OpenMP calls stay unresolved on purpose: they bind to the runtime that torch has loaded and use its threads.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

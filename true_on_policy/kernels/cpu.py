@@ -20,19 +20,23 @@ Uninstall = Callable[[], None]
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a backend computes by itself; all overrides are built from these two."""
+    """A backend computes a matrix product and attention; every override is built from these two."""
 
     @property
     def name(self) -> str: ...
 
     def prepare(self) -> None:
-        """Make the backend ready; raises PinError where it cannot run."""
+        """Make the backend ready.
+
+        Raises:
+            PinError: the backend cannot run on this machine.
+        """
         ...
 
     def product(
         self, a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], out_dtype: torch.dtype
     ) -> Float[Tensor, "B M N"]:
-        """a @ b; a row's bits depend on that row and on its column of `b` alone."""
+        """Multiply a @ b; the bits of an output depend on its row of `a` and its column of `b` alone."""
         ...
 
     def attend(
@@ -44,7 +48,7 @@ class Backend(Protocol):
         is_causal: bool,
         scale: float,
     ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-        """Attention and its logsumexp; a row's bits depend on its own visible keys, in their order, alone."""
+        """Return attention and its logsumexp; a row's bits depend on its visible keys and their order alone."""
         ...
 
 
@@ -52,7 +56,7 @@ BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE, TILE.name: TILE}
 
 FUNCTIONS = gemm.OVERRIDES | elementwise.OVERRIDES | attention.OVERRIDES
 
-# The other spellings of an operator: what writes into `out`, and what writes into its own argument.
+# Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
 OUT_FORMS = {f"{name}.out": name for name in FUNCTIONS if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
 INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigmoid", "rsqrt")}
@@ -61,10 +65,10 @@ OPERATORS = (*FUNCTIONS, *OUT_FORMS, *INPLACE_FORMS)
 
 
 def install(backend: Backend) -> Uninstall:
-    """Override `OPERATORS` on the CPU key; call what it returns to restore what was found.
+    """Override `OPERATORS` on the CPU key, and return a function that restores the former kernels.
 
     Raises:
-        PinError: the backend does not run here (no compiler, or its self-test fails).
+        PinError: the backend does not run here: there is no compiler, or its self-test fails.
     """
     backend.prepare()
     overrides = _overrides(backend)
@@ -81,7 +85,7 @@ def install(backend: Backend) -> Uninstall:
 
 
 def _overrides(backend: Backend) -> dict[str, Callable]:
-    """Every override, each holding the stock kernel; made before the first one is installed."""
+    """Build every override around its stock kernel, before the first override is installed."""
     stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in FUNCTIONS}
     functions = {name: partial(function, backend, stock[name]) for name, function in FUNCTIONS.items()}
     outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}

@@ -18,7 +18,7 @@ from true_on_policy.kernels.provider import Undo, device, installed
 
 NAME = "deep_gemm"
 
-# (setter, getter) of sgl-deep-gemm since 0.2, and of the fork that slime builds. Off, a product may be cuBLASLt's.
+# (setter, getter): of sgl-deep-gemm since 0.2, and of the fork that slime builds. Off, cuBLASLt may serve a product.
 SWITCHES = (
     ("use_deterministic_algorithms", "get_deterministic_algorithms"),
     ("set_batch_invariant", "get_batch_invariant"),
@@ -69,7 +69,7 @@ def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, K] @ weight [N, K].T by DeepGEMM itself, whatever aten::mm runs."""
+    """Multiply x [M, K] by weight [N, K].T in DeepGEMM itself, whatever kernel aten::mm runs."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     import_module("deep_gemm").bf16_gemm_nt(x, weight, out)
     return out
@@ -83,7 +83,11 @@ def _load() -> ModuleType:
 
 
 def _switches(library: ModuleType) -> list[tuple[Callable, Callable]]:
-    """The setters and getters that there are; none in versions whose products are always invariant."""
+    """List the library's setters and getters; none in versions whose products are always invariant.
+
+    Raises:
+        PinError: the library has a setter without its getter, or the reverse.
+    """
     switches = []
     for setter, getter in SWITCHES:
         if hasattr(library, setter) != hasattr(library, getter):

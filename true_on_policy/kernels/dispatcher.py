@@ -1,4 +1,4 @@
-"""What the dispatcher runs for an operator, in its own words: a flag is no evidence that an override stands."""
+"""Read from torch's dispatcher which kernel serves an operator: a flag is no evidence that an override stands."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 
 import torch
 
-# From here torch's CUDA builds override some of its own operators in Python, since 2.13: that is stock.
+# Since 2.13 the CUDA builds of torch override some operators in Python from this folder: these kernels are stock.
 OWN = Path(torch.__file__).parent / "_native"
 
 
 def accelerator_key() -> str:
-    """The dispatch key that batch-invariant modes override: the accelerator's, CPU where torch knows none."""
+    """Name the dispatch key that batch-invariant modes override: the accelerator's, or CPU where torch has none."""
     return getattr(torch.accelerator.current_accelerator(), "type", "cpu").upper()
 
 
 def registration(operator: str, key: str) -> str:
-    """The dispatcher's line about what runs for aten::`operator` on `key`; empty where nothing is registered."""
+    """Return the dispatcher's line on the kernel of aten::`operator` at `key`; empty where none is registered."""
     lines = torch._C._dispatch_dump(f"aten::{operator}").splitlines()
     return next((line for line in lines if line.startswith(f"{key}:")), "")
 
 
 def holder(operator: str, key: str) -> str | None:
-    """The Python file whose kernel runs; None where a stock one does, or one of torch's own in Python."""
+    """Return the Python file that overrides an operator; None where the kernel is torch's own, in C++ or Python."""
     found = re.search(r"registered at (.+\.py):\d+", registration(operator, key))
     return None if found is None or OWN in Path(found[1]).parents else found[1]
 
 
 def described(operator: str, key: str) -> str:
-    """`stock`, or the file that holds the operator and the package it belongs to."""
+    """Describe who serves an operator: `stock`, or the file of the override and its package."""
     file = holder(operator, key)
     if file is None:
         return "stock"

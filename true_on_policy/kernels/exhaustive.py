@@ -1,7 +1,7 @@
-"""Every way in which a row could notice its company, tried by bytes: `python -m true_on_policy.kernels.exhaustive`.
+"""Try every way in which a batch could change the bits of a row: `python -m true_on_policy.kernels.exhaustive`.
 
-Each comparison is one call against the same rows of another call. It runs on whatever kernels are installed, so the
-stock kernels are its control. The digest covers every reference result: two runs that print one digest agree by bytes.
+Each comparison is one call against the same rows of another call. The program runs on whatever kernels are installed,
+so the stock kernels are its control. The digest covers every reference result: two runs with one digest agree by bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts by family, and the labels of what differed."""
+    """A tally counts comparisons and failures by family of kernels, and keeps the labels of the failures."""
 
     compared: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ def run(
     columns: Sequence[int] = AWKWARD,
     every_row: bool = True,
 ) -> Tally:
-    """Try all families in `dtype`: each K of `depths` with each N of `columns`, M from 1 to 64 or a few of them."""
+    """Try all families in `dtype`: each K of `depths` with each N of `columns`, and M from 1 to 64 or a few of them."""
     tally, digest = Tally(), hashlib.sha256()
     rows = range(1, MOST_ROWS + 1) if every_row else FEW
     with torch.no_grad():
@@ -105,7 +105,7 @@ def _drawer(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _company(x: Tensor, weight: Tensor, rows: Sequence[int]) -> Iterator[Comparison]:
-    """M rows from three places against the same of 64."""
+    """Compare M rows from three places of a batch of 64 with these rows of the whole batch."""
     together = F.linear(x, weight)
     size = tuple(weight.T.shape)
     for count in rows:
@@ -115,7 +115,7 @@ def _company(x: Tensor, weight: Tensor, rows: Sequence[int]) -> Iterator[Compari
 
 
 def _layouts(x: Tensor, weight: Tensor) -> Iterator[Comparison]:
-    """The same numbers, stored another way; one row and all."""
+    """Compare products of equal numbers in different memory layouts, for one row, three rows and all rows."""
     size, bias = tuple(weight.T.shape), weight[:, 0].contiguous()
     for rows in (x, x[:1], x[17:20]):
         plain, biased = F.linear(rows, weight), F.linear(rows, weight, bias)
@@ -149,7 +149,7 @@ STORED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _columns(x: Tensor, weight: Tensor) -> Iterator[Comparison]:
-    """A weight alone, fused with others before and behind it, padded, and one of its columns."""
+    """Compare a weight alone with the weight fused between others, and with its last column alone."""
     size = tuple(weight.T.shape)
     for rows in (x, x[:1], x[5:8]):
         alone = F.linear(rows, weight)
@@ -162,7 +162,7 @@ def _columns(x: Tensor, weight: Tensor) -> Iterator[Comparison]:
 
 
 def _batches(draw) -> Iterator[Comparison]:
-    """bmm: a matrix alone, in a batch, and as mm; baddbmm beside it."""
+    """Compare a matrix in a bmm with the matrix alone, as mm and by one row; baddbmm in a batch and alone."""
     for inner, outer in product((33, 64, 130), repeat=2):
         a, b, bias = draw(5, 37, inner), draw(5, inner, outer), draw(5, 37, outer)
         together, biased = torch.bmm(a, b), torch.baddbmm(bias, a, b)
@@ -182,7 +182,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **kwargs) -> Tensor:
 
 
 def _causal(queries: int, keys: int) -> Tensor:
-    """True where a query may see a key; the last query sees them all."""
+    """Return a mask that is True where a query may see a key; the last query sees every key."""
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 

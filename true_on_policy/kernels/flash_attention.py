@@ -1,7 +1,7 @@
-"""FlashAttention-3 with one split: with more, a row's keys are added up in parts whose number depends on the batch.
+"""FlashAttention-3 with one split: several splits add up a row's keys in parts whose number depends on the batch.
 
-There is no switch. `num_splits` is an argument of each call, 0 ("choose") by default where a cache is read, and every
-caller holds the functions under a name of its own. So a pin puts a function that passes 1 in the place of each.
+FlashAttention-3 has no switch. `num_splits` is an argument of each call, 0 ("choose") by default where a cache is read.
+Every caller holds the functions under its own name, so the pin replaces each held function by one that passes 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from true_on_policy.kernels.symbols import replace_everywhere
 
 NAME = "flash_attention"
 
-# Where builds of FlashAttention-3 put its interface, in the order in which Miles looks, and their distributions.
+# The module of each FlashAttention-3 build, in the order in which Miles looks, and the build's distributions.
 INTERFACES = {
     "flash_attn_interface": ("flash-attn-3", "flash_attn_3"),
     "flash_attn_3.flash_attn_interface": ("flash-attn-3", "flash_attn_3"),
@@ -41,7 +41,7 @@ def version() -> str | None:
 
 
 def interface() -> str | None:
-    """The first build that is installed."""
+    """Name the module of the first FlashAttention-3 build that is installed."""
     return next((name for name in INTERFACES if findable(name)), None)
 
 
@@ -88,7 +88,7 @@ def _load() -> ModuleType:
 
 
 def _splitting(library: ModuleType) -> list[Callable]:
-    """Its public functions that take a number of splits."""
+    """List the library's public functions that take `num_splits`."""
     functions = [
         value for name, value in vars(library).items() if inspect.isfunction(value) and name[0] != "_"
     ]
@@ -100,7 +100,7 @@ def _default(function: Callable) -> object:
 
 
 def _one_split(function: Callable) -> Callable:
-    """The same function, which passes num_splits=1 whatever it is asked for."""
+    """Wrap a function so that it gets num_splits=1 whatever its caller passes."""
     place = list(inspect.signature(function).parameters).index(SPLITS)
 
     @functools.wraps(function)

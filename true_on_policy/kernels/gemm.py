@@ -1,4 +1,4 @@
-"""mm, addmm, bmm and baddbmm from a backend's one product."""
+"""The overrides of mm, addmm, bmm and baddbmm, built from the product of a backend."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def baddbmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=
 
 
 def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
-    """Other dtypes keep the stock kernel; so do shapes that do not fit, for its error message."""
+    """Whether the backend serves this call; other dtypes and shapes that do not fit go to the stock kernel."""
     return a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others)) and a.shape[-1] == b.shape[-2]
 
 
 def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta * bias + alpha * product in float32, rounded once; beta 0 ignores even a NaN in bias."""
+    """Compute beta * bias + alpha * product in float32 and round once; beta 0 ignores even a NaN in bias."""
     if alpha != 1:
         product = product * alpha
     if beta == 0:

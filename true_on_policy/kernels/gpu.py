@@ -1,4 +1,4 @@
-"""What a GPU contract pins in the trainer: a batch-invariant mode, a library of products, attention, and no TF32."""
+"""Pin a GPU contract in the trainer: a batch-invariant mode, a library of products, attention, and no TF32."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PROVIDERS: dict[str, Provider] = {
     flash_attention.NAME: flash_attention,
 }
 
-# Probed where a contract knows no sizes.
+# The sizes at which kernels are probed where a contract names no model.
 PROBED: Size = MODELS["qwen3-4B"][1]
 
 
 def name(contract: GpuContract) -> str:
-    """The providers of a contract as one word: two contracts with one name pin the same kernels."""
+    """Join the providers of a contract into one word: two contracts with one name pin the same kernels."""
     return "+".join(provider.NAME for provider in providers(contract))
 
 
 def providers(contract: GpuContract) -> tuple[Provider, ...]:
-    """Those that the trainer pins, in the order in which they are pinned."""
+    """List the providers that the trainer pins for a contract, in the order of pinning."""
     names = [contract.mode]
     if contract.trainer_gemm == "deep_gemm":
         names.append("deep_gemm")
@@ -42,10 +42,10 @@ def providers(contract: GpuContract) -> tuple[Provider, ...]:
 
 
 def install(contract: GpuContract) -> Undo:
-    """Pin every provider of a contract, or none; call what it returns to restore what was found.
+    """Pin every provider of a contract, or none, and return a function that restores the former kernels.
 
     Raises:
-        PinError: a provider is not installed or does not pin.
+        PinError: a provider is not installed or cannot be pinned.
     """
     missing = [provider.NAME for provider in providers(contract) if provider.version() is None]
     if missing:
@@ -62,7 +62,7 @@ def install(contract: GpuContract) -> Undo:
 
 
 def observe(contract: GpuContract) -> dict[str, str]:
-    """What is in force now of each provider that a contract pins, and of TF32."""
+    """Read the settings in force now: TF32's, and those of each provider that a contract pins."""
     return precision.settings() | {
         f"{provider.NAME}: {key}": value
         for provider in providers(contract)
@@ -71,19 +71,19 @@ def observe(contract: GpuContract) -> dict[str, str]:
 
 
 def failures(contract: GpuContract) -> Iterator[Failure]:
-    """What of the pinned kernels is not invariant at the contract's model, one finding after the other."""
+    """Probe every pinned kernel at the shapes of the contract's model, and yield each row whose bits change."""
     for provider in providers(contract):
         yield from provider.probe(contract, shapes(contract))
     yield from precision.probe(device())
 
 
 def products(size: Size, o: Product, down: Product) -> Iterator[tuple[int, int, Product]]:
-    """K, N and how it is multiplied, of each product of a model; tensor parallelism cuts the K of o and down."""
+    """Yield K, N and the function of each product of a model; tensor parallelism cuts the K of o and down."""
     row_parallel = {1: o, 3: down}
     for place, (inner, outer) in enumerate(Shapes.of(size).linear):
         yield inner, outer, row_parallel.get(place, F.linear)
 
 
 def shapes(contract: GpuContract) -> Shapes:
-    """The shapes of one tensor-parallel rank of the trainer."""
+    """Return the shapes of one tensor-parallel rank of the trainer."""
     return Shapes.of(contract.size or PROBED, contract.trainer_tp)

@@ -1,6 +1,6 @@
 """The probes of an accelerator: kernels there choose tiles, splits and whole libraries by the number of rows.
 
-Like `probes`, they call what a model calls and know nothing of pins or flags.
+Like the probes of the CPU, these probes call the functions that a model calls and know nothing of pins or flags.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from true_on_policy.contract.cpu import DTYPES, Shapes
 from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare
 from true_on_policy.kernels.row_parallel import tree_sum
 
-# Numbers of rows in which the same rows are calculated; the last is the batch to which the others are compared.
+# Sizes of the batches in which the first rows are computed; each smaller batch is compared with the last.
 SIZES = (1, 2, 7, 64, 300)
-# Of what is as wide as a vocabulary.
+# Sizes of the batches for kernels as wide as a vocabulary.
 FEW = (1, 2, 7)
 
-# Rows, and columns of a weight, whose products are digested.
+# How many rows, and how many columns of a weight, go into a digest.
 DIGESTED = (64, 512)
 
-# Tokens of the sequences that are packed, and of one that decodes: one key, less than a tile of 64 or 128, and more.
+# Lengths of the packed sequences, and positions of decoded tokens: one key, less than a tile of 64 or 128, and more.
 LENGTHS = (1, 33, 130, 257)
 POSITIONS = (0, 1, 63, 64, 128, 256)
 
@@ -36,7 +36,7 @@ Draw = Callable[..., Tensor]
 
 
 def drawing(dtype: str, device: torch.device) -> Draw:
-    """draw(*shape): normal numbers, the same in each process on this device."""
+    """Return `draw(*shape)`, which draws normal numbers: equal ones in each process on this kind of device."""
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator, device=device).to(DTYPES[dtype])
 
@@ -49,7 +49,7 @@ def in_company(
     x: Float[Tensor, "M K"],
     sizes: tuple[int, ...],
 ) -> Iterator[Failure]:
-    """The first rows in batches of several sizes, and the whole batch in another order."""
+    """Compare the first rows in batches of several sizes with the whole batch, and the batch in two orders."""
     together = function(x)
     for size in (size for size in sizes if size < len(x)):
         company = f"{size} of {len(x)} rows and all"
@@ -60,7 +60,7 @@ def in_company(
 def product_failures(
     kernel: str, dtype: str, shapes: Shapes, device: torch.device, product: Product
 ) -> Iterator[Failure]:
-    """A product with each weight of a model, as it is stored; of a wider one the first COLUMNS columns."""
+    """Probe a product with every weight shape of a model; a weight wider than COLUMNS is cut to COLUMNS."""
     draw = drawing(dtype, device)
     for inner, outer in shapes.linear:
         weight = draw(min(outer, COLUMNS), inner)
@@ -70,9 +70,9 @@ def product_failures(
 
 @torch.no_grad()
 def digest(dtype: str, products: Iterable[tuple[int, int, Product]], device: torch.device) -> str:
-    """Of the bits of products (K, N, how): two processes that multiply alike have the same.
+    """Hash the bits of products, given as (K, N, function): two processes that multiply alike get one digest.
 
-    Drawn on the CPU, so that two kinds of accelerator are given the same numbers.
+    The numbers are drawn on the CPU, so that two kinds of accelerator multiply equal numbers.
     """
     draw, digested = drawing(dtype, torch.device("cpu")), hashlib.sha256()
     for inner, outer, multiply in products:
@@ -83,9 +83,9 @@ def digest(dtype: str, products: Iterable[tuple[int, int, Product]], device: tor
 
 
 def over_ranks(share: Product, ranks: int) -> Product:
-    """A product whose K so many tensor-parallel ranks share, each by `share`: their sum as both sides add it, a tree.
+    """Build a product whose K is cut over tensor-parallel ranks: each part by `share`, the parts added as a tree.
 
-    In one process: what the ranks exchange is no part of it.
+    All parts are computed in one process, so the exchange between ranks is not tried.
     """
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -96,10 +96,10 @@ def over_ranks(share: Product, ranks: int) -> Product:
 
 
 def aten_failures(dtype: str, shapes: Shapes, device: torch.device) -> Iterator[Failure]:
-    """What every batch-invariant mode overrides: mm, addmm, mean.dim and _log_softmax, as models call them."""
+    """Probe the operators that every batch-invariant mode overrides: mm, addmm, mean.dim and _log_softmax."""
     draw = drawing(dtype, device)
     yield from product_failures("linear", dtype, shapes, device, F.linear)
-    # Contiguous: the modes' kernels read a bias without its stride.
+    # The bias must be contiguous: the kernels of the modes ignore its stride.
     biased = lambda x, weight: F.linear(x, weight, weight[:, 0].contiguous())  # noqa: E731
     yield from product_failures("linear with a bias", dtype, shapes, device, biased)
     for width in shapes.hidden:
@@ -113,7 +113,7 @@ def aten_failures(dtype: str, shapes: Shapes, device: torch.device) -> Iterator[
 
 @torch.no_grad()
 def linear_once(dtype: str, shape: tuple[int, int], device: torch.device) -> None:
-    """One product as a model calls it, for a caller that watches which kernel serves it."""
+    """Multiply once as a model does, for a caller that counts the calls of a kernel."""
     draw, (inner, outer) = drawing(dtype, device), shape
     F.linear(draw(FEW[-1], inner), draw(min(outer, COLUMNS), inner))
 
@@ -122,7 +122,7 @@ def linear_once(dtype: str, shape: tuple[int, int], device: torch.device) -> Non
 def attention_failures(
     dtype: str, shapes: Shapes, device: torch.device, library: ModuleType
 ) -> Iterator[Failure]:
-    """Causal attention over packed sequences: each alone, and in another order."""
+    """Compare causal attention over packed sequences with each sequence alone, and with another order of packing."""
     for heads, groups, width in shapes.attention:
         shape, batch = (heads, groups, width), _Packed(drawing(dtype, device), heads, groups, width)
         packed = batch.attend(library, range(len(LENGTHS)))
@@ -139,10 +139,10 @@ def attention_failures(
 def decode_failures(
     dtype: str, shapes: Shapes, device: torch.device, library: ModuleType, longest: int
 ) -> Iterator[Failure]:
-    """Tokens that read their keys from a contiguous cache, against the same tokens prefilled.
+    """Compare tokens that read their keys from a contiguous cache with these tokens in a prefill.
 
-    `longest` is the call's max_seqlen_q. FlashAttention-3 takes a lone query (1) for one without a causal mask, and
-    then adds up its keys in other tiles than prefill does; with 2 it keeps the causal tiles.
+    `longest` is the call's max_seqlen_q. With 1, FlashAttention-3 drops the causal mask of the lone query and adds up
+    the keys in other tiles than prefill does; with 2 it keeps the causal tiles.
     """
     for heads, groups, width in shapes.attention:
         batch, last = _Packed(drawing(dtype, device), heads, groups, width), len(LENGTHS) - 1
@@ -157,7 +157,7 @@ def decode_failures(
 def mixed_failures(
     dtype: str, shapes: Shapes, device: torch.device, library: ModuleType
 ) -> Iterator[Failure]:
-    """One decoding sequence beside one that prefills, in one call: what a mixed (chunked) batch of an engine does."""
+    """Compare a mixed (chunked) batch, where one sequence decodes and one prefills, with each sequence alone."""
     for heads, groups, width in shapes.attention:
         batch = _Packed(drawing(dtype, device), heads, groups, width)
         one, other = len(LENGTHS) - 1, len(LENGTHS) - 2
@@ -169,13 +169,16 @@ def mixed_failures(
 
 
 class _Packed:
-    """Sequences of LENGTHS tokens: query [T, H, D], key and value [T, G, D] each."""
+    """A batch of sequences with LENGTHS tokens; each has query [T, H, D], key and value [T, G, D]."""
 
     def __init__(self, draw: Draw, heads: int, groups: int, width: int):
         self.sequences = [[draw(n, count, width) for count in (heads, groups, groups)] for n in LENGTHS]
 
     def attend(self, library: ModuleType, order, last: tuple[int, ...] = ()) -> dict[int, Tensor]:
-        """Output [T, H, D] of each sequence, packed in this order; of those in `last` the last token asks alone."""
+        """Attend over the sequences packed in `order`, and return the output [T, H, D] of each.
+
+        A sequence in `last` has one query only: its last token's.
+        """
         order = list(order)
         queries = [self.sequences[i][0][-1:] if i in last else self.sequences[i][0] for i in order]
         keys, values = ([self.sequences[i][part] for i in order] for part in (1, 2))
@@ -189,7 +192,7 @@ class _Packed:
         return dict(zip(order, parts, strict=True))
 
     def decode(self, library: ModuleType, i: int, t: int, longest: int) -> Tensor:
-        """Output [1, H, D] of token t, which reads its keys from a cache; `longest`: max_seqlen_q."""
+        """Return the output [1, H, D] of token t, which reads its keys from a cache; `longest` is max_seqlen_q."""
         query, key, value = self.sequences[i]
         starts, seen = (torch.tensor(n, dtype=torch.int32, device=query.device) for n in ([0, 1], [t + 1]))
         out = library.flash_attn_with_kvcache(
@@ -205,12 +208,12 @@ class _Packed:
 
 
 def _starts(parts: list[Tensor]) -> tuple[Tensor, int]:
-    """cu_seqlens and the longest length."""
+    """Return the cu_seqlens of packed parts, and the longest length."""
     lengths = [len(part) for part in parts]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=parts[0].device)
     return starts, max(lengths)
 
 
 def _output(result) -> Tensor:
-    """Builds differ in whether the logsumexp comes along."""
+    """Pick the output from a result of FlashAttention-3; some builds return the logsumexp beside it."""
     return result[0] if isinstance(result, tuple) else result

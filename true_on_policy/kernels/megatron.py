@@ -22,15 +22,15 @@ from true_on_policy.kernels.provider import Undo, device, findable, installed
 NAME = "megatron"
 MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
 
-# Its name for the kernels of a contract, in the versions that know several.
+# Megatron-core's name for the GEMM of a contract, in the versions that have several.
 BACKENDS = {"triton_persistent": "triton", "deep_gemm": "deepgemm"}
 
-# radixark/Megatron-LM, miles-main: what its row-parallel layers call.
+# The module that row-parallel layers call in the fork radixark/Megatron-LM, branch miles-main.
 FORK = "miles_megatron_plugins.true_on_policy.matmul"
 
 TE = "transformer_engine"
 TE_GEMM = f"{TE}.pytorch.cpp_extensions"
-# Importing these two imports all that the mode replaces functions in.
+# Importing these two modules imports every module in which the mode replaces functions.
 TE_ROOT, TE_WRAPPER = f"{TE}.pytorch", "megatron.core.extensions.transformer_engine"
 
 
@@ -71,12 +71,12 @@ def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
 
 
 def row_parallel() -> Product:
-    """An o or down product over Megatron's tensor-parallel ranks, each share by the fork's own function.
+    """Build the o or down product over Megatron's tensor-parallel ranks from the fork's own function.
 
-    The function reads from Megatron's groups how many ranks there are, and how many an engine has.
+    The fork's function reads from Megatron's groups how many ranks the trainer and the engine have.
 
     Raises:
-        NotSeenError: no such fork here, or no groups.
+        NotSeenError: the fork is not installed, or Megatron's groups are not set up.
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if not findable(FORK):
@@ -99,7 +99,7 @@ def has_te() -> bool:
 
 
 def _te_gemm() -> str:
-    """The module whose function Transformer Engine multiplies by; `absent` without it."""
+    """Name the module of the function by which Transformer Engine multiplies; `absent` without Transformer Engine."""
     if not has_te():
         return "absent"
     module = sys.modules.get(TE_GEMM)
@@ -107,10 +107,10 @@ def _te_gemm() -> str:
 
 
 def _backend(library: ModuleType, wanted: str) -> dict[str, str]:
-    """The argument that chooses the GEMM, where this version has a choice.
+    """Return the argument that chooses the GEMM; none where this version of Megatron-core has Triton's alone.
 
     Raises:
-        PinError: the mode is on with another one, which enabling again would not change.
+        PinError: this version lacks the wanted GEMM, or its mode is on with another GEMM and would keep that.
     """
     if "backend" not in inspect.signature(library.enable_batch_invariant_mode).parameters:
         if wanted != "triton":
@@ -126,7 +126,7 @@ def _backend(library: ModuleType, wanted: str) -> dict[str, str]:
 
 @contextmanager
 def _without_te() -> Iterator[None]:
-    """Without Transformer Engine the mode raises after its overrides are in place (0.16): they are all there is."""
+    """Ignore the missing Transformer Engine: Megatron-core 0.16 raises for it after all overrides are in place."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -135,7 +135,7 @@ def _without_te() -> Iterator[None]:
 
 
 def _te_functions() -> list[symbols.Held]:
-    """What Transformer Engine's modules and its RMSNorm hold, before the mode replaces any of it."""
+    """Note which functions Transformer Engine's modules and its RMSNorm hold, before the mode replaces any."""
     if not has_te():
         return []
     try:

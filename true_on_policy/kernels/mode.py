@@ -1,8 +1,8 @@
 """Switch on a copy of thinking-machines' batch_invariant_ops, believe the dispatcher alone, and undo it exactly.
 
-Every copy overrides aten operators on the accelerator's dispatch key for the whole process and keeps a flag. The flag
-lies: of the original and of SGLang's copy it says "on" after a nested `set_batch_invariant_mode` whose end has removed
-the overrides. Two copies in one process override each other.
+Every copy overrides aten operators on the accelerator's dispatch key for the whole process, and keeps a flag. The flag
+of the original and of SGLang's copy lies: a nested `set_batch_invariant_mode` removes the overrides when it ends, and
+leaves the flag on. Two copies in one process override each other.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from true_on_policy.errors import PinError
 from true_on_policy.kernels.dispatcher import accelerator_key, described, holder
 from true_on_policy.kernels.provider import Undo
 
-# What one copy or another overrides.
+# The operators that at least one copy overrides.
 OVERRIDABLE = ("mm", "mm.out", "mm.dtype", "addmm", "bmm", "_log_softmax", "mean.dim", "rms_norm")
 
-# What every copy overrides, in each of its versions: a mode that is on holds all of these.
+# The operators that every version of every copy overrides: a mode that is on holds all of them.
 SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One library's copy.
+    """A mode is one library's copy of batch_invariant_ops.
 
     Attributes:
-        library: what errors call it.
-        module: that registers the overrides, holds the flag and the functions that turn it.
+        library: the name of the library in errors.
+        module: the module that registers the overrides, holds the flag and has the functions that turn it.
     """
 
     library: str
@@ -39,7 +39,7 @@ class Mode:
 
 
 def settings(mode: Mode) -> dict[str, str]:
-    """The flag, and what the dispatcher runs for each shared operator; imports nothing."""
+    """Read the mode's flag, and who serves each shared operator; no library is imported for it."""
     module, key = sys.modules.get(mode.module), accelerator_key()
     flag = module is not None and module.is_batch_invariant_mode_enabled()
     return {
@@ -49,10 +49,10 @@ def settings(mode: Mode) -> dict[str, str]:
 
 
 def load(mode: Mode) -> ModuleType:
-    """Import the copy.
+    """Import the library's copy of batch_invariant_ops.
 
     Raises:
-        PinError: it cannot be imported.
+        PinError: the copy cannot be imported.
     """
     try:
         return import_module(mode.module)
@@ -61,13 +61,13 @@ def load(mode: Mode) -> ModuleType:
 
 
 def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None]) -> Undo:
-    """Enable the mode and see that it stands; call what it returns to disable it.
+    """Enable the mode, check that its overrides stand, and return a function that disables the mode.
 
-    A mode that was on already, and really is, stays on after the undo as well.
+    A mode that was on before, with all its overrides in place, stays on after the undo as well.
 
     Raises:
         PinError: another copy holds an operator, the flag and the dispatcher contradict each other, or the library
-            failed or did only a part; what it did is undone.
+            failed or enabled only a part. A part that it enabled is undone.
     """
     module, key = load(mode), accelerator_key()
     found = _holders(key)

@@ -1,4 +1,4 @@
-"""The backend in C: one accumulator for each output, fixed order, explicit fma."""
+"""The native backend, in C: each output has one accumulator, a fixed order of adding, and explicit fma."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = {torch.float32: "bi_product_f32", torch.bfloat16: "bi_product_bf16"}
 
 
 class _Product(ctypes.Structure):
-    """`product` of the C source, field for field."""
+    """The ctypes mirror of the struct `product` in the C source, field for field."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("batch", "rows", "columns", "depth")),
@@ -25,7 +25,7 @@ class _Product(ctypes.Structure):
 
 
 class _Attention(ctypes.Structure):
-    """`attention` of the C source, field for field."""
+    """The ctypes mirror of the struct `attention` in the C source, field for field."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("batch", "heads", "groups", "queries", "keys", "width")),
@@ -40,7 +40,7 @@ class _Attention(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Native:
-    """See `Backend`."""
+    """The backend that calls compiled C kernels; `Backend` describes its methods."""
 
     name: str = "native"
 
@@ -85,7 +85,10 @@ class Native:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [B, R, C] with contiguous rows; torch's own copy of a transposed batch is many times slower than a product."""
+    """Return x [B, R, C] with contiguous rows.
+
+    Our kernel copies a transposed batch: torch's own copy takes many times as long as the product.
+    """
     if x.stride(2) == 1:
         return x
     if x.stride(1) != 1:
@@ -100,7 +103,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def instructions() -> str:
-    """What multiplies bfloat16 matrices here: two machines that differ in it have different bits."""
+    """Name the instructions that multiply bfloat16 matrices here: machines with other instructions get other bits."""
     kernels = build.library()
     kernels.bi_instructions.restype = ctypes.c_char_p
     return kernels.bi_instructions().decode()

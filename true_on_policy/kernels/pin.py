@@ -19,7 +19,7 @@ from true_on_policy.kernels.provider import Undo
 
 @runtime_checkable
 class _Kernels(Protocol):
-    """The kernels of one contract."""
+    """The kernels of one contract: they can be installed, observed and probed."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +27,7 @@ class _Kernels(Protocol):
     def install(self) -> Undo: ...
 
     def observe(self) -> dict[str, str]:
-        """What runs now, by the name of an operator or a setting."""
+        """Read what is in force now, by the name of an operator or a setting."""
         ...
 
     def probe(self) -> None: ...
@@ -35,7 +35,7 @@ class _Kernels(Protocol):
 
 @dataclass(frozen=True)
 class _Cpu:
-    """Ours, on the CPU key of the dispatcher."""
+    """The kernels of this package, on the CPU key of the dispatcher."""
 
     contract: Contract
 
@@ -54,7 +54,7 @@ class _Cpu:
         probe(self.contract)
 
     def _refuse_python_kernels(self) -> None:
-        """Python kernels on the CPU key are someone else's: Megatron-core's or SGLang's batch-invariant mode."""
+        """Refuse to pin over a Python kernel on the CPU key: another library's batch-invariant mode put it there."""
         for name, kernel in self.observe().items():
             if ".py:" in kernel:
                 raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
@@ -62,7 +62,7 @@ class _Cpu:
 
 @dataclass(frozen=True)
 class _Gpu:
-    """Those of other libraries, which refuse one another themselves."""
+    """The kernels of other libraries, on an accelerator; each library refuses the overrides of another."""
 
     contract: GpuContract
 
@@ -84,7 +84,7 @@ class _Gpu:
 
 @dataclass
 class _Active:
-    """What is pinned in this process: what then ran, how to take it away, and how often it was asked for."""
+    """The pin of this process: the kernels it put in place, how to remove them, and how many pins are nested."""
 
     name: str
     kernels: dict[str, str]
@@ -98,14 +98,14 @@ _active: _Active | None = None
 
 @contextmanager
 def pinned(contract: Contract | GpuContract) -> Iterator[None]:
-    """Run the body on the kernels of `contract`; nests, and restores what it found even after an exception.
+    """Run the body on the kernels of `contract`; pins nest, and the former kernels return even after an exception.
 
     A GpuContract pins in the trainer; an engine is pinned by its own flags and environment.
 
     Raises:
         PinError: another provider holds the operators, or a provider does not run here.
-        ProbeError: a kernel gave a row other bits in a batch than alone; nothing stays pinned then.
-        NotSeenError: the kernels of a GpuContract cannot be probed here; nothing stays pinned then.
+        ProbeError: a kernel gave a row other bits in a batch than alone. Nothing stays pinned.
+        NotSeenError: the kernels of a GpuContract cannot be probed here. Nothing stays pinned.
     """
     _enter(contract)
     try:
@@ -115,12 +115,12 @@ def pinned(contract: Contract | GpuContract) -> Iterator[None]:
 
 
 def pin(contract: Contract | GpuContract) -> None:
-    """Pin `contract` for the rest of this process: for a host's init hook. The errors are those of `pinned`."""
+    """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
     _enter(contract)
 
 
 def active_backend() -> str | None:
-    """Name of what is pinned now, the providers of a GpuContract joined by +; None where the stock kernels run."""
+    """Name the kernels that are pinned now, a GpuContract's providers joined by +; None where nothing is pinned."""
     return _active.name if _active else None
 
 
@@ -145,7 +145,7 @@ def _enter(contract: Contract | GpuContract) -> None:
 
 
 def _installed(kernels: _Kernels) -> _Active:
-    """Nothing stays where what then runs cannot be told."""
+    """Install the kernels and note what runs; uninstall them where that cannot be read."""
     uninstall = kernels.install()
     try:
         return _Active(kernels.name, kernels.observe(), uninstall)
@@ -165,7 +165,7 @@ def _leave() -> None:
 
 
 def _refuse_replaced(ours: dict[str, str], now: dict[str, str]) -> None:
-    """A mode that was switched inside a pin took our kernels' place."""
+    """Refuse to go on where a mode that was switched inside the pin has replaced a pinned kernel."""
     for name, kernel in now.items():
         if kernel != ours[name]:
             raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")

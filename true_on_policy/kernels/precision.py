@@ -1,7 +1,7 @@
-"""float32 products and convolutions in full: TF32 keeps 10 bits of mantissa, and torch has several places to allow it.
+"""Keep float32 products and convolutions in full precision: TF32 keeps 10 bits of mantissa, by one of several switches.
 
-Since torch 2.9 `fp32_precision` of each kind decides, and the older switches write to it. Where the two were set apart
-torch refuses to read the older one: that one is left alone then, and the newer ones are pinned.
+Since torch 2.9 the `fp32_precision` of each kind of operation decides, and the older switches write to it. Where the
+two disagree, torch refuses to read the older switch: the pin leaves the older one alone and sets the newer ones.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ LOSSY = (True, "tf32", "bf16", "high", "medium")
 
 @dataclass(frozen=True)
 class Switch:
-    """One place to allow TF32.
+    """A switch is one place where torch allows TF32.
 
     Attributes:
-        name: as torch calls it.
-        get, put: `get` raises AttributeError or RuntimeError where this torch lacks it or cannot tell its value.
-        full: its value without TF32.
+        name: torch's name of the switch.
+        get, put: read and write the switch; `get` raises AttributeError or RuntimeError where this torch lacks it or
+            cannot tell its value.
+        full: the value that forbids TF32.
     """
 
     name: str
@@ -44,7 +45,7 @@ def _attribute(owner: str, name: str, full: Any) -> Switch:
     return Switch(f"torch.backends.{owner}.{name}", lambda: getattr(module(), name), put, full)
 
 
-# What is written to one is written to those below too: `allow_tf32` makes "high" of "medium".
+# A write to one switch changes the switches below it too: `allow_tf32` turns "medium" into "high".
 SWITCHES = (
     _attribute("cuda.matmul", "allow_tf32", False),
     _attribute("cudnn", "allow_tf32", False),
@@ -62,16 +63,16 @@ SWITCHES = (
 
 
 def settings() -> dict[str, str]:
-    """Which of the switches allow TF32 now."""
+    """Name the switches that allow TF32 now."""
     allowing = [switch.name for switch, value in _found() if value in LOSSY]
     return {"torch: TF32 allowed by": ", ".join(allowing) or "nothing"}
 
 
 def pin() -> Undo:
-    """Turn every switch off; call what it returns to restore each.
+    """Forbid TF32 at every switch, and return a function that restores each switch.
 
     Raises:
-        PinError: one of them does not stay off; nothing stays changed then.
+        PinError: a switch still allows TF32. Every switch is restored first.
     """
     found = _found()
 
@@ -92,7 +93,7 @@ def pin() -> Undo:
 
 @torch.no_grad()
 def probe(where: torch.device) -> Iterator[Failure]:
-    """A float32 product that needs 12 bits; bmm is the one that no contract replaces."""
+    """Probe a float32 bmm that needs 12 bits of mantissa; bmm is the product that no contract replaces."""
     x, one = torch.full((1, 64, 64), FINE, device=where), torch.eye(64, device=where)
     yield from compare(
         "bmm in float32", (64, 64), "times the identity and itself", torch.bmm(x, one[None]), x
@@ -100,7 +101,7 @@ def probe(where: torch.device) -> Iterator[Failure]:
 
 
 def _found() -> list[tuple[Switch, Any]]:
-    """Those that can be read, with their values."""
+    """List the switches that can be read, with their values."""
     found = []
     for switch in SWITCHES:
         try:

@@ -1,6 +1,6 @@
-"""Is this kernel batch-invariant, here and now? A row alone against the same row in a batch, by bytes.
+"""Probe whether a kernel is batch-invariant here and now: a row alone against this row in a batch, by bytes.
 
-A probe calls what a model calls, so it sees whichever kernel the dispatcher picks. It knows nothing of pins or flags.
+A probe calls the functions that a model calls, so the dispatcher picks the kernel. Pins and flags play no part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 
 ROWS = 7
 TOKENS = 21
-# Widest weight that is drawn in full: of a wider one so many columns are probed, beside their share of it.
+# The widest weight that is drawn in full; a wider weight is cut to so many columns.
 COLUMNS = 8192
 
 Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
@@ -28,11 +28,11 @@ Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
 
 @dataclass(frozen=True)
 class Failure:
-    """A row whose bits changed with its company.
+    """A failure is a row whose bits changed with the rows, tokens or layout around it.
 
     Attributes:
         kernel: the function that was called.
-        shape: of the model, at which it was called.
+        shape: the shape of the model at which the function was called.
         company: what differed between the two calls.
         mismatch: where the two results differ first.
     """
@@ -62,7 +62,7 @@ def probe(contract: Contract) -> None:
 
 @torch.no_grad()
 def failures(contract: Contract) -> Iterator[Failure]:
-    """What is not invariant, one finding after the other; none where all is well."""
+    """Probe every kernel at the shapes of a contract, and yield each failure; none where all rows keep their bits."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(contract.torch_dtype)  # noqa: E731
     for shape in contract.shapes.linear:
@@ -88,7 +88,7 @@ def failures(contract: Contract) -> Iterator[Failure]:
 def _rows(
     kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor, "M K"]
 ) -> Iterator[Failure]:
-    """Each row alone, and the batch in another order."""
+    """Compare each row alone with the row in a batch, and the batch in two orders."""
     together = function(x)
     alone = torch.cat([function(row) for row in x.split(1)])
     yield from compare(kernel, shape, "a row alone and in a batch", alone, together)
@@ -96,7 +96,7 @@ def _rows(
 
 
 def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
-    """Products with a weight as it is stored, alone and fused with another."""
+    """Probe a product with a weight, and compare the weight alone with the weight fused behind another."""
     outer = min(outer, COLUMNS)
     weight, x = draw(outer, inner), draw(ROWS, inner)
     yield from _rows("linear", (inner, outer), lambda rows: F.linear(rows, weight), x)
@@ -105,7 +105,7 @@ def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
 
 
 def _row_parallel(inner: int, outer: int, draw, tree: Tree | None) -> Iterator[Failure]:
-    """A product whose leaves no dispatcher sees."""
+    """Probe the row-parallel product of a tree, which is no operator of the dispatcher."""
     if tree is None or inner % tree.leaves:
         return
     weight = draw(min(outer, COLUMNS), inner)
@@ -114,7 +114,7 @@ def _row_parallel(inner: int, outer: int, draw, tree: Tree | None) -> Iterator[F
 
 
 def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
-    """Decode, one token after the other, against prefill; and prefill behind padding on the left."""
+    """Compare prefill with decode, one token after the other, and with a prefill behind padding on the left."""
     query, key, value = (draw(2, count, TOKENS, width) for count in (heads, groups, groups))
     attend = lambda q, k, v, **kw: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kw)  # noqa: E731
     prefill = attend(query, key, value, is_causal=True)
@@ -133,7 +133,7 @@ def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
 
 
 def compare(kernel: str, shape: tuple[int, ...], company: str, a: Tensor, b: Tensor) -> Iterator[Failure]:
-    """One finding where two results differ in a bit, none where they are equal."""
+    """Yield a failure where two results differ in a bit; nothing where they are equal."""
     mismatch = first_mismatch(a, b)
     if mismatch is not None:
         yield Failure(kernel, shape, company, mismatch)

@@ -1,6 +1,6 @@
-"""What a GPU provider gives: a library whose own public functions make its kernels batch-invariant in this process.
+"""A GPU provider is a library whose own public functions make its kernels batch-invariant in this process.
 
-A provider is a module of this package. Importing it imports no library that may be missing.
+Each provider is a module of this package. Importing the module imports no library that may be missing.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ Undo = Callable[[], None]
 
 @runtime_checkable
 class Provider(Protocol):
-    """See the module; `true_on_policy.kernels.gpu` pins several at once."""
+    """A provider of kernels; `true_on_policy.kernels.gpu` pins the several providers of a contract."""
 
     @property
     def NAME(self) -> str: ...
 
     def version(self) -> str | None:
-        """Distribution and version that would be used, None where it is not installed. Imports nothing."""
+        """Name the distribution and version of the library without importing it; None where it is not installed."""
         ...
 
     def settings(self) -> dict[str, str]:
-        """What is in force now, read from getters, symbols and the dispatcher. Empty where it is not installed."""
+        """Read what is in force now from getters, symbols and the dispatcher; empty where it is not installed."""
         ...
 
     def pin(self, contract: GpuContract) -> Undo:
-        """Switch the library's batch-invariant kernels on; call what it returns to restore what was found.
+        """Switch the library's batch-invariant kernels on, and return a function that restores the former ones.
 
         Raises:
-            PinError: not installed, another copy holds the operators, or the library did only a part. Nothing stays
-                switched on then.
+            PinError: the library is not installed, another copy holds the operators, or the library switched on only
+                a part of them. Nothing stays switched on.
         """
         ...
 
     def probe(self, contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
-        """Rows whose bits depend on their company at the shapes of a model; none where all is well.
+        """Yield each row whose bits depend on its company at the shapes of a model; none where all rows keep them.
 
         Raises:
             PinError: another kernel than the contract's serves one of the shapes.
-            NotSeenError: no accelerator here, or the library is not installed.
+            NotSeenError: there is no accelerator here, or the library is not installed.
         """
         ...
 
 
 def device() -> torch.device:
-    """The accelerator on which kernels are probed.
+    """Return the accelerator on which kernels are probed.
 
     Raises:
-        NotSeenError: there is none.
+        NotSeenError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise NotSeenError("not seen: no CUDA device")
@@ -67,11 +67,11 @@ def device() -> torch.device:
 
 
 def installed(module: str, *distributions: str) -> str | None:
-    """Name and version of the distribution that `module` comes from, None where it cannot be imported.
+    """Return name and version of the distribution that `module` comes from; None where it cannot be imported.
 
     Args:
-        module: its dotted name; it is looked for but not imported.
-        distributions: names under which it is published, the likeliest first.
+        module: the dotted name of the module, which is looked for but not imported.
+        distributions: the names under which the module is published, the likeliest first.
     """
     if not findable(module):
         return None
@@ -84,7 +84,7 @@ def installed(module: str, *distributions: str) -> str | None:
 
 
 def findable(module: str) -> bool:
-    """Whether a module could be imported; unlike `find_spec` it does not import the packages around it."""
+    """Whether a module could be imported; unlike `find_spec`, this check imports no package around the module."""
     root, *parts = module.split(".")
     spec = importlib.util.find_spec(root)
     if spec is None or not parts:

@@ -2,11 +2,11 @@
 
 Tensor parallelism splits the K of a row-parallel weight over ranks and adds their partial sums, so that each number of
 ranks rounds differently. Here K is split into `leaves` equal parts on every layout, one rank included. A part is one
-product in float32, parts are added as a balanced binary tree, and the sum is rounded to the dtype once. A rank that
-holds a power of two of neighbouring leaves holds a subtree, so that its ranks add up to the same tree.
+product in float32, parts are added as a balanced binary tree, and the sum is rounded to the dtype once. A rank holds
+neighbouring leaves, a power of two of them. These leaves form a subtree, so every number of ranks adds up one tree.
 
-The idea is that of tree-based invariant kernels (Zhang et al. 2025, "Deterministic Inference across Tensor Parallel
-Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it stands on the kernels of `cpu`.
+The method follows tree-based invariant kernels (Zhang et al. 2025, "Deterministic Inference across Tensor Parallel
+Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it runs on the kernels of `cpu`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from true_on_policy.kernels.cpu import BACKENDS, Backend
 
 @dataclass(frozen=True)
 class Tree:
-    """How the row-parallel products of a model add up.
+    """A tree is the order in which the row-parallel products of a model add up.
 
     Attributes:
-        backend: whose product a leaf is.
-        leaves: see `row_parallel`.
+        backend: the backend that multiplies each leaf.
+        leaves: the number of equal parts of the whole K.
     """
 
     backend: str
@@ -39,12 +39,12 @@ class Tree:
     def product(
         self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: Any = None
     ) -> Float[Tensor, "*B N"]:
-        """`row_parallel` on this tree."""
+        """Multiply by `row_parallel` with the backend and the leaves of this tree."""
         return row_parallel(BACKENDS[self.backend], x, weight, self.leaves, group)
 
 
 def agreed_tree(contract: Contract) -> Tree | None:
-    """The tree of both sides; None where the contract leaves row-parallel products as they are."""
+    """Return the tree that both sides share; None where the contract leaves row-parallel products as they are."""
     return Tree(contract.backend, contract.leaves) if contract.leaves > 1 else None
 
 
@@ -55,11 +55,11 @@ def row_parallel(
     leaves: int,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, "*B N"]:
-    """x @ weight.T summed over the ranks of `group`, each of which holds its share of K; differentiable.
+    """Sum x @ weight.T over the ranks of `group`, each of which holds its share of K; differentiable.
 
     Args:
-        leaves: parts of the whole K; a power of two, the same on both sides, and a multiple of every number of ranks.
-        group: ranks in the order of their shares of K; None is one rank that holds all of it.
+        leaves: parts of the whole K; a power of two, equal on both sides, and a multiple of every number of ranks.
+        group: ranks in the order of their shares of K; None is one rank that holds the whole K.
 
     Raises:
         ContractError: the leaves do not divide K, or the ranks do not divide the leaves.
@@ -84,7 +84,7 @@ def _check(leaves: int, ranks: int, depth: int) -> None:
 
 
 class _RowParallel(torch.autograd.Function):
-    """Forward adds over the ranks; backward gives each rank the gradient of its own share, as Megatron-core does."""
+    """The forward adds over the ranks; the backward gives each rank its own share's gradient, as in Megatron-core."""
 
     @staticmethod
     def forward(ctx, backend: Backend, x: Tensor, weight: Tensor, leaves: int, group):
@@ -103,14 +103,14 @@ class _RowParallel(torch.autograd.Function):
 
 
 def tree_sum(parts: list[Tensor]) -> Tensor:
-    """Neighbours first; a power of two of parts."""
+    """Add parts, a power of two of them, as a balanced binary tree: neighbours first."""
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's partial sum, in the order of the ranks: an all-reduce would pick an order of its own."""
+    """Gather the partial sums of all ranks in the order of the ranks; an all-reduce would choose its own order."""
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own.contiguous(), group=group)
     return parts

@@ -22,7 +22,7 @@ from true_on_policy.kernels.symbols import counted
 NAME = "sglang"
 MODE = mode.Mode("SGLang", "sglang.srt.batch_invariant_ops.batch_invariant_ops")
 
-# Read from the environment when SGLang is imported, and not again.
+# SGLang reads these two from the environment when it is imported, and not again.
 MM_DEEPGEMM = "_ENABLE_MM_DEEPGEMM"
 MM_FALLBACK_VARIANT = "_ENABLE_MM_FALLBACK_VARIANT"
 VARIABLE = "SGLANG_BATCH_INVARIANT_OPS"
@@ -49,7 +49,7 @@ def pin(contract: GpuContract) -> Undo:
     _refuse_variants(library, contract)
     undo = mode.switch_on(
         MODE,
-        # Rope in the trainer multiplies by bmm, which the engine does not: it must stay as it is.
+        # The trainer's rope calls bmm and the engine's does not: bmm must stay as it is.
         lambda: library.enable_batch_invariant_mode(enable_bmm=False),
         library.disable_batch_invariant_mode,
     )
@@ -78,7 +78,7 @@ def _on(flag: bool) -> str:
 
 
 def _refuse_variants(library: ModuleType, contract: GpuContract) -> None:
-    """What SGLang has read from the environment and would multiply by, whatever its mode says."""
+    """Refuse a GEMM that SGLang has read from the environment and that is not the contract's."""
     if getattr(library, MM_FALLBACK_VARIANT):
         raise PinError(
             f"SGLang: {VARIABLE}_ENABLE_MM_FALLBACK_VARIANT is on, so that shapes which DeepGEMM cannot take run an "
@@ -93,7 +93,7 @@ def _refuse_variants(library: ModuleType, contract: GpuContract) -> None:
 
 
 def _refuse_fallback(contract: GpuContract, shapes: Shapes, where: torch.device) -> None:
-    """A shape that DeepGEMM does not take runs Triton without a word: other bits than an engine that does take it."""
+    """Refuse a shape that DeepGEMM does not take: SGLang runs Triton for it without a word, with other bits."""
     deep_gemm = import_module("deep_gemm")
     for shape in shapes.linear:
         with counted(deep_gemm, "bf16_gemm_nn") as calls:

@@ -1,4 +1,4 @@
-"""Functions that are replaced inside modules: found wherever a module holds them, and put back."""
+"""Replace functions inside modules: find every name under which a module holds one, and put it back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Held:
-    """What a module or a class holds under a name; MISSING where it inherits it or has none."""
+    """The value that a module or a class holds under a name; MISSING where the name is inherited or unknown."""
 
     owner: Any
     name: str
@@ -32,7 +32,7 @@ def held(owner: Any, name: str) -> Held:
 
 
 def held_by(packages: Iterable[str]) -> list[Held]:
-    """Every function and class that the imported modules of these packages hold."""
+    """List every function and class that the imported modules of these packages hold."""
     roots = tuple(packages)
     return [
         Held(module, name, value)
@@ -49,9 +49,9 @@ def put_back(found: Iterable[Held]) -> None:
 
 
 def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
-    """Put the second for the first in every imported module, under whatever name it is held there.
+    """Replace each function by its replacement in every imported module, under whatever name a module holds it.
 
-    What instances, classes, closures and tables hold is out of reach.
+    A function that an instance, class, closure or table holds is out of reach.
     """
     by_identity = {id(function): other for function, other in replacements.items()}
     for module in list(sys.modules.values()):
@@ -63,7 +63,7 @@ def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
 
 @contextmanager
 def counted(owner: Any, name: str, note: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
-    """A list that grows by one `note` with each call of the function, taken before it runs."""
+    """Count the calls of a function in a list, which grows by one `note` before each call runs."""
     found, calls = held(owner, name), []
     function = getattr(owner, name)
 

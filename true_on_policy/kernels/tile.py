@@ -1,8 +1,8 @@
-"""The backend without a compiler: stock kernels, always called at one tile size.
+"""The tile backend needs no compiler: it calls stock kernels, always at one tile size.
 
-A stock kernel picks its code path by the shape of a call. Here every call has the same shape, except for K: 32 rows by
-256 columns of zero-padded, contiguous, aligned storage. That one path treats all rows alike is seen on a machine, not
-proven, so `prepare` tests it.
+A stock kernel picks its code path by the shape of a call. Here every call has one shape, except for K: 32 rows by 256
+columns of zero-padded, contiguous, aligned storage. No proof says that one path treats all rows alike, so `prepare`
+tests it on this machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from true_on_policy.errors import PinError
 
 ROWS = 32
 COLUMNS = 256
-# What ATen's flash attention takes of the keys at once.
+# The number of keys that ATen's flash attention takes at once.
 KEYS = 512
-# A mask at or under this hides a key: -inf, or the lowest number of a dtype.
+# A mask at or below this number hides a key: -inf, or the lowest number of a dtype.
 HIDDEN = -1e38
-# Sums of these lengths are tried: below, at and above the widths of vectors, and the sizes of models.
+# The lengths K of the sums that are tried: around the widths of vectors, and the sizes of models.
 TRIED_DEPTHS = (1, 33, 37, 64, 100, 130, 256, 712, 1024, 2560)
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -34,12 +34,12 @@ CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 @dataclass(frozen=True)
 class Tile:
-    """See `Backend`."""
+    """The backend that calls stock kernels tile by tile; `Backend` describes its methods."""
 
     name: str = "tile"
 
     def prepare(self) -> None:
-        """Fetch the stock kernels and try that every place in a tile gives the same bits."""
+        """Fetch the stock kernels, and check that every place in a tile gives equal bits."""
         _stock(FLASH)
         for dtype in (torch.float32, torch.bfloat16):
             _check_places(dtype)
@@ -71,7 +71,7 @@ class Tile:
         return out.transpose(1, 2), logsumexp.transpose(1, 2)
 
     def _attend_by_head(self, query, key, value, bias, is_causal, scale):
-        """A mask that differs between heads: every head is a batch of its own."""
+        """Attend head by head, for a mask that differs between heads."""
         share = query.shape[1] // key.shape[1]
         bias = bias.expand(len(query), query.shape[1], -1, -1)
         parts = [
@@ -86,7 +86,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Up to `ROWS` queries whose keys begin at one place and fill as many blocks."""
+    """A tile of up to `ROWS` queries whose visible keys begin at one place and fill an equal number of blocks."""
 
     rows: Tensor
     begin: int
@@ -95,7 +95,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sequence: query [H, Q, D], key and value [G, T, D], and what is added to each score [Q, T]."""
+    """One sequence: query [H, Q, D], key and value [G, T, D], and `shown` [Q, T], the bias of each score."""
 
     query: Tensor
     key: Tensor
@@ -103,9 +103,9 @@ class _Sequence:
     shown: Tensor
 
     def tiles(self) -> Iterator[tuple[Tensor, _Sequence, _Seen]]:
-        """Which rows, of which sequence, seen how; rows that see nothing are in none.
+        """Yield tiles: which rows of this sequence, the sequence to attend in, and which of its keys are visible.
 
-        A row that sees its keys with gaps becomes a sequence of its own, without them.
+        A row whose visible keys have gaps is attended in a new sequence of these keys. A row without keys is skipped.
         """
         visible = self.shown > -math.inf
         begin = visible.int().argmax(1)
@@ -124,7 +124,7 @@ class _Sequence:
             yield row, close, _Seen(torch.zeros_like(row), 0, math.ceil(len(keys) / KEYS))
 
     def attend(self, seen: _Seen, scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs [rows, H, D] and logsumexps [rows, H] of one tile."""
+        """Return the outputs [rows, H, D] and logsumexps [rows, H] of one tile."""
         length, rows = seen.blocks * KEYS, len(seen.rows)
         key, value = (_window(x, 1, seen.begin, length, 0.0) for x in (self.key, self.value))
         mask = _window(self.shown[seen.rows], 1, seen.begin, length, -math.inf)
@@ -138,7 +138,7 @@ class _Sequence:
 
 
 def _shown(bias: Tensor | None, batch: int, queries: int, keys: int, is_causal: bool) -> Tensor:
-    """What is added to each score, -inf where the key is hidden: [batch, queries, keys]."""
+    """Return the bias [batch, queries, keys] of each score, -inf where the key is hidden."""
     shown = torch.zeros(1, queries, keys) if bias is None else bias.expand(batch, 1, queries, keys)[:, 0]
     if is_causal:
         shown = shown.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), -math.inf)
@@ -146,7 +146,7 @@ def _shown(bias: Tensor | None, batch: int, queries: int, keys: int, is_causal: 
 
 
 def _window(x: Tensor, dim: int, begin: int, length: int, fill: float) -> Tensor:
-    """x from `begin` on, cut or filled up to `length` along `dim`, contiguous."""
+    """Cut `length` entries of x from `begin` on along `dim`, filled up where x ends, contiguous."""
     dim %= x.dim()
     have = x.narrow(dim, begin, min(length, x.shape[dim] - begin))
     missing = length - have.shape[dim]
@@ -154,10 +154,10 @@ def _window(x: Tensor, dim: int, begin: int, length: int, fill: float) -> Tensor
 
 
 def _check_places(dtype: torch.dtype) -> None:
-    """One row and one column, repeated, must give one number in every place of a tile.
+    """Check that one row and one column, repeated, give equal bits in every place of a tile.
 
     Raises:
-        PinError: they do not; the machine's stock kernels cannot serve.
+        PinError: two places differ, so the stock kernels of this machine cannot serve.
     """
     for depth in TRIED_DEPTHS:
         generator = torch.Generator().manual_seed(depth)
@@ -172,7 +172,7 @@ def _check_places(dtype: torch.dtype) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """MKL cuts a long K by the number of threads (seen at 2560)."""
+    """Run the body on one thread: MKL cuts a long K by the number of threads, as seen at K = 2560."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield
@@ -190,7 +190,7 @@ def _stock(name: str):
 
 
 def _whole(x: Tensor, multiple: int) -> Tensor:
-    """x [n, K], contiguous and aligned, with rows of zeros up to a multiple."""
+    """Return x [n, K] contiguous and aligned, with rows of zeros up to a multiple of `multiple`."""
     missing = -len(x) % multiple
     if missing:
         return pad(x, (0, 0, 0, missing))
@@ -199,7 +199,7 @@ def _whole(x: Tensor, multiple: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [K, N], a tile of the result at a time."""
+    """Multiply a [M, K] @ b [K, N], one tile of the result at a time."""
     rows, columns = _whole(a, ROWS), _whole(b.t(), COLUMNS)
     out = a.new_empty(len(columns) // COLUMNS, len(rows) // ROWS, ROWS, COLUMNS)
     for strip, right in zip(out, columns.split(COLUMNS), strict=True):
