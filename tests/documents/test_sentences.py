@@ -41,6 +41,7 @@ ROOMS_DONE = (
     "mis_plugins/former",
     "true_on_policy/kernels",
     "true_on_policy/models",
+    "true_on_policy/observe",
 )
 
 

@@ -1,1 +1,1 @@
-"""What a process really runs, seen from inside it, and the file that tells it to the doctor."""
+"""Observe from inside a process what it really runs, and write the observation to a file for the doctor."""

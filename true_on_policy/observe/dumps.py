@@ -1,6 +1,7 @@
-"""What each process of a side runs, on disk, for `python -m true_on_policy doctor`: one file a rank, read as one side.
+"""Dumps: files that say what each process of a side runs, one file a rank, for `python -m true_on_policy doctor`.
 
-The ordinary accident is one rank with another environment, so every rank writes, and none is believed for the others.
+The usual accident is one rank with another environment. So every rank writes its own file, and no rank speaks for
+another; the doctor reads all files of a side as one.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ TRAINER = "trainer.json"
 
 
 class DumpError(TrueOnPolicyError):
-    """A file that `write` did not write."""
+    """A dump is missing, is not a file of `write`, or does not tell which engine wrote it."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Of one side.
+    """One process of a side.
 
     Attributes:
-        rank, ranks: which of how many.
-        url: of the server that it is a part of, empty where it serves nothing.
-        host, pid: where it ran.
+        rank, ranks: the rank of the process, and how many ranks its side has.
+        url: the URL of the server that the process is a part of; empty where the process serves nothing.
+        host, pid: the machine of the process, and its process id there.
     """
 
     rank: int = 0
@@ -51,13 +52,13 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it ran on this machine, and does no more."""
+        """Whether the process ran on this machine and has ended."""
         return self.host == socket.gethostname() and not Path("/proc", str(self.pid)).exists()
 
 
 @dataclass(frozen=True)
 class Dump:
-    """One file: a process, what it runs, and the contract that it was given, if it knows one."""
+    """The content of one file: a process, the observation of what it runs, and its contract, if it knows one."""
 
     process: Process
     seen: Observation
@@ -65,23 +66,23 @@ class Dump:
 
 
 def this_process(url: str = "") -> Process:
-    """By torch.distributed, where it is initialized."""
+    """Describe this process; its rank is torch.distributed's, and 0 of 1 where that is not initialized."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Process(rank, ranks, url, socket.gethostname(), os.getpid())
 
 
 def place(path: Path, process: Process) -> Path:
-    """Where a rank writes: rank 0 to `path`, the others beside it."""
+    """Return the file of a rank: `path` for rank 0, a file beside `path` for every other rank."""
     return path if process.rank == 0 else path.with_stem(f"{path.stem}.rank{process.rank}")
 
 
 def dump(path: Path, contract: GpuContract, args: argparse.Namespace | None = None) -> Path:
-    """Write this trainer's side, once it has pinned; returns the file, which other ranks write beside."""
+    """Write the dump of this rank of the trainer after its pin, and return the file."""
     return write(path, Dump(this_process(), observe(contract, args), contract))
 
 
 def write(path: Path, dumped: Dump) -> Path:
-    """Write one process's file, whose folder is made; whole or not at all."""
+    """Write the file of one process whole or not at all, and return its path; the folder is made."""
     contract = dumped.contract and asdict(dumped.contract) | {"family": dumped.contract.family.name}
     stated = {"format": FORMAT, "process": asdict(dumped.process), "contract": contract}
     file = place(path, dumped.process)
@@ -91,16 +92,19 @@ def write(path: Path, dumped: Dump) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove what this rank wrote in an earlier run: a rank that fails now shall not show it."""
+    """Remove this rank's file of an earlier run, so that a rank that fails now does not show it."""
     place(path, this_process()).unlink(missing_ok=True)
 
 
 def load(path: Path) -> tuple[GpuContract, Observation]:
-    """A trainer's side, of every rank. `path` is the file of rank 0, or the folder that holds trainer.json.
+    """Load the trainer's side from the files of all its ranks.
+
+    Args:
+        path: the file of rank 0, or the folder that holds trainer.json.
 
     Raises:
-        DumpError: `dump` did not write it.
-        ContractError: its contract cannot hold.
+        DumpError: a file is missing, or `dump` did not write it.
+        ContractError: the contract in a file cannot hold.
     """
     first = path / TRAINER if path.is_dir() else path
     dumps = _side(first)
@@ -117,13 +121,14 @@ def load(path: Path) -> tuple[GpuContract, Observation]:
 
 
 def load_engine(path: Path, url: str | None) -> Observation:
-    """An engine's side, of every rank. `path` is the file of its rank 0, or a folder that holds files of engines.
+    """Load an engine's side from the files of all its ranks.
 
     Args:
-        url: of the engine that is meant, where there are several in the folder.
+        path: the file of the engine's rank 0, or a folder that holds files of engines.
+        url: the URL of the engine to load, where the folder holds several.
 
     Raises:
-        DumpError: not written by an engine that runs, or not clear by which.
+        DumpError: the engine that wrote the file has ended, or the folder and the URL do not name one engine.
     """
     dumps = _side(path if not path.is_dir() else _one_engine(path, url))
     ended = [each.process for each in dumps if each.process.ended]
@@ -154,14 +159,14 @@ def _port(url: str) -> str:
 
 
 def _same_host(process: Process, url: str) -> bool:
-    """As the engine was told to call itself, or this machine by its loopback."""
+    """Whether an engine's process is the host of `url`: by the engine's own name, or this machine by its loopback."""
     asked = urlsplit(url).hostname or ""
     here = asked == "localhost" or asked.startswith("127.") or asked == "::1"
     return process.host == socket.gethostname() if here else urlsplit(process.url).hostname == asked
 
 
 def _side(first: Path) -> list[Dump]:
-    """The files of all ranks of the run that wrote `first`; what is left of a run with more ranks is not among them."""
+    """Read the files of all ranks of a run, given the file of rank 0; ranks that only an earlier run had stay out."""
     zero = read(first)
     pattern = glob.escape(f"{first.stem}.rank") + "*" + first.suffix
     others = [read(file) for file in sorted(first.parent.glob(pattern))]
@@ -169,11 +174,11 @@ def _side(first: Path) -> list[Dump]:
 
 
 def read(path: Path) -> Dump:
-    """One file.
+    """Read the dump of one process.
 
     Raises:
-        DumpError: it is something else.
-        ContractError: its contract cannot hold.
+        DumpError: the file is missing, or `write` did not write it.
+        ContractError: the contract in the file cannot hold.
     """
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
@@ -201,7 +206,7 @@ def read(path: Path) -> Dump:
 
 
 def _parts(stated: dict[str, Any] | None) -> tuple[tuple[str, str], dict[str, Any]] | None:
-    """Names and the rest of a contract."""
+    """Split a stored contract into its names (family, backend) and its other arguments; None where there is none."""
     if stated is None:
         return None
     rest = dict(stated)
@@ -211,7 +216,10 @@ def _parts(stated: dict[str, Any] | None) -> tuple[tuple[str, str], dict[str, An
 
 
 def merged(dumps: Sequence[Dump]) -> Observation:
-    """One side: a row in which ranks differ has the value of each, and one that a rank lacks is not seen."""
+    """Merge the dumps of all ranks into one side.
+
+    A row in which ranks differ has the value of each rank, and is split. A row that a rank lacks is not seen.
+    """
     sides = {each.process.rank: each.seen for each in dumps}
     settings: dict[str, str] = {}
     unseen = {name: why for side in sides.values() for name, why in side.unseen.items()}
@@ -236,14 +244,14 @@ def merged(dumps: Sequence[Dump]) -> Observation:
 
 
 def _by_rank(values: Mapping[int, str]) -> str:
-    """`Ring on ranks 0, 1; Tree on rank 2`."""
+    """Write each value with its ranks, for example `Ring on ranks 0, 1; Tree on rank 2`."""
     alike: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         alike.setdefault(value, []).append(rank)
     return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in alike.items())
 
 
-SHOWN = 4  # ranks that are named one by one
+SHOWN = 4  # so many ranks are named one by one
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """Kernels of Transformer Engine and NVIDIA's Apex that change bits in Megatron's trainer, and which of them are on.
 
-A flag of the host asks for a kernel, and Megatron runs one only where its library is there. So a row says both.
+A flag of the host asks for a kernel, and Megatron runs the kernel only where its library is installed. A row of the
+doctor says both.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Fused:
-    """One kernel that gives other bits than torch's operators.
+    """A fused kernel gives other bits than torch's operators.
 
     Attributes:
-        row: of the doctor.
-        attribute: of the host's parsed arguments, which asks for the kernel.
-        module: that holds the kernel.
-        off: values of the attribute that do not ask for it.
-        remedy: what switches it off where the contract has a kernel of its own; empty where the contract's log-probs
-            do not depend on it.
+        row: the name of the kernel's row in the doctor.
+        attribute: the name in the host's parsed arguments that asks for the kernel.
+        module: the module that holds the kernel.
+        off: values of the attribute that do not ask for the kernel.
+        remedy: the flag that switches the kernel off where the contract has its own kernel; empty where the
+            contract's log-probs do not depend on the kernel.
     """
 
     row: str
@@ -38,11 +39,11 @@ class Fused:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """What the contract asks for: nothing where no log-prob depends on the kernel."""
+        """List the values that the contract accepts; empty where no log-prob depends on the kernel."""
         return (OFF, self._absent) if self.remedy else ()
 
     def value(self, asked: Any) -> str:
-        """What is in force where the host's argument is `asked`."""
+        """Tell whether the kernel is on where the host's argument is `asked`."""
         if asked in self.off:
             return OFF
         if not findable(self.module):
@@ -81,7 +82,7 @@ FUSED = (
     ),
 )
 
-# Row, a module of Megatron-core that chose among torch, Apex and Transformer Engine at its import, and the name there.
+# (row, module, name): modules of Megatron-core that choose torch, Apex or Transformer Engine when they are imported.
 CHOSEN = (
     ("norm of Megatron's block", "megatron.core.transformer.transformer_block", "LayerNormImpl"),
     ("fused layer norm (Apex)", "megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM"),
@@ -90,7 +91,7 @@ CHOSEN = (
 
 
 def of_host(args: argparse.Namespace) -> dict[str, str]:
-    """Each kernel that the host's parsed arguments say something of."""
+    """Read the state of each fused kernel that the host's parsed arguments mention, by its row."""
     stated: Mapping[str, Any] = vars(args)
     return {
         fused.row: fused.value(_plain(stated[fused.attribute]))
@@ -100,7 +101,7 @@ def of_host(args: argparse.Namespace) -> dict[str, str]:
 
 
 def chosen(module: str, name: str) -> str:
-    """What a module of Megatron-core took: a class with its library, or whether it found a kernel."""
+    """Tell what a module of Megatron-core chose: a class and its library, or whether it found a kernel."""
     found = getattr(sys.modules.get(module), name, None)
     if found is None:
         return "not imported"
@@ -110,5 +111,5 @@ def chosen(module: str, name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Megatron turns the name of an attention backend into an enum."""
+    """Return the name of an enum's member, which Megatron makes of an attention backend; other values as they are."""
     return getattr(value, "name", value)

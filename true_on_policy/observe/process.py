@@ -1,6 +1,6 @@
-"""What is in force in this process: seen by a probe or a getter, or read from what configured it, and named so.
+"""Observe what is in force in this process: by a probe or a getter, or from the configuration, which is then named.
 
-`dumps` writes it down for the doctor.
+`observe.dumps` writes the observation to a file for the doctor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ABSENT = "absent"
 KERNELS = "kernels at the model's shapes"
 PRODUCTS = "products of trainer and engine"
 COMPILES = "torch.compile"
-ALL = "*"  # in `unseen`: nothing of this side could be looked at
+ALL = "*"  # in `unseen`: no row of this side could be observed
 
-# Rows of the doctor, and the distribution that tells its version.
+# Rows of the doctor, and the distribution whose version each row states.
 VERSIONS = {
     "Megatron-core": "megatron-core",
     "SGLang": "sglang",
@@ -45,12 +45,12 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class Observation:
-    """What one side runs.
+    """An observation says what one side runs.
 
     Attributes:
-        settings: value by the name of a row.
-        unseen: why a row could not be looked at.
-        configured: rows whose value was read from an argument or a variable and not seen at work.
+        settings: the value of each row, by the row's name.
+        unseen: why a row could not be observed, by the row's name.
+        configured: rows whose value was read from an argument or a variable, and not seen at work.
         split: rows in which the processes of this side differ.
     """
 
@@ -60,11 +60,11 @@ class Observation:
     split: tuple[str, ...] = ()
 
     def why(self, name: str) -> str:
-        """Why `name` is not among the settings."""
+        """Return the reason why the row `name` is not among the settings."""
         return self.unseen.get(name) or self.unseen.get(ALL) or "not stated"
 
     def how(self, name: str) -> str:
-        """`observed`, `configured`, or nothing where it was not seen."""
+        """Return how a row's value was found: `observed` or `configured`; empty where the row was not seen."""
         if name not in self.settings:
             return ""
         return "configured" if name in self.configured else "observed"
@@ -74,7 +74,11 @@ Look = Callable[[], str]
 
 
 def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Observation:
-    """This process, which is the trainer's, or one that pinned what the trainer would; `args`: the host's own."""
+    """Observe this process: the trainer's, or one that pinned the trainer's contract.
+
+    Args:
+        args: the host's parsed arguments; None in a process without a host.
+    """
     of_contract: dict[str, Look] = {
         KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
         PRODUCTS: surviving(lambda: _products(contract)),
@@ -91,7 +95,7 @@ def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Ob
 
 
 def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
-    """What was seen, and why the rest was not, by the name of a row."""
+    """Call each look; return the values that were seen, and the reasons of the rows that were not."""
     settings, unseen = {}, {}
     for name, look in looks.items():
         try:
@@ -102,7 +106,7 @@ def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def surviving(look: Look) -> Look:
-    """One row that another release holds elsewhere costs that row alone."""
+    """Wrap a look so that any exception leaves its own row unseen, and no other row."""
 
     def survived() -> str:
         try:
@@ -116,7 +120,7 @@ def surviving(look: Look) -> Look:
 
 
 def of_host(args: argparse.Namespace) -> dict[str, str]:
-    """What a host's parsed arguments decide."""
+    """Read from a host's parsed arguments the rows that they decide."""
     stated = {name: getattr(args, name) for name in vars(args)}
     rows = {row: stated[name] for row, name in _HOST_ROWS.items() if name in stated}
     seeded = stated.get("sglang_enable_deterministic_inference")
@@ -147,9 +151,9 @@ def _device() -> str:
 
 
 def _products(contract: GpuContract) -> str:
-    """What the products of this model are, in few letters: an engine that multiplies alike has the same.
+    """Digest the products of this model: an engine that multiplies alike has an equal digest.
 
-    Megatron adds up o and down over its ranks by a function of its own; FSDP has one rank, and aten's.
+    Megatron adds up o and down over its ranks by its own function; FSDP has one rank and runs aten's product.
     """
     if contract.size is None:
         raise NotSeenError("the contract knows no sizes")
@@ -159,7 +163,7 @@ def _products(contract: GpuContract) -> str:
 
 
 def found(failures: Iterator[Failure], otherwise: str) -> str:
-    """What the first failure says, a kernel that is not the contract's too; `otherwise` where there is none."""
+    """Return the text of the first failure or of a PinError; `otherwise` where no probe fails."""
     try:
         failure = next(failures, None)
     except PinError as error:
@@ -168,12 +172,12 @@ def found(failures: Iterator[Failure], otherwise: str) -> str:
 
 
 def _tf32() -> str:
-    """Whether float32 products lose their last bits."""
+    """Probe whether float32 products run in TF32: `on` or `off`."""
     return "off" if next(precision.probe(device()), None) is None else "on"
 
 
 def _compiles() -> str:
-    """Whether torch.compile really compiles here: a backend of ours is called, or it is not."""
+    """Try whether torch.compile really compiles here: `on` where it calls a backend of ours, else `off`."""
     graphs = []
 
     def spy(graph, inputs):
@@ -185,7 +189,7 @@ def _compiles() -> str:
 
 
 def _apex() -> str:
-    """NVIDIA's, or the unrelated toolkit that the package index calls apex."""
+    """Tell whether the installed apex is NVIDIA's, or the unrelated toolkit of this name in the package index."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return ABSENT
@@ -195,7 +199,7 @@ def _apex() -> str:
 
 
 def _local_norm() -> str:
-    """Which norm Megatron's local spec takes: NVIDIA Apex's where it could import it."""
+    """Name the norm of Megatron's local spec: NVIDIA Apex's where Megatron could import Apex."""
     specs = sys.modules.get("megatron.core.models.gpt.gpt_layer_specs")
     return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
 
@@ -215,7 +219,7 @@ def _deterministic() -> str:
 
 
 def _parallel() -> dict[str, str]:
-    """The ranks of Megatron's groups, where this process has any."""
+    """Count the ranks of Megatron's groups; no rows where this process has no groups."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return {}
@@ -230,12 +234,13 @@ LOG_PROBS = "miles.backends.training_utils.loss_hub.logit_processors"
 
 @torch.no_grad()
 def _log_softmax(args: argparse.Namespace) -> str:
-    """The dtypes in which Miles's own functions take the log-softmax of fp32 logits, and hand log-probs on.
+    """Name the dtypes in which Miles's own functions take the log-softmax of fp32 logits and return log-probs.
 
-    One sequence of four tokens on each rank of context parallelism, and no process group: no rank waits for another.
+    Miles scores a sequence with four tokens for each context-parallel rank. No rank waits for another, because its
+    true-on-policy mode uses no process group.
 
     Raises:
-        NotSeenError: no trainer of Miles runs here, or not in its true-on-policy mode, which alone needs no group.
+        NotSeenError: no trainer of Miles runs here, or it runs without its true-on-policy mode.
     """
     miles = sys.modules.get(LOG_PROBS)
     if miles is None or not args.true_on_policy_mode:
@@ -263,7 +268,7 @@ def _nccl() -> str:
     return ".".join(map(str, nccl.version()))
 
 
-# Row of the doctor and how to look; NotSeenError says why one could not.
+# The look of each row of the doctor; a NotSeenError says why the row could not be observed.
 LOOKS: dict[str, Look] = {
     "device": _device,
     "torch": lambda: torch.__version__,
