@@ -26,7 +26,7 @@ Span = tuple[int, int]  # [start, stop) within a response
 class Layout:
     """The response tokens that this rank holds.
 
-    response_lengths: of each whole sequence.
+    response_lengths: how many response tokens each sequence has over all ranks.
     spans: this rank's pieces of each response, in order; None where every response is whole.
     """
 
@@ -40,7 +40,7 @@ class Layout:
         return [sum(stop - start for start, stop in pieces) for pieces in self.spans]
 
     def pieces(self, sequence: int) -> Sequence[Span]:
-        """Of one response, those on this rank."""
+        """Pieces of one response that lie on this rank."""
         return [(0, self.response_lengths[sequence])] if self.spans is None else self.spans[sequence]
 
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
@@ -58,7 +58,7 @@ class Layout:
         return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole))
 
     def _shifts(self, spans: Sequence[Sequence[Span]]) -> tuple[list[int], list[int]]:
-        """Length of each piece, and what to add to a local position in it to find it among all responses."""
+        """Length and shift of each piece: local position plus shift is the position among all responses' tokens."""
         lengths, shifts, local, full = [], [], 0, 0
         for response, pieces in zip(self.response_lengths, spans, strict=True):
             for start, stop in pieces:
@@ -78,7 +78,12 @@ class Placed:
     def full_mask(
         self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None
     ) -> Bool[Tensor, " R"]:
-        """What is kept of whole responses, by token and by sequence; None keeps all. Tokens cost one collective."""
+        """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
+
+        Args:
+            tokens: which local tokens are kept; None keeps all of them, masked ones included.
+            sequences: which sequences are kept; None keeps all of them.
+        """
         responses = self.ragged.responses
         assert responses is not None
         keep = torch.ones_like(responses.loss_mask) if tokens is None else self._gather(tokens, responses)
@@ -87,7 +92,7 @@ class Placed:
         return keep & sequences.repeat_interleave(responses.cu_seqlens.diff(), output_size=keep.numel())
 
     def _gather(self, tokens: Bool[Tensor, " T"], responses: Responses) -> Bool[Tensor, " R"]:
-        """Every token lies on one rank, so that a sum of bytes over ranks puts them together."""
+        """Mask of whole responses from the local masks: a token lies on one rank, so a sum over ranks joins them."""
         full = torch.zeros_like(responses.loss_mask, dtype=torch.uint8)
         full.index_copy_(0, responses.index, tokens.byte())
         dist.all_reduce(full, group=self.ragged.ranks.cp)
@@ -95,7 +100,7 @@ class Placed:
 
 
 def whole(response_lengths: Sequence[int]) -> Layout:
-    """Every response whole on this rank."""
+    """Layout of responses that lie whole on this rank."""
     return Layout(response_lengths)
 
 
@@ -106,9 +111,11 @@ def zigzag(
     cp_rank: int,
     padded_lengths: Sequence[int] | None = None,
 ) -> Layout:
-    """Zigzag over `cp_size` ranks.
+    """Layout of responses that lie zigzag over `cp_size` ranks.
 
-    padded_lengths: what each sequence was padded to before it was cut (`bshd`); None cuts its own length (`thd`).
+    Args:
+        padded_lengths: the length that each sequence was padded to before the cut (`bshd`); None cuts the sequence at
+            its own length (`thd`).
     """
     padded = total_lengths if padded_lengths is None else padded_lengths
     rows = zip(total_lengths, response_lengths, padded, strict=True)

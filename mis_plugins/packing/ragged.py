@@ -1,9 +1,8 @@
 """Ragged batches over ranks: sequences packed end to end, each perhaps spread over context-parallel ranks.
 
-Shape letters, here and elsewhere: `T` tokens on this rank, `N` sequences of the micro-batch, `R` response tokens
-of all sequences, `K` stacked statistics. Every `[T]` is local to a rank; every `[N]` is the same on all
-context-parallel ranks. Summing a token twice therefore cannot be written: only `over_sequence` turns `[T]` into
-`[N]`, and only `over_batch` reduces `[N]` further.
+Shape letters in every room: `T` tokens on this rank, `N` sequences of the micro-batch, `R` response tokens of all
+sequences, `K` stacked statistics. A tensor `[T]` is local to a rank; a tensor `[N]` is equal on all context-parallel
+ranks. No code can add a token twice: only `over_sequence` turns `[T]` into `[N]`, and only `over_batch` reduces `[N]`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who else holds part of this batch. `Ranks()` is one process.
+    """Process groups of the ranks that hold other parts of this batch. `Ranks()` is one process.
 
     cp: ranks that hold other tokens of the same sequences.
     dp: ranks that hold other sequences of the same step.
-    tp: ranks that hold the same tokens, and other parts of the model: nothing is added up over them.
+    tp: ranks that hold the same tokens and other parts of the model. No sum goes over these ranks.
     """
 
     cp: dist.ProcessGroup | None = None
@@ -39,8 +38,8 @@ class Ranks:
 class Responses:
     """The whole responses of which a rank holds a part.
 
-    cu_seqlens: where each starts among all R response tokens, and R at the end.
-    index: of each local token among them.
+    cu_seqlens: where each response starts among all R response tokens, and R at the end.
+    index: position of each local token among the R response tokens.
     """
 
     cu_seqlens: Int[Tensor, " bounds"]  # N + 1 of them
@@ -50,10 +49,10 @@ class Responses:
 
 @dataclass(frozen=True)
 class Ragged:
-    """N sequences packed into T local tokens, with what counts among them.
+    """N sequences packed into T local tokens, of which the loss mask marks the valid ones.
 
     cu_seqlens: where each sequence starts, and T at the end, on the tokens' device.
-    loss_mask: the host's: true where a token enters the loss.
+    loss_mask: the host's mask, true where a token enters the loss.
     responses: None where the local tokens are the whole responses.
     """
 
@@ -64,12 +63,12 @@ class Ragged:
 
     @property
     def size(self) -> int:
-        """N."""
+        """The number of sequences, N."""
         return self.cu_seqlens.numel() - 1
 
     @cached_property
     def segments(self) -> Segments:
-        """The same tokens by segment: a run of ones in the loss mask of one sequence."""
+        """The local tokens packed by segment: a run of ones in the loss mask of one sequence."""
         return Segments.of(self)
 
     def over_sequence(
@@ -81,13 +80,15 @@ class Ragged:
         maxima: Iterable[Float[Tensor, " T"]] = (),
         counts: Iterable[Shaped[Tensor, " T"]] = (),
     ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
-        """What each sequence adds up to over all its tokens, on whatever rank: rows of sums, of sums of squares, of
-        `both` a sum and then that of squares, of minima and of maxima.
+        """Totals of each sequence over all its tokens, on whatever rank, and `counts` over the whole micro-batch.
 
-        And at how many tokens of the whole micro-batch each of `counts` is not 0. What does not count is 0 (or +-inf)
-        there: by torch.where, since a product keeps NaN. One collective for everything, none without context
-        parallelism. Sums are float64 from the first addition and depend on their own sequence alone; a sequence
-        without a token has sum 0, minimum inf and maximum -inf. Rows are read one at a time.
+        The rows of the result are, in this order: sums; sums of squares; of each of `both` the sum and the sum of
+        squares; minima; maxima. `counts` becomes the number of tokens of the micro-batch where a row is not 0.
+
+        The caller fills tokens that shall not enter with 0, or +-inf for extremes: by torch.where, as a product keeps
+        NaN. Everything costs one collective, and none without context parallelism. Sums are float64 from the first
+        addition and depend on their own sequence alone. A sequence without a token has sum 0, minimum inf and maximum
+        -inf. Rows are read one at a time.
         """
         totals = self._totals(sums, squares, both)
         smallest = [self._extreme(x, "amin") for x in minima]
@@ -106,7 +107,7 @@ class Ragged:
         return total
 
     def to_tokens(self, per_sequence: Shaped[Tensor, " N"]) -> Shaped[Tensor, " T"]:
-        """Each sequence's value at each of its local tokens."""
+        """Give each local token the value of its sequence."""
         return per_sequence.index_select(0, self._sequence_of_token)
 
     @cached_property
@@ -117,7 +118,7 @@ class Ragged:
         self, sums: Iterable[Tensor], squares: Iterable[Tensor], both: Iterable[Tensor]
     ) -> list[Float[Tensor, " N"]]:
         wide = torch.empty_like(self.loss_mask, dtype=torch.float64)  # one buffer for all rows
-        # unsafe skips a check of the offsets that would wait for the device.
+        # `unsafe` skips a check of the offsets that would wait for the device.
         reduce = functools.partial(torch.segment_reduce, reduce="sum", offsets=self.cu_seqlens, unsafe=True)
         totals = [reduce(wide.copy_(as_bytes(x))) for x in sums]
         totals += [reduce(wide.copy_(x).mul_(wide)) for x in squares]
@@ -126,16 +127,16 @@ class Ragged:
         return totals
 
     def _extreme(self, x: Float[Tensor, " T"], op: Literal["amin", "amax"]) -> Float[Tensor, " N"]:
-        # A scatter, in any order: a segment_reduce of extremes takes three times as long on a CPU.
+        # Extremes are scattered, in any order: segment_reduce takes three times as long on a CPU.
         none = x.new_full((self.size,), torch.inf if op == "amin" else -torch.inf)
         return none.scatter_reduce_(0, self._sequence_of_token, x, op)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """S segments in the order of the tokens, as many as there can be: those at the end may have no token.
+    """S segments in the order of the tokens. S is the largest possible number: the last segments may have no token.
 
-    ragged: the local tokens packed by segment; masked ones lie in any, where they do not count.
+    ragged: the local tokens packed by segment. A masked token lies in any segment, and enters no total.
     owner: the sequence of each segment.
     """
 
@@ -160,21 +161,21 @@ class Segments:
 
 
 def _run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """The number of the last run of ones that began at or before each token, from 1; 0 before the first."""
+    """Number, from 1, of the run of ones that began last at or before each token; 0 before the first run."""
     previous = F.pad(mask, (1, 0)).index_fill_(0, starts, False)
     begins = mask & ~previous[:-1]
     return begins.cumsum(0)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Bools as the bytes that they are: a CPU widens those four times faster."""
+    """View bools as int8, which a CPU widens four times faster; other tensors pass unchanged."""
     return x.view(torch.int8) if x.dtype == torch.bool else x
 
 
 def _combine(
     rows: Float[Tensor, "K N"], marked: Float[Tensor, " C"], sums: int, minima: int, group: dist.ProcessGroup
 ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
-    """Sums and counts add, extremes compete, in rank order: the same bits on every rank."""
+    """Combine the rows of all ranks: sums and counts add, extremes compete, in rank order, so that all bits agree."""
     packed = torch.cat([rows.flatten(), marked])
     gathered = packed.new_empty(dist.get_world_size(group) * packed.numel())
     dist.all_gather_into_tensor(gathered, packed, group=group)
@@ -187,6 +188,6 @@ def _combine(
 
 
 def to_device(numbers: list[int], device: torch.device) -> Int[Tensor, " _"]:
-    """Host integers on the device without waiting for it."""
+    """Copy host integers to the device without waiting for the device."""
     tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

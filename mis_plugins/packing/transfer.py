@@ -1,4 +1,4 @@
-"""Tensors on their way from the device to the host, with nobody waiting for them."""
+"""Copies of tensors from the device to the host, begun without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_host(x: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*S"]:
-    """A copy in pinned memory, begun and not awaited; `x` itself where it lies on the host already."""
+    """Begin a copy of `x` into pinned memory without waiting; return `x` itself where the host holds it already."""
     if not x.is_cuda:
         return x
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
@@ -18,13 +18,13 @@ def to_host(x: Shaped[Tensor, "*S"]) -> Shaped[Tensor, "*S"]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """When what was begun before it is there; `event` is None where nothing had to travel."""
+    """The arrival of all copies begun earlier; `event` is None where the host held everything already."""
 
     event: torch.cuda.Event | None
 
     @classmethod
     def of_copies_from(cls, x: Tensor) -> Arrival:
-        """Of every copy begun so far on the stream that computes `x`."""
+        """Arrival of every copy begun so far on the stream that computes `x`."""
         if not x.is_cuda:
             return cls(None)
         event = torch.cuda.Event()

@@ -11,8 +11,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def commit(checkout: Path = REPOSITORY, paths: Sequence[str] = ("true_on_policy", "constraints.txt")) -> str:
-    """Twelve digits, and `(modified)` where a tracked file among `paths` differs; unknown outside a checkout."""
-    # An installed package may lie in another project's checkout.
+    """The commit's first twelve digits, with `(modified)` where a tracked file of `paths` differs.
+
+    The answer is `unknown` outside a checkout.
+    """
+    # An installed package may lie in the checkout of some other project, whose commit says nothing of ours.
     if Path(git(checkout, "rev-parse", "--show-toplevel") or "/").resolve() != checkout.resolve():
         return UNKNOWN
     changed = git(checkout, "status", "--porcelain", "--untracked-files=no", "--", *paths)
@@ -20,7 +23,7 @@ def commit(checkout: Path = REPOSITORY, paths: Sequence[str] = ("true_on_policy"
 
 
 def git(checkout: Path, *words: str) -> str:
-    """Nothing where there is no git, or no repository."""
+    """What git prints for a command in a checkout; empty where there is no git, or no repository."""
     command = ["git", "-C", str(checkout), *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

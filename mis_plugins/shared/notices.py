@@ -1,4 +1,4 @@
-"""Warnings that are worth one line of a training log, not one a step."""
+"""Warnings that a training log holds once, and not once a step."""
 
 from __future__ import annotations
 

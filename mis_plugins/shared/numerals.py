@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 
-LARGEST = 2**63 - 1  # of a 64-bit integer, as seeds and sizes are
-SHOWN = 40  # characters of what a user typed, in an error
+LARGEST = 2**63 - 1  # the largest 64-bit integer: seeds and sizes are such integers
+SHOWN = 40  # how many characters of a user's value an error shows
 
 
 def whole(text: str) -> int:
@@ -37,7 +37,7 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """Counts between commas.
+    """Read counts that stand between commas.
 
     Raises:
         ArgumentTypeError: a part that is no count.
@@ -61,11 +61,11 @@ def finite(text: str) -> float:
 
 
 def shown(value: object) -> str:
-    """A user's value for an error: long ones by their beginning and their length."""
+    """A user's value as an error shows it: a long value by its beginning and its length."""
     text = repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
 def _digits(value: int) -> str:
-    """A large integer by its number of digits: Python refuses to write one of more than 4300."""
+    """A large integer by its number of digits: Python refuses to write more than 4300 digits."""
     return f"an integer of about {math.floor(value.bit_length() * math.log10(2)) + 1} digits"

@@ -1,4 +1,4 @@
-"""Signs of life, on stderr, of work that takes longer than a moment."""
+"""Progress, on stderr, of work that takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 2.0
 
 
 def told(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items; between two of them, every two seconds, a line says how many are done."""
+    """Yield the items, and print every two seconds how many of them are done."""
     said = time.monotonic()
     for done, item in enumerate(items):
         if time.monotonic() - said >= SECONDS:

@@ -13,11 +13,11 @@ from mis_plugins.shared.commit import REPOSITORY, commit, git
 def measured_with(
     command: str, measured: Sequence[str], checkouts: Mapping[str, Path] | None = None
 ) -> dict[str, str]:
-    """Figures without these cannot be repeated.
+    """The command, versions, commits and processor that somebody needs to repeat a figure.
 
     Args:
-        measured: git's names of what the figures follow from; changes to it that no commit holds are said.
-        checkouts: of other repositories, by name: any folder within.
+        measured: git's paths of the code that the figures follow from; uncommitted changes there are told.
+        checkouts: any folder of each other repository, by the repository's name.
     """
     found = {"command": command, "python": platform.python_version(), "cpu": _cpu()}
     found |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
@@ -26,7 +26,7 @@ def measured_with(
 
 
 def as_given(program: str, words: Sequence[str]) -> str:
-    """A command; absolute paths are cut to their last part."""
+    """A command as it was typed, with absolute paths cut to their last part."""
     shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
     return " ".join([program, *shown])
 
@@ -37,13 +37,13 @@ def as_markdown(found: Mapping[str, str]) -> str:
 
 
 def committed_tree(folder: str) -> str | None:
-    """A name of all that a folder of this repository holds; None where it holds what no commit does."""
+    """Git's name of a folder's content at HEAD; None where the folder holds changes that no commit has."""
     changed = git(REPOSITORY, "status", "--porcelain", "--", folder)
     return None if changed else git(REPOSITORY, "rev-parse", "--quiet", "--verify", f"HEAD:{folder}") or None
 
 
 def _top(folder: Path) -> Path:
-    """Of the repository that holds it; itself where there is none."""
+    """Top folder of the repository that holds a folder; the folder itself where no repository does."""
     return Path(git(folder, "rev-parse", "--show-toplevel") or folder)
 
 

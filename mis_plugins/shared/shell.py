@@ -1,6 +1,7 @@
 """How every command of this repository ends in a shell: a reader that left, Ctrl-C, a package that is not installed.
 
-A command's file starts with these lines, before its other imports: they may take seconds, and Ctrl-C may come in them.
+A command's file starts with the lines below, before its other imports. Imports may take seconds, during which Ctrl-C
+may come.
 
     if __name__ == "__main__":
         from mis_plugins.shared.shell import run_command
@@ -25,7 +26,7 @@ from typing import IO, Any, NoReturn
 from mis_plugins import __version__
 
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
-"""Exit codes: the command could not do its work; Ctrl-C; nobody reads on, as a shell tells of SIGPIPE (128 + 13)."""
+"""Exit codes: the command could not do its work; Ctrl-C; nobody reads on, which a shell reports as 128 + SIGPIPE."""
 
 OURS = ("mis_plugins", "true_on_policy")
 
@@ -33,7 +34,7 @@ OURS = ("mis_plugins", "true_on_policy")
 class Unread(BaseException):
     """Raised where a command writes to a pipe that nobody reads any more, after `| head` for example.
 
-    No `Exception`, so that no handler of errors takes it for one: a command that compares would say "not equal".
+    The class is no `Exception`, so that no handler of errors catches it: a command that compares would say "not equal".
     """
 
 
@@ -41,10 +42,11 @@ def run_command(command: str, extra: str | None = None) -> NoReturn:
     """Call `package.module:function` and leave the process with the exit code that it returns.
 
     Args:
-        extra: of `setup.py`, which installs the packages that the command needs.
+        extra: the extra of `setup.py` that installs the packages which the command needs.
     """
     sys.stdout, sys.stderr = watched(sys.stdout), watched(sys.stderr)
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # of torch: an extra brings numpy
+    # torch warns of a missing numpy, which an extra installs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = _call(command, extra)
     except Unread:
@@ -76,7 +78,7 @@ def _call(command: str, extra: str | None) -> int:
             raise
         print(f"error: {not_installed(error, extra)}", file=sys.stderr)
         return REFUSED
-    finally:  # here, where a closed pipe is still an `Unread`
+    finally:  # flushing here still raises `Unread` for a closed pipe
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -118,7 +120,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def watched(stream: Any) -> Any:
-    """A standard stream whose writes raise `Unread` where nobody reads them; None, of a closed one, stays None."""
+    """A standard stream whose writes raise `Unread` where nobody reads on; None, a closed stream, stays None."""
     if stream is None:
         return None
     stream.flush()
@@ -133,7 +135,7 @@ def watched(stream: Any) -> Any:
 
 
 class _Watched(io.FileIO):
-    """A file descriptor that tells a closed pipe from every other error, a broken socket's among them."""
+    """A file descriptor whose writes tell a closed pipe from every other error, such as a broken socket's."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -143,7 +145,7 @@ class _Watched(io.FileIO):
 
 
 def _leave_unread() -> int:
-    """Turn what is still buffered away: Python would flush it at exit, and tell of the closed pipe."""
+    """Drop buffered output: Python would flush the buffers at exit and complain about the closed pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     streams: tuple[IO[str] | None, ...] = (sys.stdout, sys.stderr)
     for stream in streams:

@@ -1,7 +1,7 @@
-"""Files of tensors: written whole or not at all, read without trusting what wrote them.
+"""Files of tensors: written whole or not at all, and read without trust in what wrote them.
 
-Tensors are mapped, not read: one that is larger than memory can be compared block by block. Nothing that a file names
-is ever imported or called (`weights_only`, no pickled numpy arrays), and a damaged one is a `RecordError`.
+Tensors are mapped, not read, so that a tensor larger than memory can be compared block by block. Reading imports and
+calls nothing that a file names (`weights_only`, no pickled numpy arrays). A damaged file is a `RecordError`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class RecordError(UserError):
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; takes its name when the block ends well, and is removed when it does not.
+    """Yield a partial file beside `path`, which replaces `path` when the block ends well and is removed otherwise.
 
-    In a folder of its own: ranks of several machines write beside each other, and their process ids may be alike. A
-    pipe, a link or /dev/stdout is written to itself: its name is not ours to give away.
+    The partial file lies in a folder of its own: ranks of several machines may write beside each other, with equal
+    process ids. A pipe, a link or /dev/stdout is yielded itself, because a rename would replace it by a file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -50,10 +50,10 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Called before work whose outcome goes there.
+    """Check, before the work begins, that its outcome can be written to `path`.
 
     Raises:
-        RecordError: it could not be written; it names the flag.
+        RecordError: `path` cannot be written; the message names the flag.
     """
     if path.is_dir():
         raise RecordError(f"{flag} {path}: is a folder; name a file")
@@ -66,7 +66,7 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def optional(module: str) -> ModuleType:
-    """A library of the extra `verify`, or an error that says how to get it."""
+    """Import a library of the extra `verify`, or raise an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -74,9 +74,9 @@ def optional(module: str) -> ModuleType:
 
 
 def read(path: Path, function: Callable[[], T]) -> T:
-    """What `function` returns; whatever it raises becomes a `RecordError` that names the file.
+    """Call `function`, and turn whatever it raises into a `RecordError` that names the file.
 
-    The libraries raise a dozen kinds of errors on damaged files, and which one depends on where the damage is.
+    The libraries raise a dozen kinds of errors on damaged files: the kind depends on the place of the damage.
     """
     try:
         return function()
@@ -88,10 +88,10 @@ def read(path: Path, function: Callable[[], T]) -> T:
 
 
 def load_pt(path: Path) -> Any:
-    """What `torch.save` wrote, if it is made of tensors, numbers, texts, lists and dicts."""
+    """Load what `torch.save` wrote, if the file holds tensors, numbers, texts, lists and dicts alone."""
 
     def load() -> Any:
-        mapped = zipfile.is_zipfile(path)  # not so before torch 1.6; such a file is read whole
+        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are no archives and are read whole
         with _numbers_of_numpy():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
@@ -99,7 +99,7 @@ def load_pt(path: Path) -> Any:
 
 
 class _Number:
-    """A number of numpy, unread: nothing of numpy's is called, so that a file cannot choose what runs."""
+    """A stand-in for a number of numpy: reading calls nothing of numpy's, so that a file cannot choose what runs."""
 
     def __init__(self, *_: Any):
         pass
@@ -108,7 +108,7 @@ class _Number:
         pass
 
 
-# By the names that numpy 1 and 2 give what makes one of their numbers.
+# Stand-ins under the names by which files of numpy 1 and of numpy 2 ask for a number.
 _NUMPY: list[Callable | tuple[Callable, str]] = [
     type(name, (_Number,), {"__module__": module})
     for module, name in (
@@ -121,9 +121,9 @@ _NUMPY: list[Callable | tuple[Callable, str]] = [
 
 @contextmanager
 def _numbers_of_numpy() -> Iterator[None]:
-    """Let files hold numbers of numpy, and nothing that another library, such as Megatron-core, has torch call."""
+    """Let files hold numbers of numpy, and nothing that a library such as Megatron-core has allowed torch to call."""
     allowed = torch.serialization
-    if not hasattr(allowed, "clear_safe_globals"):  # before torch 2.4 such a file cannot be read
+    if not hasattr(allowed, "clear_safe_globals"):  # torch before 2.4 cannot read files with numbers of numpy
         yield
         return
     others = allowed.get_safe_globals()
@@ -202,7 +202,7 @@ def load_npz(path: Path, name: str) -> Tensor:
 
 
 def _mapped(path: Path, member: zipfile.ZipInfo) -> Any:
-    """A stored array in place. The local header's name and extra field may be longer than the directory says."""
+    """Map a stored array in place. Name and extra field of the local header may be longer than the directory says."""
     numpy = optional("numpy")
     header = struct.Struct("<26xHH")
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Tables for a terminal: rich's where it is installed and someone looks, plain text otherwise."""
+"""Tables for a terminal: drawn by rich where rich is installed and stdout is a terminal, plain text otherwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """One line a row; the first column may be anything, none is cut off in plain text."""
+    """Print a table, one line a row. Plain text cuts off no column."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty() and _print_rich(columns, cells):
         return
@@ -17,12 +17,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def printable(text: str) -> str:
-    """Names come from files of others: no control characters reach the terminal."""
+    """Text without control characters: names come from foreign files and must not steer the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """False if rich is not installed."""
+    """Print a table by rich; false if rich is not installed."""
     try:
         from rich.console import Console
         from rich.table import Table

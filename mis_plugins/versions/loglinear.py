@@ -2,9 +2,10 @@
 
     log pi_{v+1}  ~  log pi_v + alpha (log pi_V - log pi_v),        alpha = 1 / (V - v)
 
-Exact where every update moves a token's log-prob by the same amount, and at V - v = 1. At V = v nothing lies between,
-and pi_V stands in. AReaL's `prox_logp_method: loglinear` takes another point of the same line: its proximal policy is
-one update behind the one being trained, alpha = (V - 1 - v) / (V - v), which is ours at V - v = 2 alone.
+The line is exact at age V - v = 1, and where every update moves a token's log-prob by the same amount. At age 0 nothing
+lies between the two versions, and pi_V stands in. AReaL's `prox_logp_method: loglinear` takes a point of this line at
+alpha = (V - 1 - v) / (V - v): AReaL's proximal policy is one update older than the one being trained. Both points agree
+at age 2 alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,6 @@ from mis_plugins.correction.ratios import widened
 def loglinear(
     proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], age: Int[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """Log pi_{v+1} of each token, by its age V - v."""
+    """Interpolate log pi_{v+1} of each token by the token's age V - v."""
     near, far = widened(behavior), widened(proximal)
     return torch.where(age > 1, near + (far - near) / age.clamp(min=1), far)

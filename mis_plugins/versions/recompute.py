@@ -1,8 +1,8 @@
 """Log pi_{v+1} of the tokens that version v wrote, scored while v + 1 is still the version of the trainer.
 
-Before the weights move on from V, the tokens of V - 1 are scored by pi_V, in every response that is not in training
-yet, running or finished. Later nobody can. Tokens of V itself get theirs one update later; those of age 1 that are
-trained on before need none, as the trainer's own log-probs are it.
+Before the weights move on from V, pi_V scores the tokens of V - 1 in every response that is not in training yet,
+running or finished. After the update nobody can. Tokens of V itself are scored one update later. A token that is
+trained on at age 1 needs no stored score: the trainer's own log-prob is log pi_{v+1}.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Whole sequences for one forward pass, and how many tokens at the end of each to score."""
 
 Score = Callable[[Sequence[Batch]], Sequence[Sequence[Sequence[float]]]]
-"""Given batches, one for each of the ranks that share the work: their log-probs, by the trainer's weights."""
+"""A function from batches, one for each rank that shares the work, to log-probs under the trainer's weights."""
 
 
 @dataclass
 class Pool:
     """All responses on their way to the trainer: running, waiting to be resumed, finished and queued.
 
-    Workers write while the trainer recomputes: every method is atomic. A response is known by the number that `add`
-    gave it, and no number is given twice, so that an answer for one that is gone reaches no other.
+    Workers write while the trainer recomputes: every method is atomic. A caller names a response by the number that
+    `add` gave. No number is given twice, so that a late answer for a removed response reaches no other response.
     """
 
     _responses: dict[int, Response] = field(default_factory=dict)
@@ -35,14 +35,14 @@ class Pool:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, response: Response) -> int:
-        """Take in a response, empty or partial; the number by which it is known."""
+        """Take in a response, empty or partial, and return its number."""
         with self._lock:
             number = next(self._numbers)
             self._responses[number] = response
             return number
 
     def update(self, number: int, change: Callable[[Response], Response]) -> bool:
-        """Replace a response by what `change` makes of it; false where it is gone."""
+        """Replace a response by what `change` makes of it; false where the pool no longer holds the response."""
         with self._lock:
             if number not in self._responses:
                 return False
@@ -50,22 +50,22 @@ class Pool:
             return True
 
     def take(self, number: int) -> Response | None:
-        """Remove a response, to train on it or to drop it; None where it is gone."""
+        """Remove a response, to train on it or to drop it; None where the pool no longer holds the response."""
         with self._lock:
             return self._responses.pop(number, None)
 
     def snapshot(self) -> dict[int, Response]:
-        """All of them as they are now."""
+        """All responses as they are now, by number."""
         with self._lock:
             return dict(self._responses)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be scored of one response.
+    """The tokens of one response that are to be scored.
 
-    tokens: prompt and response up to the last token wanted: later ones cannot change its log-prob.
-    positions: of the wanted tokens in the response.
+    tokens: prompt and response up to the last wanted token, whose log-prob no later token can change.
+    positions: where the wanted tokens stand in the response.
     """
 
     number: int
@@ -74,7 +74,7 @@ class Request:
 
     @classmethod
     def of(cls, number: int, response: Response, version: int) -> Request | None:
-        """None where no token of `version` waits."""
+        """The request of one response; None where no token of `version` waits for its score."""
         positions = tuple(response.lacking(version))
         if not positions:
             return None
@@ -82,11 +82,11 @@ class Request:
 
     @property
     def count(self) -> int:
-        """Tokens to score: from the first wanted to the last, whatever stands in between."""
+        """Number of tokens to score: all from the first wanted token to the last."""
         return self.positions[-1] - self.positions[0] + 1
 
     def wanted(self, log_probs: Sequence[float]) -> list[float]:
-        """Of the scored tokens, those asked for."""
+        """Pick the log-probs of the wanted tokens from those of all scored tokens."""
         if len(log_probs) != self.count:
             raise InputError(
                 f"score: {len(log_probs)} log-probs for a sequence of which {self.count} were asked for; return those "
@@ -96,13 +96,13 @@ class Request:
 
 
 def requests(pool: Pool, version: int) -> list[Request]:
-    """What tokens of `version` wait for, the longest first."""
+    """Requests for all tokens of `version` that wait for their score, the longest request first."""
     found = (Request.of(number, response, version) for number, response in pool.snapshot().items())
     return sorted((one for one in found if one is not None), key=lambda one: -len(one.tokens))
 
 
 def batches(waiting: Sequence[Request], budget: int) -> list[list[Request]]:
-    """First-fit: each at most `budget` tokens, or one sequence that is longer by itself."""
+    """Pack requests into batches by first fit: at most `budget` tokens each, or one sequence that is longer."""
     if budget < 1:
         raise ConfigError(f"recompute budget: got {budget} tokens; give at least 1")
     found: list[list[Request]] = []
@@ -122,8 +122,9 @@ def batches(waiting: Sequence[Request], budget: int) -> list[list[Request]]:
 class Recomputed:
     """What one recompute did.
 
-    tokens: log-probs stored. gone: of responses that had left the pool meanwhile.
-    scored: tokens that went through the model, prompts and earlier tokens included.
+    tokens: how many log-probs were stored.
+    gone: how many log-probs belonged to responses that had left the pool meanwhile.
+    scored: how many tokens went through the model, prompts and earlier tokens included.
     """
 
     tokens: int = 0
@@ -133,19 +134,19 @@ class Recomputed:
 
 
 def recompute(pool: Pool, current: int, budget: int, score: Score, ranks: int = 1) -> Recomputed:
-    """Store log pi_V of all tokens of version V - 1, once each; to be called before the weights move on from V.
+    """Store log pi_V of all tokens of version V - 1, once each. Call this before the weights move on from V.
 
-    Until none waits: what workers that lag behind append meanwhile is scored too. Whatever `score` raises passes
-    through, and what was stored before stays; a second call goes on from there.
+    The call ends when no token waits: tokens that slow workers append meanwhile are scored too. Whatever `score` raises
+    passes through, and what was stored before stays. A second call goes on from there.
 
     Args:
         current: V, the version of the weights that `score` uses.
-        budget: tokens a batch may hold; a sequence longer than that goes alone.
-        ranks: batches that `score` is given at a time. It decides nothing about what a batch holds, so that a model
-            gives the same bits however many share them.
+        budget: how many tokens a batch may hold; a longer sequence goes alone.
+        ranks: how many batches `score` is given at a time. The content of a batch does not depend on `ranks`, so that
+            a model gives the same bits however many ranks share the batches.
 
     Raises:
-        InputError: `score` returned too few or too many.
+        InputError: `score` returned too few or too many log-probs.
     """
     done = Recomputed()
     while waiting := requests(pool, current - 1):

@@ -1,7 +1,7 @@
 """A response while it grows, and which weight version wrote each of its tokens.
 
-The weights may move in mid-sequence, and a partial response may wait and be resumed by later weights. What is written
-stays written: tokens are appended, and a log-prob under the next version is stored once.
+The weights may move in mid-sequence, and a partial response may wait and be resumed by later weights. Tokens are only
+appended, and a log-prob under the next version is stored once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mis_plugins.versions.segment_wise import NO_VERSION, Written
 
 @dataclass(frozen=True)
 class Response:
-    """One response, a number a token.
+    """One response: each field but `prompt` has one entry a token.
 
-    prompt: the tokens before it, of no version.
-    log_probs: under the policy that sampled the token; 0 of a tool's.
-    versions: of the weights that wrote it (`output_versions`); `NO_VERSION` of a tool's.
-    recomputed: log pi_{v+1} of a token of version v, None until it is stored.
-    stale_cache: whether the token was sampled over keys and values that earlier weights left in the cache, so that pi_v
-        recomputed from the tokens alone is not quite what sampled it.
+    prompt: the tokens before the response, which no version wrote.
+    log_probs: log-prob under the policy that sampled the token; 0 where a tool wrote the token.
+    versions: the weight version that wrote the token (`output_versions`); `NO_VERSION` where a tool did.
+    recomputed: log pi_{v+1} of a token of version v; None until it is stored.
+    stale_cache: whether the token was sampled over keys and values that earlier weights left in the cache. Recomputing
+        pi_v from the tokens alone then gives not quite the policy that sampled.
     """
 
     prompt: tuple[int, ...]
@@ -37,16 +37,16 @@ class Response:
 
     @property
     def newest(self) -> int:
-        """The last version that wrote a token of it; `NO_VERSION` before the first."""
+        """The latest version that wrote a token of the response; `NO_VERSION` before the first token."""
         return max(self.versions, default=NO_VERSION)
 
     def append(
         self, tokens: Sequence[int], log_probs: Sequence[float], version: int, stale_cache: bool = False
     ) -> Response:
-        """The same with what one version sampled next: to be called with many tokens, as it copies the others.
+        """Append tokens that one version sampled. Give many tokens at a time: each call copies the whole response.
 
         Raises:
-            InputError: a version before the last, or below 0; a log-prob too few or too many.
+            InputError: `version` is below 0 or before the latest one, or the log-probs are not one a token.
         """
         if len(tokens) != len(log_probs):
             raise InputError(f"{len(tokens)} tokens with {len(log_probs)} log-probs; give each token one")
@@ -58,18 +58,18 @@ class Response:
         return self._extended(tokens, log_probs, version, stale_cache)
 
     def observe(self, tokens: Sequence[int]) -> Response:
-        """The same with what no policy sampled next: the answer of a tool."""
+        """Append tokens that no policy sampled: the answer of a tool."""
         return self._extended(tokens, [0.0] * len(tokens), NO_VERSION, False)
 
     def lacking(self, version: int) -> list[int]:
-        """Where tokens of `version` wait for their log-prob under the next."""
+        """Positions of the tokens of `version` that wait for their log-prob under the next version."""
         pairs = zip(self.versions, self.recomputed, strict=True)
         return [
             i for i, (wrote, stored) in enumerate(pairs) if wrote == version > NO_VERSION and stored is None
         ]
 
     def stored(self, positions: Sequence[int], log_probs: Sequence[float]) -> Response:
-        """The same with these log-probs under the next version."""
+        """Store the log-probs of some tokens under the next version."""
         recomputed = list(self.recomputed)
         for position, log_prob in zip(positions, log_probs, strict=True):
             assert recomputed[position] is None and self.versions[position] > NO_VERSION
@@ -77,7 +77,7 @@ class Response:
         return replace(self, recomputed=tuple(recomputed))
 
     def written(self, current: int) -> Written:
-        """As tensors on the host, for a trainer at version `current`."""
+        """Versions and stored log-probs as tensors on the host, for a trainer at version `current`."""
         recomputed = [torch.nan if value is None else value for value in self.recomputed]
         return Written(
             torch.tensor(self.versions, dtype=torch.int64),
@@ -110,12 +110,11 @@ class Response:
 def spans(meta_info: Mapping[str, Any], count: int) -> list[tuple[int, int, int]]:
     """(version, start, stop) of each stretch of the `count` tokens of one generation call, as SGLang reports them.
 
-    SGLang numbers the weights by what the host published last (`weight_version`, a number as text) and lists in
-    `weight_versions` which of the tokens it wrote with which: seen in 0.5.23. `weight_version` alone names the last.
+    SGLang's `weight_version`, a number as text, is the version that the host published last. `weight_versions` lists
+    which version wrote which tokens, as read in SGLang 0.5.23.
 
     Raises:
-        InputError: no spans, which do not follow one another from the first token to the last, or a version that is no
-            number.
+        InputError: there are no spans, they leave out or repeat a token, or a version is no number.
     """
     if "weight_versions" not in meta_info:
         raise InputError(

@@ -4,12 +4,12 @@ Of a token that version v wrote, while the trainer is at version V and pi_V is i
 
     loss_t = -w_t min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_V,    w_t = bound(pi_{v+1} / pi_v)
 
-Standard decoupled PPO has w_t = pi_V / pi_v, which is V - v updates apart and varies accordingly; the price of the
-smaller variance is that pi_V / pi_{v+1} stays uncorrected. Both are the same where V - v is 1. The clip ratio is r_t in
-either. Decoupling: Hilton et al. 2021, arxiv.org/abs/2110.00641, section 3; asynchronous: Fu et al. 2025, "AReaL",
-arxiv.org/abs/2505.24298, section 5.2; segment-wise: a branch of AReaL, `enable_segment_wise_ppo`.
+Standard decoupled PPO has w_t = pi_V / pi_v: the two policies are V - v updates apart, and w_t varies accordingly. The
+price of the smaller variance is that pi_V / pi_{v+1} stays uncorrected. The two weights agree where V - v is 1, and
+both methods clip r_t. Decoupling: Hilton et al. 2021, arxiv.org/abs/2110.00641, section 3; asynchronous training: Fu et
+al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.2; segment-wise weights: AReaL's `enable_segment_wise_ppo`.
 
-Age is V - v: 0 for what the trainer's own version wrote.
+A token's age is V - v: 0 for a token that the trainer's own version wrote.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mis_plugins.correction.weights import bounded_weight, in_bounds
 from mis_plugins.errors import InputError
 from mis_plugins.versions.loglinear import loglinear
 
-NO_VERSION = -1  # of a token that no version wrote: of a prompt, a tool
-STORED_FROM = 2  # the age from which pi_{v+1} is gone, and its log-probs must have been stored
+NO_VERSION = -1  # stands for the version of a token that no version wrote: a prompt's, a tool's
+STORED_FROM = 2  # from this age on the trainer has left pi_{v+1}, whose log-probs must have been stored
 
 
 @dataclass(frozen=True)
 class Written:
-    """Who wrote the tokens of a micro-batch.
+    """Which weight version wrote each token of a micro-batch.
 
-    versions: of each token; `NO_VERSION` where none did.
-    recomputed: log pi_{v+1} as stored before the weights moved from v + 1 to v + 2; NaN where none is.
+    versions: the version of each token; `NO_VERSION` where no version wrote the token.
+    recomputed: log pi_{v+1} as stored before the weights moved from v + 1 to v + 2; NaN where none was stored.
     current: V, the version of the proximal policy.
     """
 
@@ -50,12 +50,12 @@ class Written:
 
     @property
     def known(self) -> Bool[Tensor, " T"]:
-        """Tokens of a version, and of none that the trainer has yet to reach."""
+        """Tokens that some version wrote which the trainer has reached."""
         return (self.versions > NO_VERSION) & (self.versions <= self.current)
 
     @property
     def lags(self) -> Int[Tensor, " T"]:
-        """Their age; -1 where it is not known."""
+        """Age of each token; -1 where the version is not known."""
         return torch.where(self.known, self.age, -1)
 
 
@@ -68,11 +68,11 @@ def proximal_t(
 ) -> Float[Tensor, " T"]:
     """log pi_{v+1} of each token, the numerator of its behavior weight; NaN where it is not known.
 
-    Switched off it is `proximal` itself, and nothing is read. Nothing waits for the device.
+    With segment-wise weights off the result is `proximal` itself, and nothing is read. Nothing waits for the device.
 
     Args:
-        proximal: log-probs of pi_V, the trainer before the update.
-        behavior: those that the token was sampled with.
+        proximal: log-probs under pi_V, the trainer before the update.
+        behavior: log-probs under pi_v, which sampled the tokens.
     """
     if not config.enabled:
         return proximal
@@ -99,7 +99,11 @@ OLDER: dict[str, Numerator] = {
 
 @dataclass(frozen=True)
 class BehaviorWeight:
-    """weights: w_t, 0 where it is not known and outside the loss mask; keep: loss_mask, less what mode mask drops."""
+    """The bounded weight of each token, and which tokens the bound keeps.
+
+    weights: w_t; 0 where it is not known, and outside the loss mask.
+    keep: the loss mask, less the tokens that `mode: mask` drops.
+    """
 
     weights: Float[Tensor, " T"]
     keep: Bool[Tensor, " T"]
@@ -114,7 +118,7 @@ def behavior_weight(
 ) -> BehaviorWeight:
     """w_t = bound(exp(log pi_{v+1} - log pi_v)), for an engine without packed sequences.
 
-    What `correct` makes of the same log-probs with `config.weight`.
+    The weights equal those of the pipeline's `correct` for these log-probs and `config.weight`.
     """
     log_r, usable, usable_bits = log_ratio(proximal_t, behavior, loss_mask)
     passing = in_bounds(log_r, usable, config.weight)
@@ -124,7 +128,7 @@ def behavior_weight(
 
 
 def lacking(written: Written, config: SegmentWiseConfig) -> Bool[Tensor, " T"]:
-    """Tokens of which log pi_{v+1} is not known, those that no version wrote included."""
+    """Tokens whose log pi_{v+1} is not known, tokens that no version wrote among them."""
     unknown = ~written.known
     if config.method == "loglinear":
         return unknown
@@ -137,11 +141,11 @@ def admitted(
     loss_masks: Sequence[Bool[Tensor, " _"]],
     config: SegmentWiseConfig,
 ) -> list[Bool[Tensor, " _"]]:
-    """The loss masks, less the tokens that cannot be weighed: once a rollout, on the host, one tensor a sample.
+    """The loss masks, less the tokens that cannot be weighed: called once a rollout, on the host, one tensor a sample.
 
     Raises:
-        InputError: it names the sample, the token and its version. Of versions that cannot be always, of a missing
-            recompute with `too_old: raise`.
+        InputError: a valid token has an impossible version, or, with `too_old: raise`, no stored log-prob. The message
+            names the sample, the token and the version.
     """
     if not config.enabled:
         return list(loss_masks)

@@ -1,9 +1,9 @@
-"""How far the tokens of a rollout may lag behind the weights that train on them, kept by when a rollout may begin.
+"""The bound on the age of tokens in training, held by when a rollout may begin.
 
-Rollouts are trained on in order, rollout k at version k. What begins at version v has no token older than v, however
-long it takes and however often the weights move meanwhile: so rollout k may begin as soon as k - v is within the bound,
-and never has a token of an age above it. AReaL counts the same in samples, of which bound + v + 1 batches may have been
-begun at version v: `max_head_offpolicyness`. Fu et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.1.
+Rollouts are trained on in order, rollout k at version k. A rollout that begins at version v has no token of an earlier
+version, however often the weights move meanwhile. Rollout k may therefore begin once k - v is within the bound, and no
+token of rollout k exceeds the bound. AReaL counts samples instead: bound + v + 1 batches may have begun at version v
+(`max_head_offpolicyness`). Fu et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from mis_plugins.errors import ConfigError
 
 @dataclass(frozen=True)
 class HeadOffpolicyness:
-    """bound: the largest age of a token in training; 0 is synchronous."""
+    """The bound on the age of tokens in training.
+
+    bound: the largest age of a token in training; 0 is synchronous.
+    """
 
     bound: int
 
@@ -26,5 +29,5 @@ class HeadOffpolicyness:
             )
 
     def admitted(self, begun: int, version: int) -> range:
-        """The rollouts that may begin at `version`, of which the first `begun` have."""
+        """Numbers of the rollouts that may begin at `version`, when the first `begun` rollouts have begun."""
         return range(begun, max(begun, version + self.bound + 1))

@@ -1,4 +1,4 @@
-"""What runs around a weight update: before and after generation pauses, before and after it resumes.
+"""Hooks that run around a weight update: before and after generation pauses, before and after generation resumes.
 
     with hooks.paused(engine.pause, engine.resume):
         engine.update_weights(...)
@@ -32,9 +32,9 @@ class HookError(MisError):
 class Hooks:
     """The registered hooks.
 
-    on_error: what the exception of one means. `stop`: the hooks after it and the update do not run, generation is
-        resumed, and it is raised as a `HookError`. `continue`: it is logged, and everything goes on. Either names the
-        hook.
+    on_error: what happens when a hook raises. `stop`: later hooks and the update do not run, generation resumes, and
+        the exception is raised as a `HookError`. `continue`: the exception is logged, and everything goes on. Both
+        messages name the hook.
     """
 
     on_error: OnError = "stop"
@@ -43,27 +43,27 @@ class Hooks:
     )
 
     def register_pre_pause_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Runs while generation still goes on; the place to recompute."""
+        """Register a hook that runs while generation still goes on: the place to recompute."""
         self._register("pre_pause", hook, name)
 
     def register_post_pause_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Runs when nothing is generated any more, before the update."""
+        """Register a hook that runs when generation has paused, before the update."""
         self._register("post_pause", hook, name)
 
     def register_pre_resume_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Runs after the update, and after a failed one, while nothing is generated."""
+        """Register a hook that runs after the update, also a failed one, while generation is still paused."""
         self._register("pre_resume", hook, name)
 
     def register_post_resume_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Runs when generation goes on."""
+        """Register a hook that runs when generation goes on again."""
         self._register("post_resume", hook, name)
 
     @contextmanager
     def paused(self, pause: Hook, resume: Hook) -> Iterator[None]:
-        """Within, generation stands still. Once `pause` is called `resume` will be, whatever raises, `pause` included.
+        """Keep generation paused during the block. Once `pause` is called, `resume` will be, whatever raises.
 
         Raises:
-            HookError: with `on_error: stop`; of a pre-pause hook before `pause` is called.
+            HookError: a hook raised, with `on_error: stop`. If it was a pre-pause hook, `pause` was not called.
         """
         self._run("pre_pause")
         try:
@@ -101,7 +101,7 @@ class Hooks:
 
 
 def _takes_nothing(hook: Hook) -> bool:
-    """Whether a hook can be called without arguments; so it is assumed of what does not tell its signature."""
+    """Whether a hook can be called without arguments; true where the hook does not tell its signature."""
     try:
         inspect.signature(hook).bind()
     except TypeError:
