@@ -1,9 +1,9 @@
-"""Removes the train-inference mismatch instead of correcting it.
+"""true_on_policy removes the train-inference mismatch instead of correcting it.
 
-A contract says what must be pinned for both engines to agree bit by bit; a context manager pins it and restores what it
-found; probes see whether a kernel is batch-invariant here and now; and a verification goes through the three links:
-batch invariance, trainer == prefill, prefill == decode. It and `mis_plugins` never import each other's insides.
+A contract says what trainer and engine must share to agree bit by bit. A pin puts the kernels of a contract in place,
+and restores the former kernels on leaving. A probe tries whether a kernel is batch-invariant here and now. A
+verification goes through three links: batch invariance, trainer == prefill, prefill == decode.
 """
 
-# Addresses of before the rooms were made, which documents and scripts of users hold.
+# Addresses that users' scripts and documents wrote down before the rooms were made.
 __path__.append(f"{__path__[0]}/former")

@@ -1,7 +1,7 @@
-"""Proofs and searches for differences, bit by bit.
+"""Prove that trainer and engine agree bit by bit, and search for the first difference.
 
-Exit codes: 0 equal; 1 different; 2 it could not be compared, and stderr says why; 130 interrupted; 141 nobody reads
-what it prints. An error is never 1.
+Exit codes: 0 equal; 1 different; 2 not compared, and stderr says why; 130 interrupted; 141 nobody reads the output. An
+error is never 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
 
-# Command and module with add_parser(subparsers), which sets run(arguments) -> exit code.
+# Each command is a room; its module `command` has add_parser(subparsers), which sets run(arguments) -> exit code.
 COMMANDS = ("verify", "diff", "contract", "flags", "doctor")
 
 
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """With the command that is asked for alone, if one is: the others may need libraries that are not installed.
+    """Build the parser with the command that `argv` names, or with every command where `argv` names none.
 
-    With `--version` no command is loaded.
+    A command that `argv` does not name is not imported: its libraries may be missing. `--version` imports no command.
     """
     parser = argparse.ArgumentParser(
         prog="python -m true_on_policy",

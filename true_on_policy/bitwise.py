@@ -1,9 +1,9 @@
-"""Are two tensors the same bytes, and if not: where first, which values, how far apart.
+"""Compare two tensors by bytes: where they differ first, in which values, and how far apart the values are.
 
-Bytes decide: -0.0 is not 0.0 and two NaNs of other payloads differ. Tensors are read in blocks, so one that lies in a
+Bytes decide: -0.0 is not 0.0, and two NaNs with other payloads differ. Tensors are read in blocks, so a tensor in a
 mapped file need not fit into memory.
 
-A distance in ulps is a number of representable values from one to the other: 1 for neighbours, 0 for -0.0 and 0.0.
+A distance in ulps counts the steps between representable values: 1 for neighbours, 0 for -0.0 and 0.0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxtyping import Bool, Int, Int64, Shaped
 from torch import Tensor
 
 BLOCK = 1 << 20  # values compared at once; a block's scratch space is some 50 bytes a value
-NO_DISTANCE = -1  # of a NaN to anything with other bytes
-FURTHEST = torch.iinfo(torch.int64).max  # where a distance of 64-bit numbers saturates
+NO_DISTANCE = -1  # stands for the distance between a NaN and a value with other bytes
+FURTHEST = torch.iinfo(torch.int64).max  # a distance of 64-bit numbers saturates here
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _existing(*names: str) -> frozenset[torch.dtype]:
-    """Those dtypes that this torch has; a host may bring an old one."""
+    """Return the named dtypes that this torch has; a host may bring an old torch."""
     return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
 
 
@@ -43,17 +43,17 @@ Kind = Literal["dtype", "shape", "bytes"]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why two tensors are not equal.
+    """A mismatch says why two tensors are not equal.
 
     Attributes:
         kind: what differs; the first of dtype, shape, bytes.
         values: the two dtypes, the two shapes, or the first two values that differ.
-        bits: the same values in hexadecimal; empty unless `kind` is bytes.
+        bits: the first two values that differ, in hexadecimal; empty unless `kind` is bytes.
         coordinate: index of the first difference; (sequence, position) where `cu_seqlens` was given. A complex
-            number has one index more: 0 its real part, 1 its imaginary part.
-        ulps: distance of these two values; None where one is NaN or the dtype has no order.
+            number has one index more: 0 for its real part, 1 for its imaginary part.
+        ulps: distance of the first two values that differ; None where one is NaN or the dtype has no order.
         count, total: how many values differ, of how many.
-        furthest: the greatest distance in ulps; None where no difference has one.
+        furthest: the greatest distance in ulps; None where no difference has a distance.
         histogram: differing values by distance, as `ulp_histogram` labels them.
     """
 
@@ -78,7 +78,7 @@ class Mismatch:
 
     @property
     def has_distance(self) -> bool:
-        """False of integers and booleans: ids and flags that are not the same are not near each other either."""
+        """Whether a distance means something: integers and booleans are ids and flags, which are never near."""
         return not any(isinstance(value, int) for value in self.values)
 
     def _distance(self) -> str:
@@ -92,7 +92,7 @@ class Mismatch:
 def first_mismatch(
     a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], cu_seqlens: Int[Tensor, "boundaries"] | None = None
 ) -> Mismatch | None:
-    """None if both hold the same bytes in the same dtype and shape.
+    """Return the first mismatch of two tensors; None where dtype, shape and bytes are equal.
 
     Args:
         cu_seqlens: boundaries of the sequences of two packed `[T]` tensors; a coordinate is then (sequence, position).
@@ -111,16 +111,16 @@ def first_mismatch(
 
 
 def equal_bits(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> bool:
-    """Same dtype, shape and bytes. Stops at the first block that differs."""
+    """Whether dtype, shape and bytes are equal; the comparison stops at the first block that differs."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return all(torch.equal(_bits(left), _bits(right)) for _, left, right in _blocks(_plain(a), _plain(b)))
 
 
 def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"]:
-    """Distance of each pair of values of one dtype: 0 where equal, `NO_DISTANCE` where the bytes differ and one is NaN.
+    """Return the distance of each pair of values: 0 for equal bytes, `NO_DISTANCE` for other bytes with a NaN.
 
-    Integers and booleans count in units. 64-bit distances saturate at 2^63 - 1.
+    Integers and booleans count in units. 64-bit distances saturate at 2^63 - 1. Both tensors have one dtype.
     """
     left, right = _bits(a), _bits(b)
     if a.dtype in FLOATS | UNSIGNED | SIGNED:
@@ -132,14 +132,14 @@ def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"
 
 
 def ulp_histogram(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> dict[str, int]:
-    """Pairs by distance: "equal" bytes, "NaN", "0" (-0.0 and 0.0), "1", "2", "3..4", "5..8", ...; no empty bins."""
+    """Count pairs by distance: "equal" bytes, "NaN", "0" (-0.0 and 0.0), "1", "2", "3..4", ...; no empty bins."""
     parts = (_counts(left, right) for _, left, right in _blocks(_plain(a), _plain(b)))
     return _labelled(reduce(add, parts, torch.zeros(len(LABELS), dtype=torch.int64)))
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """What one block adds: its first differing value, and counts."""
+    """The difference of two tensors in one block: the first values that differ, and counts."""
 
     index: int
     values: tuple[object, object]
@@ -188,7 +188,7 @@ def _mismatch(
 def coordinate(
     index: int, shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None = None
 ) -> tuple[int, ...]:
-    """Of a value counted in row-major order; (sequence, position) of a packed token. Empty sequences hold none."""
+    """Return the index of the value at `index` in row-major order; (sequence, position) of a token where packed."""
     if cu_seqlens is None:
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
     starts = cu_seqlens.tolist()
@@ -197,7 +197,7 @@ def coordinate(
 
 
 def _plain(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Without autograd; a complex number as its two parts."""
+    """Detach a tensor from autograd, and view a complex number as its two parts."""
     x = x.detach()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
@@ -205,9 +205,9 @@ def _plain(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
 def _blocks(
     a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], start: int = 0
 ) -> Iterator[tuple[int, Shaped[Tensor, "n"], Shaped[Tensor, "n"]]]:
-    """Both tensors in pieces of at most BLOCK values, flat, in row-major order, with the index where each begins.
+    """Yield both tensors in flat blocks of at most BLOCK values, in row-major order, each with its first index.
 
-    Halves the leading dimension instead of flattening first: `reshape(-1)` would copy an expanded or transposed tensor.
+    The leading dimension is halved instead of flattened: `reshape(-1)` would copy an expanded or transposed tensor.
     """
     if a.numel() <= BLOCK:
         yield start, a.reshape(-1).cpu(), b.reshape(-1).cpu()
@@ -220,12 +220,12 @@ def _blocks(
 
 
 def _bits(x: Shaped[Tensor, "*S"]) -> Int[Tensor, "*S"]:
-    """The bytes of each value as a signed integer of its width."""
+    """View the bytes of each value as a signed integer of its width."""
     return x.view(INTEGERS[x.element_size()])
 
 
 def _position(bits: Int[Tensor, "*S"], dtype: torch.dtype) -> Int64[Tensor, "*S"]:
-    """Where a value stands among all of its dtype: neighbours are 1 apart, and -0.0 stands where 0.0 does."""
+    """Number the values of a dtype in their order: neighbours are 1 apart, and -0.0 has the number of 0.0."""
     lowest = torch.iinfo(bits.dtype).min
     bits = bits.to(torch.int64)
     if dtype in FLOATS:  # sign and magnitude
@@ -234,7 +234,7 @@ def _position(bits: Int[Tensor, "*S"], dtype: torch.dtype) -> Int64[Tensor, "*S"
 
 
 def _distance(a: Int64[Tensor, "*S"], b: Int64[Tensor, "*S"]) -> Int64[Tensor, "*S"]:
-    """|a - b|, saturating at FURTHEST."""
+    """Compute |a - b|, saturating at FURTHEST."""
     difference = a - b
     overflown = ((a ^ b) & (a ^ difference)) < 0
     lowest = difference == torch.iinfo(torch.int64).min  # has no absolute value
@@ -258,7 +258,7 @@ LABELS = (
 
 
 def _counts(a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> Int64[Tensor, "labels"]:
-    """Pairs by label of LABELS."""
+    """Count the pairs of each label in LABELS."""
     distances = ulps(a, b)
     label = torch.bucketize(distances, POWERS) + LABELS.index("1")
     for special, value in (("0", 0), ("NaN", NO_DISTANCE)):
@@ -281,5 +281,5 @@ def _hexadecimal(x: Shaped[Tensor, ""]) -> str:
 
 
 def _text(value: object) -> str:
-    """9 significant digits tell any two float32 apart; the bits beside it tell the rest."""
+    """Write a value with 9 significant digits, which tell any two float32 apart."""
     return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -1,1 +1,1 @@
-"""`python -m true_on_policy contract`: what both sides must share, as data that is checked."""
+"""`python -m true_on_policy contract` shows what both sides must share; this room holds it as data that is checked."""

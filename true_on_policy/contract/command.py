@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    family(arguments.family)  # its error first
+    family(arguments.family)  # raises its own error before gpu_contract does
     contract = gpu_contract(arguments.family, arguments.backend)
     print(f"{contract.family.name}, trainer {contract.backend}, engine SGLang, {contract.dtype}. {NOT_RUN}")
     print(f"{NOT_LAUNCHED}\n" if contract.family.missing else "")

@@ -1,4 +1,4 @@
-"""What both engines must run for their log-probs to agree bit by bit, as data."""
+"""The CPU contract: what trainer and engine must share for their log-probs to agree bit by bit, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes at which a model calls its kernels; the probes try these.
+    """The shapes at which a model calls its kernels, and at which the probes try them.
 
     Attributes:
         linear: (in_features, out_features) of each weight, the LM head among them.
@@ -33,10 +33,11 @@ class Shapes:
 
     @classmethod
     def of(cls, model: Any, ranks: int = 1) -> Shapes:
-        """Of one of so many tensor-parallel ranks, its weights fused: qkv, o, gate and up, down, and the LM head.
+        """Return the shapes of one tensor-parallel rank with fused weights: qkv, o, gate and up, down, and LM head.
 
         Args:
-            model: its sizes under Hugging Face's names: a config of theirs, or a `gpu_contract.Size`.
+            model: the sizes of the model under Hugging Face's names: a config of Hugging Face, or a `gpu.Size`.
+            ranks: the number of tensor-parallel ranks.
         """
         hidden, width = model.hidden_size, model.head_dim
         heads, groups = model.num_attention_heads // ranks, max(model.num_key_value_heads // ranks, 1)
@@ -60,16 +61,16 @@ class Contract:
     """The agreement between a rollout engine and a trainer.
 
     Attributes:
-        backend: a BackendName: the kernels of both sides; two backends have different bits.
-        dtype: a DtypeName, of the model's matrix products.
-        norm_order: a Side: whose order of cast, weight and residual RMSNorm takes (it matters in bf16 alone).
+        backend: a BackendName, the kernels of both sides; two backends have different bits.
+        dtype: a DtypeName, the dtype of the model's matrix products.
+        norm_order: a Side, whose order of cast, weight and residual RMSNorm takes; it matters in bf16 alone.
         trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
-        engine_tensor_parallel: the same of the engine.
+        engine_tensor_parallel: ranks over which the engine splits a row-parallel weight.
         leaves: parts of a row-parallel K that add up as one tree on both sides, a power of two; 1: ordinary products.
-        shapes: where the kernels are probed.
+        shapes: the shapes at which the kernels are probed.
 
     Raises:
-        ContractError: a choice that does not exist, leaves that ranks cannot share, unequal tensor parallelism without.
+        ContractError: a choice does not exist, ranks cannot share the leaves, or tensor parallelism differs at 1 leaf.
     """
 
     backend: str = "native"

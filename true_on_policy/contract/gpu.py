@@ -1,7 +1,7 @@
-"""What a trainer and a rollout engine must share on GPUs for bitwise equal log-probs, as data that can be checked.
+"""The GPU contract: what trainer and engine must share on GPUs for bitwise equal log-probs, as data that is checked.
 
-`contract/cpu.py` is the same idea for the CPU kernels of this package, which are pinned and proven here. This one names
-kernels of other libraries; nothing of it was run on a GPU by this project.
+The GPU contract names kernels of other libraries, and this project has not run it on a GPU. The CPU contract
+(`contract/cpu.py`) names the kernels of this package, which are pinned and proven here.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Family:
-    """Models with one order of operations.
+    """A family is a set of models with one order of operations.
 
     Attributes:
-        name: its key in FAMILIES.
-        architectures: Hugging Face's names.
-        qk_norm: query and key are normalized.
-        qkv_bias: their product has a bias.
-        host_contract: the name under which Miles, its SGLang and its Megatron know the family, None: they do not.
-        missing: what keeps it from being launched, empty where nothing does.
+        name: the key of the family in FAMILIES.
+        architectures: Hugging Face's names of the models.
+        qk_norm: whether query and key are normalized.
+        qkv_bias: whether the product that gives query, key and value has a bias.
+        host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
+        missing: what keeps the family from being launched; empty where nothing does.
     """
 
     name: str
@@ -104,7 +104,7 @@ NOT_COVERED = {
     "LoRA": ("the adapter's products have no row, and SGLang batches adapters",),
 }
 
-# From Miles v0.1.0's scripts/models/*.py.
+# The sizes of these models stand in Miles v0.1.0's scripts/models/*.py.
 MODELS = {
     "qwen3-0.6B": ("qwen3-dense", Size(1024, 3072, 16, 8, 128, 151936)),
     "qwen3-1.7B": ("qwen3-dense", Size(2048, 6144, 16, 8, 128, 151936)),
@@ -116,11 +116,12 @@ MODELS = {
     "llama3.1-8B": ("llama", Size(4096, 14336, 32, 8, 128, 128256)),
 }
 
-# Whose mode replaces the aten products of the trainer, and with which kernel where a user names none.
+# The mode that replaces aten's products in each trainer, and the trainer's GEMM where a user names none.
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
-RANKS = (2, 4, 8)  # of tensor parallelism within a machine; one alone adds up unlike an engine's one
+# Ranks of tensor parallelism within a machine; one rank of Megatron and one of SGLang add up in different orders.
+RANKS = (2, 4, 8)
 
 CHOICES = {
     "backend": get_args(TrainBackend),
@@ -159,17 +160,18 @@ class GpuContract:
     """The agreement between a rollout engine and a trainer on GPUs.
 
     Attributes:
-        family: see FAMILIES.
+        family: one of FAMILIES.
         backend: a TrainBackend.
-        dtype: of products and attention; bf16 alone has kernels on both sides.
-        attention: an AttentionName; trainers of the hosts have fa3 alone.
-        engine_gemm: a GemmName, on FSDP the trainer's too; elsewhere a probe must find them equal byte by byte.
-        trainer_tp, engine_tp: tensor-parallel ranks.
-        context_parallel: ranks of the trainer that share a sequence, Ulysses (a2a) alone.
-        size: of the model, None where only the family is known; then orders of partial sums are not checked.
+        dtype: the dtype of products and attention; bf16 alone has kernels on both sides.
+        attention: an AttentionName; the hosts' trainers have fa3 alone.
+        engine_gemm: a GemmName, the engine's, and on FSDP the trainer's too. On Megatron a probe must find the
+            products of both sides equal byte by byte.
+        trainer_tp, engine_tp: the tensor-parallel ranks of each side.
+        context_parallel: ranks of the trainer that share a sequence, by Ulysses (a2a) alone.
+        size: the sizes of the model; None where only the family is known, and orders of partial sums go unchecked.
 
     Raises:
-        ContractError: a choice that does not exist, or a layout that cannot hold.
+        ContractError: a choice does not exist, or a layout cannot hold.
     """
 
     family: Family
@@ -192,12 +194,12 @@ class GpuContract:
 
     @property
     def mode(self) -> ModeName:
-        """Whose batch-invariant mode holds the aten operators of the trainer; never two."""
+        """The library whose batch-invariant mode holds the trainer's aten operators; never two libraries."""
         return _MODES[self.backend]
 
     @property
     def trainer_gemm(self) -> str:
-        """Where both sides run SGLang's mode, one variable of their environment chooses for both."""
+        """The trainer's GEMM; where the trainer runs SGLang's mode, one environment variable chooses for both sides."""
         return self.engine_gemm if self.mode == "sglang" else TRAINER_GEMMS[self.backend]
 
     @property
@@ -209,7 +211,7 @@ class GpuContract:
 
     @property
     def alternatives(self) -> dict[str, str]:
-        """What a user could choose instead, and whether the contract then holds."""
+        """The attention and GEMM that a user could choose instead, each with whether the contract then holds."""
         others = (name for name in CHOICES["attention"] if name != self.attention)
         (gemm,) = (name for name in CHOICES["engine_gemm"] if name != self.engine_gemm)
         whose, holds = (
@@ -223,20 +225,20 @@ class GpuContract:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What has to stand before the processes of both sides start."""
+        """The variables that must be set before the processes of both sides start."""
         deep_gemm = "1" if self.engine_gemm == "deep_gemm" else "0"
         return ENVIRONMENT | {DEEP_GEMM: deep_gemm}
 
 
 DEEP_GEMM = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"
 
-# The first three: Miles v0.1.0, miles/true_on_policy/config.py. Ring: the Megatron fork's --deterministic-mode takes no
-# "allreduce:tree" (megatron/training/arguments.py); SGLang sets that in its own processes, where it has several ranks.
+# Miles v0.1.0 sets the first three (miles/true_on_policy/config.py). NCCL_ALGO is Ring because the --deterministic-mode
+# of the Megatron fork refuses "allreduce:tree" (megatron/training/arguments.py), which SGLang sets on several ranks.
 ENVIRONMENT = {
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Miles starts engines with "true" where it is unset: shapes that DeepGEMM does not take then run torch.einsum.
+    # Where this is unset, Miles starts engines with "true": shapes that DeepGEMM does not take then run torch.einsum.
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
     # SGLang 0.5.23 compiles rope for a trainer's sake (rotary_embedding/base.py); the trainers run it eagerly.
     "TORCH_COMPILE_DISABLE": "1",
@@ -253,7 +255,11 @@ WHY = {
 
 
 def family(name: str) -> Family:
-    """Raises: ContractError: no such family; says why where it is one that is not covered."""
+    """Return the family of this name.
+
+    Raises:
+        ContractError: there is no such family; for MoE, the message says why it is not covered.
+    """
     if name in FAMILIES:
         return FAMILIES[name]
     if "moe" in name.lower():
@@ -262,22 +268,22 @@ def family(name: str) -> Family:
 
 
 def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
-    """The contract of a model of MODELS; `layout` takes the other attributes of GpuContract.
+    """Build the contract of a model of MODELS; `layout` takes the other attributes of GpuContract.
 
     Raises:
-        ContractError: no such model, or a contract that cannot hold.
+        ContractError: there is no such model, or the contract cannot hold.
     """
     name, size = family_and_size(model)
     return gpu_contract(name, backend, size=size, **layout)
 
 
 def family_and_size(model: str) -> tuple[str, Size]:
-    """Family and sizes of a model of MODELS, in whatever case its name is written, with or without its owner.
+    """Return family and sizes of a model of MODELS, whose name may have any case and an owner before it.
 
-    `Qwen/Qwen3-4B` and `meta-llama/Llama-3.1-8B` are names that Hugging Face gives models of the table.
+    Hugging Face's names `Qwen/Qwen3-4B` and `meta-llama/Llama-3.1-8B`, for example, are found.
 
     Raises:
-        ContractError: no such model.
+        ContractError: there is no such model.
     """
     found = {_bare(name): entry for name, entry in MODELS.items()}.get(_bare(model))
     if found is None and re.search(r"-a\d+b\b|moe", model.lower()):
@@ -292,16 +298,16 @@ def _bare(model: str) -> str:
 
 
 def fewest_ranks(model: str, backend: str, context: int = 1) -> int:
-    """Of an engine, where a user names none; twice the context-parallel ranks where none of RANKS holds."""
+    """Return the fewest ranks of an engine, where a user names none; 2 * `context` where none of RANKS holds."""
     if backend == "fsdp":
         return 1
     return next(iter(equal_ranks(family_and_size(model)[1], context)), 2 * context)
 
 
 def equal_ranks(size: Size, context: int = 1) -> tuple[int, ...]:
-    """Those of RANKS with which Megatron, tensor times context parallel, and an engine of as many ranks agree.
+    """List the RANKS that Megatron (tensor times context parallel) and an engine can both have under a contract.
 
-    They add up o and down alike, and Megatron's ranks can share the heads.
+    With such a number both sides add up o and down alike, and Megatron's ranks can share the heads.
     """
     return tuple(
         ranks
@@ -316,27 +322,34 @@ def equal_ranks(size: Size, context: int = 1) -> tuple[int, ...]:
 
 
 def _shares_heads(size: Size, tensor: int, context: int) -> bool:
-    """attention_fa3.py and cp_layout.py of the Megatron fork: groups are cut by TP, the heads of a rank by Ulysses."""
+    """Whether ranks can share the heads: tensor parallelism cuts the groups, Ulysses cuts the heads of a rank.
+
+    The Megatron fork says so in attention_fa3.py and cp_layout.py.
+    """
     return size.num_key_value_heads % tensor == 0 and size.num_attention_heads % (tensor * context) == 0
 
 
 def _cut(size: Size) -> dict[str, int]:
-    """Columns of the products whose K tensor parallelism cuts."""
+    """Return the columns of the o and down products, whose K tensor parallelism cuts."""
     return {"o": size.num_attention_heads * size.head_dim, "down": size.intermediate_size}
 
 
 def gpu_contract(family_name: str, backend: str, **layout: Any) -> GpuContract:
-    """The contract of a family, with the engine on the trainer's kernel unless `layout` says otherwise.
+    """Build the contract of a family, with the engine on the trainer's GEMM unless `layout` names another.
 
     Raises:
-        ContractError: no such family or backend, or a contract that cannot hold.
+        ContractError: there is no such family or backend, or the contract cannot hold.
     """
     gemm = {"engine_gemm": TRAINER_GEMMS.get(backend, "")}
     return GpuContract(family(family_name), backend, **gemm | layout)  # pyright: ignore[reportArgumentType]
 
 
 def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> None:
-    """Raises: ContractError: a variable is missing or other; the message has the lines that set them all."""
+    """Check that every variable of a contract is set in an environment.
+
+    Raises:
+        ContractError: a variable is missing or has another value; the message holds the settings to start with.
+    """
     wrong = {
         name: environment.get(name)
         for name, value in contract.environment.items()
@@ -403,7 +416,7 @@ def _unequal_orders(contract: GpuContract, size: Size, name: str, columns: int) 
 
 
 def _advice(size: Size, context: int) -> str:
-    """With the user's context parallelism, else without any."""
+    """Advise numbers of ranks that hold: with the user's context parallelism, else without any, else FSDP."""
     for shared in dict.fromkeys((context, 1)):
         ranks = equal_ranks(size, shared)
         if ranks and shared > 1:

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint states of its model: which family it is of, and of which sizes."""
+"""Read family and sizes of a model from the config of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from true_on_policy.errors import ContractError
 
 
 def checkpoint_family(config: Path) -> tuple[Family, Size]:
-    """Family and sizes of a Hugging Face checkpoint, from its config.json.
+    """Return family and sizes of a Hugging Face checkpoint, from its config.json.
 
     Raises:
-        ContractError: no such file, or what it states is not covered.
+        ContractError: the file cannot be read, or no contract covers the model that it states.
     """
     stated = _stated(config)
     architectures = stated.get("architectures") or ()
@@ -51,13 +51,13 @@ def _stated(config: Path) -> dict[str, Any]:
 
 
 def _rope(stated: Mapping[str, Any]) -> str:
-    """Of a text model's config, as transformers 5 or 4 writes it."""
+    """Return the type of rope from a text model's config, as transformers 5 or 4 writes it."""
     rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def stated_size(stated: dict[str, Any]) -> Size:
-    """Of a model's config, as Hugging Face writes it."""
+    """Return the sizes of a model from its config, as Hugging Face writes it."""
     heads = stated["num_attention_heads"]
     fallback = {"head_dim": stated["hidden_size"] // heads, "num_key_value_heads": heads}
     return Size(**{name: stated.get(name) or fallback[name] for name in Size.__dataclass_fields__})

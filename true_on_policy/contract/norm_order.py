@@ -1,9 +1,9 @@
-"""The order of rounding around RMSNorm, where engines and trainers differ in bf16 and in nothing else.
+"""The order of rounding around RMSNorm, in which engines and trainers differ in bf16.
 
-Between two layers runs the stream `s`. SGLang normalizes the sum of residual and branch before it is rounded, and hands
-the rounded sum on; Megatron-core and Hugging Face round first. Hugging Face rounds once more, before the norm's weight.
-vLLM takes the sum as SGLang does and the weight as Hugging Face does.
-A stream that is not rounded travels in float32, so that the next norm sees it whole; the next sum rounds it.
+Between two layers runs the stream, the sum of residual and branch. SGLang normalizes the unrounded sum and hands the
+rounded sum on; Megatron-core and Hugging Face round the sum first. Hugging Face rounds again before the norm's weight.
+vLLM takes the sum as SGLang does, and the weight as Hugging Face does. An unrounded stream travels in float32, so that
+the next norm reads every bit; the next sum rounds it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from true_on_policy.contract.cpu import Contract
 
 @dataclass(frozen=True)
 class NormOrder:
-    """Attributes:
-    rounds_sum: the residual sum is rounded to the model's dtype before it is normalized.
-    rounds_normalized: the normalized value is rounded before the norm's weight multiplies it.
+    """A norm order says where RMSNorm rounds.
+
+    Attributes:
+        rounds_sum: whether the residual sum is rounded to the model's dtype before it is normalized.
+        rounds_normalized: whether the normalized value is rounded before the norm's weight multiplies it.
     """
 
     rounds_sum: bool
@@ -37,14 +39,14 @@ ORDERS = {
 
 
 def agreed_order(contract: Contract, engine: str, trainer: str) -> NormOrder:
-    """The order that both sides take: the engine's own or the trainer's own, as `contract.norm_order` says."""
+    """Return the order that both sides take: the engine's or the trainer's, by `contract.norm_order`."""
     return ORDERS[engine if contract.norm_order == "engine" else trainer]
 
 
 def add_residual(
     branch: Float[Tensor, "*T H"], stream: Float[Tensor, "*T H"], order: NormOrder
 ) -> Float[Tensor, "*T H"]:
-    """The stream after a branch: in the branch's dtype where the order rounds the sum, else in float32."""
+    """Add a branch to the stream: in the branch's dtype where the order rounds the sum, else in float32."""
     residual = stream.to(branch.dtype)
     return residual + branch if order.rounds_sum else residual.float() + branch.float()
 
@@ -52,7 +54,7 @@ def add_residual(
 def rms_norm(
     stream: Float[Tensor, "*T H"], weight: Float[Tensor, "H"], eps: float, order: NormOrder
 ) -> Float[Tensor, "*T H"]:
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 but for the roundings of `order`; in the weight's dtype."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight in float32, with the roundings of `order`, in the weight's dtype."""
     x = stream.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     if order.rounds_normalized:

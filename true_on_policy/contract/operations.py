@@ -1,8 +1,7 @@
-"""What a dense transformer computes on each side, operation by operation, and who provides the kernel: data.
+"""A table of the operations of a dense transformer on each side, and of who provides each kernel.
 
-Read in Miles v0.1.0, radixark/Megatron-LM miles-main (2e64d788), SGLang 0.5.23 and its branch sglang-miles (29d5285c,
-e687c743).
-None of it was run on a GPU here.
+The rows were read in Miles v0.1.0, radixark/Megatron-LM miles-main (2e64d788), SGLang 0.5.23 and its branch
+sglang-miles (29d5285c, e687c743). This project has not run them on a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ PLUGIN = "miles_megatron_plugins/true_on_policy"  # in radixark/Megatron-LM
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the contract.
+    """An operation is one row of the contract.
 
     Attributes:
-        name: the operation.
-        bits: dtype and order of rounding, the same on both sides.
-        trainer: which kernel runs there.
-        engine: which kernel runs there.
+        name: the name of the operation.
+        bits: dtype and order of rounding, equal on both sides.
+        trainer, engine: the kernel that runs on each side.
     """
 
     name: str
@@ -39,7 +37,7 @@ ATTENTIONS = {
     "triton": "Triton, fixed split tiles",
 }
 
-# Where each kernel adds a bias: Triton's to its fp32 accumulator, both callers of DeepGEMM's to what came out.
+# Where each kernel adds a bias: Triton's to its fp32 accumulator, both callers of DeepGEMM to the rounded result.
 BIASES = {
     "deep_gemm": "rounded, then + bias in bf16",
     "triton_persistent": "+ bias in fp32, then rounded",
@@ -88,8 +86,8 @@ _ROW_SUMS = {
     "megatron": "bf16 in and out; partial sums of 128 columns, rounded, in one order (row_sums.py)",
     "fsdp": "bf16 in and out, fp32 sums in one order of K",
 }
-# Of the engine, whatever its other products run: on several ranks a kernel of its own, except where a rank's K is no
-# multiple of 128.
+# The engine's kernel of row-parallel products: on several ranks its own, or, where a rank's K is no multiple of 128,
+# the kernel of the engine's other products.
 _ROW_KERNELS = {
     "megatron": "Triton, tiles 64 x 128 x 128 (tp_invariant_ops.py); {} where a rank's K is no multiple of 128",
     "fsdp": "{}",
@@ -115,7 +113,7 @@ _COLLECTIVES = {
 
 BLOG = "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off on both sides"
 
-# What could be compiled by torch.compile: side, region, and why it is not, or why it may be.
+# Regions that torch.compile could compile: side, region, and why it is not compiled, or why it may be.
 COMPILED = {
     "megatron": (
         (
@@ -150,7 +148,7 @@ COMPILED_ALIKE = (
 def operations(
     backend: str, attention: str, trainer_gemm: str, engine_gemm: str, qk_norm: bool, qkv_bias: bool
 ) -> tuple[Operation, ...]:
-    """The rows of a contract, in the order of a forward pass."""
+    """List the operations of a contract in the order of a forward pass."""
     kernel = ATTENTIONS[attention]
     gemms = GEMMS[trainer_gemm], GEMMS[engine_gemm]
     bias = f", {BIASES[trainer_gemm]}" if qkv_bias else ""

@@ -1,8 +1,8 @@
-"""In which order a row-parallel product adds the parts of its K: the reason why tensor parallelism may not differ.
+"""The order in which a row-parallel product adds the parts of its K, for which tensor parallelism may not differ.
 
-An order is a leaf (begin, end), one product over these columns rounded to bf16, or a pair of orders whose sum is
-rounded. Two sides agree where their orders are the same tree. The rules were read; the engine's kernel was run too, by
-Triton's interpreter, with 1 to 38 leaves a rank:
+An order is a leaf or a pair. A leaf (begin, end) is one product over these columns, rounded to bf16; a pair of orders
+is their rounded sum. Two sides agree where their orders are one tree. The rules were read in the sources. The engine's
+kernel was run too, by Triton's interpreter, with 1 to 38 leaves a rank:
 
 * engine: sgl-project/sglang branch sglang-miles, python/sglang/srt/true_on_policy/{contracts,config}.py at 29d5285c and
   d14bacd6, tp_invariant_ops.py as it entered the branch (e687c743, 2026-05-21): with more than one rank, leaves of 128
@@ -20,16 +20,17 @@ from functools import reduce
 
 from true_on_policy.errors import ContractError
 
-LEAF = 128  # columns: ROW_LINEAR_INV_BLOCK_K of SGLang, _ROW_LINEAR_INV_BLOCK_K of the Megatron fork
+# Columns of a leaf: ROW_LINEAR_INV_BLOCK_K of SGLang, _ROW_LINEAR_INV_BLOCK_K of the Megatron fork.
+LEAF = 128
 
 Order = tuple
 
 
 def engine_order(columns: int, ranks: int) -> Order:
-    """SGLang's order over `ranks` tensor-parallel ranks.
+    """Return SGLang's order over `ranks` tensor-parallel ranks.
 
     Raises:
-        ContractError: the ranks cannot share the columns, or are no power of two, which its tree needs.
+        ContractError: the ranks cannot share the columns, or are no power of two.
     """
     share = _share(columns, ranks, "engine")
     if ranks == 1:
@@ -38,10 +39,10 @@ def engine_order(columns: int, ranks: int) -> Order:
 
 
 def megatron_order(columns: int, ranks: int, context: int) -> Order:
-    """The Megatron fork's order over `ranks` tensor-parallel and `context` context-parallel ranks.
+    """Return the Megatron fork's order over `ranks` tensor-parallel and `context` context-parallel ranks.
 
     Raises:
-        ContractError: as `engine_order`.
+        ContractError: the tensor-parallel ranks cannot share the columns, or are no power of two.
     """
     share = _share(columns, ranks, "trainer")
     engine_share = columns // (ranks * context) if columns % (ranks * context) == 0 else share
@@ -50,7 +51,7 @@ def megatron_order(columns: int, ranks: int, context: int) -> Order:
 
 
 def fsdp_order(columns: int) -> Order:
-    """One product: FSDP gathers a weight before it is used."""
+    """Return FSDP's order, which is one product: FSDP gathers a weight before it is used."""
     return (0, columns)
 
 
@@ -65,12 +66,15 @@ def _share(columns: int, ranks: int, side: str) -> int:
 
 
 def _part(begin: int, columns: int, leaf: int) -> Order:
-    """One rank's share, as a tree of leaves; a share that leaves do not divide is one product."""
+    """Return the order of one rank's share, a tree of leaves; a share that leaves do not divide is one product."""
     return _tree(_leaves(begin, columns, leaf))
 
 
 def _engine_part(begin: int, columns: int) -> Order:
-    """One rank's share in SGLang's kernel: a tree of equal runs, halved while they are even, each added in a row."""
+    """Return the order of one rank's share in SGLang's kernel: a tree of equal runs of leaves.
+
+    Runs are halved while their length is even and above 2; the leaves of a run are added one after the other.
+    """
     leaves = _leaves(begin, columns, LEAF)
     run = len(leaves)
     while run > 2 and run % 2 == 0:
@@ -88,7 +92,7 @@ def _in_a_row(parts: Sequence[Order]) -> Order:
 
 
 def _tree(parts: Sequence[Order]) -> Order:
-    """Neighbours first; an odd one waits for the next level, as both sources do."""
+    """Add parts as a tree, neighbours first; an odd part waits for the next level, as in both sources."""
     while len(parts) > 1:
         pairs = [(parts[i], parts[i + 1]) for i in range(0, len(parts) - 1, 2)]
         parts = [*pairs, *parts[2 * len(pairs) :]]

@@ -1,1 +1,1 @@
-"""`python -m true_on_policy diff`: two recordings compared, and the first operation that diverges."""
+"""`python -m true_on_policy diff` compares two recordings and names the first operation that diverges."""

@@ -1,10 +1,10 @@
-"""Compare recorded tensors bit by bit and name the first operation that gave something else.
+"""Compare recorded tensors bit by bit and name the first operation whose result differs.
 
-A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz,
-records of log-probs, or what Miles and slime dump with --dump-details, of which the log-probs are compared.
+A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz, or
+records of log-probs. A dump of Miles or slime by --dump-details is read too; its log-probs alone are compared.
 
-Exit codes: 0 all equal; 1 a tensor has other bytes; 2 none has, but not all could be compared: one is missing,
-unreadable, of another dtype or shape, or a token has no log-prob.
+Exit codes: 0 all equal; 1 a tensor has other bytes; 2 no bytes differ, but a tensor could not be compared: it is
+missing, unreadable, of another dtype or shape, or a token has no log-prob.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from true_on_policy.diff.records import engine_and_trainer, read_recording
 from true_on_policy.diff.tensors import Report, Row, compare
 from true_on_policy.diff.tokens import compare_by_token
 
-SHOWN = 10  # rows that are not equal, in the table
+SHOWN = 10  # the table shows so many rows that are not equal
 VERDICTS = ("equal", "different", "not comparable")  # by exit code
 
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(report: Report) -> None:
-    """Counts, the first divergence, and the first rows that are not equal."""
+    """Print the counts, the first divergence, and the first rows that are not equal."""
     counts = {status: count for status, count in report.counts.items() if count or status == "equal"}
     if report.tokens is not None:
         counts["pairs of tokens"] = report.tokens
@@ -96,7 +96,7 @@ def show(report: Report) -> None:
 
 
 def divergence(report: Report, first: Row) -> str:
-    """The first operation that gave something else, in words."""
+    """Describe the first operation whose result differs, and what was equal before it."""
     mismatch = first.mismatch
     lines = [f"first divergence: {first.operation}", f"  {first.key}: {mismatch}"]
     if mismatch and mismatch.histogram and mismatch.has_distance:
@@ -112,7 +112,7 @@ def divergence(report: Report, first: Row) -> str:
 
 
 def write_json(report: Report, file: Path) -> None:
-    """Every row; the file is replaced at once."""
+    """Write every row of the comparison to a file, which is replaced at once."""
     document = {
         "a": str(report.a),
         "b": str(report.b),
@@ -133,7 +133,7 @@ def write_json(report: Report, file: Path) -> None:
 
 
 def _as_json(row: Row) -> dict:
-    """NaN is no JSON, so values are texts."""
+    """Convert a row for JSON, which has no NaN: the values of a mismatch become texts."""
     entry: dict = {**vars(row.key), "status": row.status}
     if row.detail:
         entry["detail"] = row.detail

@@ -1,6 +1,6 @@
-"""Log-probs in what Miles and slime dump with --dump-details: of a rollout, and of what a rank trained on.
+"""Read log-probs from the dumps of Miles and slime (--dump-details): of a rollout, or of a rank's training batch.
 
-Token ids, masks and rewards of such a file say whose log-probs these are; they are no numbers to compare bit by bit.
+The token ids of such a file say whose log-probs it holds. Masks and rewards are not compared.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 from mis_plugins.shared.storage import RecordError
 from true_on_policy.diff.log_prob_record import LogProbRecord
 
-LOG_PROBS_END = "log_probs"  # of rollout_log_probs, log_probs, ref_log_probs, teacher_log_probs
-LENGTHS = ("response_lengths", "response_length")  # a column of the trainer's, a field of a rollout's sample
+LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs
+# The name of the lengths in a trainer's columns, and in a rollout's sample.
+LENGTHS = ("response_lengths", "response_length")
 
 Samples = Sequence[Mapping[str, Any]]
 
 
 def host_samples(value: Any) -> Samples | None:
-    """The samples of a host's dump; None where `value` is something else."""
+    """Return the samples of a host's dump; None where `value` is not a host's dump."""
     if not isinstance(value, dict):
         return None
     columns, samples = value.get("rollout_data"), value.get("samples")
@@ -32,7 +33,7 @@ def host_samples(value: Any) -> Samples | None:
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
-    """One dict a sample, of the columns that have a value for each."""
+    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
     count = len(columns["tokens"])
     per_sample = {
         name: column
@@ -43,10 +44,10 @@ def _rows(columns: Mapping[str, Any]) -> Samples:
 
 
 def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
-    """Each kind of log-probs that a sample holds, by its name.
+    """Yield a record for each kind of log-probs that a sample holds, with its name.
 
     Raises:
-        RecordError: no sample holds any, or they do not fit the response.
+        RecordError: no sample holds log-probs, or their number is not the length of the response.
     """
     names = {
         name for one in samples for name in one if name.endswith(LOG_PROBS_END) and one[name] is not None
@@ -76,7 +77,7 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
 
 
 def _response(sample: Mapping[str, Any]) -> list[int]:
-    """Tokens of the response, which are the last ones."""
+    """Return the tokens of the response, which end the sample's tokens."""
     length = next((int(sample[name]) for name in LENGTHS if name in sample), None)
     if length is None:
         raise RecordError(f"a sample without {' or '.join(LENGTHS)}")

@@ -1,13 +1,13 @@
-"""The record of what an engine sampled, or a trainer recomputed: one file, written whole or not at all.
+"""A log-prob record holds the log-probs that an engine sampled with or a trainer recomputed, in one file.
 
-A safetensors file with four tensors and, in its header, what made them:
+The file is in safetensors' format, written whole or not at all. The header says what made the four tensors:
 
     tokens      int64    [T]     sampled tokens of all sequences, packed
-    log_probs   floating [T]     the log-prob of each; NaN says that the engine gave none
-    versions    int64    [T]     version of the weights that each was sampled with
+    log_probs   floating [T]     the log-prob of each token; NaN says that the engine gave none
+    versions    int64    [T]     version of the weights that sampled each token
     cu_seqlens  int64    [N+1]   where each sequence begins and the last one ends
 
-A number that an engine did not give is never made up: such a token cannot be compared.
+A log-prob that an engine did not give is never made up: such a token cannot be compared.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "
 
 @dataclass(frozen=True)
 class LogProbRecord:
-    """Log-probs of sampled tokens; the module says what each tensor holds.
+    """The log-probs of sampled tokens; the module describes each tensor.
 
     Raises:
-        RecordError: tensors that do not fit together.
+        RecordError: the tensors do not fit together.
     """
 
     tokens: Int64[Tensor, "T"]
@@ -67,14 +67,15 @@ class LogProbRecord:
         metadata: Mapping[str, str] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LogProbRecord:
-        """From what an engine answers, one list a sequence; None where it gave no log-prob.
+        """Build a record from the lists of an engine's answer, one list a sequence.
 
         Args:
-            versions: one for each token, or one for all.
+            log_probs: None stands for a token without a log-prob.
+            versions: one version for each token, or one for all tokens.
             dtype: the dtype in which the engine computed.
 
         Raises:
-            RecordError: lists that do not fit together, or a number that `dtype` would round.
+            RecordError: the lists do not fit together, or `dtype` would round a number.
         """
         lengths = [len(sequence) for sequence in tokens]
         if [len(sequence) for sequence in log_probs] != lengths:
@@ -96,7 +97,7 @@ class LogProbRecord:
 
     @property
     def without_log_prob(self) -> Int64[Tensor, "missing"]:
-        """Indices of the tokens that have none."""
+        """Return the indices of the tokens without a log-prob."""
         return self.log_probs.isnan().nonzero().flatten()
 
     @property
@@ -104,17 +105,17 @@ class LogProbRecord:
         return {name: getattr(self, name) for name in ("tokens", "log_probs", "versions", "cu_seqlens")}
 
     def save(self, path: Path) -> None:
-        """Write the file; its header gets the SHA-256 of each tensor."""
+        """Write the record to a file whose header holds the SHA-256 of each tensor."""
         hashes = {name: digest(tensor) for name, tensor in self.tensors.items()}
         header = {**self.metadata, "format": FORMAT, "sha256": json.dumps(hashes)}
         save_safetensors(Path(path), self.tensors, header)
 
     @classmethod
     def load(cls, path: Path) -> LogProbRecord:
-        """Read a file that `save` wrote.
+        """Read a record that `save` wrote.
 
         Raises:
-            RecordError: it is no such record, or not the bytes that were written.
+            RecordError: the file is not a log-prob record, or its bytes are not those that were written.
         """
         names, header = safetensors_names(path)
         if header.get("format") != FORMAT:
@@ -131,7 +132,7 @@ class LogProbRecord:
 
 
 def provenance(contract: Contract | None = None) -> dict[str, str]:
-    """What made a record, for its header: versions, machine, threads, and the contract that was pinned."""
+    """Describe what made a record, for its header: versions, machine, threads, and the pinned contract."""
     made_by = {
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "python": platform.python_version(),
@@ -144,7 +145,7 @@ def provenance(contract: Contract | None = None) -> dict[str, str]:
 
 
 def digest(x: Shaped[Tensor, "..."]) -> str:
-    """SHA-256 of dtype, shape and bytes in row-major order."""
+    """Hash dtype, shape and bytes in row-major order by SHA-256."""
     integers = x.detach().cpu().contiguous().flatten().view(INTEGERS[x.element_size()])
     sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
     sha256.update(integers.numpy().data)
@@ -173,7 +174,7 @@ def _check_boundaries(cu_seqlens: Int64[Tensor, "boundaries"], tokens: int) -> N
 
 def _version(package: str) -> str | None:
     if package == "torch":
-        return torch.__version__  # with its build, whose bits are its own
+        return torch.__version__  # names the build too: each build has its own bits
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,11 +1,11 @@
-"""Writes what every module of a model receives and returns, named as SGLang's dumper names it.
+"""The module recorder writes what every module of a model receives and returns, named as in SGLang's dumps.
 
     with record(model, folder) as recorder:
         logits = model(input_ids).logits
         recorder.log_probs(LogProbRecord.from_sequences(tokens, log_probs))
 
-Then `python -m true_on_policy diff A B` finds the first operation of two such folders, or of one and the engine's
-dump, that gave other bytes.
+Then `python -m true_on_policy diff A B` finds the first operation whose bytes differ between two recordings. A
+recording is such a folder, or the engine's dump.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def record(
 ) -> Iterator[Recorder]:
     """Record each call of each module of `model` into `folder` while the block runs.
 
-    Tensors are written as they are at that moment, one file each, through the CPU: for finding a difference, not for
-    training. Hooks are removed when the block ends, however it ends. A module in inference by `torch.compile` or a
-    CUDA graph runs no hooks.
+    Each tensor is copied through the CPU to its own file at once: for finding a difference, not for training. The
+    hooks are removed when the block ends, even by an exception. A module inside `torch.compile` or a CUDA graph runs
+    no hooks.
 
     Args:
-        select: what of each tensor is written: `lambda x: x[:1]` for the first sequence of a batch, to compare it with
-            the same sequence alone.
+        select: takes the part of each tensor to write: `lambda x: x[:1]` for the first sequence of a batch, to
+            compare the sequence in a batch with the sequence alone.
 
     Raises:
-        RecordError: `folder` holds a recording of this rank already; two would be counted as one.
+        RecordError: `folder` holds a recording of this rank already; two recordings would be read as one.
     """
     recorder = Recorder(Path(folder), select or (lambda x: x))
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if match := LAYER.fullmatch(name):
-                # layer_number is Megatron's, counted from 1 over all pipeline stages
+                # Megatron's layer_number counts from 1 over all pipeline stages.
                 layer = getattr(module, "layer_number", int(match[1]) + 1) - 1
                 hooks.callback(module.register_forward_pre_hook(recorder.entering(layer)).remove)
             inputs = recorder.inputs_of(name) if name else recorder.inputs_of_model(model)
@@ -62,7 +62,7 @@ def record(
 
 @dataclass
 class Recorder:
-    """Counts, names and writes values in the order in which they come."""
+    """The module recorder of one rank counts, names and writes values in their order of execution."""
 
     folder: Path
     select: Callable[[Tensor], Tensor]
@@ -72,23 +72,23 @@ class Recorder:
     layer: int | None = None
 
     def __post_init__(self):
-        # Ranks share a folder, and another may have begun.
+        # Ranks share a folder, and another rank may have written already.
         if any(self.folder.glob(f"*rank={self.rank}___dump_index=*")):
             raise RecordError(f"{self.folder}: holds a recording already; name another folder")
 
     def write(self, name: str, value: Tensor) -> None:
-        """Record a value that no module returns."""
+        """Write one value under a name, for a value that no module returns too."""
         value = self.select(value.detach()).cpu().clone(memory_format=torch.contiguous_format)
         path, meta = self._next(name, ".pt")
         with replaced(path) as partial:
             torch.save({"value": value, "meta": meta}, partial)
 
     def log_probs(self, record: LogProbRecord) -> None:
-        """Record the log-probs of the sampled tokens."""
+        """Write the log-probs of the sampled tokens as a log-prob record."""
         record.save(self._next(LOG_PROBS, ".safetensors")[0])
 
     def next_step(self) -> None:
-        """Later files say step + 1 in their names. Nothing else depends on it."""
+        """Count the step up, which stands in the names of later files and has no other effect."""
         self.step += 1
 
     def entering(self, layer: int | None):
@@ -105,7 +105,7 @@ class Recorder:
         return hook
 
     def inputs_of_model(self, model: nn.Module):
-        """They stand under their own names, `input_ids`, as in SGLang's dumps."""
+        """Record the model's own inputs under the names of its arguments (`input_ids`), as in SGLang's dumps."""
         signature = inspect.signature(model.forward)
 
         def hook(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -131,7 +131,10 @@ class Recorder:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of what a module takes or returns, with their keys; one alone, or alone in a tuple, has none."""
+    """Yield the tensors in a module's arguments or result, each with its key.
+
+    The key is empty for a tensor by itself, and for the only tensor in a tuple or list.
+    """
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, Mapping):
@@ -142,7 +145,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _recomputing() -> bool:
-    """Inside a backward: activation checkpointing runs the forward of a module again."""
+    """Whether a backward runs now, in which activation checkpointing repeats the forward of a module."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,7 +1,7 @@
-"""Which tensor of one framework is which of another, as data.
+"""A table says which tensor of one framework is the counterpart of which tensor of another.
 
-A name is a module's path and what of it: `model.layers.2.self_attn.q_proj.output`. In a pattern `*` is the number of a
-layer, `(.0)` may be missing, and `[q]` at the end takes that part of a fused tensor.
+A name is the path of a module and its input or output: `model.layers.2.self_attn.q_proj.output`. In a pattern, `*` is
+the number of a layer, `(.0)` may be missing, and `[q]` at the end takes the part q of a fused tensor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 from mis_plugins.config.file import parsed
 from mis_plugins.shared.storage import RecordError
 
-# Of a request, not of the computation: they differ between two runs of one engine.
+# Names that belong to a request and not to the computation: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
 
-# One row a tensor, in execution order. None where that framework has no such tensor, or not the same: SGLang computes
-# the logits of those rows alone that it samples from, and keeps a rounded sum where a trainer's norm may take it whole.
+# One row a tensor, in execution order. None where a framework has no such tensor, or no equal one: SGLang computes only
+# the logits that it samples from, and keeps a rounded sum where a trainer's norm may take the sum unrounded.
 FRAMEWORKS = ("hf", "sglang", "megatron")
 _HF, _MEGATRON = "model.layers.*", "decoder.layers.*"
 POINTS: tuple[tuple[str | None, str | None, str | None], ...] = (
@@ -61,13 +61,13 @@ POINTS: tuple[tuple[str | None, str | None, str | None], ...] = (
     ("log_probs", "log_probs", "log_probs"),
 )  # fmt: skip
 
-# A name that only one framework has.
+# A piece of a module's name that only one framework has.
 SIGNATURES = {"megatron": "decoder.layers.", "sglang": ".qkv_proj.", "hf": ".q_proj."}
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a model, by which a fused projection is taken apart."""
+    """The attention heads of a model, by which a fused projection is taken apart."""
 
     query: int
     key_value: int
@@ -75,7 +75,7 @@ class Heads:
 
     @classmethod
     def of(cls, checkpoint: Path) -> Heads:
-        """From the config.json of a Hugging Face checkpoint: the file, or its folder."""
+        """Read the heads from the config.json of a Hugging Face checkpoint, given the file or its folder."""
         file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Of a fused query, key and value projection."""
+        """The width of a fused query, key and value projection."""
         return (self.query + 2 * self.key_value) * self.size
 
 
@@ -97,7 +97,7 @@ Part = Callable[[Shaped[Tensor, "*S width"], Heads | None], Shaped[Tensor, "*S p
 
 
 def _qkv(part: int) -> Part:
-    """All queries, then all keys, then all values."""
+    """Take a part of a fused projection that holds all queries, then all keys, then all values."""
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
         found = _checked(x, heads)
@@ -108,7 +108,7 @@ def _qkv(part: int) -> Part:
 
 
 def _grouped_qkv(part: int) -> Part:
-    """For each key-value head: its queries, its key, its value."""
+    """Take a part of a fused projection that holds, for each key-value head, its queries, its key and its value."""
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
         found = _checked(x, heads)
@@ -145,7 +145,7 @@ PARTS: Mapping[str, Part] = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """One name, or its like in every layer."""
+    """A pattern matches one name, or this name in every layer."""
 
     text: str
 
@@ -154,7 +154,7 @@ class Pattern:
         return found[1] if (found := re.search(r"\[([^]]*)\]$", self.text)) else None
 
     def layer(self, name: str) -> str | None:
-        """The number of the layer if `name` matches ("" where the pattern has none), else None."""
+        """Return the number of the layer if `name` matches ("" for a pattern without a layer), else None."""
         found = _expression(self.text).fullmatch(name)
         return None if found is None else "".join(found.groups()[:1])
 
@@ -164,7 +164,7 @@ class Pattern:
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    """With whatever wrapped the model (`module.`) before it."""
+    """Compile a pattern; wrappers of the model may stand before the name as `module.`."""
     escaped = re.escape(re.sub(r"\[[^]]*\]$", "", pattern))
     for notation, expression in ((r"\*", r"(\d+)"), (r"\(\.0\)", r"(?:\.0)?")):
         escaped = escaped.replace(notation, expression)
@@ -173,18 +173,18 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Renaming:
-    """Names of one side in the common spelling.
+    """A renaming turns the names of one side into common names.
 
     Attributes:
-        patterns: a name of this side -> the common name; None leaves it out.
-        rest: whether a name without pattern stays itself (else it is left out).
+        patterns: pairs of a pattern of this side and its common name; None leaves the name out.
+        rest: whether a name without a pattern keeps its spelling; otherwise it is left out.
     """
 
     patterns: tuple[tuple[Pattern, Pattern | None], ...] = ()
     rest: bool = True
 
     def of(self, name: str) -> tuple[tuple[str, str | None], ...]:
-        """Common names of a tensor, each with the part of it that has this name; none if it is left out."""
+        """Return the common names of a tensor, each with its part of the tensor; empty if the tensor is left out."""
         found = [(pattern, common, layer) for pattern, common in self.patterns
                  if (layer := pattern.layer(name)) is not None]  # fmt: skip
         if not found:
@@ -194,10 +194,12 @@ class Renaming:
 
 @dataclass(frozen=True)
 class Correspondence:
-    """How the names of two sides are brought together.
+    """A correspondence pairs the names of two sides.
 
-    `regroup`: only the order of values counts, not how dimensions group them: one framework has [tokens, width] where
-    another has [tokens, 1, heads, head size].
+    Attributes:
+        a, b: the renaming of each side.
+        regroup: whether shapes may differ in how dimensions group the values: [tokens, width] in one framework is
+            [tokens, 1, heads, head size] in another.
     """
 
     a: Renaming
@@ -206,7 +208,7 @@ class Correspondence:
 
 
 def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None) -> Correspondence:
-    """What `file` says; else the table above if `a` and `b` are names of two frameworks; else each name is itself."""
+    """Pair the names by `file`, if there is one; else by POINTS between two frameworks; else each name with itself."""
     if file is not None:
         return _from_file(file)
     frameworks = framework(a), framework(b)
@@ -221,19 +223,19 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
 
 
 def framework(names: Iterable[str]) -> str | None:
-    """Whose module names these are."""
+    """Tell which framework's module names these are; None where no signature is among them."""
     names = list(names)
     return next((name for name, sign in SIGNATURES.items() if any(sign in found for found in names)), None)
 
 
 def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """`b` in the shape of `a` if one of them only splits dimensions of the other, else `b` as it is."""
+    """Return `b` in the shape of `a` if one shape only splits dimensions of the other, else `b` as it is."""
     ends = [set(accumulate((size for size in x.shape if size != 1), mul)) for x in (a, b)]
     return b.reshape(a.shape) if a.numel() == b.numel() and (ends[0] <= ends[1] or ends[1] <= ends[0]) else b
 
 
 def _from_file(file: Path) -> Correspondence:
-    """YAML or JSON: a name of A -> its name in B, or null to leave it out on both sides."""
+    """Read a correspondence from YAML or JSON: a name in A -> its name in B, or null to leave it out on both sides."""
     try:
         lines = parsed(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -1,17 +1,17 @@
-"""Recorded tensors, in the order in which they were computed.
+"""A recording lists recorded tensors in the order in which they were computed.
 
-Read are files and folders of
+A recording is a file, or a folder of files:
 
-    step=0___rank=0___dump_index=12___name=NAME___layer_id=2.pt   SGLang's dumper, and ours (recorder.py)
+    step=0___rank=0___dump_index=12___name=NAME___layer_id=2.pt   SGLang's dumper, and our module_recorder.py
     *.pt          a tensor, or lists and dicts of tensors
     *.safetensors
     *.npz
-    what Miles and slime dump of a rollout or of a training step: its log-probs alone (host_dumps.py)
-    and our records of log-probs (log_probs.py)
+    a dump of Miles or slime, of a rollout or a training step: its log-probs alone (host_dumps.py)
+    a record of log-probs (log_prob_record.py)
 
-A tensor is told from the others by rank, name, layer, whether a checkpointed activation was recomputed, and by the how
-many-eth of that kind it is: a module that layers share keeps the name that its first owner gave it, and one that runs
-again in the next step has nothing else to tell it by.
+A key identifies a tensor: rank, name, layer, whether activation checkpointing recomputed it, and its occurrence. The
+occurrence counts tensors that agree in all else. A module that several layers share keeps one name, and so does a
+module that runs again in the next step.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from mis_plugins.shared.storage import (
 from true_on_policy.diff.host_dumps import host_samples, log_prob_records
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
-NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix of what its hooks record
+NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record
 LOG_PROBS = "log_probs"
-BEHAVIOR = "rollout_log_probs"  # of the engine, in a host's dump
+BEHAVIOR = "rollout_log_probs"  # the engine's log-probs in a host's dump
 
-Value = Any  # a tensor, a LogProbRecord, or what is neither: texts and numbers beside them
+Value = Any  # a tensor, a LogProbRecord, or a text or number beside them
 Reader = Callable[[Path], Iterator[tuple[str, Callable[[], Value]]]]
 
 
 @dataclass(frozen=True)
 class Key:
-    """What makes two recorded tensors each other's counterpart.
+    """A key identifies a recorded tensor: two tensors with equal keys are counterparts.
 
     `layer_id` is empty where `name` says the layer.
     """
@@ -71,10 +71,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """One recorded value, not loaded yet.
+    """An entry is one recorded value that is not loaded yet.
 
-    `load` returns a tensor in a mapped file, a log-prob record, or what is neither. It raises RecordError for what
-    cannot be read.
+    `load` returns a tensor in a mapped file, a log-prob record, or a text or number. An unreadable value raises
+    RecordError.
     """
 
     key: Key
@@ -83,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Recording:
-    """All of a file or folder, in execution order."""
+    """All entries of a file or folder, in execution order."""
 
     path: Path
     entries: tuple[Entry, ...]
@@ -94,10 +94,10 @@ class Recording:
 
 
 def read_recording(path: Path | str) -> Recording:
-    """List what a file or a folder holds. Tensors are loaded when they are compared.
+    """List the entries of a file or a folder; a tensor is loaded when it is compared.
 
     Raises:
-        RecordError: nothing is there, or nothing that can be compared.
+        RecordError: there is no such file or folder, or it holds nothing that can be compared.
     """
     path = Path(path)
     files = _files(path)
@@ -107,10 +107,10 @@ def read_recording(path: Path | str) -> Recording:
 
 
 def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
-    """The two sides of one host's dump: what the engine sampled with, and what the trainer recomputed.
+    """Split a host's dump into the engine's log-probs and the trainer's.
 
     Raises:
-        RecordError: it does not hold both.
+        RecordError: the dump lacks one of the two.
     """
     loads = {entry.key.name: entry.load for entry in dump.entries}
     lacking = [name for name in (BEHAVIOR, LOG_PROBS) if name not in loads]
@@ -125,7 +125,7 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
 
 
 def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The same with occurrences counted from 1, in this order."""
+    """Number the occurrences of equal keys from 1, in the order of the entries."""
     seen: Counter[Key] = Counter()
 
     def next_key(key: Key) -> Key:
@@ -138,7 +138,7 @@ def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class _Item:
-    """An entry whose occurrence is not counted yet."""
+    """An item is an entry whose occurrence is not counted yet."""
 
     order: tuple
     key: Key
@@ -161,7 +161,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _items(file: Path, alone: bool) -> list[_Item]:
-    """A file that cannot be listed is one item that cannot be loaded: it must not hide the others."""
+    """List the items of a file; an unreadable file is one item that fails to load, so it hides no other file."""
     try:
         return list(_listed(file, alone))
     except RecordError as error:
@@ -180,13 +180,13 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
 
 
 def parse_tags(file: Path) -> dict[str, str]:
-    """`step=0___rank=0___dump_index=1___name=x.pt` -> its tags; empty if the file is not named so."""
+    """Read the tags from a name like `step=0___rank=0___dump_index=1___name=x.pt`; empty for any other name."""
     tags: dict[str, str] = {}
     for piece in file.name.removesuffix(file.suffix).split("___"):
         tag, equals, value = piece.partition("=")
         if equals and tag.isidentifier():
             tags[tag] = value
-        elif tags:  # a name may hold three underscores of its own
+        elif tags:  # the recorded name itself may hold three underscores
             last = next(reversed(tags))
             tags[last] += f"___{piece}"
     return tags if {"name", "dump_index"} <= tags.keys() else {}
@@ -209,7 +209,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
 
 
 def _dumped_pt(file: Path) -> Value:
-    """The value of a dump, with or without the `{"value": ..., "meta": ...}` around it."""
+    """Load the value of a dump, with or without the `{"value": ..., "meta": ...}` around it."""
     value = load_pt(file)
     if isinstance(value, dict) and "value" in value:
         value = value["value"]
@@ -228,14 +228,14 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
             yield name, lambda record=record: record
         return
     del loaded
-    # One tree is kept, so that a file of a thousand tensors is not unpickled a thousand times.
+    # The last tree is kept, so that a file of a thousand tensors is not unpickled a thousand times.
     tree = lru_cache(maxsize=1)(lambda: dict(_tensors(load_pt(file))))
     for name in list(tree()):
         yield name, lambda name=name: _comparable(tree()[name], file)
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of nested dicts and lists, with its dotted name."""
+    """Yield every tensor of nested dicts and lists, with its dotted name."""
     if isinstance(value, Tensor):
         yield name, value
     children = (
@@ -259,7 +259,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
 
 
 def _dumped_alone(reader: Reader, file: Path) -> Value:
-    """The one tensor of a file that is named like a dump of one."""
+    """Load the only tensor of a file that is named like a dump of one tensor."""
     (_, load), *more = list(reader(file)) or [("", lambda: None)]
     if more:
         raise RecordError(f"{file}: is named like a dump of one tensor but holds {1 + len(more)}")
@@ -282,7 +282,7 @@ def _raise(error: RecordError) -> Value:
 
 
 def _natural(name: str) -> tuple:
-    """Sorts layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
 
 

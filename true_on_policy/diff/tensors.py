@@ -1,4 +1,4 @@
-"""Two recordings, tensor by tensor: which are equal, and which operation was the first to give something else."""
+"""Compare two recordings tensor by tensor: which tensors are equal, and which operation was the first to differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value,
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 LOG_PROBS_KEY = Key(LOG_PROBS)
-NEAREST = 5  # equal tensors that are named as what feeds an operation
+NEAREST = 5  # at most so many equal tensors are named as what feeds an operation
 
 Status = Literal[
     "equal", "different", "other dtype", "other shape", "missing in A", "missing in B", "not comparable"
@@ -32,10 +32,10 @@ DIVERGED: Mapping[str, Status] = {"bytes": "different", "dtype": "other dtype", 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of both sides, or of one.
+    """The comparison of one tensor that both sides recorded, or one side.
 
     Attributes:
-        detail: why it was not compared.
+        detail: why the tensor was not compared.
     """
 
     key: Key
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def operation(self) -> str:
-        """The module that took or gave this tensor."""
+        """Name the module that received or returned this tensor."""
         return re.sub(r"(^|\.)(inputs|output)(\..*)?$", "", self.key.name) or "the whole model"
 
     @property
@@ -55,13 +55,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found.
+    """The report of comparing two recordings.
 
     Attributes:
-        rows: in execution order of A; what A lacks comes last.
-        left_out: tensors of either side whose names the other framework, or the map, has no counterpart for.
-        no_tensors: pairs of recorded values that are none.
-        tokens: how many pairs of tokens were compared, where rows were matched by token.
+        rows: one row a tensor, in execution order of A; tensors that A lacks come last.
+        left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
+        no_tensors: how many pairs of recorded values are not tensors.
+        tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
     """
 
     a: Path
@@ -73,28 +73,28 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many rows of each status."""
+        """Count the rows of each status."""
         counted = Counter(row.status for row in self.rows)
         return {status: counted[status] for status in get_args(Status)}
 
     @property
     def exit_code(self) -> int:
-        """A difference outweighs what could not be compared; to compare nothing is not equality."""
+        """Return the exit code: a difference outweighs a tensor that was not compared; no row at all is no equality."""
         if self.counts["different"]:
             return DIFFERENT
         return EQUAL if 0 < len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
 
     @property
     def first(self) -> Row | None:
-        """The first tensor, in execution order, that is not the same on both sides."""
+        """Return the first tensor, in execution order, in which both sides differ."""
         return next((row for row in self.rows if row.mismatch), None)
 
     @property
     def feeds(self) -> tuple[Row, ...]:
-        """What the first diverging tensor was computed from, as far as it is recorded and equal.
+        """Return the recorded and equal tensors from which the first diverging tensor was computed.
 
-        The inputs of its module; else, where no module computed it (a residual sum, attention in a function), the
-        latest equal outputs under the same parent; else the latest equal tensor.
+        These are the inputs of the tensor's module. Where no module computed the tensor (a residual sum, attention in
+        a function), they are the latest equal outputs under its parent, or else the latest equal tensor.
         """
         first = self.first
         if first is None:
@@ -110,7 +110,7 @@ class Report:
 
 
 def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
-    """Every tensor of A against its counterpart in B, one pair loaded at a time."""
+    """Compare every tensor of A with its counterpart in B, one pair loaded at a time."""
     left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
     keys = [*left, *(key for key in right if key not in left)]
     rows = [
@@ -126,9 +126,9 @@ def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | No
 
 
 def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_KEY) -> Row:
-    """Records of the same tokens, sampled with the same versions of the weights; others cannot be compared.
+    """Compare two records of log-probs, which must hold equal tokens, lengths and versions of the weights.
 
-    A token without a log-prob on either side cannot be compared either, and is never taken for a number.
+    Records with a token that lacks a log-prob on either side cannot be compared: NaN is never taken for a number.
     """
     for name in ("tokens", "cu_seqlens", "versions"):
         if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
@@ -144,12 +144,12 @@ def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_K
 
 
 def left_out(recording: Recording, renaming: Renaming) -> int:
-    """Entries without a common name."""
+    """Count the entries without a common name."""
     return sum(not renaming.of(entry.key.name) for entry in recording.entries)
 
 
 def renamed(recording: Recording, renaming: Renaming, heads: Heads | None) -> dict[Key, Entry]:
-    """The entries that have a common name, under it."""
+    """Return the entries that have a common name, by their keys with this name."""
     entries = (
         Entry(replace(entry.key, name=name), partial(_part, entry, part, heads))
         for entry in recording.entries
@@ -165,7 +165,7 @@ def _part(entry: Entry, part: str | None, heads: Heads | None) -> Value:
 
 
 def row_of(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | None:
-    """None if neither side recorded a tensor."""
+    """Compare one pair of entries; None if neither side recorded a tensor."""
     try:
         values = [entry.load() for entry in (a, b) if entry]
     except RecordError as error:
@@ -191,5 +191,5 @@ def verdict(key: Key, mismatch: Mismatch | None) -> Row:
 
 
 def _call(key: Key) -> Key:
-    """The same for all tensors of one call of a model."""
+    """Return a key that is equal for all tensors of one call of a model."""
     return replace(key, name="", layer_id="")

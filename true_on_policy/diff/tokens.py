@@ -1,11 +1,11 @@
-"""Two recordings compared token by token, whatever batch, step or layout each token was computed in.
+"""Compare two recordings token by token, whatever batch, step or layout each token was computed in.
 
 An engine decodes one token a step, in batches that change; a trainer takes whole sequences, padded or packed. A row of
-a tensor belongs to a token, and a token is told by itself and all tokens before it in its sequence. What a module made
-of it must be the same wherever it was computed.
+a tensor belongs to a token. A token is identified by its id and the ids of all tokens before it in its sequence. A
+module's result for a token must have equal bits wherever it was computed.
 
-Which row is which token stands in the recordings: `input_ids`, with SGLang's `rids`, `positions` and `seq_lens`, or
-with the `position_ids` and `attention_mask` of a trainer.
+The recordings say which row is which token: `input_ids`, with SGLang's `rids`, `positions` and `seq_lens`, or with a
+trainer's `position_ids` and `attention_mask`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from true_on_policy.diff.names import Correspondence, Heads, Renaming
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value
 from true_on_policy.diff.tensors import Report, Row, Status, left_out, renamed, row_of, verdict
 
-# What says which row is which token, and is another in another layout; log-probs say it themselves.
+# Tensors that say which row is which token: they differ between layouts. Records of log-probs are matched on their own.
 LAYOUT = frozenset({LOG_PROBS, "input_ids", "positions", "position_ids", "attention_mask", "seq_lens"})
-HEALTH_CHECK = "HEALTH_CHECK"  # SGLang's own requests: how their ids begin
-BEFORE = b""  # what stands before the first token of a sequence
+HEALTH_CHECK = "HEALTH_CHECK"  # the ids of SGLang's own requests begin so
+BEFORE = b""  # the prefix before the first token of a sequence
 
-Prefix = bytes  # digest of a token and of all before it
+Prefix = bytes  # digest of a token and of all tokens before it
 
 
 @dataclass(frozen=True)
 class Token:
-    """One computation of a token.
+    """One computation of a token in a recording.
 
     Attributes:
-        before: its sequence up to the token before it.
-        forward, row: where its tensors stand.
-        sequence, position: where it is in its recording, for the reader.
+        prefix: the digest of the sequence up to this token.
+        before: the digest of the sequence up to the token before.
+        forward, row: the pass, and the row of its tensors, that hold the token.
+        sequence, position: the place of the token in its recording, for messages.
     """
 
     prefix: Prefix
@@ -60,7 +61,7 @@ Pair = tuple[Token, Token]
 
 @dataclass(frozen=True)
 class Forward:
-    """One pass through a model: its entries by common name, and how many rows its tensors have."""
+    """One pass through a model: the entries by common name, and the number of rows of each tensor."""
 
     entries: Mapping[Key, Entry]
     rows: int
@@ -68,7 +69,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Side:
-    """A recording as passes and tokens."""
+    """One side of the comparison: a recording as passes and tokens."""
 
     forwards: tuple[Forward, ...]
     tokens: tuple[Token, ...]
@@ -82,18 +83,18 @@ class Side:
 
     @cached_property
     def keys(self) -> dict[Key, None]:
-        """Of all passes, in execution order of the first that has each."""
+        """The keys of all passes, each where it first comes in execution order."""
         return dict.fromkeys(key for forward in self.forwards for key in forward.entries)
 
 
 def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
-    """Every tensor of the tokens that both sides computed; a coordinate is (sequence of A, position, place in the row).
+    """Compare every tensor at the tokens that both sides computed.
 
-    A token that only one side has cannot be compared, but for the last of a sequence: an engine never computes on the
-    last token that it samples.
+    The coordinate of a mismatch is (sequence of A, position, place in the row). A token that only one side computed is
+    reported as missing, except the last of a sequence: an engine never computes on the last token that it samples.
 
     Raises:
-        RecordError: recordings that do not tell which row is which token.
+        RecordError: a recording does not tell which row is which token.
     """
     left, right = (_side(a, names.a, heads), _side(b, names.b, heads))
     pairs = _pairs(left, right)
@@ -118,7 +119,7 @@ def _side(recording: Recording, renaming: Renaming, heads: Heads | None) -> Side
 
 
 def _passes(recording: Recording) -> list[list[Entry]]:
-    """The entries of each pass through the model: it begins with its `input_ids`."""
+    """Split the entries of a recording into passes through the model, each of which begins with `input_ids`."""
     if len({entry.key.rank for entry in recording.entries}) > 1:
         raise RecordError(f"{recording.path}: of several ranks; tokens are matched within one")
     passes: list[list[Entry]] = []
@@ -133,7 +134,7 @@ def _passes(recording: Recording) -> list[list[Entry]]:
 
 
 def _tokens(recording: Recording, passes: Sequence[Sequence[Entry]]) -> Iterator[Token]:
-    """Every token of every pass; a sequence of an engine goes on from pass to pass."""
+    """Yield every token of every pass; an engine's sequence goes on from pass to pass."""
     chains: dict[object, list[Prefix]] = {}
     numbers: dict[object, int] = {}
     for forward, entries in enumerate(passes):
@@ -145,14 +146,14 @@ def _tokens(recording: Recording, passes: Sequence[Sequence[Entry]]) -> Iterator
                     f"{recording.path}: pass {forward} begins a sequence at position {position}, and what stands "
                     "before it was not recorded; switch the engine's prefix cache off while it records"
                 )
-            del chain[position:]  # computed again from there, as after a preemption
+            del chain[position:]  # the engine computes again from this position, as after a preemption
             before = chain[-1] if chain else BEFORE
             chain.append(blake2b(before + ids[row].to_bytes(8, "little", signed=True)).digest())
             yield Token(chain[-1], before, forward, row, number, position)
 
 
 def _layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[object, int, int]]:
-    """(name of the sequence, position in it, row) of every token of a pass."""
+    """Yield (name of the sequence, position in the sequence, row) for every token of a pass."""
     if any(entry.key.name == "rids" for entry in entries):
         return _engine_layout(entries)
     if any("decoder.layers." in entry.key.name for entry in entries) and len(_load(entries, "input_ids")) > 1:
@@ -163,7 +164,7 @@ def _layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[object, in
 
 
 def _engine_layout(entries: Sequence[Entry]) -> Iterator[tuple[object, int, int]]:
-    """Requests end to end, each with what is new of it; SGLang's own health checks are nobody's tokens."""
+    """Lay out an engine's pass: requests end to end, each with its new tokens; SGLang's health checks are skipped."""
     positions = _load(entries, "positions").tolist()
     row = 0
     for request, length in zip(_load(entries, "rids"), _load(entries, "seq_lens").tolist(), strict=True):
@@ -174,7 +175,7 @@ def _engine_layout(entries: Sequence[Entry]) -> Iterator[tuple[object, int, int]
 
 
 def _trainer_layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[object, int, int]]:
-    """Sequences as rows of a batch, padded where the mask is 0, or packed, each from position 0."""
+    """Lay out a trainer's pass: sequences are rows of a batch, padded where the mask is 0, or packed end to end."""
     ids = torch.atleast_2d(_load(entries, "input_ids"))
     present, positions = (_like(ids, _find(entries, name)) for name in ("attention_mask", "position_ids"))
     for line, columns in enumerate(torch.arange(ids.numel()).view(ids.shape).tolist()):
@@ -190,7 +191,7 @@ def _trainer_layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[ob
 
 
 def _like(ids: Int[Tensor, "B T"], entry: Entry | None) -> Shaped[Tensor, "B T"] | None:
-    """One value a token, if that is what was recorded."""
+    """Load an entry as one value a token, in the shape of `ids`; None where the entry is missing or does not fit."""
     value = entry.load() if entry else None
     if not isinstance(value, Tensor) or value.shape not in (ids.shape, (1, ids.shape[1])):
         return None
@@ -209,7 +210,7 @@ def _load(entries: Sequence[Entry], name: str) -> Value:
 
 
 def _pairs(a: Side, b: Side) -> list[Pair]:
-    """Each computation of a token with one of the other side; the n-th with the n-th, or with the last."""
+    """Pair each computation of a token with one of the other side: the n-th with the n-th, or with the last."""
     theirs = b.by_prefix
     return [
         (mine[min(n, len(mine) - 1)], others[min(n, len(others) - 1)])
@@ -220,7 +221,7 @@ def _pairs(a: Side, b: Side) -> list[Pair]:
 
 
 def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
-    """One row for the tokens that the other side never computed."""
+    """Report in one row the tokens that the other side never computed; no row where there are none."""
     known, followed = other.by_prefix, {token.before for token in side.tokens}
     alone = [
         token
@@ -235,7 +236,7 @@ def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
 
 
 def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
-    """None for what is not one row a token on both sides."""
+    """Compare one key over all pairs of tokens; None for a tensor without one row a token on both sides."""
     if key not in a.keys or key not in b.keys:
         return Row(key, "missing in B" if key in a.keys else "missing in A")
     try:
@@ -248,7 +249,7 @@ def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
 
 
 def _gathered(key: Key, side: Side, tokens: Sequence[Token]) -> Shaped[Tensor, "tokens width"] | None:
-    """The rows of these tokens, flattened; None if this is not one row a token."""
+    """Gather the rows of the tokens, flattened; None for a tensor that has not one row a token."""
     load = cache(partial(_by_row, key, side))
     parts = []
     for forward, run in groupby(tokens, lambda token: token.forward):
@@ -264,7 +265,7 @@ def _gathered(key: Key, side: Side, tokens: Sequence[Token]) -> Shaped[Tensor, "
 
 
 def _by_row(key: Key, side: Side, forward: int) -> Shaped[Tensor, "rows width"] | None:
-    """[tokens, ...], [batch, tokens, ...] or [tokens x heads, ...] as one row a token."""
+    """Reshape [tokens, ...], [batch, tokens, ...] or [tokens x heads, ...] to one row a token; None where it cannot."""
     entry, rows = side.forwards[forward].entries.get(key), side.forwards[forward].rows
     if entry is None:
         raise RecordError(f"{key} was not recorded in pass {forward}")
@@ -276,7 +277,7 @@ def _by_row(key: Key, side: Side, forward: int) -> Shaped[Tensor, "rows width"] 
 
 
 def _located(mismatch: Mismatch | None, pairs: Sequence[Pair]) -> Mismatch | None:
-    """With (sequence, position) of A in place of the number of the pair."""
+    """Return the mismatch with A's (sequence, position) in place of the number of the pair."""
     if mismatch is None or mismatch.kind != "bytes":
         return mismatch
     token, place = pairs[mismatch.coordinate[0]][0], mismatch.coordinate[1:]
@@ -284,7 +285,7 @@ def _located(mismatch: Mismatch | None, pairs: Sequence[Pair]) -> Mismatch | Non
 
 
 def _log_probs(a: Recording, b: Recording) -> list[Row]:
-    """Records of log-probs say themselves which token is which."""
+    """Compare the records of log-probs, which need no matching by token."""
     left, right = ({e.key: e for e in side.entries if e.key.name == LOG_PROBS} for side in (a, b))
     rows = (
         row_of(key, left.get(key), right.get(key), regroup=False) for key in dict.fromkeys((*left, *right))

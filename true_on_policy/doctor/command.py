@@ -1,10 +1,10 @@
 """`python -m true_on_policy doctor`: what trainer and engine really run, next to each other, and what to set.
 
-Exit codes: 0 green; 1 red; 2 something that the contract needs could not be looked at. Every rank of each side writes
-what it runs: the trainer's by its init hook, SGLang's by our plugin where TRUE_ON_POLICY_ENGINE_DUMP names a folder.
-Without a trainer's file, this machine pins the contract for a moment and is looked at in the trainer's place; its
-environment, a shell's, is not. `how`: a value was observed, or it was configured, which is read from an argument or a
-variable.
+Exit codes: 0 green; 1 red; 2 a row that the contract needs could not be observed. Every rank of each side writes what
+it runs. A trainer's rank writes in its init hook; a rank of SGLang writes in our plugin where
+TRUE_ON_POLICY_ENGINE_DUMP names a folder. Without a trainer's file, this machine pins the contract for a moment and
+stands in for the trainer; the environment of its shell is left out. `how` says whether a value was observed, or
+configured: read from an argument or a variable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from true_on_policy.observe.process import ALL, COMPILES, KERNELS, PRODUCTS, Obs
 Verdict = Literal["green", "red", "not seen", ""]
 EXIT: dict[Verdict, int] = {"green": 0, "": 0, "not seen": 2, "red": 1}
 
-# What one side must show: nothing is asked of it, anything will do, or one of these.
+# The values that one side may show: None asks nothing of the side, an empty tuple accepts every value.
 Wanted = tuple[str, ...] | None
 ANY: Wanted = ()
 INIT = {
@@ -52,13 +52,13 @@ INIT = {
 
 @dataclass(frozen=True)
 class Check:
-    """One row.
+    """A check is one row of the doctor, before either side is observed.
 
     Attributes:
-        name: of the setting, on both sides.
-        trainer, engine: what each must show.
-        remedy: what to set where it does not.
-        equal: both must show the same.
+        name: the name of the setting on both sides.
+        trainer, engine: the values that each side may show.
+        remedy: what to set where a side shows another value.
+        equal: whether both sides must show one value.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Check:
 
 
 def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    """The rows of a contract; `scored`: log-probs come from prefill, so nothing is asked of those of decode.
+    """List the checks of a contract; where `scored`, log-probs come from prefill, and nothing is asked of decode's.
 
     Raises:
         ContractError: no release of the host carries the family.
@@ -104,7 +104,7 @@ def _versions(contract: GpuContract) -> tuple[Check, ...]:
 
 
 def _fused(contract: GpuContract) -> tuple[Check, ...]:
-    """Kernels of Transformer Engine and Apex, which Megatron's trainer alone runs."""
+    """List the checks of Transformer Engine's and Apex's kernels, which only Megatron's trainer runs."""
     if contract.backend != "megatron":
         return ()
     return (
@@ -145,7 +145,7 @@ def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
 
 
 def _mode(contract: GpuContract) -> Iterator[Check]:
-    """What the dispatcher runs on each side: the engine's kernels are SGLang's, the trainer's its own mode's."""
+    """Check whose kernels the dispatcher runs: SGLang's in the engine, the contract's mode in the trainer."""
     for mode, file in MODE_FILES.items():
         trainer, engine = mode == contract.mode, mode == "sglang"
         if not (trainer or engine):
@@ -164,12 +164,12 @@ MODE_FILES = {
 }
 
 
-# Whose function Transformer Engine multiplies by, where it is there at all.
+# The modules by whose function Transformer Engine may multiply, or `absent` or `not imported`.
 TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
 
 
 def _gemm(contract: GpuContract) -> tuple[Check, ...]:
-    """Of the products' library, on each side that multiplies by it."""
+    """List the checks of the library of products, on each side that multiplies by it."""
     trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
     own = contract.mode == "sglang"  # the trainer runs the engine's mode
     rows = () if own else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
@@ -226,7 +226,10 @@ def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
 
 
 def _engines(contract: GpuContract, name: str, value: str) -> tuple[str, ...]:
-    """SGLang sets the algorithm itself where it has several ranks; the contract's sums over them are no NCCL sums."""
+    """List the values of a variable that the engine may show.
+
+    On several ranks SGLang sets NCCL_ALGO itself, which changes no bit: the contract's sums over ranks are not NCCL's.
+    """
     own = name == "NCCL_ALGO" and contract.engine_tp > 1
     return (value, "allreduce:tree") if own else (value,)
 
@@ -267,11 +270,11 @@ def _sampling() -> tuple[Check, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A check and what was found.
+    """A row of the doctor: a check, its verdict and what each side shows.
 
     Attributes:
-        trainer, engine: the value of each side, or in brackets why it was not seen.
-        how: `observed` or `configured`, of each side that has a value, once where they are alike.
+        trainer, engine: the value of each side, or in brackets why the value was not seen.
+        how: `observed` or `configured` for each side that has a value, once where both are alike.
     """
 
     check: Check
@@ -294,7 +297,7 @@ class Row:
 
 
 def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -> list[Row]:
-    """Every row, judged; in the order of `checks`."""
+    """Judge every check of a contract against both sides, in the order of `checks`."""
     scored = trainer.settings.get("log-probs come from") == "prefill"
     return [_judge(check, trainer, engine) for check in checks(contract, scored)]
 
@@ -369,7 +372,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _url(given: str) -> str:
-    """Of a server: HTTP alone, no file of this machine."""
+    """Accept the URL of a server by HTTP or HTTPS; other schemes could name a file of this machine."""
     if not given.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"got {given!r}; give http://HOST:PORT")
     return given
@@ -386,11 +389,11 @@ def run(arguments: argparse.Namespace) -> int:
     return _conclude(rows)
 
 
-LONG = 60  # letters of a reason that stands in a cell more than once
+LONG = 60  # a reason with more letters, which stands in several cells, becomes a note
 
 
 def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """Rows whose long reasons are numbers where several share one, and each of these reasons once."""
+    """Replace a long reason that several cells share by a number; return the rows, and each such reason as a note."""
     counts = Counter(cell for row in rows for cell in (row.trainer, row.engine))
     shared = [cell for cell, count in counts.items() if count > 1 and _is_reason(cell) and len(cell) > LONG]
     names = {cell: f"(reason {number})" for number, cell in enumerate(shared, 1)}
@@ -407,13 +410,17 @@ def _trainer(arguments: argparse.Namespace) -> tuple[GpuContract, Observation]:
         return load(arguments.trainer_dump)
     contract = contract_of(arguments)
     seen = _pinned_here(contract)
-    of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE decides the first
+    of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE of the shell decides COMPILES
     settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
     return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
 
 
 def _refuse_second_contract(arguments: argparse.Namespace) -> None:
-    """Raises: ContractError: an argument that the contract in the trainer's file leaves without effect."""
+    """Refuse contract arguments beside --trainer-dump, whose file states the contract.
+
+    Raises:
+        ContractError: an argument has no effect beside the trainer's file.
+    """
     given = [name for name in CONTRACT_ARGUMENTS if getattr(arguments, name) is not None]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -423,7 +430,7 @@ def _refuse_second_contract(arguments: argparse.Namespace) -> None:
 
 
 def _pinned_here(contract: GpuContract) -> Observation:
-    """This machine, with the contract pinned for a moment where there is an accelerator."""
+    """Observe this machine, with the contract pinned for a moment where there is an accelerator."""
     _tell("looking at this machine")
     with ExitStack() as stack:
         if torch.cuda.is_available():
@@ -440,7 +447,7 @@ NOT_OVER_HTTP = "HTTP does not tell it: no --engine-dump"
 
 
 def _engine(url: str | None, path: Path | None) -> Observation:
-    """Over HTTP and from inside, as far as each is given."""
+    """Observe the engine over HTTP where a URL is given, and from inside where a dump is given."""
     if url is not None:
         _tell(f"asking {url} for a few tokens")
     told = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
@@ -449,14 +456,14 @@ def _engine(url: str | None, path: Path | None) -> Observation:
     return joined(told, load_engine(path, url))
 
 
-# Rows of which both ways tell the same thing, in the same words.
+# Rows that HTTP and the dump state in equal words.
 TOLD_TWICE = (VERSION, "tensor parallel")
 
 
 def joined(told: Observation, inside: Observation) -> Observation:
-    """What the server tells and what its processes wrote; of a row that both have, the latter.
+    """Join what a server tells over HTTP with what its processes wrote; the file wins where both have a row.
 
-    A server that tells another version or number of ranks is not the one that wrote: such a row is split.
+    A row of TOLD_TWICE in which the two differ is split: this server did not write the file.
     """
     other = [
         name
@@ -473,7 +480,7 @@ def joined(told: Observation, inside: Observation) -> Observation:
 
 
 def _conclude(rows: Sequence[Row]) -> int:
-    """Says how many of each, and which code that is."""
+    """Print how many rows have each verdict, and return the exit code of the worst."""
     counts = {verdict: [row.verdict for row in rows].count(verdict) for verdict in SEVERITY}
     print(f"\n{counts['green']} green, {counts['red']} red, {counts['not seen']} not seen")
     return EXIT[_worst([row.verdict for row in rows])]

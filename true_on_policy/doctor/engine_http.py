@@ -1,7 +1,7 @@
-"""What a running SGLang does, seen over HTTP: what its server tells, and what its log-probs show.
+"""Observe a running SGLang over HTTP: what its server tells, and what its log-probs show.
 
-Its environment and its kernels show from inside alone (`engines/sglang_settings.py`). The requests are few and short,
-but they are real ones: an engine that serves a training run answers them in between.
+HTTP does not show the server's environment and kernels; `engines/sglang_settings.py` observes them from inside. The
+requests are few and short, but real: an engine that serves a training run answers them in between.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from true_on_policy.engines.protocol import EngineError
 from true_on_policy.observe.process import ALL, Observation
 
 SECONDS = 60
-# Ids that every vocabulary has.
+# Token ids that every vocabulary has.
 PROMPT = tuple(range(11, 51))
 COMPANY = tuple(tuple(range(20 + n, 40 + 9 * n)) for n in range(7))
 LENGTH = 16
 
-# Row of the doctor and name in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
-VERSION = "SGLang"  # the one row of these that is no argument of the server
+# Rows of the doctor and their names in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
+VERSION = "SGLang"  # the only row of ROWS that is not an argument of the server
 ROWS = {
     VERSION: "version",
     "device": "device",
@@ -45,7 +45,7 @@ ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 
 def observe_engine(url: str) -> Observation:
-    """The engine behind `url`, probed; what could not be seen has its reason."""
+    """Observe and probe the engine behind `url`; each row that could not be seen has a reason."""
     client = _Client(url.rstrip("/"))
     try:
         told = client.server_info()
@@ -87,12 +87,13 @@ PROBED = (ALONE, PREFILLED, SCORED, SEEDS, LOG_SOFTMAX)
 
 
 def _probed(client: _Client) -> dict[str, str]:
-    """Greedy, so that an engine without seeds answers the same twice."""
+    """Probe the engine's log-probs, sampled greedily so that an engine without seeds repeats its answer."""
     alone = client.generate([PROMPT])[0]
     together = client.generate([PROMPT, *COMPANY])[0]
     sequence = (*PROMPT, *alone[0])
     scored = client.score([sequence])[0]
-    *_, among = client.score([*COMPANY, sequence])  # last: the first may start before the others are there
+    # The sequence goes last: an engine may start the first request before the others arrive.
+    *_, among = client.score([*COMPANY, sequence])
     return {
         ALONE: _compared(alone, together),
         PREFILLED: _compared(scored, among),
@@ -103,12 +104,15 @@ def _probed(client: _Client) -> dict[str, str]:
 
 
 def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
-    """What they were rounded to last; a CUDA graph of decode widens its logits first, so prefill's are asked."""
+    """Tell the dtype to which log-probs were rounded last.
+
+    The log-probs must come from prefill: a CUDA graph of decode widens its logits first.
+    """
     return "bf16" if equal_bits(log_probs.bfloat16().float(), log_probs) else "fp32"
 
 
 def _seeds(client: _Client) -> str:
-    """Does a request's own seed decide what is sampled?"""
+    """Probe whether the seed of a request decides what is sampled."""
     first, second, again = (client.generate([PROMPT], seed=seed)[0][0] for seed in (1, 2, 1))
     if first != again:
         return "without effect"
@@ -119,7 +123,7 @@ Answer = tuple[tuple[int, ...], Float32[Tensor, "N"]]
 
 
 def _compared(a: Answer, b: Answer) -> str:
-    """By bytes; other tokens are a difference too."""
+    """Compare two answers by bytes; other tokens are a difference too."""
     if a[0] != b[0]:
         return "other tokens"
     mismatch = first_mismatch(a[1], b[1])
@@ -127,7 +131,7 @@ def _compared(a: Answer, b: Answer) -> str:
 
 
 class _Client:
-    """The four requests. Each raises EngineError."""
+    """A client that sends SGLang its requests; each method raises EngineError where the server does not answer."""
 
     def __init__(self, url: str):
         self.url = url
@@ -139,7 +143,7 @@ class _Client:
         return told
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
-        """Greedy without a seed, sampled at temperature 1 with one."""
+        """Generate LENGTH tokens for each prompt: greedily without a seed, at temperature 1 with a seed."""
         sampling: dict[str, Any] = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
         if seed is not None:
             sampling |= {"temperature": 1, "sampling_seed": seed}
@@ -150,7 +154,7 @@ class _Client:
         return [_answer(answer["meta_info"]["output_token_logprobs"]) for answer in answers]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Answer]:
-        """All but the first token of each, from the first on: no cached prefix stands in for the prefill."""
+        """Score every token of each sequence but the first; no cached prefix stands in for the prefill."""
         body = {
             "input_ids": [*map(list, sequences)],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
@@ -161,7 +165,7 @@ class _Client:
         return [_answer(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON answer to a GET, or to a POST of `body`."""
+        """Return the JSON answer to a GET, or to a POST of `body`."""
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -175,8 +179,8 @@ class _Client:
 
 
 def _answer(rows: Sequence[Sequence[Any]]) -> Answer:
-    """From rows (log-prob, token id, text)."""
+    """Convert SGLang's rows (log-prob, token id, text) to token ids and log-probs."""
     if any(row[0] is None for row in rows):
         raise EngineError("a token without a log-prob in SGLang's answer")
-    # JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
+    # JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
     return tuple(row[1] for row in rows), torch.tensor([row[0] for row in rows], dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""`python -m true_on_policy flags`: the arguments of a launch that a contract asks for."""
+"""`python -m true_on_policy flags` prints the arguments of a launch under a contract."""

@@ -1,6 +1,6 @@
 """`python -m true_on_policy flags`: the arguments and the environment of a launch under a contract, one a line.
 
-One table makes the arguments and checks, in the trainer, that the host really parsed them.
+The table that makes the arguments also checks, in the trainer, that the host really parsed them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from true_on_policy.errors import ContractError
 from true_on_policy.flags.releases import RELEASES, check_installed, releases_with
 from true_on_policy.flags.server_groups import groups
 
-PREFIX = "--sglang-"  # before SGLang's own flags, in Miles
-HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, on FSDP
+PREFIX = "--sglang-"  # Miles puts this before SGLang's own flags
+HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One argument of a launch.
+    """A flag is one argument of a launch.
 
     Attributes:
-        words: as they stand on the command line of Miles.
-        owner: who declares it, a key of releases.FILES.
-        attribute: where the host's parsed arguments hold it.
-        value: what must stand there.
+        words: the words of the flag on the command line of Miles.
+        owner: the program that declares the flag, a key of releases.FILES.
+        attribute: the name of the flag among the host's parsed arguments.
+        value: the value that the attribute must have.
     """
 
     words: tuple[str, ...]
@@ -60,18 +60,18 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """As its owner spells it."""
+        """The flag as its owner spells it."""
         return self.words[0].replace(PREFIX, "--") if self.owner == "sglang" else self.words[0]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting of the host with which no contract holds.
+    """A refusal names a setting of the host with which no contract holds.
 
     Attributes:
-        attribute: of the host's parsed arguments.
-        allowed: values with which it holds; an attribute that is not there is allowed.
-        why: in words, with what to set.
+        attribute: the name of the setting among the host's parsed arguments; a missing attribute is allowed.
+        allowed: the values with which a contract holds.
+        why: the reason in words, and what to set.
     """
 
     attribute: str
@@ -79,7 +79,7 @@ class Refusal:
     why: str
 
 
-# Miles's model_provider.py: the words of a launch reach the layers by Megatron's own configuration and spec alone.
+# By Miles's model_provider.py, the flags of a launch reach only layers that Megatron's own config and spec build.
 _OWN_LAYERS = "builds layers that know no --true-on-policy-contract"
 
 REFUSALS = (
@@ -167,20 +167,20 @@ REFUSALS = (
 
 
 def launch_flags(contract: GpuContract) -> tuple[Flag, ...]:
-    """The arguments of a launch with Miles.
+    """List the arguments of a launch with Miles under a contract.
 
     Raises:
-        ContractError: no release of the host carries the family; says what is missing.
+        ContractError: no release of the host carries the family; the message says what is missing.
     """
     name = host_contract(contract.family)
     return (*_engine_flags(contract, name), *_TRAINERS[contract.backend](contract, name), *_MILES)
 
 
 def host_contract(family: Family) -> str:
-    """The name under which the hosts know a family.
+    """Return the name under which the hosts know a family.
 
     Raises:
-        ContractError: they do not; says what is missing.
+        ContractError: the hosts do not know the family; the message says what is missing.
     """
     if family.host_contract is None:
         raise ContractError(f"{family.name} cannot be launched: {'; '.join(family.missing)}")
@@ -250,13 +250,13 @@ _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
 def check_host(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> GpuContract:
-    """The contract that a host's parsed arguments ask for, once each of them was found to keep it.
+    """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
     Args:
-        environment: tells the engine's product, as `flags --gemm` set it; `check_environment` checks the rest of it.
+        environment: holds the engine's GEMM as `flags --gemm` prints it; `check_environment` checks other variables.
 
     Raises:
-        ContractError: a setting breaks it, or the model is not covered. Each fault is a line of the message.
+        ContractError: a setting breaks the contract, or the model is not covered; one line of the message a fault.
     """
     contract = _asked_contract(args, environment)
     found = _faults(args, contract)
@@ -312,7 +312,7 @@ def _unset(args: argparse.Namespace, flag: Flag) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Megatron turns some words into enums, and one communication type into a list."""
+    """Return the word of a parsed value: Megatron turns some words into enums, and one into a list of equal words."""
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]
     return getattr(value, "name", value)
@@ -331,7 +331,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that `contract_of` reads: CONTRACT_ARGUMENTS, None where a user names none."""
+    """Add the arguments that `contract_of` reads, CONTRACT_ARGUMENTS; each is None where a user does not give it."""
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)}, or as Hugging Face names it (qwen3-4B)")
     parser.add_argument("--backend", choices=get_args(TrainBackend), help="the trainer (megatron)")
     parser.add_argument("--tp", type=whole, help="tensor parallel of the trainer (the fewest that hold)")
@@ -366,7 +366,11 @@ _FSDP_PIN = (
 
 
 def _refuse_host(host: str) -> None:
-    """Raises: ContractError: every release of it that was read lacks flags."""
+    """Refuse a host whose releases lack flags of a true-on-policy launch.
+
+    Raises:
+        ContractError: a release of the host lacks flags; the message names them.
+    """
     lacking = [release for release in RELEASES if release.owner == host and release.lacks]
     if lacking:
         told = "; ".join(f"{release.name} has no {', '.join(release.lacks)}" for release in lacking)
@@ -374,11 +378,15 @@ def _refuse_host(host: str) -> None:
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
-    """Raises: ContractError: no host carries the family, or it cannot hold."""
+    """Build the contract that the command line asks for.
+
+    Raises:
+        ContractError: no host carries the family, or the contract cannot hold.
+    """
     model, backend = arguments.model or "qwen3-4B", arguments.backend or "megatron"
     host_contract(FAMILIES[family_and_size(model)[0]])
     context = 1 if arguments.cp is None else arguments.cp
-    shared = context if backend == "megatron" and context > 0 else 1  # others are refused below
+    shared = context if backend == "megatron" and context > 0 else 1  # model_contract refuses other values
     tensor = fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
     return model_contract(
         model,
@@ -391,7 +399,11 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
 
 
 def _check_installed(flags: Sequence[Flag]) -> None:
-    """Says on stderr whose flags could not be checked here."""
+    """Check the flags against the installed programs, and say on stderr which programs are not installed.
+
+    Raises:
+        ContractError: an installed program lacks one of its flags.
+    """
     owners = dict.fromkeys(flag.owner for flag in flags)
     absent = [
         owner for owner in owners if not check_installed(owner, [f.name for f in flags if f.owner == owner])

@@ -1,7 +1,7 @@
-"""Which flag exists in which release of Miles, slime, SGLang and Megatron: data, and a look into what is installed.
+"""A table says which flag exists in which release of Miles, slime, SGLang and Megatron; installed sources are read too.
 
-Each release was read: the flag stands in one of `FILES` of its owner. What is installed is read as text too, so nothing
-of it is imported. SGLang's branch sglang-miles is what Miles builds; its PyPI releases lack the contract.
+Each release was read: a flag exists where one of its owner's `FILES` declares it. Installed sources are read as text,
+so nothing of them is imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack the contract.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from true_on_policy.errors import ContractError
 
-# Where each owner declares its flags, below the folder of its package; patterns of pathlib. Without the first of them
-# it is not installed: the wheel megatron-core, for one, holds no megatron/training.
+# The files in which each owner declares its flags, as pathlib's patterns below the folder of its package. An owner
+# without its first file is not installed: the wheel megatron-core, for one, holds no megatron/training.
 FILES = {
     "miles": ("utils/arguments.py",),
     "fsdp": ("backends/fsdp_utils/arguments.py",),
@@ -29,7 +29,7 @@ FILES = {
         "core/model_parallel_config.py",
     ),
 }
-# The package to look for, and the distributions that tell its version.
+# The package of each owner, and the distributions that state its version.
 PACKAGES = {
     "miles": ("miles", ("miles",)),
     "fsdp": ("miles", ("miles",)),
@@ -41,12 +41,12 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Release:
-    """One that was read.
+    """A release whose sources were read.
 
     Attributes:
         owner: a key of FILES.
-        name: of the release or branch, with the commit or the wheel that was read.
-        lacks: flags of a true-on-policy launch that it does not have; the others were seen in it.
+        name: the release or branch, with the commit or the wheel that was read.
+        lacks: flags of a true-on-policy launch that the release lacks; its sources declare all others.
     """
 
     owner: str
@@ -73,12 +73,12 @@ RELEASES = (
 
 
 def releases_with(owner: str, flag: str) -> list[str]:
-    """Names of the releases of `owner` in which `flag` was seen."""
+    """Name the releases of `owner` that declare `flag`."""
     return [release.name for release in RELEASES if release.owner == owner and flag not in release.lacks]
 
 
 def installed(owner: str) -> str | None:
-    """Package and version of what is installed here, None where it is not."""
+    """Return the package and version of an owner that is installed here; None where it is not."""
     package, distributions = PACKAGES[owner]
     if not _sources(owner):
         return None
@@ -91,10 +91,10 @@ def installed(owner: str) -> str | None:
 
 
 def check_installed(owner: str, flags: Sequence[str]) -> bool:
-    """Whether `owner` is installed here; then each flag stands in its sources.
+    """Check that the installed sources of `owner` declare each flag; False where `owner` is not installed.
 
     Raises:
-        ContractError: the installed one lacks a flag; names the releases that have it.
+        ContractError: the installed sources lack a flag; the message names the releases that have it.
     """
     found = installed(owner)
     if found is None:

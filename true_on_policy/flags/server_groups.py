@@ -1,4 +1,4 @@
-"""What Miles's --sglang-config sets for a group of engines, after and over what the command line set for all."""
+"""Read the groups of engines from Miles's --sglang-config, whose settings override the command line's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger("true_on_policy")
 
 
 def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
-    """Each group of engines that sample from the trained model, and the host's arguments as they hold there.
+    """Yield each group of engines that samples from the trained model, with the host's arguments as the group has them.
 
-    Miles v0.1.0 and main (31f1ca96): backends/sglang_utils/sglang_config.py. A file that lies on another machine alone
-    cannot be read here, which is told and stops nothing.
+    Miles v0.1.0 and main (31f1ca96) read the file in backends/sglang_utils/sglang_config.py. A file that this machine
+    does not have cannot be read: a warning says so, and the check goes on.
     """
     path = getattr(args, "sglang_config", None)
     if path is None:
@@ -38,7 +38,7 @@ def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]
 
 
 def _is_trained(args: argparse.Namespace, model: Mapping[str, Any]) -> bool:
-    """Whether it gets the trainer's weights; the engines of evaluation give no log-probs to train on."""
+    """Whether a model gets the trainer's weights and serves training: engines of `eval` sample nothing to train on."""
     same = model.get("model_path") in (None, args.hf_checkpoint)
     updated = model.get("update_weights")
     return model["name"] != "eval" and (same if updated is None else updated)
