@@ -15,10 +15,10 @@ import torch
 
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.models.tiny import checkpoint, read_config
-from true_on_policy.verify.verification import ENGINES
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
@@ -82,12 +82,12 @@ def engine_dump(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def engine(tiny: Path, engine_dump: Path) -> Iterator[Engine]:
     """One pinned server for every test that brings its own requests, and for the verification that would start it."""
     contract = Contract(dtype="bf16", shapes=Shapes.of(read_config(tiny)))
-    with closing(ENGINES["sglang"](tiny, contract, ORDERS["sglang"])) as engine:
+    with closing(ENGINES["sglang"].start(tiny, contract, ORDERS["sglang"])) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def stock(tiny: Path) -> Iterator[Engine]:
     """The same without our plugin: the control of every verification in bf16."""
-    with closing(ENGINES["sglang"](tiny, Contract(dtype="bf16"), None)) as engine:
+    with closing(ENGINES["sglang"].start(tiny, Contract(dtype="bf16"), None)) as engine:
         yield engine

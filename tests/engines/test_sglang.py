@@ -23,6 +23,7 @@ from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import model_contract
 from true_on_policy.contract.model_config import stated_size
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.doctor.engine_http import (
     ALONE,
     LOG_SOFTMAX,
@@ -47,7 +48,6 @@ from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import verification
 from true_on_policy.verify.links import Evidence
-from true_on_policy.verify.verification import ENGINES, TRAINERS
 
 pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 
@@ -163,18 +163,18 @@ def left_open(engine: SGLang) -> Mock:
 @pytest.fixture
 def shared(engine: SGLang, stock: SGLang, tiny: Path) -> Iterator[None]:
     """A verification that would start a server like one that runs takes that one, with the first weights again."""
-    start = ENGINES["sglang"]
+    spec = ENGINES["sglang"]
 
     def serve(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
         own_sums = (contract.engine_tensor_parallel, contract.leaves) == (1, 1)
         alike = order is None or (order == ORDERS["sglang"] and own_sums)
         if contract.dtype != "bf16" or not alike:
-            return start(checkpoint, contract, order)
+            return spec.start(checkpoint, contract, order)
         running = engine if order else stock
         running.update_weights(tiny, 0)
         return left_open(running)
 
-    with patch.dict(ENGINES, sglang=serve):
+    with patch.dict(ENGINES, sglang=replace(spec, start=serve)):
         yield
 
 
@@ -214,8 +214,13 @@ def test_one_bit_of_either_process_is_seen(side: str, code: int, engine: SGLang,
     unequal = Evidence([Sample(Request((1,), 1), (2,), torch.tensor([-1.0]), 0)])
     unequal.trainer_tempered = [torch.tensor([-2.0])]
     with (
-        patch.dict(ENGINES, sglang=lambda *_: running),
-        patch.dict(TRAINERS, hf=lambda path, contract, order: trainer(path, contract.dtype, order)),
+        patch.dict(ENGINES, sglang=replace(ENGINES["sglang"], start=lambda *_: running)),
+        patch.dict(
+            TRAINERS,
+            hf=replace(
+                TRAINERS["hf"], start=lambda path, contract, order: trainer(path, contract.dtype, order)
+            ),
+        ),
         patch.object(verification, "_control", lambda *_: unequal),
     ):
         command = "verify --engine sglang --trainer hf --dtype bf16 --tokens 60"

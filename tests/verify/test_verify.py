@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from mis_plugins.shared.commit import commit
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.pin import active_backend
@@ -90,12 +91,15 @@ class OneBitOffTrainer(HuggingFace):
         return [*values[:-1], flipped(values[-1])]
 
 
+def replaced(monkeypatch: pytest.MonkeyPatch, sides: dict, start: Callable) -> None:
+    """Another side under the name of Hugging Face's."""
+    monkeypatch.setitem(sides, "hf", dataclasses.replace(sides["hf"], start=start))
+
+
 def test_one_bit_of_the_engine_is_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(
-        verification.ENGINES, "hf", lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order)
-    )
+    replaced(monkeypatch, ENGINES, lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order))
     assert run("--trainer", "hf") == 1
     out = capsys.readouterr().out
     assert "hence engine decode == trainer" in out and "1 ulp apart" in out
@@ -105,10 +109,8 @@ def test_one_bit_of_the_engine_is_different(
 def test_one_bit_of_the_trainer_is_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(
-        verification.TRAINERS,
-        "hf",
-        lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order),
+    replaced(
+        monkeypatch, TRAINERS, lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order)
     )
     assert run("--trainer", "hf") == 1
     assert "engine prefill == trainer: " in capsys.readouterr().out
@@ -154,9 +156,7 @@ def test_the_weights_change_as_often_as_the_certificate_says(tmp_path: Path, mon
             given.append((version, b"".join(path.read_bytes() for path in checkpoint.glob("*.safetensors"))))
             super().update_weights(checkpoint, version)
 
-    monkeypatch.setitem(
-        verification.ENGINES, "hf", lambda path, contract, order: Noting(path, contract.dtype, order)
-    )
+    replaced(monkeypatch, ENGINES, lambda path, contract, order: Noting(path, contract.dtype, order))
     assert run("--trainer", "hf", "--json", str(tmp_path / "c.json")) == 0
     count = json.loads((tmp_path / "c.json").read_text())["situations"]["weight_updates"]
     assert [version for version, _ in given] == list(range(1, count + 1)) and count == verification.UPDATES
@@ -178,8 +178,8 @@ def test_the_control_is_stock_on_both_sides_and_drawn_as_such(
         made.append(("trainer", order is None, active_backend()))
         return HuggingFace(path, contract.dtype, order)
 
-    monkeypatch.setitem(verification.ENGINES, "hf", engine)
-    monkeypatch.setitem(verification.TRAINERS, "hf", trainer)
+    replaced(monkeypatch, ENGINES, engine)
+    replaced(monkeypatch, TRAINERS, trainer)
     monkeypatch.setattr(picture, "draw", lambda off, on, *_: drawn.append((off, on)))
     assert run("--trainer", "hf", "--picture", str(tmp_path / "c.png")) == 0
     pinned, stock = [(side, False, "native") for side in SIDES], [(side, True, None) for side in SIDES]
@@ -306,7 +306,8 @@ def test_few_tokens_meet_every_situation_and_the_certificate_names_them(
 def test_a_situation_that_an_engine_should_meet_and_did_not_is_no_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(verification.ABILITIES, "hf", ("prefix cache", "preemption"))
+    able = dataclasses.replace(ENGINES["hf"], abilities=("prefix cache", "preemption"))
+    monkeypatch.setitem(ENGINES, "hf", able)
     assert run("--trainer", "hf") == 2
     out = capsys.readouterr().out
     assert "not met: prefix-cache hit: give more --tokens, and leave the engine's prefix cache on\n" in out

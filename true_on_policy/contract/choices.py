@@ -11,8 +11,6 @@ from true_on_policy.errors import ModelError
 BackendName = Literal["native", "tile"]
 DtypeName = Literal["fp32", "bf16"]
 Side = Literal["engine", "trainer"]
-EngineName = Literal["sglang", "vllm", "hf"]
-TrainerName = Literal["megatron", "hf"]
 
 TINY_NAMES = ("tiny-qwen3", "tiny-qwen3-tied")
 FAMILY = "qwen3"

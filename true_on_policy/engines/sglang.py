@@ -13,7 +13,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.sides import ENGINES, NormOrder
 from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
 from true_on_policy.engines.handover import ACTIVE, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
@@ -40,6 +40,23 @@ class Pool:
     running: int = 8
     prefill_chunk: int | None = None
     retract_every: int | None = None
+
+
+# In chunks, and with preemptions by force: a proof shall meet both.
+PROOF = Pool(prefill_chunk=128, retract_every=40)
+LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLang:
+    """The server of a proof; stock without an `order`."""
+    pinned_to = contract if order is not None else None
+    follows = order if order != ENGINES["sglang"].order else None
+    return SGLang(checkpoint, contract.dtype, pinned_to, follows, PROOF, contract.engine_tensor_parallel)
+
+
+def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> SGLang:
+    """The server of a training loop, which has so many sequences running."""
+    return SGLang(checkpoint, dtype, contract, pool=Pool(LOOP_TOKENS, running))
 
 
 class SGLang:
@@ -100,7 +117,7 @@ class SGLang:
             raise
 
     def versions(self) -> dict[str, str]:
-        return versions(self.name, ("sglang", "torch", "transformers"))
+        return versions(self.name, ENGINES[self.name].packages)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         answers = self._generate(

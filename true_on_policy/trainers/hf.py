@@ -9,12 +9,19 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import NormOrder
 from true_on_policy.engines.protocol import Sample
-from true_on_policy.kernels.row_parallel import Tree
+from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import qwen3_hf
 from true_on_policy.models.tiny import read_weights
 from true_on_policy.trainers.protocol import sampled_log_probs
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
+    """The trainer of a proof; stock without an `order`."""
+    tree = None if order is None else agreed_tree(contract)
+    return HuggingFace(checkpoint, contract.dtype, order, tree)
 
 
 class HuggingFace:

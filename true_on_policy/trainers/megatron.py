@@ -28,16 +28,26 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from true_on_policy.contract.cpu import DTYPES
-from true_on_policy.contract.norm_order import NormOrder, add_residual, rms_norm
+from true_on_policy.contract.cpu import DTYPES, Contract
+from true_on_policy.contract.norm_order import add_residual, rms_norm
+from true_on_policy.contract.sides import NormOrder
 from true_on_policy.engines.protocol import Sample
-from true_on_policy.kernels.row_parallel import Tree
+from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models.tiny import read_config, read_weights
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
-from true_on_policy.trainers.protocol import sampled_log_probs
+from true_on_policy.trainers.protocol import Trainer, sampled_log_probs
 from true_on_policy.trainers.shards import Shard, padded_rows
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's advice for GPUs
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
+    """The trainer of a proof, on as many ranks as the contract says; stock without an `order`."""
+    if contract.trainer_tensor_parallel > 1:
+        from true_on_policy.trainers.ranks import MegatronRanks
+
+        return MegatronRanks(checkpoint, contract, order)
+    return Megatron(checkpoint, contract.dtype, order, None if order is None else agreed_tree(contract))
 
 
 class Megatron:

@@ -15,15 +15,16 @@ from typing import get_args
 
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import importing
-from true_on_policy.contract.choices import BackendName, DtypeName, EngineName, Side, TrainerName, check_model
+from true_on_policy.contract.choices import BackendName, DtypeName, Side, check_model
+from true_on_policy.contract.sides import ENGINES, TRAINERS
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "verify", help="is every log-prob of the engine the trainer's?", description=__doc__
     )
-    parser.add_argument("--engine", required=True, choices=get_args(EngineName))
-    parser.add_argument("--trainer", required=True, choices=get_args(TrainerName))
+    parser.add_argument("--engine", required=True, choices=list(ENGINES))
+    parser.add_argument("--trainer", required=True, choices=list(TRAINERS))
     parser.add_argument(
         "--model", default="tiny-qwen3", help="a tiny model, or a folder of a Qwen3 checkpoint"
     )

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from true_on_policy.contract.sides import Ability
 from true_on_policy.verify.links import Evidence
 from true_on_policy.verify.workload import BATCH_SIZES, STOCK_KEYS, TEMPERATURES
 
-# What an engine does of itself: a request cannot ask for it, and not every engine tells it.
-Ability = Literal["prefix cache", "preemption"]
 Counts = Mapping[str, Any]
 
 

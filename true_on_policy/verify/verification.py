@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -23,16 +23,16 @@ from tempfile import TemporaryDirectory
 
 from mis_plugins.shared.commit import commit
 from mis_plugins.shared.storage import RecordError, check_writable, optional
-from true_on_policy.contract.choices import BackendName, DtypeName, EngineName, Side, TrainerName
+from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
-from true_on_policy.contract.norm_order import ORDERS, NormOrder, agreed_order
+from true_on_policy.contract.norm_order import agreed_order
+from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
-from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
-from true_on_policy.verify.situations import Ability, counted, met, not_met, not_of_engine
+from true_on_policy.verify.situations import counted, met, not_met, not_of_engine
 from true_on_policy.verify.workload import Workload, arrangements
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
@@ -40,74 +40,6 @@ PICTURES = (".png", ".pdf", ".svg")
 UPDATES = 3
 SCORED_AT_ONCE = 8
 CONTROL_TOKENS = 500
-PREFILL_CHUNK = 128
-RETRACT_EVERY = 40  # decode steps of SGLang between two preemptions by force
-
-
-def _sglang(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
-    from true_on_policy.engines.sglang import Pool, SGLang
-
-    return SGLang(
-        checkpoint,
-        contract.dtype,
-        contract if order is not None else None,
-        order if order != ORDERS["sglang"] else None,
-        Pool(prefill_chunk=PREFILL_CHUNK, retract_every=RETRACT_EVERY),
-        contract.engine_tensor_parallel,
-    )
-
-
-def _vllm(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
-    from true_on_policy.engines.vllm import VLLM, Pool
-
-    pinned_to = contract if order is not None else None
-    return VLLM(checkpoint, contract.dtype, pinned_to, order, Pool(prefill_chunk=PREFILL_CHUNK))
-
-
-def _hf_engine(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Engine:
-    from true_on_policy.engines.hf import HuggingFace
-
-    return HuggingFace(checkpoint, contract.dtype, order, _tree(contract, order))
-
-
-def _megatron(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
-    if contract.trainer_tensor_parallel > 1:
-        from true_on_policy.trainers.ranks import MegatronRanks
-
-        return MegatronRanks(checkpoint, contract, order)
-    from true_on_policy.trainers.megatron import Megatron
-
-    return Megatron(checkpoint, contract.dtype, order, _tree(contract, order))
-
-
-def _hf_trainer(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
-    from true_on_policy.trainers.hf import HuggingFace
-
-    return HuggingFace(checkpoint, contract.dtype, order, _tree(contract, order))
-
-
-def _tree(contract: Contract, order: NormOrder | None) -> Tree | None:
-    return None if order is None else agreed_tree(contract)
-
-
-# Without an order a side is stock: its own kernels, its own order of rounding and adding.
-ENGINES: dict[EngineName, Callable[[Path, Contract, NormOrder | None], Engine]] = {
-    "sglang": _sglang,
-    "vllm": _vllm,
-    "hf": _hf_engine,
-}
-TRAINERS: dict[TrainerName, Callable[[Path, Contract, NormOrder | None], Trainer]] = {
-    "megatron": _megatron,
-    "hf": _hf_trainer,
-}
-# Situations that each engine meets of itself and tells of; vLLM's server tells of no preemption.
-ABILITIES: dict[str, tuple[Ability, ...]] = {
-    "sglang": ("prefix cache", "preemption"),
-    "vllm": ("prefix cache",),
-    "hf": (),
-}
-# What can be split over tensor-parallel ranks.
-SPLIT = {"engine": "sglang", "trainer": "megatron"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -157,8 +89,8 @@ def _tell(what: str) -> None:
 class Plan:
     """The choices of the command line."""
 
-    engine: EngineName
-    trainer: TrainerName
+    engine: str
+    trainer: str
     model: str
     dtype: DtypeName
     tokens: int
@@ -173,10 +105,11 @@ class Plan:
     def of(cls, arguments: argparse.Namespace) -> Plan:
         if arguments.tokens < 1:
             raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
-        for side, able in SPLIT.items():
-            if getattr(arguments, f"{side}_tensor_parallel") > 1 and getattr(arguments, side) != able:
+        for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):
+            name, able = getattr(arguments, side), [name for name, spec in specs.items() if spec.splits]
+            if getattr(arguments, f"{side}_tensor_parallel") > 1 and name not in able:
                 raise ContractError(
-                    f"--{side}-tensor-parallel: {getattr(arguments, side)} runs on one rank; choose --{side} {able}"
+                    f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {' or '.join(able)}"
                 )
         return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
 
@@ -218,14 +151,14 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     _tell(f"{plan.title}: starting the engine")
     with (
         pinned(contract),
-        closing(ENGINES[plan.engine](source, contract, order)) as engine,
-        closing(TRAINERS[plan.trainer](source, contract, order)) as trainer,
+        closing(ENGINES[plan.engine].start(source, contract, order)) as engine,
+        closing(TRAINERS[plan.trainer].start(source, contract, order)) as trainer,
     ):
         versions = engine.versions()
         on = _chain(plan, engine, trainer, workload, source, scratch)
     _tell("control: starting the engine with stock kernels")
     off = _control(plan, contract, workload, source)
-    counts, abilities = counted(on), ABILITIES[plan.engine]
+    counts, abilities = counted(on), ENGINES[plan.engine].abilities
     certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
@@ -276,10 +209,10 @@ def _chain(
 
 def _control(plan: Plan, contract: Contract, workload: Workload, source: Path) -> Evidence:
     """Decoded and recomputed with stock kernels, each side in its own order."""
-    with closing(ENGINES[plan.engine](source, contract, None)) as engine:
+    with closing(ENGINES[plan.engine].start(source, contract, None)) as engine:
         batches = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
     samples = [*chain.from_iterable(batches)]
-    with closing(TRAINERS[plan.trainer](source, contract, None)) as trainer:
+    with closing(TRAINERS[plan.trainer].start(source, contract, None)) as trainer:
         return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
 
 

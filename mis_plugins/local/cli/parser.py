@@ -7,9 +7,12 @@ import argparse
 from mis_plugins.shared.numerals import finite, whole
 from mis_plugins.shared.shell import add_version
 from mis_plugins.versions.update_hooks import Point
+from true_on_policy.contract.sides import ENGINES
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
-ENGINE_NAMES = ("local", "hf", "sglang")
+SERVED = {name: spec.words for name, spec in sorted(ENGINES.items()) if spec.serve}
+"""Engines of ``true_on_policy`` that can serve a training loop, and what they are."""
+ENGINE_NAMES = ("local", *SERVED)
 PAUSE_MODES = ("in_place", "retract", "abort")
 TASK_NAMES = ("reverse", "sort", "add")
 
@@ -206,8 +209,8 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         "--rollout-engine",
         choices=ENGINE_NAMES,
         default="local",
-        help="local: our own decoder; hf: Hugging Face transformers; sglang: its server, in the environment that "
-        "true_on_policy/engines/install.sh makes (default: %(default)s)",
+        help=f"local: our own decoder; {'; '.join(f'{name}: {words}' for name, words in SERVED.items())} "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--true-on-policy",
