@@ -34,11 +34,10 @@ from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, raise_if_aborted
+from mis_plugins.metrics import slope
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials, watch
-from mis_plugins.metrics.slope import relation
-from mis_plugins.metrics.slope import warnings as slope_warnings
 from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
@@ -399,8 +398,7 @@ def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Seq
 
 
 def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    found = relation(sums) if "log_prob_product" in sums else None
-    return slope_warnings(found) if found else []
+    return slope.warnings_of(sums) if "log_prob_product" in sums else []
 
 
 def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:

@@ -75,6 +75,7 @@ SLOPE_MARGIN = 0.02
 RATIO_MARGIN = 0.005
 STANDARD_ERRORS = 6.0
 UNLIKELY = 1.0  # nats a token; three times what int3 gives at most
+LEAST_TO_RELATE = 3  # tokens
 LEAST_ESS = 0.5  # below, the ratios' own tail decides their mean
 # Below, a few unlikely tokens decide the slope, and its error, which takes noise to be alike everywhere, is too small.
 LEAST_TOKENS = 16_000
@@ -122,7 +123,7 @@ RELATED_SUMS = (
 def relation(sums: Mapping[str, float]) -> Relation | None:
     """From `RELATED_SUMS`, over as many tokens as "usable" says; None where log-probs do not vary."""
     n = sums["usable"]
-    if n < 3:
+    if n < LEAST_TO_RELATE:
         return None
     mean_x, mean_y = sums["behavior"] / n, sums["proximal"] / n
     xx = sums["behavior_squared"] / n - mean_x**2
@@ -170,6 +171,23 @@ def unlikely(found: Relation) -> bool:
     return found.mean_log_ratio < -UNLIKELY and not cut_off(found)
 
 
+def warnings_of(sums: Mapping[str, float]) -> list[str]:
+    """What is wrong with the log-probs that `sums` add up; where no line relates them, their means still tell."""
+    found = relation(sums)
+    if found is not None:
+        return warnings(found)
+    n = sums["usable"]
+    mean = (sums["proximal"] - sums["behavior"]) / max(n, 1)
+    return [_finds_unlikely(n, mean)] if n >= LEAST_TO_RELATE and mean < -UNLIKELY else []
+
+
+def _finds_unlikely(tokens: float, mean: float) -> str:
+    return (
+        f"the mean of log pi_old - log mu over {tokens:.0f} tokens is {mean:.2f}: the trainer finds what the rollout "
+        "engine samples unlikely; compare weights, chat template and precision of both"
+    )
+
+
 def warnings(found: Relation) -> list[str]:
     """What is wrong with the log-probs, with the numbers and what to check; nothing where they match."""
     raw = not_sampled_from(found)
@@ -186,11 +204,7 @@ def warnings(found: Relation) -> list[str]:
             "token less likely than the engine did (compare weights, chat template and precision of both)"
         )
     if unlikely(found):
-        messages.append(
-            f"the mean of log pi_old - log mu over {found.tokens:.0f} tokens is {found.mean_log_ratio:.2f}: the "
-            "trainer finds what the rollout engine samples unlikely; compare weights, chat template and precision of "
-            "both"
-        )
+        messages.append(_finds_unlikely(found.tokens, found.mean_log_ratio))
     if raw:
         messages.append(
             f"{mean}the tokens were not sampled from the log-probs that the rollout engine reports: check that it "

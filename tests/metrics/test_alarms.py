@@ -14,7 +14,7 @@ from slope_simulation import sums
 from test_partials import step_of
 
 from mis_plugins.metrics.catalogue import METRICS
-from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings
+from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings, warnings_of
 
 BOUND = re.compile(r"(above|below) (-?\d[\d.e+-]*\d|-?\d)", re.IGNORECASE)
 SEQUENCES, TOKENS = 16, 100
@@ -100,3 +100,24 @@ def test_the_log_says_what_cannot_be_when_all_is_likelier(shift: float):
     batch = shifted(shift)
     found = relation(sums(*(torch.cat(x).double() for x in (batch.proximal, batch.behavior))))
     assert found is not None and any("not sampled from the log-probs" in text for text in warnings(found))
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_a_trainer_whose_log_probs_have_nothing_to_do_with_the_engines_is_told(spread: float):
+    """Other weights: no line relates the two sides, falls or is level, and only the means tell."""
+    generator = torch.Generator().manual_seed(1)
+    behavior = -2 * torch.rand(20000, dtype=torch.float64, generator=generator)
+    proximal = -12 + spread * torch.rand(20000, dtype=torch.float64, generator=generator)
+    found = sums(proximal, behavior)
+    assert relation(found) is None
+    (message,) = warnings_of(found)
+    mean = float((proximal - behavior).mean())
+    assert message.startswith(
+        f"the mean of log pi_old - log mu over 20000 tokens is {mean:.2f}: the trainer finds"
+    )
+    assert not warnings_of(sums(behavior[:2] - 5, behavior[:2]))
+
+
+def test_sides_that_agree_on_tokens_that_do_not_vary_are_not_told():
+    certain = torch.full((100,), -1e-3, dtype=torch.float64)
+    assert relation(sums(certain, certain)) is None and not warnings_of(sums(certain, certain))
