@@ -290,7 +290,7 @@ def from_args(args: Any) -> CorrectionConfig:
     """
     said = {name: value for name, value in vars(args).items() if is_ours(name)}
     for name in filter(_resembles_a_switch, said.keys() - READ_KEYS):
-        if not said[name] or _lacks(getattr(args, "custom_config_path", None), name):
+        if not said[name] or _in_no_file(args, name):
             del said[name]  # an argument of a host that is newer than our list of them
     said |= areal_keys(vars(args))
     key = repr(said)
@@ -299,11 +299,20 @@ def from_args(args: Any) -> CorrectionConfig:
     return _READ_BEFORE[key]
 
 
+FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
+
+
+def _in_no_file(args: Any, name: str) -> bool:
+    """Whether a host's arguments show that no file said this key, so that the key is the host's own argument."""
+    files = [file for file in (getattr(args, path, None) for path in FILES) if file]
+    return hasattr(args, FILES[0]) and all(_lacks(file, name) for file in files)
+
+
 @functools.cache
-def _lacks(file: str | None, name: str) -> bool:
-    """Whether a config file is at hand and does not hold the key, so that the key is the host's own argument."""
+def _lacks(file: str, name: str) -> bool:
+    """Whether a config file is at hand and does not hold the key."""
     try:
-        return file is not None and name not in keys_of(file)
+        return name not in keys_of(file)
     except (OSError, yaml.YAMLError, ConfigError):
         return False
 

@@ -89,6 +89,14 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
     return True
 
 
+def outlives(ranks: Ranks) -> bool:
+    """Whether a host goes on where a rank dies: it does among groups of torchft, which tell the error that they met.
+
+    Elsewhere an error of a collective may be this rank's alone, and the others wait for it.
+    """
+    return any(hasattr(group, "errored") for group in (ranks.cp, ranks.dp))
+
+
 def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise what a collective of torchft's met: on a GPU it aborts without an exception, and leaves any numbers there.
 

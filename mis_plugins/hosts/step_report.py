@@ -33,7 +33,7 @@ from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, raise_if_aborted
+from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, outlives, raise_if_aborted
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
@@ -263,6 +263,8 @@ class Recorder:
         try:
             return None if can_add_up(list(pending), began, same_ranks, ranks) else REGROUPED
         except RANK_LOST as error:
+            if not outlives(ranks):
+                raise
             return f"a rank was lost ({error})"
 
     def _report(self, pending: Recorded, ranks: Ranks, ended: Ended) -> str | None:
@@ -270,6 +272,8 @@ class Recorder:
         try:
             recorded = Copy.begin(pending.over_ranks()).wait()
         except RANK_LOST as error:
+            if not outlives(ranks):
+                raise
             why = f"a rank was lost ({error})"
             self._report_alone(pending, ranks, why, ended)
             return why

@@ -112,8 +112,9 @@ def _keys(name: str, path: str) -> Mapping[str, Any]:
         return keys_of(path)
     except (OSError, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(
-            f"{name}: whether it says use_tis: false cannot be read by this worker ({error}); give --use-tis, or say "
-            "use_tis: true in the file, to correct; give --get-mismatch-metrics to watch"
+            f"{name}: whether it says use_tis: false cannot be read by this worker ({error}); give the whole path of a "
+            "file that every node has; or give --use-tis, or say use_tis: true in the file, to correct, and "
+            "--get-mismatch-metrics to watch"
         ) from error
 
 

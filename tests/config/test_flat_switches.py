@@ -216,3 +216,19 @@ def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
     by_flag.custom_config_path = str(misspelled)
     with pytest.raises(ConfigError, match="^use_hs: unknown key"):
         reading.from_args(by_flag)
+
+
+@pytest.mark.parametrize("by_fsdp", [False, True])
+def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss(by_fsdp: bool, tmp_path: Path):
+    """A host that was given no file for keys, or Miles on FSDP with one that does not hold it."""
+    file = tmp_path / "fsdp.yaml"
+    file.write_text("lr: 1.0e-6\n")
+    args = Namespace(
+        use_tis=False, use_hf=True, custom_config_path=None, config=str(file) if by_fsdp else None
+    )
+    assert reading.from_args(args) == CorrectionConfig()
+    file.write_text("use_hf: true\n")
+    reading._lacks.cache_clear()
+    if by_fsdp:
+        with pytest.raises(ConfigError, match="^use_hf: unknown key"):
+            reading.from_args(args)

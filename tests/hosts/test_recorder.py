@@ -683,7 +683,21 @@ class Cells(dist.ProcessGroup):
         return RuntimeError("aborted") if self.left < 0 else None
 
 
-def lose_a_cell(config: dict, cells: Cells) -> None:
+class Plain(dist.ProcessGroup):
+    """A group of torch's own, which cannot be asked for its error."""
+
+    def __init__(self, succeed: int):
+        super().__init__(0, 2)  # type: ignore[call-arg]
+        self.left = succeed
+
+    def size(self) -> int:
+        return 2
+
+    allreduce = Cells.allreduce  # type: ignore[assignment]
+    aborts = False
+
+
+def lose_a_cell(config: dict, cells: Cells | Plain) -> None:
     """One step, at whose report a cell is lost."""
     recorder, ranks = Recorder(), Ranks(dp=cells)
     recorder.step = (0, 0)
@@ -703,6 +717,13 @@ def test_where_a_rank_is_lost_the_others_report_alone(
     assert "rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches was rejected" in caplog.text
     said = "aborted" if aborts else "Connection closed by peer"
     assert f"its metrics are not logged, which takes all its ranks: a rank was lost ({said})" in caplog.text
+
+
+@pytest.mark.parametrize("succeed", [0, 1, 2])
+def test_without_fault_tolerance_an_error_of_a_collective_is_raised(succeed: int):
+    """This rank alone may have met it (no memory left, say), and going on would leave the others waiting for it."""
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        lose_a_cell(VETO | {"metrics": "all"}, Plain(succeed))
 
 
 def test_where_no_rank_is_lost_they_report_together(tracked: list[dict]):
