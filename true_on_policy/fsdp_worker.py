@@ -1,10 +1,10 @@
-"""The pin of Miles's FSDP trainer: Miles calls no hook of ours there before the model runs, Ray does.
+"""Pin in Miles's FSDP trainer by Ray's worker hook: Miles calls no hook there before its model runs.
 
     ray job submit --runtime-env-json '{"worker_process_setup_hook": "true_on_policy.fsdp_worker.watch", ...}' ...
 
-Ray calls the function in each worker process of the job before an actor is made there. It costs nothing where Miles's
-FSDP trainer is not imported. Where it is, what `true_on_policy.hosts.miles_init` does on Megatron follows Miles's own
-step: once that has switched SGLang's mode on, and before a model is built.
+Ray calls `watch` in each worker process of the job before an actor is made there. `watch` costs nothing where Miles's
+FSDP trainer is not imported. Where it is imported, the pin follows Miles's own step, which switches SGLang's mode on,
+and comes before a model is built. The pin does what `true_on_policy.hosts.miles_init` does on Megatron.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from true_on_policy.errors import ContractError
 
-# Of Miles v0.1.0 and main (31f1ca96): the step of FSDPTrainRayActor.init between its process groups and its model.
+# In Miles v0.1.0 and main (31f1ca96), FSDPTrainRayActor.init takes this step between its process groups and its model.
 MODULE = "miles.backends.fsdp_utils.actor"
 ACTOR = "FSDPTrainRayActor"
 STEP = "_enable_true_on_policy_optimizations"
 
 
 def watch() -> None:
-    """Pin in this process as soon as it imports Miles's FSDP trainer, or at once where it has."""
+    """Pin in this process as soon as it imports Miles's FSDP trainer, or at once where that is imported already."""
     if MODULE in sys.modules:
         pin_in(sys.modules[MODULE])
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -35,7 +35,7 @@ def watch() -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds nothing itself: it lets `pin_in` follow the import of one module, and goes."""
+    """An import finder that lets `pin_in` follow the import of MODULE, and then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -58,10 +58,10 @@ def _then(load: Callable[[ModuleType], None], follow: Callable[[ModuleType], Non
 
 
 def pin_in(module: ModuleType) -> None:
-    """Let the pin follow the step of Miles; a second call changes nothing.
+    """Wrap Miles's step so that the pin follows it; a second call changes nothing.
 
     Raises:
-        ContractError: this Miles has no such step.
+        ContractError: this version of Miles has no such step.
     """
     actor = getattr(module, ACTOR, None)
     step = getattr(actor, STEP, None)

@@ -1,12 +1,12 @@
-"""The functions that Miles and slime load by dotted path. Wiring only.
+"""The functions that Miles and slime load by dotted path; this file holds wiring alone.
 
     --custom-loss-function-path  true_on_policy.hosts.policy_loss          (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  true_on_policy.hosts.report_step
     --custom-megatron-init-path  true_on_policy.hosts.miles_init
 
-A flag of a host carries one hook, so ours stand before another: the policy loss of the host itself, or what
-`bitwise.loss` and `bitwise.step_hook` name (`config.py`). Hosts are read through the adapters of `mis_plugins.hosts`,
-the pack's only ones.
+A flag of a host carries one hook, so each hook here calls another one behind it: the host's own policy loss, or the
+hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are read through the adapters of
+`mis_plugins.hosts`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from true_on_policy.hosts.watch import COMPARISON
 Batch = Mapping[str, Any]
 Loss = tuple[Tensor, dict[str, Tensor]]
 
-# The policy loss of each host, by the package that made the reducer it hands over.
+# The policy loss of each host, by the package of the reducer that the host hands over.
 OWN_LOSS = {
     "miles": "miles.backends.training_utils.loss_hub.losses.policy_loss_function",
     "slime": "slime.backends.megatron_utils.loss.policy_loss_function",
@@ -39,19 +39,19 @@ OWN_LOSS = {
 def policy_loss(
     args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> Loss:
-    """The host's policy loss, unchanged, and a comparison beside it: by bits, each token of the loss on its own rank.
+    """Compute the host's policy loss unchanged, and compare the log-probs of its tokens by bits, each rank its own.
 
-    Compared are `rollout_log_probs` and `log_probs` of the batch. A TIS hook sees the same, but no tokens; its flag
-    stays free for a correction. Inside a backward, where a recompute runs a loss again, nothing is compared.
+    The hook compares `rollout_log_probs` and `log_probs` of the batch. A TIS hook gets these two but no tokens, and
+    its flag stays free for a correction. Inside a backward, where a recompute runs the loss again, nothing is compared.
 
     Returns:
-        the loss; its metrics, and `true_on_policy_compared` and `true_on_policy_different`: numbers of tokens, which
-        the host divides as it divides its other sums, by samples or by tokens.
+        The loss, and its metrics with `true_on_policy_compared` and `true_on_policy_different`: numbers of tokens,
+        which the host divides like its other sums, by samples or by tokens.
 
     Raises:
-        HostConfigError: a setting of `bitwise:`.
-        ContractError: log-probs that have no bits in common.
-        DifferenceError: `bitwise.on_difference: raise` without the step hook, an earlier micro-batch differed.
+        HostConfigError: a setting under `bitwise:` cannot work.
+        ContractError: the log-probs of the two sides have no bits in common.
+        DifferenceError: an earlier micro-batch differed, with `bitwise.on_difference: raise` and without the step hook.
     """
     config, host = BitwiseConfig.from_args(args), of_reducer(sum_of_sample_mean)
     package = sum_of_sample_mean.__module__.partition(".")[0]
@@ -65,10 +65,10 @@ def policy_loss(
 
 
 def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
-    """The before-train-step hook: reads what the step before this one compared, after the hook that stands behind.
+    """Report the comparison of the former step, in the before-train-step hook; the hook behind it runs first.
 
     Raises:
-        DifferenceError: `bitwise.on_difference: raise`, and a rank found a difference; on every rank alike.
+        DifferenceError: a rank found a difference, with `bitwise.on_difference: raise`; every rank raises.
     """
     config = BitwiseConfig.from_args(args)
     wrapped = config.hook("step_hook")
@@ -78,24 +78,24 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
 
 
 def miles_init(args: Any) -> None:
-    """The init hook of Miles on Megatron: pins the trainer's kernels, or keeps the trainer from starting.
+    """Pin the trainer's kernels in the init hook of Miles on Megatron, or keep the trainer from starting.
 
-    Checked first are the host's arguments, the environment, and the configs of the hooks on the other flags. What then
-    runs is written where `doctor --trainer-dump` reads it: to the file that TRUE_ON_POLICY_DUMP names, else to
-    `true_on_policy/trainer.json` in the folder of `--save`; ranks but the first write beside it, `trainer.rank1.json`.
+    The hook first checks the host's arguments, the environment, and the configs of the hooks on other flags. After the
+    pin it writes a dump for `doctor --trainer-dump`: to the file that TRUE_ON_POLICY_DUMP names, else to
+    `true_on_policy/trainer.json` in the folder of `--save`. Other ranks write `trainer.rank1.json` and so on beside it.
 
     Raises:
-        ContractError: an argument or a variable with which the contract cannot hold; it says what to set.
-        HostConfigError, mis_plugins.errors.ConfigError: a setting under `bitwise:` or `mis:`.
-        PinError, ProbeError, NotSeenError: kernels that do not pin, are not invariant, or cannot be probed here.
+        ContractError: the contract cannot hold with an argument or a variable; the message says what to set.
+        HostConfigError, mis_plugins.errors.ConfigError: a setting under `bitwise:` or `mis:` cannot work.
+        PinError, ProbeError, NotSeenError: kernels cannot be pinned, are not invariant, or cannot be probed here.
     """
-    from true_on_policy.hosts.start import start  # the other hooks need none of the kernels
+    from true_on_policy.hosts.start import start  # imports the kernels, which no other hook needs
 
     start(args)
 
 
 def _compared(args: Any, batch: Batch, host: LossHost, config: BitwiseConfig) -> Tensor | None:
-    """`[2]` compared and different tokens, as numbers; None where nothing could be compared."""
+    """Count the compared and the different tokens, `[2]`; None where no sequence could be compared."""
     _, cp = host.parallel()
     found = MicroBatch.compare(batch, layout_of(args, batch, cp))
     COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if found is None else len(found.tokens)))
@@ -106,7 +106,7 @@ def _compared(args: Any, batch: Batch, host: LossHost, config: BitwiseConfig) ->
 
 
 def layout_of(args: Any, batch: Batch, cp: tuple[int, int]) -> LayoutOf:
-    """Where sequences of a host's micro-batch lie; `cp` is (size, rank) of context parallelism."""
+    """Return a function that lays out sequences of a micro-batch; `cp` is (size, rank) of context parallelism."""
 
     def layout(sequences: Sequence[int]) -> Layout:
         total, response = (

@@ -1,4 +1,4 @@
-"""The key `bitwise:` of `--custom-config-path`, which both hosts set on their arguments as it stands in the file."""
+"""Read the key `bitwise:` of `--custom-config-path`, which both hosts set on their arguments as the file states it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ OnDifference = Literal["warn", "raise"]
 
 @dataclass(frozen=True)
 class BitwiseConfig:
-    """What the comparison does, and which hooks it stands before: a host's flag carries one.
+    """The config of the watch over a run's log-probs, and of the hooks behind this package's hooks.
 
-    on_difference: an OnDifference; `raise` stops the run at the next step.
-    folder: where the first differing sample of each rank goes; None is `bitwise` in the folder of `--output`, which
-        the embedded host has, or of `--save`, which Miles and slime have.
-    loss: dotted path of the policy loss behind ours; None is the host's own.
-    step_hook: dotted path of the before-train-step hook behind ours; None is none.
+    Attributes:
+        on_difference: an OnDifference; `raise` stops the run at the next step.
+        folder: the folder for the first differing sample of each rank; None is `bitwise` in the folder of `--output`
+            (embedded host) or of `--save` (Miles and slime).
+        loss: dotted path of the policy loss behind ours; None is the host's own.
+        step_hook: dotted path of the before-train-step hook behind ours; None is no hook.
 
     Raises:
-        HostConfigError: it quotes the key.
+        HostConfigError: a value cannot work; the message quotes the key.
     """
 
     on_difference: str = "warn"
@@ -41,7 +42,7 @@ class BitwiseConfig:
 
     @classmethod
     def from_args(cls, args: Any) -> BitwiseConfig:
-        """Of a host's arguments; all defaults where the file has no such key."""
+        """Read the config from a host's arguments; every default holds where the file has no key `bitwise:`."""
         given = getattr(args, "bitwise", None)
         if given is None:
             return cls()
@@ -55,16 +56,16 @@ class BitwiseConfig:
         return cls(**given)
 
     def place(self, args: Any) -> Path:
-        """Where samples go."""
+        """Return the folder for differing samples."""
         if self.folder:
             return Path(self.folder)
         return Path(getattr(args, "output", None) or getattr(args, "save", None) or ".") / "bitwise"
 
     def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
-        """The function behind ours, loaded; None where the key is not set.
+        """Load the function behind our hook; None where the key is not set.
 
         Raises:
-            HostConfigError: there is no such function.
+            HostConfigError: the dotted path names no function that can be loaded.
         """
         path = getattr(self, name)
         if path is None:

@@ -1,12 +1,11 @@
-"""The first sample that was to be equal and is not, written so that `python -m true_on_policy diff` reads it.
+"""Write the first sample whose log-probs differ, in files that `python -m true_on_policy diff` reads.
 
-    engine.safetensors   the engine's log-probs of one sequence, a record of log-probs (log_probs.py)
-    trainer.safetensors  the trainer's
+    engine.safetensors   the engine's log-probs of one sequence, a record of log-probs (diff/log_prob_record.py)
+    trainer.safetensors  the trainer's log-probs of this sequence
     sample.safetensors   tokens [L] of prompt and response; loss_mask [R] of the response; positions [T] of the recorded
                          tokens in the response
 
-The records hold the tokens inside the loss mask that lie on this rank. A host hands its loss no weight versions:
-`versions` is -1.
+The records hold the valid tokens that lie on this rank. A host hands its loss no weight versions, so `versions` is -1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NO_VERSION = -1
 
 
 def check_writable() -> None:
-    """Now rather than on the day that there is something to write.
+    """Check at the first micro-batch that a sample could be written, rather than when the first one differs.
 
     Raises:
         RecordError: safetensors is not installed.
@@ -36,10 +35,10 @@ def check_writable() -> None:
 def write_sample(
     batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]
 ) -> tuple[Path, Path]:
-    """Write a sequence of a micro-batch; gives the two files to compare.
+    """Write one sequence of a micro-batch, and return the two files to compare.
 
     Raises:
-        RecordError, OSError: there is no room for it, say.
+        RecordError, OSError: a file cannot be written, for lack of room for example.
     """
     ends = batch.ends()
     mine = slice(ends[sequence], ends[sequence + 1])

@@ -1,7 +1,7 @@
-"""One micro-batch's log-probs of both engines, compared on the device by their bits.
+"""Compare the engine's and the trainer's log-probs of one micro-batch on the device, by bits.
 
-Nothing here waits for the device, and the number of kernels does not depend on the number of sequences. Tokens outside
-the loss mask were sampled by nobody (the hosts give a tool's tokens the log-prob 0.0), so they are not compared.
+The comparison does not wait for the device, and its number of kernels does not depend on the number of sequences.
+Tokens outside the loss mask are not compared: no engine sampled them (hosts give a tool's tokens the log-prob 0.0).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mis_plugins.packing.transfer import Arrival, to_host
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.errors import ContractError
 
-LayoutOf = Callable[[Sequence[int]], Layout]  # of the sequences with these numbers
+LayoutOf = Callable[[Sequence[int]], Layout]  # lays out the sequences with these numbers
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What the host process reads of a micro-batch: tokens compared, and how many of them differ."""
+    """The flags of a micro-batch in the host process: how many tokens were compared, and how many differ."""
 
     compared: int
     different: int
@@ -35,14 +35,16 @@ class Flags:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """The sequences of a micro-batch that have log-probs of both engines: T tokens on this rank.
+    """The sequences of a micro-batch that have the log-probs of both sides: T tokens on this rank.
 
-    valid: inside the loss mask.
-    numbers: of the sequences, in the host's micro-batch.
-    tokens: of each sequence, prompt and response, whole.
-    loss_masks: of each response, whole.
-    flags: on the device: compared, different.
-    copied: the flags in pinned memory, once `arrival` is there.
+    Attributes:
+        engine, trainer: the log-probs of each side.
+        valid: whether a token is in the loss mask.
+        numbers: the numbers of the sequences in the host's micro-batch.
+        tokens: the tokens of each sequence, prompt and response, on every rank whole.
+        loss_masks: the loss mask of each response, on every rank whole.
+        flags: the numbers of compared and of different tokens, on the device.
+        copied: the flags in pinned memory, to be read after `arrival`.
     """
 
     engine: Float[Tensor, "T"]
@@ -58,14 +60,14 @@ class MicroBatch:
 
     @classmethod
     def compare(cls, batch: Mapping[str, Any], layout_of: LayoutOf) -> MicroBatch | None:
-        """Compare, and begin to copy what came out; None where no sequence has log-probs of both.
+        """Compare a micro-batch, and begin to copy its flags; None where no sequence has the log-probs of both sides.
 
         Args:
             batch: a host's micro-batch.
-            layout_of: where the responses of some of its sequences lie on this rank.
+            layout_of: tells where the responses of given sequences lie on this rank.
 
         Raises:
-            ContractError: the two sides have other dtypes, so no bits in common, or other numbers of tokens.
+            ContractError: the two sides differ in dtype, so they have no bits in common, or in the number of tokens.
         """
         count = len(batch["loss_masks"])
         sides = [batch.get(name) or [None] * count for name in ("rollout_log_probs", "log_probs")]
@@ -87,12 +89,12 @@ class MicroBatch:
         return cls(engine, trainer, valid, present, tokens, masks, layout, flags, copied, arrival)
 
     def read(self) -> Flags:
-        """Waits where the copy is still on its way."""
+        """Read the flags, and wait where their copy has not arrived yet."""
         self.arrival.wait()
         return Flags(*self.copied.tolist())
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """engine, trainer, valid; by copies that are begun together and awaited once."""
+        """Copy engine, trainer and valid to the host; the three copies begin together and are awaited once."""
         copies = to_host(self.engine), to_host(self.trainer), to_host(self.valid)
         Arrival.of_copies_from(self.engine).wait()
         return copies
@@ -106,14 +108,18 @@ class MicroBatch:
         return [position for start, stop in self.layout.pieces(sequence) for position in range(start, stop)]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(sequence, position in its response) of a token of this rank."""
+        """Return (sequence, position in its response) of a token of this rank."""
         ends = self.ends()
         sequence = bisect_right(ends, index) - 1
         return sequence, self.positions(sequence)[index - ends[sequence]]
 
 
 def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.device) -> Float[Tensor, "T"]:
-    """This rank's tokens in one; without the empty ones, whose dtype is anybody's and would promote the others."""
+    """Concatenate this rank's log-probs; empty tensors are left out, because their dtype could promote the others.
+
+    Raises:
+        ContractError: a sequence has another number of log-probs than tokens on this rank.
+    """
     counts = [x.numel() for x in log_probs]
     if counts != layout.local_lengths:
         raise ContractError(
@@ -134,7 +140,7 @@ def _check_dtypes(engine: Tensor, trainer: Tensor) -> None:
 def _flags(
     engine: Float[Tensor, "T"], trainer: Float[Tensor, "T"], valid: Bool[Tensor, "T"]
 ) -> Int64[Tensor, "2"]:
-    """-0.0 is not 0.0, and two NaNs are equal if all their bits are."""
+    """Count the valid tokens and those that differ by bits: -0.0 is not 0.0, and equal NaNs are equal."""
     integers = INTEGERS[engine.element_size()]
     differs = (engine.view(integers) != trainer.view(integers)) & valid
     return torch.stack([valid.sum(), differs.sum()])

@@ -1,6 +1,6 @@
-"""A Miles trainer before it builds its model: what can be seen is checked, the kernels are pinned, and that is written.
+"""Start a Miles trainer before it builds its model: check its settings, pin the kernels, and write a dump.
 
-Whatever raises here keeps the trainer from starting.
+Any exception here keeps the trainer from starting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.kernels.pin import pin
 from true_on_policy.observe import dumps
 
-DUMP = "TRUE_ON_POLICY_DUMP"  # the variable that names the file
+DUMP = "TRUE_ON_POLICY_DUMP"  # the variable that names the file of the dump
 LOSS = "true_on_policy.hosts.policy_loss"
 STEP_HOOK = "true_on_policy.hosts.report_step"
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("true_on_policy")
 
 
 def start(args: Any) -> None:
-    """See `true_on_policy.hosts.miles_init`."""
+    """Check, pin and write the dump, as `true_on_policy.hosts.miles_init` promises."""
     path = dump_path(args)
     dumps.remove(path)
     contract = check_host(args)
@@ -41,10 +41,10 @@ def start(args: Any) -> None:
 
 
 def check_configs(args: Any) -> None:
-    """The keys `bitwise:` and `mis:`, which would otherwise be read after the first rollout.
+    """Check the keys `bitwise:` and `mis:` now; the hooks read them after the first rollout.
 
     Raises:
-        HostConfigError, ConfigError: it quotes the key or the flag.
+        HostConfigError, ConfigError: a setting cannot work; the message quotes the key or the flag.
     """
     config = BitwiseConfig.from_args(args)
     for name in ("loss", "step_hook"):
@@ -57,7 +57,7 @@ def check_configs(args: Any) -> None:
 
 
 def _check_step_hook(args: Any, config: BitwiseConfig, compares: bool) -> None:
-    """On Megatron it stops all ranks together; Miles calls none on FSDP, where a rank stops alone."""
+    """Check that the step hook is set where it must stop all ranks together; on FSDP, Miles calls no step hook."""
     flag = "--custom-megatron-before-train-step-hook-path"
     step_hook = getattr(args, "custom_megatron_before_train_step_hook_path", None)
     if args.train_backend == "fsdp":
@@ -72,7 +72,7 @@ def _check_step_hook(args: Any, config: BitwiseConfig, compares: bool) -> None:
 
 
 def _check_mis(args: Any, config: BitwiseConfig) -> None:
-    """Where a hook of ours is going to read it."""
+    """Check the key `mis:` where a hook of mis_plugins is going to read it."""
     ours = lambda path: path is not None and path.startswith("mis_plugins.")  # noqa: E731
     asked = getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)
     if asked and ours(getattr(args, "custom_tis_function_path", None)):
@@ -82,6 +82,6 @@ def _check_mis(args: Any, config: BitwiseConfig) -> None:
 
 
 def dump_path(args: Any) -> Path:
-    """Where the trainer's rank 0 writes: the file that TRUE_ON_POLICY_DUMP names, else beside the checkpoints."""
+    """Return the file of rank 0's dump: the one that TRUE_ON_POLICY_DUMP names, else one beside the checkpoints."""
     save = Path(getattr(args, "save", None) or ".")
     return Path(os.environ.get(DUMP) or save / "true_on_policy" / "trainer.json")

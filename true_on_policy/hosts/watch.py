@@ -1,13 +1,13 @@
-"""Whether the log-probs a host trains on are, bit by bit, those that its engine sampled with.
+"""Watch while a run trains whether the trainer's log-probs equal the engine's bit by bit.
 
-Every micro-batch is compared on the device. Its flags are copied without blocking, and the micro-batch is kept, until
-the before-train-step hook of the next step reads them: by then they have long arrived. Only where something differs is
-more done: distances in ulps are counted, and the first sample is written to disk.
+Every micro-batch is compared on the device. Its flags are copied without blocking, and the micro-batch is kept until
+the before-train-step hook of the next step reads the flags. Where a log-prob differs, the watch counts distances in
+ulps and writes the first sample to disk.
 
-The last step is read when the process exits: told and written, and nothing is stopped any more.
+The flags of the last step are read when the process exits: a difference is logged and written, and stops nothing.
 
-Without that hook (Miles calls none on FSDP) flags are read at a later micro-batch, as soon as they have arrived, and
-with `on_difference: raise` the rank that saw a difference stops alone.
+Without the step hook (Miles calls none on FSDP), flags are read at a later micro-batch, once they have arrived. A rank
+that saw a difference then stops alone under `on_difference: raise`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ Step = tuple[int, int]  # rollout, step
 
 @dataclass
 class Totals:
-    """Tokens compared, those that differ, and how far.
+    """The totals of compared and of different tokens.
 
-    ulps: differing tokens by distance, as `bitwise.ulp_histogram` labels them.
-    without: sequences of which one side gave no log-probs.
+    Attributes:
+        ulps: how many tokens differ by each distance, as `bitwise.ulp_histogram` labels it.
+        without: how many sequences lack the log-probs of one side.
     """
 
     compared: int = 0
@@ -63,12 +64,13 @@ class Totals:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a micro-batch that differs, and what it adds to the counts.
+    """A difference is the first token of a micro-batch that differs, with the counts of the micro-batch.
 
-    number: of the micro-batch among those that are read together.
-    mismatch: of the tokens in the loss; its coordinate counts those alone.
-    sequence: among those of `batch`, which has those alone that were compared.
-    position: in the response.
+    Attributes:
+        number: the number of the micro-batch among those that are read together.
+        mismatch: the mismatch of the valid tokens, which alone its coordinate counts.
+        sequence: the number of the sequence in `batch`, which holds only compared sequences.
+        position: the position of the token in its response.
     """
 
     number: int
@@ -101,14 +103,15 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Of one process.
+    """The comparison that watches one process of the trainer.
 
-    step: that micro-batches compared now belong to; None until the hook has been called.
-    pending: the micro-batches whose flags nobody has read.
-    totals: of all that was read.
-    written: the folder of the one sample that this rank has written.
-    told: whether it was said that all is equal.
-    latest: the host's arguments and the config, as `record` had them last.
+    Attributes:
+        step: the step of the micro-batches compared now; None until the step hook has been called.
+        pending: the micro-batches whose flags have not been read.
+        totals: the totals of all flags that were read.
+        written: the folder of the only sample that this rank writes; None until then.
+        told: whether the log says already that all log-probs are equal.
+        latest: the host's arguments and the config of the latest `record`.
     """
 
     step: Step | None = None
@@ -122,7 +125,7 @@ class Comparison:
         """Keep a micro-batch until its flags are read.
 
         Raises:
-            DifferenceError: without the hook, with `on_difference: raise`, an earlier micro-batch differed.
+            DifferenceError: an earlier micro-batch differed, with `on_difference: raise` and without the step hook.
         """
         check_writable()
         if self.latest is None:
@@ -135,7 +138,7 @@ class Comparison:
         self.pending.append(batch)
 
     def leave_out(self, sequences: int) -> None:
-        """Count sequences of which one side gave no log-probs; the first time, say so."""
+        """Count sequences that lack the log-probs of one side, and log the first such micro-batch."""
         if sequences and not self.totals.without:
             logger.warning(
                 "%s: %d sequences without rollout_log_probs or log_probs; such are not compared, only counted. The "
@@ -146,10 +149,10 @@ class Comparison:
         self.totals.without += sequences
 
     def report(self, args: Any, config: BitwiseConfig, step: Step) -> None:
-        """Before each optimizer step, on every rank: read what the step before it compared.
+        """Read the flags of the former step, before each optimizer step and on every rank.
 
         Raises:
-            DifferenceError: `on_difference: raise`, and a rank found a difference; on every rank alike.
+            DifferenceError: a rank found a difference, with `on_difference: raise`; every rank raises.
         """
         ended, self.step = self.step, step
         pending, self.pending = self.pending, []
@@ -158,7 +161,7 @@ class Comparison:
             self._stop(config, _anywhere(found), ended)
 
     def at_exit(self) -> None:
-        """Read what nobody has read. Nothing it meets is raised."""
+        """Read the pending flags when the process exits; an exception is logged and not raised."""
         pending, self.pending = self.pending, []
         if self.latest is None:
             return
@@ -170,7 +173,7 @@ class Comparison:
     def _read(
         self, batches: Sequence[MicroBatch], args: Any, config: BitwiseConfig, step: Step | None
     ) -> bool:
-        """Whether any of these differs."""
+        """Read the flags of micro-batches, log and write the differences, and return whether there is one."""
         totals, differing = Totals(), []
         for number, batch in enumerate(batches):
             flags = batch.read()
@@ -187,7 +190,7 @@ class Comparison:
         return bool(differing)
 
     def _tell(self, totals: Totals, args: Any, step: Step | None) -> None:
-        """Differences each time; that all is equal once."""
+        """Log differences each time, and once that all log-probs are equal."""
         if totals.different:
             logger.warning("%s: %s (%s)", _where(step), totals, described(args))
         elif totals.compared and not self.told:
@@ -205,7 +208,7 @@ class Comparison:
         try:
             files = write_sample(first.batch, first.sequence, folder, metadata)
         except (OSError, RecordError) as error:
-            # No reason to stop, least of all alone: other ranks would wait.
+            # A sample that cannot be written must not stop this rank alone: other ranks would wait.
             logger.error("the sample was not written: %s; make room, or name another bitwise.folder", error)
             return
         self.written = folder
@@ -227,7 +230,7 @@ def _at_exit(comparison: weakref.ref[Comparison]) -> None:
 
 
 def described(args: Any) -> str:
-    """Which log-probs are compared, and after which cast. An aborted sample is never scored anew."""
+    """Describe which log-probs are compared, and after which cast; an aborted sample keeps decode's log-probs."""
     rescored = getattr(args, "recompute_logprobs_via_prefill", False)
     source = "prefill re-score (aborted samples: decode)" if rescored else "decode"
     mode = getattr(args, "true_on_policy_mode", False)
@@ -250,7 +253,7 @@ def _rank() -> int:
 
 
 def _anywhere(found: bool) -> bool:
-    """Whether any rank of the job found one; pipeline stages that hold no log-probs ask as well."""
+    """Whether any rank of the job found a difference; every rank asks, pipeline stages without log-probs too."""
     if not dist.is_initialized():
         return found
     on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"

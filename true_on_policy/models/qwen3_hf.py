@@ -18,9 +18,9 @@ from true_on_policy.kernels.row_parallel import Tree
 def load(
     checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
 ) -> Qwen3ForCausalLM:
-    """The model with torch's SDPA. Untouched in its own order; in another one its norms and layers are ours.
+    """Load the model with torch's SDPA; in another order than Hugging Face's, its norms and layers are ours.
 
-    With a `tree`, the products that tensor parallelism would split along K add up as it says.
+    With a `tree`, the products that tensor parallelism would split along K add up as the tree.
     """
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[dtype], attn_implementation="sdpa")
     if order is not None and order != ORDERS["hf"]:
@@ -39,7 +39,7 @@ def add_as(tree: Tree, model: Qwen3ForCausalLM) -> None:
 
 
 def _follow(module: Any, order: NormOrder) -> None:
-    """Give this one module the class that follows `order`; its weights stay."""
+    """Give one module the class that follows `order`, and keep its weights."""
     if type(module) in ORDERED:
         module.__class__ = ORDERED[type(module)]
         module.order = order

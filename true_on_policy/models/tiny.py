@@ -60,7 +60,7 @@ class Shape:
         )
 
 
-# Powers of two in one, widths that no vector divides and a tied head in the other.
+# The first shape has powers of two; the second has widths that no vector divides, and a tied head.
 SHAPES = (
     Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
     Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
@@ -69,10 +69,10 @@ TINY = dict(zip(TINY_NAMES, SHAPES, strict=True))
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
-    """A tiny model written to `folder` in Hugging Face's format, or `name` itself where that is such a folder.
+    """Write a tiny model to `folder` in Hugging Face's format, or return `name` where that is a checkpoint's folder.
 
     Raises:
-        ModelError: neither.
+        ModelError: `name` is neither a tiny model nor a checkpoint's folder.
     """
     check_model(name)
     if name not in TINY:
@@ -86,14 +86,14 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
 
 
 def _draw(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Norms in [0.5, 1.5); weights so wide that activations neither vanish nor grow."""
+    """Draw a norm in [0.5, 1.5), or weights so wide that activations neither vanish nor grow."""
     if parameter.dim() == 1:
         return torch.rand(parameter.shape, generator=generator) + 0.5
     return torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
 
 
 def updated(source: Path, folder: Path, seed: int) -> Path:
-    """A copy of a checkpoint in `folder`, each weight moved by a random 1 %, as by a few steps of training."""
+    """Copy a checkpoint to `folder` with each weight moved by a random 1 %, as by a few steps of training."""
     generator = torch.Generator().manual_seed(seed)
     weights = read_weights(source)
     for name, weight in weights.items():
@@ -106,16 +106,16 @@ def updated(source: Path, folder: Path, seed: int) -> Path:
 
 
 def write_checkpoint(folder: Path, shape: Shape, weights: Mapping[str, Tensor]) -> None:
-    """A new folder with weights by Hugging Face name and their configuration, as engines load it."""
+    """Write a checkpoint that engines load: weights by Hugging Face name, and their configuration."""
     shape.config(next(iter(weights.values())).dtype).save_pretrained(folder)
     save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint by Hugging Face name, from one file or several.
+    """Read all weights of a checkpoint by Hugging Face name, from one file or several.
 
     Raises:
-        ModelError: the folder holds none.
+        ModelError: the folder holds no *.safetensors.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
@@ -124,10 +124,10 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def read_config(checkpoint: Path) -> Qwen3Config:
-    """The configuration of a checkpoint.
+    """Read the configuration of a checkpoint.
 
     Raises:
-        ModelError: it is not Qwen3, the family whose order of rounding is known here.
+        ModelError: the model is not Qwen3, the family whose order of rounding is known here.
     """
     config = AutoConfig.from_pretrained(checkpoint)
     if not isinstance(config, Qwen3Config):
@@ -136,10 +136,10 @@ def read_config(checkpoint: Path) -> Qwen3Config:
 
 
 def check_shares(config: Any, contract: Contract) -> None:
-    """See that ranks and leaves of the contract divide what they share of a Qwen3 model.
+    """Check that ranks and leaves of the contract divide what they share of a Qwen3 model.
 
     Raises:
-        ContractError: they do not.
+        ContractError: a number of ranks or leaves does not divide its part of the model.
     """
     heads, ffn = config.num_attention_heads, config.intermediate_size
     for side in ("trainer", "engine"):
