@@ -1,1 +1,1 @@
-"""Rollout engines that report the log-prob of every token they sample, behind one small protocol."""
+"""Rollout engines report the log-prob of every token that they sample, behind one small protocol."""

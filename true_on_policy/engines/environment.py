@@ -1,4 +1,4 @@
-"""The environment of its own that install.sh made for an engine, and what a process in it inherits from this one."""
+"""Find the environment that install.sh made for an engine, and choose which variables its processes inherit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ HERE = Path(__file__).parent
 
 
 def interpreter(engine: str) -> Path:
-    """The python of an engine's environment: in .venv-ENGINE beside the package, or where ENGINE_VENV says.
+    """Return the python of an engine's environment: in .venv-ENGINE beside the package, or where ENGINE_VENV says.
 
     Raises:
-        EngineError: it is not installed.
+        EngineError: the engine is not installed there.
     """
     variable = f"{engine.upper()}_VENV"
     folder = Path(os.environ.get(variable) or HERE.parent.parent / f".venv-{engine}")
@@ -29,7 +29,7 @@ def interpreter(engine: str) -> Path:
 
 
 def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
-    """Of packages in the engine's environment."""
+    """Return the versions of packages in the engine's environment."""
     folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
     found = {found.name: found.version for found in distributions(path=folders)}
     return {name: found[name] for name in names}
@@ -40,7 +40,7 @@ WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
 
 
 def inherited() -> dict[str, str]:
-    """Our variables, but for what is withheld; compiled code has other bits than eager."""
+    """Return the variables that an engine inherits from this process, with torch.compile off: it changes bits."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD)}
     eager = {"TORCH_COMPILE_DISABLE": "1"}
     return kept | eager | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

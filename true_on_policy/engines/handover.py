@@ -1,6 +1,6 @@
-"""What our launcher hands to our plugin inside an engine's processes, by environment variables.
+"""Hand a contract over by environment variables, from our launcher to our plugin inside an engine's processes.
 
-Both sides read this module: it imports neither an engine nor the kernels before it is asked to.
+Launcher and plugin both import this module, so its import loads neither an engine nor the kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from true_on_policy.contract.norm_order import NormOrder
 
 CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
-ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine does not follow its own
+ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine follows another order than its own
 FOLDER = (
     "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
 )
@@ -24,7 +24,7 @@ ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model,
 
 
 def handed_over(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
-    """The variables; none for an engine that stays stock."""
+    """Build the variables of the handover; none for an engine that stays stock."""
     given = {CONTRACT: contract, ORDER: order}
     return {name: json.dumps(asdict(value)) for name, value in given.items() if value is not None}
 
@@ -35,7 +35,7 @@ def asked_for() -> bool:
 
 
 def pin_as_asked() -> None:
-    """Pin for the rest of the process. An error here shall end the server with its message."""
+    """Pin the contract that was handed over, for the rest of the process; an error ends the server."""
     from true_on_policy.kernels.pin import pin
 
     contract = stated_contract()
@@ -44,7 +44,7 @@ def pin_as_asked() -> None:
 
 
 def stated_contract() -> Contract:
-    """What the launcher handed over."""
+    """Read the contract that the launcher handed over."""
     from true_on_policy.contract.cpu import Contract, Shapes
 
     stated = json.loads(os.environ[CONTRACT])
@@ -53,7 +53,7 @@ def stated_contract() -> Contract:
 
 
 def ordered_norm() -> Callable | None:
-    """An engine's RMSNorm in the order that was asked for; None where it keeps its own."""
+    """Build an engine's RMSNorm in the order that was handed over; None where the engine keeps its own."""
     if ORDER not in os.environ:
         return None
     from true_on_policy.contract.norm_order import NormOrder, add_residual, rms_norm

@@ -1,4 +1,4 @@
-"""What a rollout engine does for the proof: sample, score what was sampled, take new weights, end."""
+"""The protocol of a rollout engine: it samples, scores samples, takes new weights and ends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from true_on_policy.errors import TrueOnPolicyError
 
 
 class EngineError(TrueOnPolicyError):
-    """An engine that did not start, died, was too slow, or answered something else than was asked."""
+    """An engine did not start, died, was too slow, or gave an answer that does not fit the request."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to sample.
+    """A request asks an engine to sample one sequence.
 
     Attributes:
         prompt: token ids, at least one.
         length: how many tokens to sample; the engine ignores its end-of-sequence token.
-        seed: of this sequence's own random numbers, where the engine has such.
+        seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
         temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
     """
 
@@ -36,12 +36,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """A request and what the engine made of it.
+    """A sample is a request with the tokens that the engine sampled for it.
 
     Attributes:
-        tokens: the sampled ids, as many as were asked.
-        log_probs: of each, under the distribution that it was sampled from.
-        version: which update of the weights sampled it.
+        tokens: the sampled ids, as many as the request asks for.
+        log_probs: the log-prob of each token under the distribution from which it was sampled.
+        version: the version of the weights that sampled the tokens.
         cached: tokens of the prompt that the engine took from its cache.
         preempted: how often the engine gave up its cache and computed it again.
     """
@@ -60,12 +60,12 @@ class Sample:
 
 @runtime_checkable
 class Engine(Protocol):
-    """A rollout engine. Every method raises EngineError; `close` never does and may be called twice."""
+    """A rollout engine; every method but `close` may raise EngineError, and `close` may be called twice."""
 
     name: str
 
     def versions(self) -> dict[str, str]:
-        """Of the packages that compute, in the engine's own environment."""
+        """Return the versions of the packages that compute, in the engine's own environment."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
@@ -73,11 +73,11 @@ class Engine(Protocol):
         ...
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
-        """Log-prob of each sampled token by prefill of the whole sequence, at temperature 1."""
+        """Compute the log-prob of each sampled token by prefill of the whole sequence, at temperature 1."""
         ...
 
     def update_weights(self, checkpoint: Path, version: int) -> None:
-        """Take the weights of a checkpoint of the same shape; forget what was cached of the former ones."""
+        """Take the weights of a checkpoint with equal shapes, and drop the cache of the former weights."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A server process of our own: started on a free loopback port in its own process group, and ended with all of it."""
+"""Start a server process on a free loopback port in its own process group, and end the whole group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from true_on_policy.engines.protocol import EngineError
 
 TAIL_LINES = 25
 POLL_SECONDS = 0.25
-GRACE_SECONDS = 1  # SGLang looks every five seconds whether it was asked to end
+GRACE_SECONDS = 1  # SGLang checks only every five seconds whether it was asked to end
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -32,12 +32,12 @@ def free_port() -> int:
 
 
 class Server:
-    """A child process that speaks HTTP on loopback. What it prints is kept and quoted in every error."""
+    """A child process that speaks HTTP on loopback; every error quotes what the process printed."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
-        # An engine that is killed leaves its sockets where TMPDIR says.
+        # An engine that is killed leaves its sockets in the folder that TMPDIR names.
         self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
         self._log = Path(self._scratch.name, "log").open("wb")
         self._process = subprocess.Popen(
@@ -69,7 +69,7 @@ class Server:
         raise self._error(f"not ready within {seconds:g} s")
 
     def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
-        """The JSON answer to a JSON POST.
+        """Post JSON, and return the JSON answer.
 
         Raises:
             EngineError: the process died, refused the request, or did not answer within `seconds`.
@@ -88,14 +88,14 @@ class Server:
             raise self._error(f"{path} failed: {gone}") from gone
 
     def output(self) -> str:
-        """All that the process printed so far."""
+        """Return everything that the process has printed."""
         return Path(self._log.name).read_text(errors="replace")
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"{self.name}: {what}; from what it printed:\n{_telling(self.output())}")
 
     def close(self) -> None:
-        """End the whole process group: asked first, killed after a grace period. May be called twice."""
+        """End the whole process group: ask it first, kill it after a grace period; it may be called twice."""
         atexit.unregister(self.close)
         for stop, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not _signal_group(self._process.pid, stop):
@@ -106,7 +106,7 @@ class Server:
 
 
 def _telling(output: str) -> str:
-    """The lines around the message of the last traceback, else the last lines: a server says much after its fault."""
+    """Pick the lines around the last traceback's message, else the last lines: a server prints much after its fault."""
     lines = output.splitlines()
     traces = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     if not traces:
@@ -117,12 +117,12 @@ def _telling(output: str) -> str:
 
 
 def _die_with_parent() -> None:
-    """Linux: kill this process when its parent ends, even where the parent could not call `close`."""
+    """Ask Linux to kill this process when its parent ends, even where the parent could not call `close`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _signal_group(group: int, what: signal.Signals | int) -> bool:
-    """Whether the group still had a process to signal."""
+    """Signal a process group, and return whether it still had a process."""
     try:
         os.killpg(group, what)
     except ProcessLookupError:

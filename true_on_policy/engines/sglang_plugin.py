@@ -1,7 +1,7 @@
-"""Our plugin inside SGLang's processes, by its own entry point group `sglang.srt.plugins`.
+"""Our plugin inside SGLang's processes, which SGLang finds by its entry point group `sglang.srt.plugins`.
 
-SGLang calls `activate` early in each process and applies the hooks that it registered. Without our variables in the
-environment it does nothing, so an SGLang that shares our environment is left alone.
+SGLang calls `activate` early in each process and applies the hooks that `activate` registers. Without our variables in
+the environment `activate` does nothing, so an SGLang that shares our environment is left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def activate() -> None:
-    """Register what the contract needs. Called by SGLang, which survives and hides what a plugin raises."""
+    """Register the hooks that the contract needs; SGLang calls this function and hides what a plugin raises."""
     if FOLDER in os.environ:
         _look()
     if asked_for():
@@ -24,7 +24,7 @@ def activate() -> None:
 
 
 def _look() -> None:
-    """Where the doctor shall be told what this engine runs."""
+    """Register the hook that writes the engine's dump for the doctor."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     from true_on_policy.engines.sglang_settings import TARGET, written
@@ -33,12 +33,12 @@ def _look() -> None:
 
 
 def _align() -> None:
-    """The CPU's kernels and orders in place of SGLang's."""
+    """Register the hooks that replace SGLang's kernels and orders by those of the CPU contract."""
     from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
-    # With invariant kernels under it, torch's SDPA is as deterministic as the backends that SGLang lists, with a
-    # prefix from the cache too.
+    # On invariant kernels torch's SDPA is as deterministic as the backends that SGLang lists, even with a prefix from
+    # the cache.
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     HookRegistry.register(
@@ -59,12 +59,12 @@ def _align() -> None:
 
 
 def _pin(enable_bmm: bool = True) -> None:
-    """In place of SGLang's Triton kernels, which need a GPU."""
+    """Pin the CPU kernels where SGLang would switch on its Triton kernels, which need a GPU."""
     pin_as_asked()
 
 
 def _frequencies_on_cpu(compute, self, base):
-    """With `--rl-on-policy-target` SGLang moves this table to a GPU as soon as it is made."""
+    """Keep rope's frequencies on the CPU: with `--rl-on-policy-target` SGLang would move them to a GPU."""
     native, self._force_native = self._force_native, False
     try:
         return compute(self, base)
@@ -73,7 +73,7 @@ def _frequencies_on_cpu(compute, self, base):
 
 
 def _norm():
-    """SGLang's RMSNorm in the trainer's order of rounding."""
+    """Build SGLang's RMSNorm in the order of rounding that was handed over."""
     ordered = ordered_norm()
     assert ordered is not None
 
@@ -85,7 +85,7 @@ def _norm():
 
 
 def _row_parallel(contract: Contract):
-    """SGLang's row-parallel layers, their sums over K as trees that its tensor-parallel ranks share."""
+    """Build the forward of SGLang's row-parallel layers, whose sums over K are trees that the ranks share."""
     import torch
 
     from true_on_policy.kernels.row_parallel import agreed_tree
@@ -96,7 +96,7 @@ def _row_parallel(contract: Contract):
     def forward(self, input_, skip_all_reduce=False, forward_batch=None, output_tensor=None):
         assert self.input_is_parallel and self.bias is None and output_tensor is None, "no such path in Qwen3"
         total = tree.product(input_, self.weight, self.tp_group and self.tp_group.device_group)
-        # Where SGLang adds up over the ranks later, one rank's sum meets zeros.
+        # Where SGLang adds up over the ranks later, rank 0 gives the sum and the other ranks give zeros.
         alone = self.reduce_results or not self.tp_group or self.tp_group.rank_in_group == 0
         return total if alone else torch.zeros_like(total), None
 

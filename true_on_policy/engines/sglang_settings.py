@@ -1,7 +1,7 @@
-"""What is in force in the processes of SGLang that run its model, seen from inside them: what HTTP cannot tell.
+"""Observe from inside SGLang's processes what runs its model, which HTTP cannot tell.
 
-Our plugin calls `written` in each of them where TRUE_ON_POLICY_ENGINE_DUMP names a folder, for the doctor. The probes
-run before the server is up, on its own kernels and beside its key-value cache.
+Our plugin calls `written` in each process that runs the model, where TRUE_ON_POLICY_ENGINE_DUMP names a folder. The
+probes run before the server is up, on SGLang's own kernels and beside its key-value cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from true_on_policy.observe.process import (
     surviving,
 )
 
-# Where SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
+# After this method SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
 SPLITS = "flash_attention: FA3 default num_splits"
 MODE = "deep_gemm: DeepGEMM mode"
@@ -51,7 +51,7 @@ logger = logging.getLogger("true_on_policy")
 
 
 def written(result: Any, runner: Any) -> None:
-    """The hook: an engine that cannot be looked at starts all the same, and is not seen."""
+    """Write the dump in SGLang's hook; an engine that cannot be observed starts all the same, without a dump."""
     try:
         write(runner)
     except Exception:
@@ -59,7 +59,7 @@ def written(result: Any, runner: Any) -> None:
 
 
 def write(runner: Any) -> Path:
-    """The file of this rank, named by the machine of the engine's first rank and the server's port."""
+    """Write the dump of this rank, named by the machine of the engine's first rank and the server's port."""
     args = runner.server_args
     process = this_process(f"http://{args.host}:{args.port}")
     machine = (args.dist_init_addr or "").rpartition(":")[0] or socket.gethostname()
@@ -68,7 +68,7 @@ def write(runner: Any) -> Path:
 
 
 def observe(runner: Any) -> Observation:
-    """`runner`: SGLang's ModelRunner."""
+    """Observe the process of `runner`, SGLang's ModelRunner."""
     parameters = [*runner.model.parameters()]
     where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]
     size = stated_size(runner.model_config.hf_text_config.to_dict())
@@ -104,12 +104,16 @@ def _tensor_parallel() -> int:
 
 
 def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Product]]:
-    """Those of the model, o and down by its own layers, which choose a kernel by their ranks and the contract."""
+    """Yield the products of the model; o and down by SGLang's layers, which choose a kernel by ranks and contract."""
     return gpu.products(size, *(_row_parallel(_layer(model, name)) for name in ("o_proj", "down_proj")))
 
 
 def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Raises: NotSeenError: the model calls none so."""
+    """Find the first layer of this name in the model.
+
+    Raises:
+        NotSeenError: the model has no layer of this name.
+    """
     found = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
     layer = next(found, None)
     if layer is None:
@@ -118,7 +122,7 @@ def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _row_parallel(layer: Any) -> Product:
-    """The product of a RowParallelLinear of SGLang, with other weights than the model's, over its ranks."""
+    """Build the product of an SGLang RowParallelLinear over its ranks, with given weights in place of the model's."""
 
     def share(x: Tensor, weight: Tensor) -> Tensor:
         twin = copy.copy(layer)
@@ -129,13 +133,13 @@ def _row_parallel(layer: Any) -> Product:
 
 
 def _backends(runner: Any) -> list[Any]:
-    """Of prefill and decode, where SGLang holds two."""
+    """List SGLang's attention backends: those of prefill and of decode, or the only one."""
     backend = runner.attn_backend
     parts = [getattr(backend, f"{phase}_backend", None) for phase in ("prefill", "decode")]
     return [part for part in parts if part is not None] or [backend]
 
 
-# SGLang's classes by its own names for them.
+# SGLang's own names of its attention backends, by class.
 ATTENTIONS: dict[str, Callable[[Any], str]] = {
     "FlashAttentionBackend": lambda backend: f"fa{backend.fa_impl_ver}",
     "FlashInferAttnBackend": lambda backend: "flashinfer",
@@ -150,7 +154,11 @@ def _attention(backend: Any) -> str:
 
 
 def _splits(backend: Any) -> str:
-    """Raises: NotSeenError: it tells no number of splits."""
+    """Read the number of splits from an attention backend.
+
+    Raises:
+        NotSeenError: the backend states no number of splits.
+    """
     told = {getattr(backend, name, None) for name in ("num_splits", "decode_num_splits")} - {None}
     if not told:
         raise NotSeenError(f"{type(backend).__name__} tells no num_splits")
@@ -158,13 +166,13 @@ def _splits(backend: Any) -> str:
 
 
 def _narrow(parameters: list[torch.Tensor]) -> str:
-    """Dtypes of weights that are no floating-point numbers of 16 bits or more."""
+    """Name the dtypes of weights other than bfloat16, float16 and float32; `None` where there is none."""
     narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype not in WIDE}
     return ", ".join(sorted(narrow)) or "None"
 
 
 def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:
-    """While SGLang multiplies: since DeepGEMM 0.2 it turns the switch for each call alone.
+    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang turns the switch for each call alone.
 
     Raises:
         NotSeenError: SGLang does not multiply by DeepGEMM.

@@ -1,7 +1,8 @@
-"""Our plugin inside vLLM's processes, by its own entry point group `vllm.general_plugins`.
+"""Our plugin inside vLLM's processes, which vLLM finds by its entry point group `vllm.general_plugins`.
 
-vLLM's CPU build computes in compiled kernels of its own: products in oneDNN, attention and RoPE in C++. The plugin puts
-torch's in their place, which the pinned kernels override. Without a contract in the environment it does nothing.
+vLLM's CPU build computes in its own compiled kernels: products in oneDNN, attention and RoPE in C++. The plugin puts
+torch's operators in their place, which the pinned kernels override. Without a contract in the environment the plugin
+does nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from true_on_policy.engines.handover import asked_for, ordered_norm, pin_as_aske
 
 
 def activate() -> None:
-    """Replace what vLLM computes in its own kernels. Called by vLLM early in each of its processes."""
+    """Replace what vLLM computes in its own kernels; vLLM calls this function early in each process."""
     if not asked_for():
         return
     import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
@@ -23,7 +24,7 @@ def activate() -> None:
     )
     from vllm.v1.worker.cpu_worker import CPUWorker  # pyright: ignore[reportMissingImports]
 
-    custom_ops._supports_onednn = False  # what is left then is torch.nn.functional.linear
+    custom_ops._supports_onednn = False  # vLLM then calls torch.nn.functional.linear
     CPUAttentionBackendImpl.forward = _attend
     CPUAttentionBackendImpl.do_kv_cache_update = _store
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
@@ -32,7 +33,7 @@ def activate() -> None:
 
 
 def _pinned(load_model):
-    """The worker alone runs the model; vLLM's other processes stay as they are."""
+    """Wrap the worker's load_model so that it pins first: the worker alone runs the model."""
 
     def load(self, *args, **kwargs):
         pin_as_asked()
@@ -42,7 +43,7 @@ def _pinned(load_model):
 
 
 def _store(self, layer, key, value, kv_cache, slot_mapping):
-    """Keys and values of the new tokens, side by side: `kv_cache` is [blocks, heads, slots of a block, 2 head_size]."""
+    """Store keys and values of the new tokens side by side in `kv_cache` [blocks, heads, slots, 2 head_size]."""
     import torch
 
     block, slot = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
@@ -50,7 +51,7 @@ def _store(self, layer, key, value, kv_cache, slot_mapping):
 
 
 def _attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *unused, **unused_too):
-    """Each sequence's new queries against all its keys, by torch's SDPA."""
+    """Attend with each sequence's new queries over all its keys, by torch's SDPA."""
     import torch
     import torch.nn.functional as F
 

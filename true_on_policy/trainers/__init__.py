@@ -1,1 +1,1 @@
-"""Trainers that compute the log-prob of every token of given sequences, behind one small protocol."""
+"""Trainers compute the log-prob of every token of given sequences, behind one small protocol."""

@@ -1,7 +1,7 @@
 """Core attention of the Megatron trainer: torch's SDPA, which the pinned kernels override, in each layout of a batch.
 
-Packed sequences lie end to end. Under context parallelism a rank holds two chunks of each, from both ends inwards
-(zigzag): with R ranks a sequence is cut into 2R chunks, and rank r holds chunks r and 2R - 1 - r.
+Packed sequences lie end to end. Under context parallelism a rank holds two chunks of each sequence (zigzag): with R
+ranks a sequence is cut into 2R chunks, and rank r holds chunks r and 2R - 1 - r.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def zigzag(length: int, rank: int, ranks: int) -> Int64[Tensor, "S"]:
-    """Positions of a sequence that a context rank holds, in its order. `length` is a multiple of twice the ranks."""
+    """Return the positions that a context-parallel rank holds, in its order; 2 * `ranks` divides `length`."""
     if ranks == 1:
         return torch.arange(length)
     chunks = torch.arange(length).chunk(2 * ranks)
@@ -26,14 +26,14 @@ def zigzag(length: int, rank: int, ranks: int) -> Int64[Tensor, "S"]:
 
 
 def in_order(parts: Shaped[Tensor, "R L *D"]) -> Shaped[Tensor, "N *D"]:
-    """What the ranks hold of a sequence, in the order of the sequence."""
+    """Join the parts that the ranks hold of a sequence, in the order of the sequence."""
     ranks, held = parts.shape[:2]
     places = torch.cat([zigzag(ranks * held, rank, ranks) for rank in range(ranks)]).argsort()
     return parts.flatten(0, 1)[places]
 
 
 def of_all_ranks(local: Shaped[Tensor, "T *D"], context: Any) -> Shaped[Tensor, "R T *D"]:
-    """What every rank of a group holds, rank after rank, with gradient."""
+    """Gather the tensors of all ranks of a group, rank after rank, with gradient."""
     return local[None] if context.size() == 1 else _Gather.apply(local, context)
 
 
@@ -73,7 +73,7 @@ class SpecAttention(torch.nn.Module):
     def _one_sequence(
         self, query: Float[Tensor, "L H D"], key: Float[Tensor, "R L G D"], value: Float[Tensor, "R L G D"]
     ) -> Float[Tensor, "L H*D"]:
-        """This rank's queries against the keys of all ranks, in the order of the sequence."""
+        """Attend with this rank's queries over the keys of all ranks, in the order of the sequence."""
         keys, values = (in_order(x).transpose(0, 1)[None] for x in (key, value))
         ranks, length = self.context.size(), keys.shape[2]
         seen = None
@@ -89,7 +89,7 @@ class SpecAttention(torch.nn.Module):
 
 
 class _Gather(torch.autograd.Function):
-    """`[...] -> [ranks, ...]`; the gradient of a rank's part is the sum over what all ranks made of it."""
+    """The gather `[...] -> [ranks, ...]`; the gradient of a rank's part is the sum of all ranks' gradients for it."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:

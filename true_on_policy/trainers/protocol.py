@@ -1,4 +1,4 @@
-"""What a trainer does for the proof: log-probs of the sampled tokens of a batch, under a checkpoint's weights."""
+"""The protocol of a trainer: it computes the log-probs of a batch's sampled tokens under a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from true_on_policy.engines.protocol import Sample
 
 @runtime_checkable
 class Trainer(Protocol):
-    """A trainer. One in this process computes on the kernels that are pinned when it is called."""
+    """A trainer of the proof; a trainer in this process computes on the kernels that are pinned when it is called."""
 
     name: str
 
     def load(self, checkpoint: Path) -> None:
-        """Take the weights of a checkpoint of the same shape."""
+        """Take the weights of a checkpoint whose shapes are those of the former one."""
         ...
 
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
-        """Log-prob of each sampled token, all sequences in one forward pass, each at its temperature."""
+        """Compute the log-prob of each sampled token: all sequences in one pass, each at its temperature."""
         ...
 
     def close(self) -> None: ...
@@ -33,9 +33,9 @@ class Trainer(Protocol):
 def sampled_log_probs(
     logits: Float[Tensor, "T V"], sample: Sample, temperature: float
 ) -> Float32[Tensor, "N"]:
-    """log_softmax(logits / temperature) of the sampled tokens of one sequence, from the logits at its own T positions.
+    """Compute log_softmax(logits / temperature) of a sequence's sampled tokens, from the logits at its T positions.
 
-    The one formula that agrees with SGLang's to the bit: in float32, a division (not a product with the inverse), and
+    This formula agrees with SGLang's to the bit: in float32, a division (not a product with the inverse), and
     log_softmax (not logits less logsumexp, nor Megatron's vocab_parallel_cross_entropy).
     """
     first = len(sample.request.prompt) - 1

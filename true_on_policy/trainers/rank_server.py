@@ -1,4 +1,4 @@
-"""What the process imports that `ranks` forks from: Megatron-core, without its advice for GPUs; nothing is computed."""
+"""Import Megatron-core, without its advice for GPUs, in the process from which `ranks` forks; nothing is computed."""
 
 from __future__ import annotations
 

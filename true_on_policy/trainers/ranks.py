@@ -1,7 +1,7 @@
 """The Megatron trainer on several tensor-parallel ranks of this machine, over gloo, driven from one process.
 
-The ranks are forked from a server that has imported Megatron and computed nothing: a process that has pinned kernels or
-run autograd holds threads, and what is forked from it may hang.
+The ranks are forked from a server that has imported Megatron and computed nothing. A process that has pinned kernels or
+run autograd holds threads, and its forks may hang.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ANSWER_SECONDS = 600
 
 
 class RankError(TrueOnPolicyError):
-    """A rank that raised, ended or was too slow."""
+    """A rank raised an exception, ended or was too slow."""
 
 
 class MegatronRanks:
-    """`Megatron` on the ranks of `contract.trainer_tensor_parallel`; without an `order` all of it is stock.
+    """The Megatron trainer on `contract.trainer_tensor_parallel` ranks; without an `order` every part is stock.
 
     Raises:
-        RankError: from every method; the ranks are ended then.
+        RankError: a rank failed, in any method. All ranks are ended first.
     """
 
     name = "megatron"
@@ -75,9 +75,9 @@ class MegatronRanks:
         self._folder.cleanup()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What rank 0 answers; every rank computes the same."""
+        """Call a method on every rank, and return the answer of rank 0; all ranks compute equal answers."""
         for connection in self._connections:
-            with suppress(BrokenPipeError):  # a rank that ended is told by the answer it does not give
+            with suppress(BrokenPipeError):  # _answers reports a rank that has ended
                 _send(connection, (name, arguments))
         return self._answers()[0]
 
@@ -106,7 +106,7 @@ class MegatronRanks:
 
 
 def _send(connection: Connection, message: Any) -> None:
-    """By value: torch would share a tensor's memory, which ends with the process that made it."""
+    """Send a message by value: torch would share a tensor's memory, which ends with the sending process."""
     connection.send_bytes(pickle.dumps(message))
 
 
@@ -119,8 +119,8 @@ def _serve(
     contract: Contract,
     order: NormOrder | None,
 ) -> None:
-    """One rank: the trainer, and an answer to every call until the other end is closed."""
-    # Ctrl-C reaches every process of a terminal; the one who drives ends the ranks.
+    """Run one rank: build the trainer, and answer every call until the other end of the connection is closed."""
+    # Ctrl-C reaches every process of a terminal; the process that drives the ranks ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ranks = contract.trainer_tensor_parallel
     try:

@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank of Megatron-core holds of a Hugging Face checkpoint, parameter by parameter."""
+"""Cut a Hugging Face checkpoint into the parameters that a tensor-parallel rank of Megatron-core holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a model.
+    """A shard is one rank's part of a model.
 
     Attributes:
-        rank: place among `ranks`, which share out each weight of two dimensions.
-        groups: key-value heads of the whole model.
+        rank, ranks: the place of the rank among all ranks, which share out each weight of two dimensions.
+        groups: the number of key-value heads in the whole model.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class Shard:
     groups: int
 
     def parameter(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
-        """A parameter by Megatron's name, made of the weights that Hugging Face names."""
+        """Build a parameter, given by Megatron's name, from weights by Hugging Face's names."""
         module = name.removesuffix(".weight")
         if module in ENDS:
             source, held = ENDS[module]
@@ -41,7 +41,7 @@ Held = Callable[[Sequence[Tensor], Shard], Tensor]
 
 
 def padded_rows(vocabulary: int, ranks: int) -> int:
-    """Rows of an embedding that the ranks can share."""
+    """Round the rows of an embedding up to a number that the ranks can share."""
     return -(-vocabulary // ranks) * ranks
 
 
@@ -50,20 +50,20 @@ def _whole(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _rows_padded(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Behind the vocabulary stand rows of zeros, whose logits the trainer drops."""
+    """Take a rank's rows of an embedding, padded behind the vocabulary; the trainer drops the logits of padding."""
     [weight] = sources
     missing = padded_rows(len(weight), shard.ranks) - len(weight)
     return shard.rows(torch.nn.functional.pad(weight, (0, 0, 0, missing)))
 
 
 def _rows_by_group(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """A query group's rows of q, then of k, then of v."""
+    """Take a rank's rows of a fused projection, which holds for each query group the rows of q, of k and of v."""
     groups = [source.unflatten(0, (shard.groups, -1)) for source in sources]
     return shard.rows(torch.cat(groups, 1).flatten(0, 1))
 
 
 def _rows_of_each(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Gate and up stand side by side on every rank."""
+    """Take a rank's rows of gate and of up, which lie one behind the other on every rank."""
     return torch.cat([shard.rows(source) for source in sources])
 
 
@@ -71,7 +71,7 @@ def _columns(sources: Sequence[Tensor], shard: Shard) -> Tensor:
     return sources[0].chunk(shard.ranks, 1)[shard.rank]
 
 
-# Megatron's names within a layer, each with the Hugging Face weights that make it, and how.
+# Megatron's parameters within a layer, each with the Hugging Face weights that make it, and the function that does.
 LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
     "input_layernorm": (("input_layernorm",), _whole),
     "self_attention.linear_qkv": (

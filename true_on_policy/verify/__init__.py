@@ -1,1 +1,1 @@
-"""`python -m true_on_policy verify`: the engine's log-probs against the trainer's, by bytes."""
+"""`python -m true_on_policy verify` compares the engine's log-probs with the trainer's, by bytes."""

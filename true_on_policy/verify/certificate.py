@@ -1,4 +1,4 @@
-"""The certificate of a verification: what ran, where, under which contract, and how many values were the same bytes."""
+"""The certificate of a verification: what ran, where, under which contract, and how many log-probs were equal."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Verdict = Literal["equal", "different", "vacuous", "incomplete"]
 
 @dataclass(frozen=True)
 class Certificate:
-    """A verification that came to an end.
+    """A certificate states the result of one verification.
 
     Attributes:
-        links: the chain; each must hold.
-        control: the same conclusion with the stock kernels and orders of both sides; it must not hold.
-        situations: what occurred while the engine sampled, in numbers.
-        met: situations that were met, by name.
-        not_met: situations that could have been met and were not, each with how to meet it.
-        not_of_engine: situations that this engine cannot meet, or does not tell of.
+        links: the links of the chain; each must hold.
+        control: the conclusion of the chain with the stock kernels and orders of both sides; it must not hold.
+        situations: how often each situation occurred while the engine sampled.
+        met: the names of the situations that were met.
+        not_met: the situations that could have been met and were not, each with how to meet it.
+        not_of_engine: the situations that this engine cannot meet, or does not report.
         hashes: SHA-256 of the log-probs of all tokens, by who computed them.
-        engine: name and versions; its packages are those of its own environment.
-        commit: of this project, as the verification began.
+        engine: name and versions of the engine; the packages are those of its own environment.
+        commit: the commit of this project when the verification began.
     """
 
     engine: Mapping[str, str]
@@ -54,7 +54,7 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """What the links, the control and the situations say together.
+        """The verdict of the links, the control and the situations together.
 
         `different`: a link is broken. `vacuous`: the stock kernels agree too. `incomplete`: a situation was not met.
         """
@@ -65,7 +65,7 @@ class Certificate:
         return "incomplete" if self.not_met else "equal"
 
     def write(self, path: Path) -> None:
-        """As JSON, whole or not at all."""
+        """Write the certificate as JSON, whole or not at all."""
         with replaced(path) as partial:
             partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
@@ -109,7 +109,7 @@ def _gap(link: Link) -> str:
 
 
 def _cpu_name() -> str:
-    """As Linux names it, else as Python does."""
+    """Return the name of the CPU, from Linux or else from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

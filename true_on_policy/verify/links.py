@@ -1,7 +1,8 @@
 """The chain from the trainer's log-probs to those that the engine sampled with, link by link, compared by bytes.
 
-(1) trainer: a sequence alone == in any batch; (2) engine prefill == trainer; (3) engine decode == engine prefill. Hence
-decode == trainer, which is compared as well: the engine's prefill knows no temperature, so (3) holds at 1 alone.
+(1) trainer: a sequence alone == in any batch; (2) engine prefill == trainer; (3) engine decode == engine prefill. The
+engine's prefill knows no temperature, so (3) covers temperature 1 alone. The conclusion, engine decode == trainer, is
+therefore compared at every temperature as well.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ LogProbs = list[Float32[Tensor, "_"]]  # one tensor a sequence
 
 @dataclass
 class Evidence:
-    """Log-probs of the same sampled tokens, by who computed them and how.
+    """The evidence of a verification: log-probs of one set of sampled tokens, by who computed them and how.
 
     Attributes:
-        samples: what the engine decoded, with its log-probs.
+        samples: the tokens that the engine decoded, with its log-probs.
         batches: how many requests the engine was given in each call.
-        prefill: the engine's, of the whole sequence at once, at temperature 1.
-        trainer: the trainer's, each sequence alone, at temperature 1.
-        trainer_tempered: the same at the temperature of each request.
-        packed: the same at temperature 1, several sequences in a batch, by how they were batched.
+        prefill: the engine's log-probs of each whole sequence at once, at temperature 1.
+        trainer: the trainer's log-probs of each sequence alone, at temperature 1.
+        trainer_tempered: the trainer's log-probs of each sequence alone, at the temperature of its request.
+        packed: the trainer's log-probs of several sequences in a batch, at temperature 1, by the way of batching.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -60,10 +61,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Link:
-    """How many log-probs of two computations are the same bytes, and where they first are not.
+    """A link counts the log-probs of two computations that are equal by bytes, and names the first that is not.
 
     Attributes:
-        first: the first mismatch in words, at [sequence, token]; None where all are equal.
+        first: the first mismatch in words, at [sequence, token]; None where all log-probs are equal.
         furthest: the greatest absolute difference.
     """
 
@@ -79,7 +80,7 @@ class Link:
 
 
 def links(evidence: Evidence) -> list[Link]:
-    """The three links and what follows from them."""
+    """Compare the evidence link by link, and add the conclusion that follows from the three links."""
     at_one = [index for index, sample in enumerate(evidence.samples) if sample.request.temperature == 1]
     return [
         *(
@@ -99,7 +100,7 @@ def links(evidence: Evidence) -> list[Link]:
 def conclusion(
     evidence: Evidence, name: str = "hence engine decode == trainer, at every temperature"
 ) -> Link:
-    """What the engine sampled with against what the trainer computes."""
+    """Compare the log-probs that the engine sampled with to those that the trainer computes."""
     return link(name, evidence.decode, evidence.trainer_tempered)
 
 

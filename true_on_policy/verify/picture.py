@@ -11,11 +11,11 @@ from torch import Tensor
 from mis_plugins.shared.storage import optional
 from true_on_policy.verify.links import Evidence
 
-FLOOR = 1e-9  # where a difference of exactly 0 is drawn on the logarithmic axis
+FLOOR = 1e-9  # a difference of exactly 0 is drawn here on the logarithmic axis
 
 
 def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
-    """Two panels of |engine decode - trainer| over the sampled tokens, written to `path`.
+    """Draw two panels of |engine decode - trainer| over the sampled tokens, stock and pinned, and write them to `path`.
 
     Raises:
         RecordError: matplotlib is not installed.

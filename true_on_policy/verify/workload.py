@@ -1,4 +1,4 @@
-"""What the engine is asked to sample: the situations in which a kernel could depend on company or history."""
+"""The workload of a verification: requests that lead into the situations where a kernel could change bits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from true_on_policy.engines.protocol import Request, Sample
 BATCH_SIZES = (1, 3, 8)
 LONGEST_RESPONSE = 80
 LONGEST_PROMPT = 200
-STOCK_KEYS = 512  # that a stock kernel takes at once
+STOCK_KEYS = 512  # a stock kernel takes so many keys at once
 LONG_PROMPT = STOCK_KEYS + 8
 TEMPERATURES = (1.0, 1.0, 0.7)
 
 
 @dataclass
 class Workload:
-    """Batches of ragged requests without end: sizes 1, 3 and 8, temperatures 1 and not 1, a prompt beyond 512 tokens.
+    """Endless batches of ragged requests: sizes 1, 3 and 8, temperatures 1 and 0.7, and a prompt beyond 512 tokens.
 
-    A full set ends with a batch that continues earlier sequences, whose prompts an engine finds in its cache.
+    A full set ends with a batch that continues earlier sequences, so that an engine finds the prompts in its cache.
     """
 
     vocab: int
@@ -36,10 +36,10 @@ class Workload:
     def sample(
         self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int, full_set: bool = False
     ) -> list[list[Sample]]:
-        """Have batches sampled, each whole, until they hold at least `tokens` tokens.
+        """Have whole batches sampled until they hold at least `tokens` tokens.
 
         Args:
-            full_set: go on until a full set was sampled, by this call or an earlier one.
+            full_set: whether to go on until a full set was sampled, by this call or an earlier one.
         """
         done: list[Sample] = []
         batches: list[list[Sample]] = []
@@ -76,7 +76,7 @@ class Workload:
 
 
 def arrangements(samples: Sequence[Sample], seed: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Ways to batch the samples in a trainer, by name: the indices of each batch, shuffled."""
+    """Yield the ways to batch the samples in a trainer, each with its name and the shuffled indices of each batch."""
     random = torch.Generator().manual_seed(seed)
     for name, size in (("in batches of 3", 3), ("in batches of 8", 8), ("all in one batch", len(samples))):
         order = torch.randperm(len(samples), generator=random).tolist()

@@ -1,8 +1,8 @@
-"""Not SGLang's kernels: a stand-in by mis-plugins for a wheel that exists for GPUs alone.
+"""A stand-in by mis-plugins for SGLang's wheel of kernels, which exists for GPUs alone.
 
-On a CPU without AMX SGLang computes with plain torch and only imports names from `sgl_kernel`. This module holds the
-two functions that it does call there, and a stub under every other name that says so when something calls it. Without
-`convert_weight_packed` among its operators SGLang stays on plain torch where AMX exists, too.
+On a CPU without AMX SGLang computes with plain torch and only imports names from `sgl_kernel`. The stand-in holds the
+two functions that SGLang calls there. Every other name is a stub that raises when it is called. The stand-in lacks the
+operator `convert_weight_packed`, so that SGLang stays on plain torch where AMX exists, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def assign_req_to_token_pool_cpu(
 
 
 def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """MurmurHash3 (32 bits, Appleby) of seed's two words, position and column: `[N], [N], [V] -> [N, V]` in int64."""
+    """Hash the seed's two words, position and column by MurmurHash3 (32 bits): `[N], [N], [V] -> [N, V]` in int64."""
     seed = seed.to(torch.int64)[:, None]
     state = _mix(torch.zeros_like(seed), seed & LOW_32)
     state = _mix(state, (seed >> 32) & LOW_32)
