@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,7 +89,8 @@ def fault_of(sample: Any) -> Fault | None:
 def _other_tokens(sample: Any) -> Fault | None:
     """Whether a token of the loss is another than the engine returned, as far as the sample tells."""
     length = sample.response_length
-    entries = (getattr(sample, "metadata", None) or {}).get(ENTRIES)
+    metadata = getattr(sample, "metadata", None)
+    entries = metadata.get(ENTRIES) if isinstance(metadata, Mapping) else None
     if entries is not None and len(entries) != length:
         return Fault("of other tokens", f"{len(entries)} {ENTRIES} for {length} response tokens")
     changed = _outside_nucleus(sample) if entries is None else _unlike_entries(sample, entries)
@@ -116,9 +117,10 @@ def _outside_nucleus(sample: Any) -> list[bool]:
     if any(x is None for x in found):
         return none
     ids, offsets = (torch.as_tensor(x).long().flatten() for x in found)
-    sizes, tokens = offsets.diff(), _response(sample)
-    if len(sizes) != len(tokens) or int(offsets[-1]) != len(ids):
+    tokens = _response(sample)
+    if len(offsets) != len(tokens) + 1 or int(offsets[-1] - offsets[0]) != len(ids):
         return none  # slime itself refuses such a sample
+    sizes = offsets.diff()
     owner = torch.repeat_interleave(sizes)
     hits = torch.zeros_like(sizes).index_add_(0, owner, (ids == tokens[owner]).long())
     return ((sizes > 0) & (hits == 0)).tolist()

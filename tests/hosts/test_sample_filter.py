@@ -40,7 +40,7 @@ class Sample:
     index: int | None = 7
     group_index: int | None = 3
     status: Status = Status.COMPLETED
-    metadata: dict = field(default_factory=dict)
+    metadata: Any = field(default_factory=dict)
     tokens: Any = (1, 2, 5, 6)
     rollout_top_p_token_ids: Any = None
     rollout_top_p_token_offsets: Any = None
@@ -236,6 +236,10 @@ UNCHANGED = {
     "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
     "of a nucleus that slime refuses": good(**nucleus([5])),
     "no response": Sample([], response_length=0, metadata=returned(), **nucleus()),
+    "no response, and no offset": Sample(
+        [], response_length=0, rollout_top_p_token_ids=[], rollout_top_p_token_offsets=[]
+    ),
+    "metadata that is text": good(metadata="from the data set"),
 }
 CHANGED = {
     "another token": good(metadata=returned(5, 7)),
