@@ -35,7 +35,7 @@ setup(
     package_data={
         "mis_plugins": ["py.typed"],
         "mis_plugins.hosts": ["records/*.txt"],
-        "mis_plugins.presets": ["*.yaml"],
+        "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
         "true_on_policy.engines": ["*.sh", "*.txt"],
         "true_on_policy.kernels": ["*.c"],
     },

@@ -35,8 +35,9 @@ from provenance import as_markdown, provenance
 from rich.progress import track
 
 from mis_plugins.__main__ import load
+from mis_plugins.config import reading
+from mis_plugins.config.docs import header
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.reading import preset_path
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.folders import METRICS, SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
@@ -79,7 +80,7 @@ class Case:
         """The file's first line."""
         if self.file is None:
             return f"no hook, {BASELINES[self.name]} rollout weights"
-        return self.file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        return header(self.file).formula
 
     def digest(self, recipe: str, code: str) -> str:
         """Of all that a run follows from."""
@@ -96,8 +97,7 @@ def hook(config: CorrectionConfig) -> str:
 
 def cases() -> list[Case]:
     """The baselines, then every preset by name."""
-    files = sorted(preset_path("mis").parent.glob("*.yaml"), key=lambda file: file.stem)
-    return [*map(Case, BASELINES), *(Case(file.stem, file) for file in files)]
+    return [*map(Case, BASELINES), *(Case(name, file) for name, file in reading.presets().items())]
 
 
 def run(case: Case, recipe: str, runs: Path) -> int:

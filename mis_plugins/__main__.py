@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from mis_plugins.config import reading, writing
+from mis_plugins.config.docs import header
 from mis_plugins.config.file import STDIN, keys_of, text_of
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, MisError
@@ -100,9 +101,9 @@ def path(arguments: argparse.Namespace) -> str:
 
 def names(arguments: argparse.Namespace) -> str:
     """Every preset with its formula."""
-    files = sorted(reading.preset_path("mis").parent.glob("*.yaml"))
-    width = max(len(file.stem) for file in files)
-    lines = [f"{file.stem:<{width}}  {_headline(file)}" for file in files]
+    presets = reading.presets()
+    width = max(map(len, presets))
+    lines = [f"{name:<{width}}  {header(file).formula}" for name, file in presets.items()]
     return "\n".join([LEGEND, "", *lines])
 
 
@@ -194,10 +195,6 @@ def _file(target: str) -> Path:
         if target == STDIN or file.exists() or file.suffix or "/" in target
         else reading.preset_path(target)
     )
-
-
-def _headline(file: Path) -> str:
-    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 Command = tuple[Callable[[argparse.Namespace], str], str, str | None]  # what it runs, its name, what it takes

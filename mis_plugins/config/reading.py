@@ -412,10 +412,15 @@ def preset_path(name: str) -> Path:
     Raises:
         ConfigError: names the nearest preset that exists.
     """
-    presets = {path.stem: path for path in sorted(_preset_folder().glob("*.yaml"))}
-    if name not in presets:
-        raise ConfigError(f"preset {name!r}: unknown{_suggest(name, presets)}")
-    return presets[name]
+    known = presets()
+    if name not in known:
+        raise ConfigError(f"preset {name!r}: unknown{_suggest(name, known)}")
+    return known[name]
+
+
+def presets() -> dict[str, Path]:
+    """The file of every preset by its name: ours at the top of the folder, those of other packages in `peers/`."""
+    return {path.stem: path for path in sorted(_preset_folder().rglob("*.yaml"), key=lambda path: path.stem)}
 
 
 def _preset_folder() -> Path:

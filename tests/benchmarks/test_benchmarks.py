@@ -25,7 +25,6 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.step_report import Recorder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-YAML = BENCHMARKS.parent / "yaml"
 MOST_OPERATORS = 300
 BUDGET = {"full": MOST_OPERATORS, "all": 600}
 MOST_COLLECTIVES = 3
@@ -81,7 +80,7 @@ def test_every_preset_is_within_the_budget(metrics: str, tmp_path: Path):
 
 def _presets_of_the_hook() -> dict[str, Namespace]:
     """Every preset that the TIS hook serves and that corrects."""
-    parsed = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(YAML.glob("*.yaml"))}
+    parsed = {name: yaml.safe_load(path.read_text()) for name, path in reading.presets().items()}
     hooked = {
         name: Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
         for name, keys in parsed.items()

@@ -13,6 +13,7 @@ from typing import Any
 import presets
 import pytest
 
+from mis_plugins.config import reading
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.local.train.parallel import EXIT_INTERRUPTED
@@ -37,7 +38,7 @@ def numbers(folder: Path) -> dict[str, dict[str, float]]:
 
 def test_every_preset_runs_end_to_end(smoke: Path):
     found = numbers(smoke)
-    assert list(found) == [*presets.BASELINES, *sorted(file.stem for file in (ROOT / "yaml").glob("*.yaml"))]
+    assert list(found) == [*presets.BASELINES, *reading.presets()]
     for name, one in found.items():
         assert all(math.isfinite(value) for value in one.values()), name
         assert 0 <= one["kept"] <= 1 + 1e-6 and 0 <= one["ess"] <= 1 + 1e-6, name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import typing
@@ -19,7 +20,7 @@ from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
 
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import writing
+from mis_plugins.config import docs, reading, writing
 from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
@@ -35,7 +36,7 @@ from mis_plugins.explain import words as describe
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "yaml"
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = sorted(FOLDER.rglob("*.yaml"), key=lambda file: file.stem)
 LONGEST = 120  # characters of a first line
 
 
@@ -52,13 +53,13 @@ def plain(file: Path) -> dict:
 
 
 def test_the_table_is_complete():
-    assert {file.stem for file in FILES} == DOCUMENTED.keys()
+    assert {file.stem for file in FILES} >= DOCUMENTED.keys()
     assert not (FOLDER / "__init__.py").exists(), "it would shadow PyYAML"
 
 
-@each_file
-def test_equals_its_documented_config(file: Path):
-    assert load(file) == DOCUMENTED[file.stem]
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_equals_its_documented_config(name: str):
+    assert load(reading.preset_path(name)) == DOCUMENTED[name]
 
 
 @each_file
@@ -73,7 +74,7 @@ def test_form(file: Path):
 
 @each_file
 def test_names_the_flags_it_needs(file: Path):
-    config = DOCUMENTED[file.stem]
+    config = load(file)
     flags = describe.flags(config).removesuffix(f" {describe.TIS_HOOK}")
     instead = " in place of --use-tis" if flags == "--get-mismatch-metrics" else ""
     assert f"# Needs {flags}{instead}." in file.read_text().splitlines()
@@ -83,7 +84,7 @@ def test_names_the_flags_it_needs(file: Path):
 def test_formula_names_every_bound(file: Path):
     """1/1.001 and 1/0.999, which verl's k1 bounds come to, by that name."""
     headline = file.read_text().splitlines()[0]
-    weight, rules = DOCUMENTED[file.stem].weight, DOCUMENTED[file.stem].reject
+    weight, rules = load(file).weight, load(file).reject
     bounds = [bound for rule in rules for bound in (rule.lower, rule.upper)]
     bounds += [weight.upper, weight.lower] if weight else []
     names = {1 / 1.001: "1/1.001", 1 / 0.999: "1/0.999", 1e-4: "1e-4"}
@@ -96,9 +97,7 @@ def test_every_preset_of_verl_is_here(name: str):
     assert f"verl-{name.replace('_', '-')}" in DOCUMENTED
 
 
-SERVED_BY_TIS_HOOK = [
-    file for file in FILES if DOCUMENTED[file.stem].corrects and not DOCUMENTED[file.stem].needs_loss_hook
-]
+SERVED_BY_TIS_HOOK = [file for file in FILES if load(file).corrects and not load(file).needs_loss_hook]
 
 
 @pytest.mark.parametrize("file", SERVED_BY_TIS_HOOK, ids=lambda file: file.stem)
@@ -143,9 +142,9 @@ def test_a_product_of_2000_ratios_of_1_001():
 def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
     assert main(["config", "check", str(file)]) == 0
     told = capsys.readouterr().out
-    weight = DOCUMENTED[file.stem].weight
+    weight = load(file).weight
     assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
-    assert told.count("reject:") == len(DOCUMENTED[file.stem].reject)
+    assert told.count("reject:") == len(load(file).reject)
 
 
 @pytest.mark.parametrize(
@@ -332,13 +331,53 @@ def cells(line: str) -> list[str]:
 
 def test_docs_list_every_preset_as_its_file_has_it():
     rows = [cells(line) for line in PRESETS_DOC.splitlines() if line.startswith("| [`")]
-    listed = {row[0]: row[1:3] for row in rows}
+    listed = {row[0]: row[1:] for row in rows}
     expected = {}
     for file in FILES:
-        formula, source = (line.removeprefix("# ") for line in file.read_text().splitlines()[:2])
-        expected[f"[`{file.stem}`](../yaml/{file.name})"] = [f"`{formula}`", source]
+        lines = file.read_text().splitlines()
+        formula, source = (line.removeprefix("# ") for line in lines[:2])
+        judges = [line.removeprefix("# Judged by: ") for line in lines if line.startswith("# Judged by: ")]
+        place = file.relative_to(FOLDER).as_posix()
+        expected[f"[`{file.stem}`](../yaml/{place})"] = [f"`{formula}`", source, *(judges or ["-"])]
     assert listed == expected
     assert len(rows) == len(listed)
+
+
+def test_the_committed_page_of_presets_is_the_generated_one():
+    assert docs.page(PRESETS_DOC) == PRESETS_DOC, "python -m mis_plugins.config.docs"
+
+
+def a_folder_of_presets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copied = Path(shutil.copytree(FOLDER, folder / "yaml"))
+    monkeypatch.setattr(reading, "_preset_folder", lambda: copied)
+    return copied
+
+
+@pytest.mark.parametrize("place", ["mine.yaml", "peers/trl-mine.yaml", "peers/newcomer-mine.yaml"])
+def test_a_new_preset_is_one_file(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ours, of a package that the page knows, of one that it does not: found by name, listed, and on the page."""
+    file = a_folder_of_presets(tmp_path, monkeypatch) / place
+    file.write_text("# w_t = 7; r = pi_old/mu\n# Nowhere\n# Judged by: nobody\nmis: {weight: {upper: 7}}\n")
+    assert reading.preset_path(file.stem) == file
+    page = docs.page(PRESETS_DOC)
+    row = f"| [`{file.stem}`](../yaml/{place}) | `w_t = 7; r = pi_old/mu` | Nowhere | nobody |"
+    assert page.count(row) == 1
+    assert docs.page(page) == page
+    kept = page.replace(f"{row}\n", "").partition("\n## newcomer\n")[0]
+    assert kept == PRESETS_DOC, "nothing else of the page changes"
+
+
+def test_the_top_of_the_folder_is_ours():
+    assert {file.stem for file in FOLDER.glob("*.yaml")} == OURS
+    assert all(file.parent in (FOLDER, FOLDER / "peers") for file in FILES)
+    assert len({file.stem for file in FILES}) == len(FILES), "two presets of one name"
+
+
+OURS = {"cis", "geometric-mis", "geometric-rs", "icepop", "metrics-only", "mis", "opsm", "segment-wise"} | {
+    "seq-mask-tis",
+    "sequence",
+    "tis",
+}
 
 
 def test_readme_names_presets_that_are_there():

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("mis_plugins", "true_on_policy", "yaml", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-PRESETS = sorted(path.name for path in (ROOT / "yaml").glob("*.yaml"))
+PRESETS = sorted(path.relative_to(ROOT / "yaml").as_posix() for path in (ROOT / "yaml").rglob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,10 @@ def test_installed_presets_are_found_and_good(bare: Path, tmp_path: Path) -> Non
     )
     out = run(str(bare), "-c", code, *(Path(name).stem for name in PRESETS), cwd=tmp_path)
     found = [Path(line.split(" ", 1)[1]) for line in out.splitlines() if line.startswith("FOUND ")]
-    assert [path.name for path in found] == PRESETS
-    for path in found:
+    for path, place in zip(found, PRESETS, strict=True):
         assert path.is_relative_to(bare.parent.parent)
-        assert path.read_bytes() == (ROOT / "yaml" / path.name).read_bytes()
+        assert path.as_posix().endswith(f"mis_plugins/presets/{place}")
+        assert path.read_bytes() == (ROOT / "yaml" / place).read_bytes()
     assert run(str(bare), "-m", "mis_plugins", "config", "path", "mis", cwd=tmp_path).strip() in map(
         str, found
     )

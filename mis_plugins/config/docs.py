@@ -1,0 +1,81 @@
+"""The tables of `docs/presets.md`, made from the first lines of the presets; the prose between them is written by hand.
+
+    python -m mis_plugins.config.docs
+
+A table follows a comment that says which files of `yaml/` it lists. A family of presets that no comment names gets a
+section of its own at the end of the page.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("mis_plugins.config.docs:main")
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mis_plugins.config.reading import presets
+
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
+HEAD = "| preset | formula | source | judged by |\n|---|---|---|---|\n"
+JUDGED = "# Judged by: "
+TABLE = re.compile(r"(<!-- presets: (\S+) -->\n\n?)(?:\|.*\n)*")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the comments at the top of a preset say: its formula, where it comes from, what it is compared with."""
+
+    formula: str
+    source: str
+    judged_by: str
+
+
+def header(file: Path) -> Header:
+    """The first two lines of a preset, and the line that names its judge; `-` where no line does."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    judges = [line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED)]
+    formula, source = (line.removeprefix("# ") for line in lines[:2])
+    return Header(formula, source, judges[0] if judges else "-")
+
+
+def page(text: str) -> str:
+    """The page with its tables made anew."""
+    text += "".join(map(_section, _families(text)))
+    return TABLE.sub(lambda found: f"{found[1]}{_table(_files(found[2]))}", text)
+
+
+def _families(text: str) -> list[str]:
+    """The first words of names of presets that no table lists."""
+    listed = {file for found in TABLE.finditer(text) for file in _files(found[2])}
+    return sorted({name.partition("-")[0] for name, file in presets().items() if file not in listed})
+
+
+def _section(family: str) -> str:
+    return f"\n## {family}\n\n<!-- presets: peers/{family}-*.yaml -->\n\n"
+
+
+def _files(pattern: str) -> list[Path]:
+    folder = presets()["mis"].parent
+    return sorted(folder.glob(pattern), key=lambda file: file.stem)
+
+
+def _table(files: Iterable[Path]) -> str:
+    return HEAD + "".join(map(_row, files))
+
+
+def _row(file: Path) -> str:
+    said, place = header(file), file.relative_to(presets()["mis"].parent).as_posix()
+    cells = (f"[`{file.stem}`](../yaml/{place})", f"`{said.formula}`", said.source, said.judged_by)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> int:
+    """Write the page's tables."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
