@@ -42,6 +42,7 @@ ROOMS_DONE = (
     "mis_plugins/packing",
     "mis_plugins/shared",
     "mis_plugins/versions",
+    "true_on_policy",
     "true_on_policy/__init__.py",
     "true_on_policy/__main__.py",
     "true_on_policy/bitwise.py",

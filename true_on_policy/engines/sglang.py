@@ -27,13 +27,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Pool:
-    """How the server schedules.
+    """A pool says how the server schedules.
 
     Attributes:
-        cached_tokens: slots of the key-value cache; fewer than the running requests need preempts some.
+        cached_tokens: slots of the key-value cache; with fewer than the running requests need, some are preempted.
         running: sequences in one decode batch, at most.
-        prefill_chunk: tokens of prefill at a time, None: a prompt whole.
-        retract_every: preempt by force, every so many decode steps.
+        prefill_chunk: tokens of prefill at a time; None takes a prompt whole.
+        retract_every: decode steps between two preemptions by force; None forces none.
     """
 
     cached_tokens: int = 16384
@@ -48,14 +48,14 @@ LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLang:
-    """The server of a proof; stock without an `order`."""
+    """Start the server of a proof; without an `order` the server is stock."""
     pinned_to = contract if order is not None else None
     follows = order if order != ENGINES["sglang"].order else None
     return SGLang(checkpoint, contract.dtype, pinned_to, follows, PROOF, contract.engine_tensor_parallel)
 
 
 def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> SGLang:
-    """The server of a training loop, which has so many sequences running."""
+    """Start the server of a training loop, for a given number of running sequences."""
     return SGLang(checkpoint, dtype, contract, pool=Pool(LOOP_TOKENS, running))
 
 
@@ -63,12 +63,12 @@ class SGLang:
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 
     Args:
-        order: of rounding, where the engine follows the trainer.
+        order: the order of rounding, where the engine follows the trainer.
         ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
-        target: its `--rl-on-policy-target`; its decode then reports log-probs in bf16, its prefill in float32.
+        target: SGLang's `--rl-on-policy-target`; decode then reports log-probs in bf16, prefill in float32.
 
     Raises:
-        EngineError: no environment, or the server did not come up.
+        EngineError: SGLang's environment is missing, or the server did not come up.
     """
 
     name = "sglang"
@@ -104,7 +104,7 @@ class SGLang:
         environment: Mapping[str, str],
         seeded: bool,
     ) -> None:
-        """Start the server and wait for it. `seeded`: its sampling takes a seed from each request."""
+        """Start the server and wait for it; where `seeded`, each request carries a seed for its sampling."""
         self._seeded, self._version = seeded, 0
         self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
         port = free_port()
@@ -156,7 +156,7 @@ class SGLang:
         ]
 
     def _reported(self, tokens: Sequence[int]) -> list[int]:
-        """Input ids as this version names them beside their log-probs: it calls the last of the vocabulary 0."""
+        """Return input ids as SGLang reports them: this version reports the vocabulary's last id as 0."""
         return [0 if token == self._last_id else token for token in tokens]
 
     def _generate(self, prompts: list, sampling: list, more: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -178,8 +178,8 @@ class SGLang:
 
 
 def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
-    """Those that do not depend on the machine."""
-    # Without the last an idle scheduler keeps a core busy.
+    """List the server's arguments that do not depend on the machine."""
+    # Without --sleep-on-idle an idle scheduler keeps a core busy.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     return flags + named(
         {
@@ -204,7 +204,7 @@ def _cpu_arguments(ranks: int) -> list[str]:
                 "device": "cpu",
                 "tp-size": ranks,
                 "attention-backend": "torch_native",
-                # Its own guess is negative on a small machine; max-total-tokens decides.
+                # SGLang's own guess is negative on a small machine; max-total-tokens decides.
                 "mem-fraction-static": 0.5,
             }
         ),
@@ -212,7 +212,7 @@ def _cpu_arguments(ranks: int) -> list[str]:
 
 
 def named(options: Mapping[str, Any]) -> list[str]:
-    """As arguments: --name value."""
+    """Write options as arguments of a command line: --name value."""
     return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
 
@@ -220,9 +220,9 @@ def _environment(
     contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
 ) -> dict[str, str]:
     added = {"PYTHONPATH": str(HERE / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1"}
-    if ranks > 1:  # without, it refuses more ranks than NUMA nodes; here it binds nothing
+    if ranks > 1:  # unset, SGLang refuses more ranks than NUMA nodes; set, it binds no thread here
         added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-    if target is not None:  # its CPU path would round cos and sin to bf16, its GPU path does not
+    if target is not None:  # SGLang's CPU path would round cos and sin to bf16, its GPU path does not
         added["SGLANG_ROPE_CACHE_FP32"] = "1"
     if pool.retract_every is not None:
         added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
@@ -230,10 +230,14 @@ def _environment(
 
 
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:
-    """From rows (log-prob, token id, text); a missing log-prob is an error, never a number."""
+    """Read the log-probs of `tokens` from rows (log-prob, token id, text).
+
+    Raises:
+        EngineError: the rows are of other tokens, or a log-prob is missing.
+    """
     if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
         raise EngineError(
             f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
         )
-    # Its JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
+    # SGLang's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
     return torch.tensor([row[0] for row in rows], dtype=torch.float32)

@@ -22,16 +22,16 @@ from true_on_policy.engines.server import Server, free_port
 START_SECONDS = 600
 GENERATE_SECONDS = 300
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-ABSENT = -9999.0  # what its server says in place of a log-prob that it does not have
+ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
 BLOCK = 32  # slots of a block of the key-value cache
 
 
 @dataclass(frozen=True)
 class Pool:
-    """How the server schedules.
+    """A pool says how the server schedules.
 
     Attributes:
-        blocks: of the key-value cache; fewer than the running requests need preempts some.
+        blocks: blocks of the key-value cache; with fewer than the running requests need, some are preempted.
         running: sequences in one decode batch, at most.
         prefill_chunk: tokens that one step computes, at most.
     """
@@ -42,7 +42,7 @@ class Pool:
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM:
-    """The server of a proof; stock without an `order`."""
+    """Start the server of a proof; without an `order` the server is stock."""
     return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
 
 
@@ -50,10 +50,10 @@ class VLLM:
     """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
 
     Args:
-        order: of rounding, under a contract; its own where none is given.
+        order: the order of rounding under a contract; None is vLLM's own.
 
     Raises:
-        EngineError: no environment, or the server did not come up.
+        EngineError: vLLM's environment is missing, or the server did not come up.
     """
 
     name = "vllm"
@@ -132,7 +132,7 @@ class VLLM:
 
     def close(self) -> None:
         self._server.close()
-        self._senders.shutdown(wait=False)  # what still waits for the server has its error by now
+        self._senders.shutdown(wait=False)  # a request that still waits has its error by now
 
 
 def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:
@@ -150,7 +150,7 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool, port: int) -> list[str]
         "num-gpu-blocks-override": pool.blocks,
         "block-size": BLOCK,
         "kv-cache-memory-bytes": 1 << 28,
-        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from, after temperature
+        "logprobs-mode": "processed_logprobs",  # log-probs of the sampled distribution, after temperature
         "generation-config": "vllm",
         "host": "127.0.0.1",
         "port": port,
@@ -175,13 +175,17 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    # Its own norm may be one of its compiled kernels: a pinned engine takes ours, in whichever order.
+    # vLLM's own norm may be a compiled kernel: a pinned engine takes ours, in whichever order.
     return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
 
 
 def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
-    """As they were computed; a missing log-prob is an error, never a number."""
+    """Convert vLLM's log-probs to a tensor, without rounding.
+
+    Raises:
+        EngineError: a token has no log-prob.
+    """
     if any(value is None or value == ABSENT for value in values):
         raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
-    # Its JSON carries a float32 as the float64 of the same value: nothing is rounded on the way.
+    # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
     return torch.tensor(values, dtype=torch.float32)

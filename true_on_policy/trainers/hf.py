@@ -1,4 +1,4 @@
-"""Hugging Face transformers as the trainer: the sequences of a batch padded on the right."""
+"""Hugging Face transformers as the trainer of a proof, with the sequences of a batch padded on the right."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from true_on_policy.trainers.protocol import sampled_log_probs
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
-    """The trainer of a proof; stock without an `order`."""
+    """Start the trainer of a proof; without an `order` the trainer is stock."""
     tree = None if order is None else agreed_tree(contract)
     return HuggingFace(checkpoint, contract.dtype, order, tree)
 
 
 class HuggingFace:
-    """Qwen3ForCausalLM in evaluation mode. Without an `order` and a `tree` it is Hugging Face's own."""
+    """Qwen3ForCausalLM as a trainer; without an `order` and a `tree` the model is Hugging Face's own."""
 
     name = "hf"
 
@@ -47,7 +47,7 @@ class HuggingFace:
         ]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
-        """The logits of each sequence, from one pass over all of them."""
+        """Compute the logits of each sequence, in one pass over all sequences."""
         longest = max(map(len, sequences))
         tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
         present = torch.zeros(len(sequences), longest, dtype=torch.long)
@@ -58,4 +58,4 @@ class HuggingFace:
         return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
 
     def close(self) -> None:
-        """Nothing runs beside this process."""
+        """Do nothing: the trainer has no process beside this one."""

@@ -1,7 +1,7 @@
-"""Megatron-core's own GPTModel on CPU, its sequences packed, with the weights of a Hugging Face checkpoint.
+"""Megatron-core's own GPTModel on CPU as a trainer: packed sequences, and the weights of a Hugging Face checkpoint.
 
-Its linear layers, RoPE, packing and block are Megatron's; norm, residual, core attention and, on a tree, the sums of
-its row-parallel layers enter through its spec.
+Linear layers, RoPE, packing and block are Megatron's. Norm, residual and core attention are ours and enter through the
+model's spec; on a tree, so do the sums of row-parallel layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
-    """The trainer of a proof, on as many ranks as the contract says; stock without an `order`."""
+    """Start the trainer of a proof on the contract's number of ranks; without an `order` the trainer is stock."""
     if contract.trainer_tensor_parallel > 1:
         from true_on_policy.trainers.ranks import MegatronRanks
 
@@ -53,9 +53,9 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trai
 class Megatron:
     """GPTModel in evaluation mode, on one rank unless Megatron's groups exist already.
 
-    Without an `order` its norms and residuals are Megatron's own, without a `tree` its row-parallel layers. Every
-    tensor-parallel rank computes all log-probs from gathered logits. On a tree their bits do not depend on the number
-    of ranks. Gradients do: the input gradient of a column-parallel layer adds up one partial sum a rank.
+    Without an `order`, norms and residuals are Megatron's own; without a `tree`, row-parallel layers are. Every
+    tensor-parallel rank computes all log-probs from gathered logits. On a tree, the bits of log-probs do not depend on
+    the number of ranks. Gradients do: the input gradient of a column-parallel layer adds up one partial sum a rank.
     """
 
     name = "megatron"
@@ -64,7 +64,7 @@ class Megatron:
         self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
     ):
         _one_rank()
-        config: Any = read_config(checkpoint)  # its fields are optional to a type checker
+        config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self._shard = Shard(rank, ranks, config.num_key_value_heads)
         self._vocabulary = config.vocab_size
@@ -86,10 +86,10 @@ class Megatron:
         ]
 
     def close(self) -> None:
-        """Nothing runs beside this process."""
+        """Do nothing: the trainer has no process beside this one."""
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
-        """The logits of each sequence, whole on every context rank, from one pass over all of them packed."""
+        """Compute the logits of each sequence, whole on every context rank, in one pass over all sequences packed."""
         context: Any = mpu.get_context_parallel_group()
         ranks, lengths = context.size(), [len(sequence) for sequence in sequences]
         multiple = 2 * ranks if ranks > 1 else 1
@@ -105,7 +105,7 @@ class Megatron:
         return [in_order(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def padded_logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
-        """The same from one batch padded on the right."""
+        """Compute the logits of each sequence, in one pass over all sequences padded on the right."""
         longest = max(map(len, sequences))
         tokens = torch.stack([_padded(sequence, longest) for sequence in sequences])
         positions = torch.arange(longest).expand_as(tokens)
@@ -113,7 +113,7 @@ class Megatron:
         return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
 
     def _forward(self, **inputs: Any) -> Float[Tensor, "B T V"]:
-        """Logits of the whole vocabulary, on every tensor-parallel rank."""
+        """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
         with _rope_on_cpu():
             return self.model(attention_mask=None, **inputs)[..., : self._vocabulary]
 
@@ -136,7 +136,7 @@ class SpecNorm(torch.nn.Module):
 
 
 class SpecRowParallel(RowParallelLinear):
-    """Megatron's row-parallel layer, its sum over K a tree that the ranks share."""
+    """Megatron's row-parallel layer with a sum over K that is a tree, which the ranks share."""
 
     def __init__(self, *sizes: int, tree: Tree, **options: Any):
         super().__init__(*sizes, **options)
@@ -148,7 +148,7 @@ class SpecRowParallel(RowParallelLinear):
 
 
 def _residual(order: NormOrder) -> Callable:
-    """What Megatron calls bias-dropout-add, without bias and dropout, which Qwen3 has not."""
+    """Build what Megatron calls bias-dropout-add, without bias and dropout, which Qwen3 lacks."""
 
     def build(training: bool, fused: bool) -> Callable:
         def add(branch_and_bias: tuple[Tensor, None], stream: Tensor, dropout: float) -> Tensor:
@@ -214,7 +214,7 @@ def _transformer_config(config: Any, dtype: torch.dtype) -> TransformerConfig:
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        cuda_graph_scope=[],  # its default only warns
+        cuda_graph_scope=[],  # Megatron's default has no effect here but a warning
     )
 
 
@@ -230,7 +230,7 @@ def _packed(lengths: Sequence[int]) -> PackedSeqParams:
 
 
 def _rope_on_cpu() -> AbstractContextManager:
-    """Megatron's RoPE moves its table to `torch.cuda.current_device()` at each use; on this machine there is none."""
+    """Keep Megatron's RoPE on the CPU: it moves its table to `torch.cuda.current_device()` at each use."""
     return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 

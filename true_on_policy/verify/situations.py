@@ -1,7 +1,7 @@
 """The situations in which a kernel could compute other bits, and which of them a verification met.
 
-A situation is counted from what the engine returned: the versions, cached tokens and preemptions of its samples, and
-the requests that it was given in one call.
+A situation is counted from the engine's samples (versions, cached tokens, preemptions) and from the number of requests
+in each call of the engine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Counts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Situation:
-    """One situation that a verification shall meet.
+    """A situation is a circumstance that a verification must meet.
 
     Attributes:
-        name: in words.
-        count: how often it was met, read from what `counted` returns.
-        needs: what the engine must be able to do, None: every engine can meet it.
-        remedy: how to meet it.
+        name: the name of the situation in words.
+        count: reads from `counted` how often the situation was met.
+        needs: the ability that the engine needs; None where every engine can meet the situation.
+        remedy: how a user meets the situation.
     """
 
     name: str
@@ -65,7 +65,7 @@ SITUATIONS = (
 
 
 def counted(evidence: Evidence) -> dict[str, Any]:
-    """How often the engine met what while it sampled."""
+    """Count how often the engine met each circumstance while it sampled."""
     samples = evidence.samples
     sequences = {sample.sequence for sample in samples}
     sizes = Counter(evidence.batches)
@@ -83,17 +83,17 @@ def counted(evidence: Evidence) -> dict[str, Any]:
 
 
 def not_met(counts: Counts, abilities: Collection[Ability]) -> dict[str, str]:
-    """Situations that the engine and the requests could meet and did not, each with how to meet it."""
+    """Name the situations that the engine could meet and did not, each with its remedy."""
     return {one.name: one.remedy for one in _possible(abilities) if not one.count(counts)}
 
 
 def met(counts: Counts, abilities: Collection[Ability]) -> list[str]:
-    """Names of the situations that were met."""
+    """Name the situations that were met."""
     return [one.name for one in _possible(abilities) if one.count(counts)]
 
 
 def not_of_engine(abilities: Collection[Ability]) -> list[str]:
-    """Names of the situations that this engine cannot meet, or does not tell of."""
+    """Name the situations that this engine cannot meet, or does not report."""
     possible = _possible(abilities)
     return [one.name for one in SITUATIONS if one not in possible]
 

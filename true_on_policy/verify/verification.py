@@ -1,10 +1,8 @@
-"""`python -m true_on_policy verify`: is every log-prob that the engine sampled with, bit for bit, the trainer's?
+"""The verification behind `python -m true_on_policy verify`: links, control and certificate.
 
-The engine samples, scores what it sampled, and takes new weights in between; the trainer computes the same tokens; the
-links of the chain are compared by bytes. Then the control: with stock kernels on both sides the chain must break.
-
-Exit codes: 0 equal, in every situation that the engine and its requests could meet; 1 different; 2 could not compare,
-which is an error, a control that holds too, or a situation that was not met.
+The engine samples, scores its samples, and takes new weights in between. The trainer computes the log-probs of the
+sampled tokens, and the links of the chain are compared by bytes. In the control, stock kernels on both sides must
+break the chain. `verify/command.py` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -63,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_picture(path: Path) -> None:
-    """Called before the work, which takes minutes.
+    """Check that a picture can be drawn, before the work of minutes.
 
     Raises:
-        RecordError: no picture can be drawn there.
+        RecordError: the name has another ending than a picture's, or matplotlib is not installed.
     """
     if path.suffix not in PICTURES:
         raise RecordError(f"--picture {path}: end its name in {' or '.join(PICTURES)}")
@@ -87,7 +85,7 @@ def _tell(what: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choices of the command line."""
+    """A plan holds the choices of the command line."""
 
     engine: str
     trainer: str
@@ -137,7 +135,7 @@ class Plan:
 
 
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
-    """The certificate, and the evidence of the control and of the chain."""
+    """Run the chain and the control; return the certificate, the control's evidence and the chain's evidence."""
     from true_on_policy.kernels.pin import pinned
     from true_on_policy.models.tiny import check_shares, checkpoint, read_config
 
@@ -181,7 +179,7 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
 def _chain(
     plan: Plan, engine: Engine, trainer: Trainer, workload: Workload, source: Path, scratch: Path
 ) -> Evidence:
-    """The evidence of all versions of the weights; both sides read each from the same file."""
+    """Collect the evidence of all versions of the weights; both sides read each version from one file."""
     from true_on_policy.models.tiny import updated
 
     evidence = Evidence()
@@ -208,7 +206,7 @@ def _chain(
 
 
 def _control(plan: Plan, contract: Contract, workload: Workload, source: Path) -> Evidence:
-    """Decoded and recomputed with stock kernels, each side in its own order."""
+    """Collect the evidence of the control: decoded and recomputed with stock kernels, each side in its own order."""
     with closing(ENGINES[plan.engine].start(source, contract, None)) as engine:
         batches = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
     samples = [*chain.from_iterable(batches)]
