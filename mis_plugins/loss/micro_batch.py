@@ -1,6 +1,4 @@
-"""The policy loss of one micro-batch, read from top to bottom: surrogate, correction, OPSM, entropy, KL, and what it
-reports.
-"""
+"""The policy loss of one micro-batch from top to bottom: correction, OPSM, surrogate, entropy, KL, reported metrics."""
 
 from __future__ import annotations
 
@@ -34,13 +32,14 @@ Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch, flat, on this rank.
+    """The tokens of one micro-batch on this rank, packed, with their log-probs under each policy.
 
-    target: log-probs of pi_theta, with gradient. Of the same tokens, without: `proximal`, the trainer before the update
-        (pi_theta itself where it was not recomputed); `behavior`, the rollout engine, and `reference`, the policy of
-        the KL term, None where there are none.
-    advantages: from the host, without gradient; the loss reads `finite_advantages`.
-    entropy: of pi_theta's distribution at each token; None where it is not wanted.
+    target: log-probs under pi_theta, with gradient. The other log-probs have none.
+    proximal: log-probs under the trainer before the update, or under pi_theta where the host recomputes none.
+    behavior: log-probs under the rollout engine; None where the host has none.
+    reference: log-probs under the reference policy of the KL term; None where there is no KL term.
+    advantages: the host's advantages, without gradient; the loss reads `finite_advantages`.
+    entropy: entropy of pi_theta's distribution at each token; None where it is not wanted.
     written: which version wrote each token; None where the host does not know.
     """
 
@@ -55,7 +54,7 @@ class LossInputs:
 
     @cached_property
     def finite_advantages(self) -> Float[Tensor, " T"]:
-        """A_t, and 0 where it is NaN or infinite: such a token learns nothing, and the sum of the loss stays finite."""
+        """Advantages, and 0 where one is NaN or infinite: the token learns nothing, and the loss stays finite."""
         return torch.where(self._nonfinite, 0, self.advantages)
 
     @cached_property
@@ -72,7 +71,7 @@ class LossInputs:
 class LossConfig:
     """What the host's flags say of the loss; `mis.objective` and `mis.opsm` say the rest.
 
-    kl_type: None without a KL term.
+    kl_type: the estimator of the KL term; None without a KL term.
     average: what the host takes the mean of metrics over; None where no hook can know.
     """
 
@@ -85,14 +84,14 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class Share:
-    """What of a token's loss stays, and times what.
+    """Which tokens enter the loss, and by which factor.
 
-    keep: loss_mask and every rule, OPSM aside: what enters entropy and KL.
-    on_policy: what OPSM leaves; None without it.
-    scale: from the original to the denominator in force.
-    factor: of the surrogate: the weight, scaled; 0 where the token is rejected or masked by OPSM.
-    all_rejected: there are valid tokens, and rules, or rules and OPSM, leave none with a weight, whatever is done about
-        it; None where that cannot be.
+    keep: the loss mask less what rules reject, without OPSM: the tokens that enter entropy and KL.
+    on_policy: the tokens that OPSM does not mask; None without OPSM.
+    scale: factor from the host's denominator to the configured one.
+    factor: factor of the surrogate: the scaled weight, 0 where the token is rejected or masked by OPSM.
+    all_rejected: whether there are valid tokens and rules, or rules and OPSM, leave none with a weight. None where
+        nothing can reject. The flag does not depend on `on_all_rejected`.
     """
 
     keep: Bool[Tensor, " T"]
@@ -106,7 +105,7 @@ class Share:
 
 
 def scored_by(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
-    """The log-probs of which weights and rules ask how far they are from mu: pi_old's, or pi_theta's in bypass."""
+    """Log-probs that weights and rules compare with those of mu: pi_old's, or pi_theta's with `bypass`."""
     return x.target.detach() if config.bypass else x.proximal
 
 
@@ -116,7 +115,7 @@ def numerator_of(
     written: Written | None,
     config: CorrectionConfig,
 ) -> Float[Tensor, " T"] | None:
-    """The log-probs of pi_{v+1}, which segment-wise weights compare with mu in their place; None without such."""
+    """Log-probs under pi_{v+1}, which segment-wise weights compare with those of mu; None where these are off."""
     if config.segment_wise is None or not config.segment_wise.enabled:
         return None
     assert behavior is not None and written is not None
@@ -125,12 +124,13 @@ def numerator_of(
 
 @torch.no_grad()
 def share_of(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
-    """Correction and OPSM, one after the other: with the kept denominator each scales by what it leaves.
+    """Which tokens enter the loss after correction and OPSM, and by which factor.
 
-    OPSM costs two collectives over context-parallel ranks: its divergence, and what is left.
+    With `denominator: kept`, entropy and KL are divided by the tokens that rules keep, the surrogate by those that OPSM
+    leaves too. OPSM costs two collectives over context-parallel ranks: one for its divergence, one for the kept tokens.
 
     Args:
-        correction: of `scored_by` against the behavior policy; None where there is none.
+        correction: the correction of `scored_by` against the behavior policy; None where there is none.
     """
     mask, all_rejected = x.ragged.loss_mask, None
     keep, scale = mask, mask.float()
@@ -153,13 +153,13 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     if config.denominator == "kept":
         left = x.ragged.to_tokens(denominator_scale(valid, after).float())
     factor = torch.where(keep & stays, weights * left, 0)
-    # Rules that reject everything leave OPSM what was given back.
+    # Where rules reject everything, OPSM sees the tokens that `on_all_rejected` gave back.
     all_rejected = nothing_left if all_rejected is None else nothing_left | all_rejected
     return Share(keep, stays, scale, factor, all_rejected)
 
 
 def given_back(correction: Correction, share: Share) -> Correction:
-    """The same where `on_all_rejected: keep` gives back what rules and OPSM took together."""
+    """The correction with rules and OPSM judged together: `on_all_rejected: keep` undoes both if all is rejected."""
     if share.on_policy is None:
         return correction
     verdict = replace(correction.verdict, all_rejected=share.all_rejected)
@@ -169,9 +169,9 @@ def given_back(correction: Correction, share: Share) -> Correction:
 
 @torch.no_grad()
 def counted(x: LossInputs, correction: Correction, share: Share) -> Correction:
-    """The correction as a step counts it: less what OPSM masks, with the advantages that are not finite.
+    """The correction as a step's metrics read it: with OPSM's mask, and with which advantages are not finite.
 
-    One collective over context-parallel ranks, for OPSM with `metrics: all` alone.
+    OPSM with `metrics: all` costs one collective over context-parallel ranks; everything else costs none.
     """
     correction = replace(
         given_back(correction, share),
@@ -201,18 +201,18 @@ def micro_batch_loss(
     reduce: Reduce,
     reduce_policy: Reduce | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-    """The loss, and what the host logs of it, detached, by the host's own names where it has one.
+    """The loss, and what the host logs of it, detached, under the host's own names where it has one.
 
         loss = reduce(f_t s_t) - entropy_coef reduce(H_t) + kl_coef reduce(KL_t)
 
-    with the surrogate s_t and the factor f_t: weight, rejection, OPSM, denominator. As in the hosts a rejected token
-    leaves every term, and OPSM masks the surrogate alone; `weigh_kl` gives the KL term the surrogate's factor instead.
+    s_t is the surrogate. Its factor f_t holds weight, rejection, OPSM and denominator. A rejected token leaves every
+    term, as in the hosts, and OPSM masks the surrogate alone. `weigh_kl` gives the KL term the factor f_t too.
 
     Args:
-        correction: the one of `share`; it is only reported here.
-        config: with `objective`, and OPSM where it is on.
-        reduce: the host's average over the loss mask of before rejection.
-        reduce_policy: the same of the surrogate; None is `reduce`.
+        correction: the correction that `share` was made of; it is only reported here.
+        config: the config, with `objective`, and OPSM where it is on.
+        reduce: the host's average over the loss mask before rejection.
+        reduce_policy: the host's average of the surrogate; None takes `reduce`.
     """
     objective = config.objective or ObjectiveConfig()
     old = x.behavior if objective.old == "behavior" else x.proximal
@@ -247,7 +247,7 @@ def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> F
     term = policy_term(x.target.detach(), old, advantages, every, x.ragged, objective, flags.clip)
     if (objective.surrogate, objective.ratio) != ("clip", "sequence"):
         return term.loss
-    # There each token holds the mean of its sequence, of which no weight or mask of its own can be taken.
+    # A clipped sequence ratio gives each token a share of its sequence's loss, which no token weight or mask can split.
     own = clipped_surrogate(exp_clamped(term.log_ratio), widened(advantages), flags.clip)
     return torch.where(term.known, own, 0)
 
@@ -265,7 +265,7 @@ def _kl(
 def _host_metrics(
     x: LossInputs, term: PolicyTerm, share: Share, config: CorrectionConfig
 ) -> Iterator[tuple[str, Float[Tensor, " T"]]]:
-    """What the hosts report beside the loss, a token each; like theirs, rejected tokens count 0."""
+    """Metrics that the hosts report beside the loss, one value a token; rejected tokens count 0, as in the hosts."""
     yield "pg_clipfrac", share.kept(term.clipped)
     yield "ppo_kl", share.kept(-term.log_ratio)
     if config.metrics != "none":
@@ -285,7 +285,10 @@ def _host_metrics(
 
 
 def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:
-    """(sum r)^2 / (n sum r^2) of each sequence, r = pi_theta / old: 1 on policy, 1 / n where one token has it all."""
+    """Effective sample size (sum r)^2 / (n sum r^2) of each sequence's ratios r = pi_theta / old, at its tokens.
+
+    The share is 1 on policy, and 1 / n where one token's ratio outweighs all others.
+    """
     live = torch.where(ragged.loss_mask, ratio, 0)
     (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask,), both=(live,))
     share = total.square() / (valid * squares).clamp(min=torch.finfo(torch.float32).tiny)

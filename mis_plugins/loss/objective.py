@@ -1,8 +1,8 @@
-"""Policy losses, a token each: what the target policy pi_theta is trained on.
+"""Policy losses, one value a token, on which the target policy pi_theta is trained.
 
-Three policies take part: the behavior policy mu sampled, the proximal policy pi_old is what clipping holds pi_theta to,
-the target policy pi_theta learns. A surrogate compares pi_theta with one of the others, its `old`; what the correction
-makes of the mismatch is a constant `factor` on it. Hilton et al. 2021, "Batch size-invariance for policy optimization",
+Three policies take part: the behavior policy mu samples, the target policy pi_theta learns, and clipping holds pi_theta
+close to the proximal policy pi_old. A surrogate compares pi_theta with one of the others, called `old`. The correction
+multiplies the surrogate by a constant `factor`. Hilton et al. 2021, "Batch size-invariance for policy optimization",
 arxiv.org/abs/2110.00641.
 """
 
@@ -27,7 +27,7 @@ KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 @dataclass(frozen=True)
 class Clip:
-    """How far pi_theta / old may move: to [1 - low, 1 + high]; `dual`, above 1, bounds the loss where A < 0."""
+    """Range of the clipped ratio pi_theta / old, [1 - low, 1 + high]; `dual`, above 1, bounds the loss where A < 0."""
 
     low: float
     high: float
@@ -40,12 +40,12 @@ class Clip:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy gradient's part of a loss.
+    """The policy gradient's part of a loss, one value a token.
 
-    loss: with gradient; over a sequence it adds up to factor_t times the surrogate of each token.
+    loss: the loss, with gradient. Its sum over a sequence is the sum of factor_t times the surrogate of each token.
     clipped: 1 where the clip holds the token back, else 0.
-    log_ratio: log pi_theta - log old, without gradient: the token's, or the sequence's mean.
-    known: where it is known; the loss is 0 elsewhere.
+    log_ratio: log pi_theta - log old of the token, or the sequence's mean, without gradient.
+    known: where the log ratio is known; the loss is 0 elsewhere.
     """
 
     loss: Float[Tensor, " T"]
@@ -56,11 +56,11 @@ class PolicyTerm:
 
 @dataclass(frozen=True)
 class Operands:
-    """What every surrogate reads.
+    """The tensors that every surrogate reads, all 0 at tokens that are not usable.
 
-    usable: in loss_mask, and both log-probs finite. Everything else is 0 elsewhere.
-    target, log_ratio: with gradient.
-    advantages, factor: without.
+    usable: tokens in the loss mask of which both log-probs are finite.
+    target, log_ratio: log-probs under pi_theta and log pi_theta - log old, with gradient.
+    advantages, factor: the host's advantages and the correction's factor, without gradient.
     """
 
     usable: Bool[Tensor, " T"]
@@ -82,9 +82,9 @@ def policy_term(
     """The loss of every token under `config.surrogate` and `config.ratio`, in float32 or wider.
 
     Args:
-        target: log-probs of pi_theta, with gradient.
-        old: of what it is compared with, `config.old`.
-        factor: what a token's loss is multiplied by: its weight, at least 0, and 0 where it is rejected.
+        target: log-probs under pi_theta, with gradient.
+        old: log-probs under the policy that `config.old` names.
+        factor: what multiplies a token's loss: the weight, at least 0, and 0 where the token is rejected.
     """
     log_r, usable = target_log_ratio(target, old, ragged.loss_mask)
     live = lambda x: torch.where(usable, widened(x), 0)  # noqa: E731
@@ -95,13 +95,13 @@ def policy_term(
 def target_log_ratio(
     target: Float[Tensor, " T"], old: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """log pi_theta - log old, with gradient to either, and where it is known; elsewhere it reads 0."""
+    """log pi_theta - log old with gradient to both, 0 at unusable tokens, and which tokens are usable."""
     difference = widened(target) - widened(old)
     usable = loss_mask & finite(difference.detach())
     return torch.where(usable, difference, 0), usable
 
 
-# Surrogates: each of one token, of one ratio.
+# Surrogates: functions of one token's ratio and advantage.
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
@@ -130,12 +130,12 @@ def reinforce_surrogate(target: Tensor, advantages: Tensor) -> Tensor:
 
 
 def held_back(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
-    """1 where PPO's clip takes the token's gradient: r beyond a bound, in the direction that A pushes it."""
+    """1 where PPO's clip removes the token's gradient: r lies beyond the bound towards which A pushes r."""
     beyond = torch.where(advantages > 0, ratio > 1 + clip.high, (ratio < 1 - clip.low) & (advantages < 0))
     return beyond.to(ratio.dtype)
 
 
-# Terms: a surrogate, the ratio it is given, and what it reports.
+# Terms: a surrogate with the ratio that it is given, and what is reported of both.
 
 
 def token_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
@@ -147,14 +147,15 @@ def token_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
 def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """GSPO: r is exp of the sequence's mean log ratio. Zheng et al. 2025, arxiv.org/abs/2507.18071.
 
-    Every token's surrogate depends on every token's log-prob, on whatever rank:
+    Each token's surrogate depends on the log-prob of every token of its sequence, on whatever rank:
 
         d/d log pi_theta(u) of sum_t f_t s(r, A_t)  =  1/n sum_t f_t ds(r, A_t)/dlog r     for each of n tokens u.
 
-    The surrogate is homogeneous in A and A's sign alone chooses its branch, so that the sum over t equals n s(r, gain)
-    + n s(r, cost) with the means of f_t max(A_t, 0) and f_t min(A_t, 0). Given these, each token carries its own share
-    of value and gradient through sg(log r) + log pi_theta(u) - sg(log pi_theta(u)). One forward sum, and nothing to
-    communicate in a backward that a rank without a token would not run.
+    The surrogate is homogeneous in A, and the sign of A alone chooses its branch. The sum over t therefore equals
+    n s(r, gain) + n s(r, cost), where gain is the mean of f_t max(A_t, 0) and cost the mean of f_t min(A_t, 0). Given
+    both means, each token carries its own share of value and gradient through
+    sg(log r) + log pi_theta(u) - sg(log pi_theta(u)). The forward pass communicates one sum. The backward pass
+    communicates nothing, because a rank without a token would not take part.
     """
     weighted = x.factor * x.advantages
     rows = weighted.clamp(min=0), weighted.clamp(max=0)
@@ -170,7 +171,7 @@ def token_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
 
 
 def sequence_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
-    """The ratio is a constant here, and no gradient crosses tokens."""
+    """CISPO on the sequence's ratio, which is a constant: no gradient crosses tokens."""
     known, mean = _sequence_means(x, ragged)
     return _cispo(replace(x, factor=torch.where(known, x.factor, 0)), mean, known, clip)
 
@@ -183,7 +184,7 @@ def _cispo(x: Operands, log_ratio: Tensor, known: Tensor, clip: Clip) -> PolicyT
 
 
 def reinforce(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
-    """Nothing is clipped."""
+    """REINFORCE: nothing is clipped."""
     loss = x.factor * reinforce_surrogate(x.target, x.advantages)
     return PolicyTerm(loss, torch.zeros_like(x.advantages), x.log_ratio.detach(), x.usable)
 
@@ -198,9 +199,9 @@ TERMS: dict[tuple[str, str], Callable[[Operands, Ragged, Clip], PolicyTerm]] = {
 
 
 def _sequence_means(x: Operands, ragged: Ragged, *rows: Float[Tensor, " T"]) -> list[Shaped[Tensor, " T"]]:
-    """At each token, of its sequence: whether every valid token is usable; the mean log ratio; the means of `rows`.
+    """Numbers of a sequence at each of its tokens: whether it is known, its mean log ratio, its means of `rows`.
 
-    One collective over context-parallel ranks.
+    A sequence is known if all its valid tokens are usable. The sums cost one collective over context-parallel ranks.
     """
     log_r = x.log_ratio.detach()
     sums, _ = ragged.over_sequence((x.usable, ragged.loss_mask, log_r, *rows))
@@ -212,9 +213,9 @@ def _sequence_means(x: Operands, ragged: Ragged, *rows: Float[Tensor, " T"]) -> 
 # The penalty for leaving a reference policy.
 
 
-# Of log pi_ref - log pi_theta.
+# Estimators of KL(pi_theta || pi_ref) from log pi_ref - log pi_theta.
 ESTIMATORS: dict[KlType, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}
-LOW_VAR_KL_BOUND = 10.0  # of the hosts' low_var_kl, after whatever multiplies it
+LOW_VAR_KL_BOUND = 10.0  # the hosts clamp low_var_kl to this bound, after whatever multiplies it
 
 
 def kl_term(
@@ -227,8 +228,9 @@ def kl_term(
     """An estimate of KL(pi_theta, pi_ref) at each token, with gradient; 0 where a log-prob is not finite.
 
     Args:
-        log_ratio: log pi_theta - log old, with gradient: the estimate is multiplied by its exponential, which makes
-            it, and its gradient, unbiased although `old` sampled. DeepSeek-AI 2025, arxiv.org/abs/2512.02556, 3.1.
+        log_ratio: log pi_theta - log old, with gradient. The estimate is multiplied by exp(log_ratio), so that the
+            estimate and its gradient are unbiased although `old` sampled. DeepSeek-AI 2025, arxiv.org/abs/2512.02556,
+            section 3.1.
     """
     to_reference, _ = target_log_ratio(reference, target, loss_mask)
     kl = ESTIMATORS[kind](to_reference)

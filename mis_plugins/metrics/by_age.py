@@ -1,6 +1,4 @@
-"""Sums and maxima over tokens, split by how many weight versions a token is behind, that add over micro-batches and
-ranks.
-"""
+"""Sums and maxima over tokens, split by the age of a token, that merge over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +12,21 @@ from torch import Tensor
 
 from mis_plugins.versions.segment_wise import Written
 
-AGES = 17  # 0, 1, ... 15 versions behind, and more
+AGES = 17  # ages 0, 1, ... 15, and 16 or more
 COLUMNS = (*(f"age_{age}" for age in range(AGES - 1)), f"age_{AGES - 1}_up", "no_age")
 
 
 def age_column(age: int) -> str:
-    """The column of a token this many versions behind."""
+    """Name of the column that holds tokens of one age."""
     return COLUMNS[min(age, AGES - 1)]
 
 
 @dataclass(frozen=True)
 class ByAge:
-    """Of one micro-batch, or of many.
+    """Sums and maxima of one micro-batch, or of many merged, with one column for each age.
 
-    sum_names, maximum_names: what the rows are of.
-    maxima: -inf where there was nothing.
+    sum_names, maximum_names: names of the rows of `sums` and of `maxima`.
+    maxima: the largest value of each row; -inf where a column has no token.
     """
 
     sum_names: tuple[str, ...]
@@ -37,12 +35,12 @@ class ByAge:
     maxima: Float[Tensor, "M A"]
 
     def merge(self, other: ByAge) -> ByAge:
-        """Both as one."""
+        """Add the sums of two, and take the larger of their maxima."""
         assert (self.sum_names, self.maximum_names) == (other.sum_names, other.maximum_names)
         return replace(self, sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima))
 
     def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> ByAge:
-        """Of all ranks that hold other tokens: a sum and a maximum over each group."""
+        """Merge over all ranks that hold other tokens: one sum and one maximum over each group."""
         sums, maxima = self.sums.clone(), self.maxima.clone()
         for group in groups:
             dist.all_reduce(sums, group=group)
@@ -50,12 +48,12 @@ class ByAge:
         return replace(self, sums=sums, maxima=maxima)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ByAge:
-        """The same of other tensors."""
+        """Apply a function to both tensors, such as a copy to the host."""
         return replace(self, sums=function(self.sums), maxima=function(self.maxima))
 
     @property
     def groups(self) -> dict[str, Mapping[str, float]]:
-        """The rows of all tokens together, "", and of each column that has any. Reads them: on the host, by now."""
+        """Rows by group: all tokens under "", and each column that has tokens. The tensors should be on the host."""
         found = {"": self._row(self.sums.sum(-1), self.maxima.amax(-1))}
         for column, name in enumerate(COLUMNS):
             row = self._row(self.sums[:, column], self.maxima[:, column])
@@ -70,7 +68,7 @@ class ByAge:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the tokens that `counted` marks: what they hold elsewhere, NaN included, is not looked at."""
+    """Rows over the tokens that `counted` marks. What a row holds at other tokens, NaN included, is ignored."""
 
     counted: Bool[Tensor, " T"]
     sums: Mapping[str, Shaped[Tensor, " T"]]
@@ -79,11 +77,11 @@ class Rows:
 
 @torch.no_grad()
 def by_age(parts: Iterable[Rows], written: Written) -> ByAge:
-    """Add up each row, in float64. No collective, and no wait for the device."""
+    """Add up each row by age, in float64, without a collective and without waiting for the device."""
     column = torch.where(written.known, written.age.clamp(max=AGES - 1), AGES)
     sums, maxima = {}, {}
     for part in parts:
-        # What does not count goes to a column of its own, which is dropped: one torch.where for all rows.
+        # One torch.where serves all rows: unmarked tokens go to a last column, which is dropped.
         places = torch.where(part.counted, column, len(COLUMNS))
         for name, row in part.sums.items():
             sums[name] = _columns(row, 0).scatter_add_(0, places, row.double())[:-1]

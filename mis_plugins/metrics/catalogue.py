@@ -1,9 +1,9 @@
-"""The metrics of one optimizer step, each a function of what its micro-batches added up to.
+"""The metrics of one optimizer step, each a function of the step's totals.
 
-`docs/metrics.md` is made of the words below, by `python -m mis_plugins.metrics.docs`. Notation: r_t = pi_old(y_t) /
-mu(y_t), trainer over rollout engine, of a token; w_t its bounded weight; means over tokens are over those in the loss
-mask with finite log-probs, means over sequences over those with such a token. log r is clamped at +-20 inside exp.
-What cannot be known (a mean of nothing) is NaN, and is not reported.
+`python -m mis_plugins.metrics.docs` makes `docs/metrics.md` from the words below. Notation: r_t = pi_old(y_t) / mu(y_t)
+is a token's ratio, trainer over rollout engine; w_t is its bounded weight. Means over tokens are over usable tokens,
+means over sequences over sequences with a usable token. log r is clamped at +-20 inside exp. A metric that cannot be
+known, such as a mean of nothing, is NaN and is not reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUANTILES = (25, 50, 75, 95, 99)
 
 
 def finalize(partials: Partials, config: CorrectionConfig) -> dict[str, float]:
-    """Every metric of the step that is known. Reads the partials, which should be on the host by now."""
+    """Every known metric of a step from its merged partials, which should be on the host by now."""
     step = Step.of(partials, config)
     values = {name: metric.value(step) for name, metric in METRICS.items()}
     values |= {name: metric.value(step, *place) for name, (metric, place) in families(config).items()}
@@ -28,7 +28,7 @@ def finalize(partials: Partials, config: CorrectionConfig) -> dict[str, float]:
 
 
 def families(config: CorrectionConfig) -> dict[str, tuple[Metric, tuple]]:
-    """Name, metric and place of each that comes in several."""
+    """Metric and place of every member of a family, by name."""
     found: dict[str, tuple[Metric, tuple]] = {
         name.format(percent=percent): (metric, (percent,))
         for name, metric in PERCENTILES.items()
@@ -47,41 +47,41 @@ def families(config: CorrectionConfig) -> dict[str, tuple[Metric, tuple]]:
     return found
 
 
-# One value a step.
+# Metrics with one value a step.
 
 AMOUNTS: dict[str, Metric] = {
     "tokens": Metric(
         lambda s: s.sums["valid"],
-        "Number of tokens in the loss mask.",
+        "Number of valid tokens: those in the loss mask.",
         range="at least 0.",
         bad="far from the batch size times the usual length.",
         do="look at the loss masks and at the sample filter.",
     ),
     "sequences": Metric(
         lambda s: s.sums["live"],
-        "Number of sequences with a token in the loss mask.",
+        "Number of sequences with a valid token.",
         range="at least 0.",
         bad="below the global batch size.",
         do="look for samples whose mask is all 0 (truncated, removed by a filter).",
     ),
     "nonfinite_train_tokens": Metric(
         lambda s: s.sums["nonfinite_train"],
-        "Number of tokens in the loss mask whose trainer log-prob is NaN or infinite.",
+        "Number of valid tokens whose trainer log-prob is NaN or infinite.",
         range="0 and above.",
         bad="above 0. The host's loss is already not finite.",
         do="look for overflow in the trainer (fp16 logits, a diverged step); nothing here can mend it.",
     ),
     "nonfinite_rollout_tokens": Metric(
         lambda s: s.sums["nonfinite_rollout"],
-        "Number of tokens in the loss mask whose rollout log-prob is NaN or infinite.",
+        "Number of valid tokens whose rollout log-prob is NaN or infinite.",
         range="0 and above.",
-        bad="above 0. They get weight 0.",
+        bad="above 0. Such tokens get weight 0.",
         do="find out which samples (mis_plugins.mis.drop_broken_samples names them); often a custom rollout function.",
     ),
     "nonfinite_advantage_tokens": Metric(
         lambda s: s.sums["nonfinite_advantages"] if s.sums["with_advantage"] else math.nan,
-        "Number of tokens in the loss mask whose advantage is NaN or infinite, which counts as 0. Reported by the loss "
-        "hook, which alone sees advantages.",
+        "Number of valid tokens whose advantage is NaN or infinite; the loss takes such an advantage as 0. The loss "
+        "hook reports this metric, because no other hook receives advantages.",
         range="0 and above.",
         bad="above 0. Such tokens learn nothing, and a warning is logged.",
         do="look at the rewards, and at what normalizes them (a group without spread, an empty one).",
@@ -93,8 +93,8 @@ TOKENS: dict[str, Metric] = {
         lambda s: -s.over_tokens("log_ratio"),
         "KL(mu || pi_old), estimator k1: mean over tokens of -log r_t.",
         range="any; its expectation is at least 0.",
-        bad="above 0.05, or a rise: the trainer finds what is sampled unlikely. Below -0.01, which samples of mu "
-        "cannot give: the log-probs are then not those it sampled with.",
+        bad="above 0.05, or a rise: the trainer finds the sampled tokens unlikely. Below -0.01, which samples of mu "
+        "cannot give: the engine did not sample with the log-probs that it reports.",
         do="above: as kl_k3, and compare weights, chat template and precision of both. Below: see `slope`; else "
         "compare with kl_k3, which has less noise.",
     ),
@@ -109,23 +109,23 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.over_tokens("k3"),
         "KL(mu || pi_old), estimator k3: mean over tokens of r_t - 1 - log r_t.",
         range="0 and above; 1e-5 to 1e-3 for a bf16 engine that matches, 0 for an exact one.",
-        bad="above 1e-2, or a rise over days; far below kl_k1: nearly all ratios lie under 1, of which it "
-        "sees half the square.",
+        bad="above 1e-2, or a rise over days; far below kl_k1: nearly all ratios lie under 1, where k3 grows more "
+        "slowly than k1.",
         do="correct (token TIS first), raise the engine's precision, sync weights more often.",
     ),
     "reverse_kl_k1": Metric(
         lambda s: s.over_tokens("reverse_k1"),
         "KL(pi_old || mu), estimator k1, by importance weighting: mean over tokens of r_t log r_t.",
         range="any; its expectation is at least 0.",
-        bad="far above kl_k3: pi_old puts mass where mu seldom samples. Below -0.01: nearly all ratios lie under "
-        "1, and it says nothing of that mass.",
+        bad="far above kl_k3: pi_old puts mass where mu seldom samples. Below -0.01: nearly all ratios lie under 1, "
+        "and the estimate says nothing of that mass.",
         do="as kl_k3; look at ratio_max and at the upper tail.",
     ),
     "reverse_kl_k2": Metric(
         lambda s: s.over_tokens("reverse_k2"),
         "KL(pi_old || mu), estimator k2, by importance weighting: mean over tokens of r_t (log r_t)^2 / 2.",
         range="0 and above.",
-        bad="far above kl_k3, as reverse_kl_k1; far below kl_k2: ratios are near 0, and take it with them.",
+        bad="far above kl_k3, as reverse_kl_k1; far below kl_k2: ratios are near 0, and pull the estimate to 0.",
         do="as reverse_kl_k1.",
     ),
     "reverse_kl_k3": Metric(
@@ -154,8 +154,8 @@ TOKENS: dict[str, Metric] = {
         "Mean over tokens of r_t before any bound.",
         range="above 0; its expectation is 1 when mu is what was sampled from, and the mass of the nucleus under "
         "top-p.",
-        bad="above 1.02: these are not the log-probs sampled with. Below 0.98: mu is cut off (top-p, top-k), or "
-        "the trainer finds nearly everything that is sampled unlikely.",
+        bad="above 1.02: the engine did not sample with the log-probs that it reports. Below 0.98: mu is cut off "
+        "(top-p, top-k), or the trainer finds nearly all sampled tokens unlikely.",
         do="have the engine return the log-probs of what it samples from, and the trainer compute the same; far "
         "below 1, compare weights, chat template and precision of both.",
     ),
@@ -163,7 +163,7 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.spread("ratio", "ratio_squared", s.sums["usable"]),
         "Standard deviation over tokens of r_t before any bound.",
         range="0 and above; near the square root of 2 kl_k3.",
-        bad="above 1. It falls with the ratios: near 0 at a ratio_mean far under 1 is no good sign.",
+        bad="above 1. The deviation falls with the ratios: near 0 at a ratio_mean far under 1 is no good sign.",
         do="bound the weights; look at ratio_max.",
     ),
     "ratio_min": Metric(
@@ -193,15 +193,15 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.effective_share("ratio", "usable"),
         "Effective sample size of the unbounded r_t: (sum r)^2 / (n sum r^2), as a share of the tokens.",
         range="0 to 1; 1 where the policies agree, and where all ratios are off by one factor.",
-        bad="below 0.5. It cannot see a factor that all ratios share: read ratio_mean with it.",
-        do="compare with ess: what the bound has won.",
+        bad="below 0.5. A factor that all ratios share does not show: read ratio_mean too.",
+        do="compare with ess, to see what the bound has won.",
     ),
     "prob_diff_abs_mean": Metric(
         lambda s: s.over_tokens("abs_prob_diff"),
         "Mean over tokens of |pi_old - mu|, of probabilities.",
         range="0 to 1; below 0.01 for bf16.",
         bad="above 0.05.",
-        do="as kl_k3. Unlike log-probs it ignores tokens that both find unlikely.",
+        do="as kl_k3. Tokens that both policies find unlikely hardly enter this metric.",
     ),
     "prob_diff_abs_std": Metric(
         lambda s: s.spread("abs_prob_diff", "prob_diff_squared", s.sums["usable"], unbiased=True),
@@ -221,7 +221,7 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.correlation("proximal_prob", "behavior_prob", "prob_product"),
         "Pearson correlation over tokens of pi_old and mu.",
         range="-1 to 1; above 0.99 for bf16.",
-        bad="below 0.95. It cannot see a factor that all probabilities share: read ratio_mean with it.",
+        bad="below 0.95. A factor that all probabilities share does not show: read ratio_mean too.",
         do="as kl_k3. MiniMax 2025, arxiv.org/abs/2506.13585, found about 0.9 and mended the precision of the "
         "output layer.",
     ),
@@ -229,8 +229,8 @@ TOKENS: dict[str, Metric] = {
         lambda s: s.correlation("proximal", "behavior", "log_prob_product"),
         "Pearson correlation over tokens of log pi_old and log mu.",
         range="-1 to 1; above 0.99 for bf16.",
-        bad="below 0.95 while prob_correlation is high: unlikely tokens differ. One shift of all log-probs leaves"
-        " it as it is: read kl_k1.",
+        bad="below 0.95 while prob_correlation is high: unlikely tokens differ. One shift of all log-probs does not "
+        "show: read kl_k1.",
         do="as kl_k3.",
     ),
     "saturated_tokens": Metric(
@@ -247,8 +247,8 @@ SLOPES: dict[str, Metric] = {
         lambda s: s.related("slope"),
         "Least squares slope over tokens of log pi_old on log mu.",
         range="above 0; 1 where the policies agree, a little less under noise.",
-        bad="it and slope_inverse both on one side of 1 by 0.02: one side's log-probs are scaled by a "
-        "temperature. One shift of all log-probs leaves it as it is: read kl_k1.",
+        bad="slope and slope_inverse both on one side of 1 by 0.02: one side's log-probs are scaled by a "
+        "temperature. One shift of all log-probs does not show: read kl_k1.",
         do="check --rollout-temperature on both sides and whether the engine's log-probs are raw or processed.",
     ),
     "slope_inverse": Metric(
@@ -263,21 +263,21 @@ SLOPES: dict[str, Metric] = {
         "Standard error of slope.",
         range="0 and above.",
         bad="nothing by itself.",
-        do="read slope with it.",
+        do="compare |slope - 1| with it.",
     ),
     "implied_temperature": Metric(
         lambda s: s.related("implied_temperature"),
         "The temperature of mu against pi_old that both slopes imply: sqrt(slope x slope_inverse).",
-        range="above 0; 1 where the policies agree. The true one is 1 to 5 times as far from 1.",
+        range="above 0; 1 where the policies agree. The true temperature is 1 to 5 times as far from 1.",
         bad="as slope.",
         do="as slope.",
     ),
     "ratio_mean_error": Metric(
         lambda s: s.related("mean_ratio_error"),
-        "Standard error of ratio_mean; r_t - 1 has mean 0 given what came before, so that tokens need not "
-        "be independent.",
+        "Standard error of ratio_mean. Tokens need not be independent, because r_t - 1 has mean 0 given all tokens "
+        "before it.",
         range="0 and above.",
-        bad="|ratio_mean - 1| above 6 of it: see ratio_mean.",
+        bad="|ratio_mean - 1| above 6 standard errors: see ratio_mean.",
         do="as ratio_mean.",
     ),
 }
@@ -315,9 +315,8 @@ SEQUENCES: dict[str, Metric] = {
         lambda s: s.over_sequences("log_ppl_diff"),
         "Mean over sequences of log perplexity of the trainer less that of the engine: -mean_t log r_t.",
         range="any; its expectation is at least 0.",
-        bad="above 0.05, or a rise: the trainer is more and more surprised by what is sampled. Below -0.01: as "
-        "kl_k1.",
-        do="as kl_k3. Differs from kl_k1 in that each sequence counts once, not each token.",
+        bad="above 0.05, or a rise: the sampled tokens surprise the trainer more and more. Below -0.01: as kl_k1.",
+        do="as kl_k3. Each sequence has one vote here, where each token has one in kl_k1.",
     ),
     "log_ppl_abs_diff": Metric(
         lambda s: s.over_sequences("log_ppl_abs_diff"),
@@ -332,7 +331,7 @@ SEQUENCES: dict[str, Metric] = {
         range="any, at least log_ppl_diff.",
         bad="above 1: a sequence that the trainer finds e times as surprising a token. Below -0.01: every "
         "sequence surprises the trainer less than the engine.",
-        do="find it; often the wrong weights, template or truncation.",
+        do="find the sequence; often the weights, the template or the truncation are wrong.",
     ),
     "log_ppl_diff_min": Metric(
         lambda s: -s.largest("mean_log_ratio"),
@@ -353,8 +352,8 @@ SEQUENCES: dict[str, Metric] = {
         "chi^2 of whole sequences: mean over sequences of (prod_t r_t)^2, less 1; the log of the product "
         "clamped at +-20.",
         range="-1 to 2.4e17, where the clamp acts.",
-        bad="above 1; it then says mostly how long the sequences are, and beyond 1e17 nothing. Below -0.5: the "
-        "products are near 0 together, as at log_mean_product.",
+        bad="above 1: the value tells mostly how long the sequences are, and beyond 1e17 nothing. Below -0.5: all "
+        "products are near 0, as at log_mean_product.",
         do="do not weigh by the product; read log_chi2_sequence.",
     ),
     "log_chi2_sequence": Metric(
@@ -377,8 +376,8 @@ SEQUENCES: dict[str, Metric] = {
         lambda s: exp_of(2 * s.log_products[1] - s.log_products[2] - log_of(s.sums["seen"])),
         "Effective sample size of the unbounded products prod_t r_t, as a share of the sequences.",
         range="1 / sequences to 1.",
-        bad="below 0.5; at its lower end one sequence carries the whole step. It cannot see a factor that all "
-        "products share: read log_mean_product with it.",
+        bad="below 0.5; at 1 / sequences one sequence carries the whole step. A factor that all products share does "
+        "not show: read log_mean_product too.",
         do="geometric or token weights in place of the product.",
     ),
     "chi2_geometric": Metric(
@@ -428,7 +427,7 @@ SEQUENCES: dict[str, Metric] = {
 WEIGHTS: dict[str, Metric] = {
     "weight_mean": Metric(
         lambda s: s.over_valid("weight"),
-        "Mean over valid tokens of the bounded weight, before normalization and rejection; 0 where it is not known.",
+        "Mean over valid tokens of the bounded weight, before normalization and rejection. An unknown weight is 0.",
         range="0 to the upper bound.",
         bad="below 0.95 or above 1.05: the correction changes the learning rate.",
         do="normalize, or lower the mismatch.",
@@ -437,45 +436,44 @@ WEIGHTS: dict[str, Metric] = {
         lambda s: s.spread("weight", "weight_squared", s.sums["valid"]),
         "Standard deviation over valid tokens of the bounded weight, before normalization and rejection.",
         range="0 to half the upper bound.",
-        bad="above 0.5. It falls with the weights: near 0 at a weight_mean far under 1 is no good sign.",
+        bad="above 0.5. The deviation falls with the weights: near 0 at a weight_mean far under 1 is no good sign.",
         do="tighten the bound.",
     ),
     "weight_min": Metric(
         lambda s: s.smallest("weight"),
         "Smallest bounded weight, before normalization and rejection.",
-        range="0 to the upper bound; what a zero bound zeroes is 0.",
+        range="0 to the upper bound; a zero bound makes weights of 0.",
         bad="0 without a zero bound; above 1: no token is found unlikely.",
         do="look at ratio_min.",
     ),
     "weight_max": Metric(
         lambda s: s.largest("weight"),
-        "Largest bounded weight, before normalization and rejection. A mask bound drops, it does not bound.",
+        "Largest bounded weight, before normalization and rejection. A mask bound drops tokens and bounds no weight.",
         range="0 to the upper bound.",
         bad="the upper bound in every step: see weight_high_fraction. Below 1: every weight shrinks the gradient.",
         do="as weight_high_fraction.",
     ),
     "weight_high_fraction": Metric(
         lambda s: s.over_units("weight_high"),
-        "Share of the tokens (of the sequences, at their levels) whose ratio is above the upper bound.",
+        "Share of the tokens (of the sequences, if the weight is per sequence) whose ratio is above the upper bound.",
         range="0 to 1.",
         bad="above a few percent: the bound no longer cuts a tail but shapes the gradient.",
         do="lower the mismatch before raising the bound.",
     ),
     "weight_low_fraction": Metric(
         lambda s: s.over_units("weight_low"),
-        "Share of the tokens (of the sequences, at their levels) whose ratio is below the lower bound, else "
-        "1 / upper.",
+        "Share of the tokens (of the sequences, if the weight is per sequence) whose ratio is below the lower bound, "
+        "or below 1 / upper without one.",
         range="0 to 1.",
-        bad="far above weight_high_fraction: the trainer finds much of what is sampled unlikely.",
+        bad="far above weight_high_fraction: the trainer finds many sampled tokens unlikely.",
         do="as kl_k3.",
     ),
     "normalization_factor": Metric(
         lambda s: s.over("weight", "normalized"),
-        "Mean bounded weight over mean normalized weight: what the weights were divided by, averaged over "
-        "micro-batches.",
+        "Mean bounded weight over mean normalized weight: the divisor of the weights, averaged over micro-batches.",
         range="above 0; 1 without normalization.",
-        bad="below 0.95: weights shrink the gradient, and normalization has to undo it. Above 1.05: they blow it "
-        "up.",
+        bad="below 0.95: weights shrink the gradient, which normalization has to undo. Above 1.05: weights blow the "
+        "gradient up.",
         do="look at log_mean_product and at the bound.",
     ),
     "applied_mean": Metric(
@@ -490,8 +488,8 @@ WEIGHTS: dict[str, Metric] = {
         lambda s: s.over_valid("applied"),
         "Mean over valid tokens of the weight as multiplied into the loss, 0 where dropped.",
         range="0 and above.",
-        bad="below 0.5: half of the gradient is gone, be it by weights or by rejection. Above 1.5: weights blow "
-        "it up.",
+        bad="below 0.5: half of the gradient is gone, be it by weights or by rejection. Above 1.5: weights blow the "
+        "gradient up.",
         do="compare with applied_mean and kept_fraction.",
     ),
     "applied_min": Metric(
@@ -499,27 +497,27 @@ WEIGHTS: dict[str, Metric] = {
         "Smallest weight as multiplied into the loss, 0 where dropped.",
         range="0 and above.",
         bad="nothing by itself.",
-        do="read with kept_fraction.",
+        do="compare with kept_fraction.",
     ),
     "applied_max": Metric(
         lambda s: s.largest("applied"),
         "Largest weight as multiplied into the loss.",
         range="0 and above.",
-        bad="above the upper bound by much: normalization has blown it up.",
+        bad="above the upper bound by much: normalization has blown the weight up.",
         do="look at normalization_factor.",
     ),
     "kept_weight_min": Metric(
         lambda s: s.smallest("kept_weight"),
         "Smallest weight of a kept token, as multiplied into the loss.",
         range="0 and above.",
-        bad="near 0: the token is kept, and nothing is learned from it.",
-        do="a lower bound, by clip, mask or a rule.",
+        bad="near 0: the token is kept, and hardly learned from.",
+        do="set a lower bound, by clip, mask or a rule.",
     ),
     "ess": Metric(
         lambda s: s.effective_share("applied", "valid"),
         "Effective sample size of the weights as multiplied into the loss, 0 where dropped: (sum w)^2 / (n sum w^2).",
         range="0 to 1, as a share of the valid tokens; at most kept_fraction.",
-        bad="below 0.5. It cannot see a factor that all weights share: read weight_mean with it.",
+        bad="below 0.5. A factor that all weights share does not show: read weight_mean too.",
         do="tighten the bound; lower the mismatch. (Kish 1965)",
     ),
     "ess_bounded": Metric(
@@ -527,84 +525,85 @@ WEIGHTS: dict[str, Metric] = {
         "Effective sample size of the bounded weights before rejection, as a share of the valid tokens.",
         range="0 to 1.",
         bad="below 0.5; as ess.",
-        do="compare with ess: what rejection costs.",
+        do="compare with ess, to see what rejection costs.",
     ),
     "ess_lifted": Metric(
         lambda s: s.effective_share("lifted", "valid"),
-        "Effective sample size of the applied weights within [1 / upper, upper]: dropped ones count as 1 / "
-        "upper. upper is the bound of the weight; of an unbounded one, that of the first rule on a ratio "
-        "which has one.",
+        "Effective sample size of the weights in the loss, clamped to [1 / upper, upper]; a dropped token's weight is "
+        "1 / upper. upper is the upper bound of the weight; of an unbounded weight, that of the first rule on ratios "
+        "that has one.",
         range="0 to 1.",
-        bad="nothing by itself; it cannot see rejection.",
-        do="use ess. It is here for those who come from ms-swift.",
+        bad="nothing by itself; rejection does not show.",
+        do="use ess. ess_lifted is here for users who come from ms-swift.",
     ),
     "sequence_weight_mean": Metric(
         lambda s: s.over_sequences("sequence_weight"),
-        "Mean over sequences of the mean over its tokens of the bounded weight, before normalization and rejection.",
+        "Mean over sequences of a sequence's mean bounded weight, before normalization and rejection.",
         range="0 to the upper bound.",
         bad="far from weight_mean: long and short sequences are weighed differently.",
         do="look at sequence_log_ratio_mean.",
     ),
     "sequence_weight_std": Metric(
         lambda s: s.spread("sequence_weight", "sequence_weight_squared", s.sums["seen"], unbiased=True),
-        "Standard deviation of the same over sequences, unbiased.",
+        "Standard deviation over sequences of a sequence's mean bounded weight, unbiased.",
         range="0 and above.",
         bad="above 0.5. Near 0 with sequence_weight_mean near 0: the products shrink together.",
         do="geometric weights, or a tighter bound.",
     ),
     "sequence_weight_min": Metric(
         lambda s: s.smallest("sequence_weight"),
-        "Smallest of the same.",
+        "Smallest mean bounded weight of a sequence.",
         range="0 to the upper bound.",
         bad="near 0; above 1: every sequence counts more than once.",
         do="find the sequence.",
     ),
     "sequence_weight_max": Metric(
         lambda s: s.largest("sequence_weight"),
-        "Largest of the same.",
+        "Largest mean bounded weight of a sequence.",
         range="0 to the upper bound.",
         bad="the upper bound in every step. Below 1: every sequence counts less than once.",
         do="find the sequence.",
     ),
     "sequence_weight_max_deviation": Metric(
         lambda s: max(s.largest("sequence_weight") - 1, 1 - s.smallest("sequence_weight")),
-        "Largest distance of the same from 1.",
+        "Largest distance from 1 of a sequence's mean bounded weight.",
         range="0 and above.",
         bad="near 1 (a weight of 0), or near the upper bound less 1, in every step.",
         do="find the sequence.",
     ),
     "sequence_ratio_high_fraction": Metric(
         lambda s: s.over_sequences("sequence_ratio_high"),
-        "Share of the sequences whose ratio before the bound (the mean one of tokens or segments) is above "
-        "the upper one.",
+        "Share of the sequences whose ratio (the mean ratio, if weights are per token or segment) is above the upper "
+        "bound.",
         range="0 to 1.",
         bad="above a few percent.",
         do="lower the mismatch.",
     ),
     "sequence_ratio_low_fraction": Metric(
         lambda s: s.over_sequences("sequence_ratio_low"),
-        "Share of the sequences whose ratio before the bound is below the lower one, else 1 / upper.",
+        "Share of the sequences whose ratio (the mean ratio, if weights are per token or segment) is below the lower "
+        "bound, or below 1 / upper without one.",
         range="0 to 1.",
         bad="above a few percent.",
         do="lower the mismatch.",
     ),
     "sequence_applied_mean": Metric(
         lambda s: s.over_sequences("sequence_applied"),
-        "Mean over sequences of the mean over its tokens of the weight as multiplied into the loss, 0 where dropped.",
+        "Mean over sequences of a sequence's mean weight as multiplied into the loss, 0 where a token is dropped.",
         range="0 and above.",
         bad="below 0.5, or above 1.5.",
         do="as applied_valid_mean.",
     ),
     "sequence_applied_min": Metric(
         lambda s: s.smallest("sequence_applied"),
-        "Smallest of the same.",
+        "Smallest mean of a sequence's weights as multiplied into the loss, 0 where a token is dropped.",
         range="0 and above.",
         bad="nothing by itself.",
-        do="read with kept_sequences.",
+        do="compare with kept_sequences.",
     ),
     "sequence_applied_max": Metric(
         lambda s: s.largest("sequence_applied"),
-        "Largest of the same.",
+        "Largest mean of a sequence's weights as multiplied into the loss, 0 where a token is dropped.",
         range="0 and above.",
         bad="above the upper bound by much.",
         do="look at normalization_factor.",
@@ -638,19 +637,20 @@ REJECTION: dict[str, Metric] = {
         "Share of the sequences that lose at least one token.",
         range="0 to 1; at least 1 - kept_sequences.",
         bad="near 1 while kept_fraction is high: almost every sequence loses a few tokens.",
-        do="nothing, unless a rule over sequences would say the same more simply.",
+        do="nothing, unless a rule over sequences would do what the rules over tokens do.",
     ),
     "outside_bound_fraction": Metric(
         lambda s: s.over_tokens("outside_bound"),
-        "Share of the tokens whose ratio, or whose unit's, the bound of the weight truncates, clips, drops "
-        "or sets to 0.",
+        "Share of the tokens whose ratio, or whose unit's ratio, lies outside the bound of the weight, which "
+        "truncates, clips, drops or zeroes it.",
         range="0 to 1.",
         bad="above a few percent.",
         do="lower the mismatch, or widen the bound; truncate in place of masking.",
     ),
     "all_rejected_fraction": Metric(
         lambda s: s.over("all_rejected", "micro_batches"),
-        "Share of the micro-batches whose every sequence was rejected. Depends on the split into micro-batches.",
+        "Share of the micro-batches whose every sequence was rejected. The share depends on the split into "
+        "micro-batches.",
         range="0 to 1.",
         bad="above 0; `on_all_rejected` says what was done, and a warning is logged.",
         do="widen the rules; a geometric rule must be far narrower or wider than a token rule.",
@@ -660,23 +660,23 @@ REJECTION: dict[str, Metric] = {
         "Mean over kept tokens of log r_t.",
         range="any.",
         bad="nothing by itself.",
-        do="compare with -kl_k1: what rejection leaves of the mismatch.",
+        do="compare with -kl_k1, to see what rejection leaves of the mismatch.",
     ),
     "kept_log_ratio_min": Metric(
         lambda s: s.smallest("kept_log_ratio"),
         "Smallest log r_t of a kept token.",
         range="any.",
-        bad="below -5: a token that the trainer finds unlikely is still learned from. Above 0: it finds all that "
-        "is kept likelier.",
-        do="a veto or a token rule with a lower bound.",
+        bad="below -5: a token that the trainer finds unlikely is still learned from. Above 0: the trainer finds every "
+        "kept token likelier than the engine.",
+        do="add a veto, or a token rule with a lower bound.",
     ),
     "kept_log_ratio_max": Metric(
         lambda s: s.largest("kept_log_ratio"),
         "Largest log r_t of a kept token.",
         range="any.",
-        bad="above 5, in a config that does not bound weights from above. Below 0: it finds all that is kept "
-        "unlikely.",
-        do="bound the weights, or a token rule with an upper bound.",
+        bad="above 5, in a config that does not bound weights from above. Below 0: the trainer finds every kept token "
+        "less likely than the engine.",
+        do="bound the weights, or add a token rule with an upper bound.",
     ),
 }
 
@@ -693,7 +693,7 @@ LOSS: dict[str, Metric] = {
         "Policy loss after correction: sum over kept tokens of w_t loss_t / valid tokens.",
         range="any.",
         bad="far smaller than loss_kept_denominator: rejection acts as a lower learning rate.",
-        do="`denominator: kept`, if that is not wanted.",
+        do="set `denominator: kept`, if rejection shall not act so.",
     ),
     "loss_kept_denominator": Metric(
         lambda s: s.over("corrected_loss", "kept") if s.sums["with_loss"] else math.nan,
@@ -707,32 +707,33 @@ LOSS: dict[str, Metric] = {
 OPSM: dict[str, Metric] = {
     "opsm_divergence_mean": Metric(
         lambda s: s.over_departures("opsm_divergence"),
-        "Mean over sequences of what OPSM compares with delta: mean_t(log mu - log pi_theta), or with `reference: "
-        "proximal` mean_t(log pi_old - log pi_theta).",
+        "Mean over sequences of the divergence that OPSM compares with delta: mean_t(log mu - log pi_theta), or with "
+        "`reference: proximal` mean_t(log pi_old - log pi_theta).",
         range="any; its expectation is at least 0.",
-        bad="near or above delta: OPSM masks what is usual; far below 0: these are not the log-probs sampled with.",
-        do="see which of opsm_mismatch_mean and opsm_staleness_mean makes it.",
+        bad="near or above delta: OPSM masks usual sequences. Far below 0: the engine did not sample with the "
+        "log-probs that it reports.",
+        do="see which of opsm_mismatch_mean and opsm_staleness_mean is large.",
     ),
     "opsm_divergence_negative_mean": Metric(
         lambda s: s.over_departures("opsm_divergence_negative"),
-        "opsm_divergence_mean of the sequences with a negative mean advantage, which alone can be masked.",
+        "opsm_divergence_mean of the sequences with a negative mean advantage: OPSM can mask no others.",
         range="any.",
         bad="near or above delta.",
         do="choose delta by the percentiles of opsm_divergence_negative.",
     ),
     "opsm_divergence_positive_mean": Metric(
         lambda s: s.over_departures("opsm_divergence_positive"),
-        "opsm_divergence_mean of the sequences with a positive mean advantage, which are never masked for their mean.",
+        "opsm_divergence_mean of the sequences with a positive mean advantage.",
         range="any.",
         bad="far below opsm_divergence_negative_mean: updates push failures away faster than they pull successes.",
         do="lower the learning rate, or take fewer optimizer steps a rollout.",
     ),
     "opsm_mismatch_mean": Metric(
         lambda s: s.over_departures("opsm_mismatch"),
-        "Mean over sequences of mean_t(log mu - log pi_old): the engine's part of the divergence, there before any "
-        "update.",
+        "Mean over sequences of mean_t(log mu - log pi_old): the part of the divergence that the engine makes before "
+        "any update.",
         range="any; its expectation is at least 0.",
-        bad="near or above delta: OPSM then masks for the engine's sake; clearly below 0 as kl_k1.",
+        bad="near or above delta: OPSM masks because of the engine. Clearly below 0: as kl_k1.",
         do="raise the engine's precision, raise delta, or say `reference: proximal`, which leaves this part out.",
     ),
     "opsm_staleness_mean": Metric(
@@ -740,19 +741,19 @@ OPSM: dict[str, Metric] = {
         "Mean over sequences of mean_t(log pi_old - log pi_theta): the part of the divergence that the updates on this "
         "rollout made.",
         range="any; 0 in the first optimizer step of a rollout.",
-        bad="above delta, or a growth from step to step of a rollout.",
+        bad="above delta, or growth from step to step of a rollout.",
         do="take fewer optimizer steps a rollout, or lower the learning rate.",
     ),
     "opsm_masked_fraction": Metric(
         lambda s: s.over_valid("opsm_masked"),
-        "Share of the valid tokens that OPSM masks, whatever rules do.",
+        "Share of the valid tokens that OPSM masks, also where rules reject them.",
         range="0 to 1; at most the share of the tokens with a negative advantage.",
         bad="0 in every step (delta does nothing), or most of the tokens with a negative advantage.",
         do="choose delta by the percentiles of opsm_divergence_negative.",
     ),
     "opsm_unknown_sequences": Metric(
         lambda s: s.sums.get("opsm_unknown", math.nan),
-        "Number of sequences with a log-prob that is not finite. Their unknown divergence counts as above delta.",
+        "Number of sequences with a log-prob that is not finite. OPSM takes the unknown divergence as above delta.",
         range="0 and above.",
         bad="above 0.",
         do="as nonfinite_rollout_tokens.",
@@ -763,19 +764,19 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "How much there was": AMOUNTS,
     "How far the two policies are apart, token by token": TOKENS,
     "Whether both sides mean the same by a log-prob: see `metrics/slope.py`": SLOPES,
-    "The same of whole sequences": SEQUENCES,
+    "How far the two policies are apart, sequence by sequence": SEQUENCES,
     "The weights": WEIGHTS,
     "What was rejected": REJECTION,
-    "What OPSM looks at, reported where it is on": OPSM,
+    "What OPSM compares and masks, reported where OPSM is on": OPSM,
     "The loss": LOSS,
 }
-"""As the document has them."""
+"""Sections of `docs/metrics.md`, in the order of the page."""
 
 METRICS: dict[str, Metric] = {
     name: metric for section in SECTIONS.values() for name, metric in section.items()
 }
 
-# Families: one metric, several places.
+# Families: one metric with several places.
 
 PERCENTILES: dict[str, Metric] = {
     "ratio_p{percent}": Metric(
@@ -787,7 +788,8 @@ PERCENTILES: dict[str, Metric] = {
     ),
     "weight_p{percent}": Metric(
         lambda s, percent: exp_of(s.quantile("log_weight", percent)),
-        "Percentile over tokens of the bounded weight before normalization and rejection, in the same way.",
+        "Percentile over tokens of the bounded weight before normalization and rejection, from logs that are within 1% "
+        "of themselves.",
         range="0 to the upper bound.",
         bad="p95 at the upper bound; p50 off 1 by 0.05 or more.",
         do="as weight_high_fraction.",
@@ -801,28 +803,28 @@ PERCENTILES: dict[str, Metric] = {
     ),
     "geometric_ratio_p{percent}": Metric(
         lambda s, percent: exp_of(s.quantile("mean_log_ratio", percent)),
-        "Percentile over sequences of the geometric mean of r_t, in the same way.",
+        "Percentile over sequences of the geometric mean of r_t, from logs that are within 1% of themselves.",
         range="above 0; 0.99 to 1.01 for bf16.",
-        bad="p25 or p75 outside the bounds of a geometric rule: it drops half.",
-        do="choose such a rule's bounds by these.",
+        bad="p25 or p75 outside the bounds of a geometric rule: the rule drops a quarter or more.",
+        do="choose the bounds of a geometric rule by these percentiles.",
     ),
     "opsm_divergence_p{percent}": Metric(
         lambda s, percent: s.quantile("opsm_divergence", percent),
-        "Percentile over sequences of what OPSM compares with delta.",
+        "Percentile over sequences of the divergence that OPSM compares with delta.",
         range="any.",
         bad="p50 above delta, or p99 far below it.",
         do="as opsm_divergence_mean.",
     ),
     "opsm_divergence_negative_p{percent}": Metric(
         lambda s, percent: s.quantile("opsm_divergence_negative", percent),
-        "Percentile over the sequences with a negative mean advantage of what OPSM compares with delta.",
+        "Percentile over the sequences with a negative mean advantage of the divergence that OPSM compares with delta.",
         range="any.",
         bad="p50 above delta: OPSM masks half of the failures.",
         do="a delta at p95 masks one in twenty of these sequences, one at p99 one in a hundred.",
     ),
     "opsm_divergence_positive_p{percent}": Metric(
         lambda s, percent: s.quantile("opsm_divergence_positive", percent),
-        "Percentile over the sequences with a positive mean advantage of what OPSM compares with delta.",
+        "Percentile over the sequences with a positive mean advantage of the divergence that OPSM compares with delta.",
         range="any.",
         bad="as opsm_divergence_positive_mean.",
         do="as opsm_divergence_positive_mean.",
@@ -863,17 +865,18 @@ TAILS: dict[str, Metric] = {
 RULES: dict[str, Metric] = {
     "rule_{i}_mean": Metric(
         lambda s, rule: s.over_rule(rule, ""),
-        "Mean over tokens of what the rule compares (of ratios the log); of a unit's statistic, at each of "
-        "its tokens.",
+        "Mean over tokens of the value that the rule compares (for ratios the log). The value of a unit stands at "
+        "each of its tokens.",
         range="that of the statistic.",
         bad="near a bound, or beyond one.",
         do="widen the rule, or lower the mismatch.",
     ),
     "rule_{i}_std": Metric(
         lambda s, rule: s.spread(f"{rule}_bounded", f"{rule}_bounded_squared", s.sums[f"{rule}_count"]),
-        "Standard deviation over tokens of the same, within the bounds (from 0 where there is no lower one).",
+        "Standard deviation over tokens of the value that the rule compares, clamped to the bounds (to 0 where there "
+        "is no lower one).",
         range="0 and above.",
-        bad="as wide as the bounds; 0 with rule_i_rejected_fraction near 1: all lie beyond one bound.",
+        bad="as wide as the bounds; 0 with rule_i_rejected_fraction near 1: all values lie beyond one bound.",
         do="as rule_mean.",
     ),
     "rule_{i}_min": Metric(
@@ -908,13 +911,12 @@ RULES: dict[str, Metric] = {
         lambda s, rule: s.over_rule(rule, "_low") + s.over_rule(rule, "_high"),
         "Share of the tokens that this rule alone would drop.",
         range="0 to 1.",
-        bad="near rejected_fraction: this rule is the one.",
-        do="widen it.",
+        bad="near rejected_fraction: this rule makes most of the rejection.",
+        do="widen the rule.",
     ),
     "rule_{i}_unit_mean": Metric(
         lambda s, rule: s.over_rule(rule, "_unit", "_unit_count"),
-        "Mean over units (segments, where the rule drops those, else sequences) of what the rule compares, "
-        "or of its mean.",
+        "Mean over units of the value that the rule compares; for a rule over tokens, of a sequence's mean value.",
         range="that of the statistic.",
         bad="near a bound, or beyond one.",
         do="as rule_mean.",
@@ -923,89 +925,89 @@ RULES: dict[str, Metric] = {
         lambda s, rule: s.spread(
             f"{rule}_unit", f"{rule}_unit_squared", s.sums[f"{rule}_unit_count"], unbiased=True
         ),
-        "Standard deviation over units of the same, unbiased.",
+        "Standard deviation over units of the value that rule_i_unit_mean averages, unbiased.",
         range="0 and above.",
         bad="as wide as the bounds.",
         do="as rule_mean.",
     ),
     "rule_{i}_unit_min": Metric(
         lambda s, rule: s.smallest(f"{rule}_unit"),
-        "Smallest of the same.",
+        "Smallest value of a unit that rule_i_unit_mean averages.",
         range="that of the statistic.",
         bad="far outside the bounds.",
         do="find the unit.",
     ),
     "rule_{i}_unit_max": Metric(
         lambda s, rule: s.largest(f"{rule}_unit"),
-        "Largest of the same.",
+        "Largest value of a unit that rule_i_unit_mean averages.",
         range="that of the statistic.",
         bad="far outside the bounds.",
         do="find the unit.",
     ),
     "rule_{i}_unit_max_deviation": Metric(
         lambda s, rule: s.largest_size(f"{rule}_unit"),
-        "Largest size of the same.",
+        "Largest absolute value of a unit that rule_i_unit_mean averages.",
         range="0 and above.",
         bad="far outside the bounds.",
         do="find the unit.",
     ),
     "rule_{i}_unit_low_fraction": Metric(
         lambda s, rule: s.over_rule(rule, "_unit_low", "_unit_count"),
-        "Share of the units for which the same lies below the lower bound.",
+        "Share of the units whose value in rule_i_unit_mean lies below the lower bound.",
         range="0 to 1.",
-        bad="far above the other side.",
+        bad="far above rule_i_unit_high_fraction.",
         do="as rule_low_fraction.",
     ),
     "rule_{i}_unit_high_fraction": Metric(
         lambda s, rule: s.over_rule(rule, "_unit_high", "_unit_count"),
-        "Share of the units for which the same lies above the upper bound.",
+        "Share of the units whose value in rule_i_unit_mean lies above the upper bound.",
         range="0 to 1.",
-        bad="far above the other side.",
+        bad="far above rule_i_unit_low_fraction.",
         do="as rule_high_fraction.",
     ),
     "rule_{i}_unit_rejected_fraction": Metric(
         lambda s, rule: s.over_rule(rule, "_unit_touched", "_unit_count"),
         "Share of the units of which this rule alone would drop at least one token.",
         range="0 to 1.",
-        bad="near 1 of a rule over units: nothing is left.",
-        do="widen it.",
+        bad="near 1 for a rule over units: nothing is kept.",
+        do="widen the rule.",
     ),
 }
 
 VERSIONS: dict[str, Metric] = {
     "lag_{lag}_share": Metric(
         lambda s, lag: ratio_of(s.lags[lag]["tokens"], sum(row["tokens"] for row in s.lags)),
-        "Share of the tokens with a known weight version that is this many behind the trainer's (the last: or more).",
+        "Share of this age among the usable tokens of known age; the last age takes all older tokens too.",
         range="0 to 1.",
-        bad="much mass at high lags.",
+        bad="a large share at old ages.",
         do="sync weights more often, or bound the staleness.",
     ),
     "lag_{lag}_kl_k1": Metric(
         lambda s, lag: -s.over_lag("log_ratio", lag),
-        "kl_k1 of those tokens.",
+        "kl_k1 of the tokens of this age.",
         range="any.",
-        bad="a rise with the lag: staleness, not the engine, makes the mismatch. Below -0.01: as kl_k1.",
+        bad="a rise with the age: staleness, not the engine, makes the mismatch. Below -0.01: as kl_k1.",
         do="sync weights more often, or bound the staleness.",
     ),
     "lag_{lag}_kl_k3": Metric(
         lambda s, lag: s.over_lag("k3", lag),
-        "kl_k3 of those tokens.",
+        "kl_k3 of the tokens of this age.",
         range="0 and above.",
-        bad="as lag_kl_k1; high at lag 0: the engine, not staleness, makes the mismatch.",
+        bad="as lag_kl_k1; high at age 0: the engine, not staleness, makes the mismatch.",
         do="as lag_kl_k1, or as kl_k3.",
     ),
     "lag_{lag}_ratio_mean": Metric(
         lambda s, lag: s.over_lag("ratio", lag),
-        "ratio_mean of those tokens.",
+        "ratio_mean of the tokens of this age.",
         range="above 0.",
         bad="far from 1.",
         do="as ratio_mean.",
     ),
     "lag_{lag}_kept_fraction": Metric(
         lambda s, lag: s.over_lag("kept", lag),
-        "Share of those tokens that are kept.",
+        "Share of the tokens of this age that are kept.",
         range="0 to 1.",
-        bad="a fall with the lag to near 0: what is stale is generated for nothing.",
+        bad="a fall with the age to near 0: stale tokens are generated for nothing.",
         do="bound the staleness, or widen the rules.",
     ),
 }

@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, made from what the metrics say of themselves.
+"""The page `docs/metrics.md`, made from the words of each metric.
 
 python -m mis_plugins.metrics.docs > docs/metrics.md
 """
@@ -28,10 +28,10 @@ INTRODUCTION = f"""# Metrics of `metrics: all`
 
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
 metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
-what follows: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel ranks however
-the step is split (`tests/metrics/test_partials.py`).
-They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`,
-and as one line to its log, which has them without wandb and tensorboard too. They need
+the metrics of this page: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel
+ranks however the step is split (`tests/metrics/test_partials.py`).
+They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`. One line of the host's log has them too, with
+or without wandb and tensorboard. They need
 
 ```
 --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
@@ -52,21 +52,22 @@ The last step of a run has no next one. One process reports it when it exits. Of
   hook is that of rank 0, and both call the hook of an update by deltas on rank 0 alone at first.) A rank that exits by
   itself warns of its own micro-batches, one that Ray ends by force does not. Where it counts, train one step more.
 
-The `lag_` ones, and those of segment-wise weights, need the version that wrote each token, which the embedded host
-hands on, and Miles and slime do not yet: see [async.md](async.md).
+The metrics `lag_...` and those of segment-wise weights need the version that wrote each token. The embedded host hands
+the versions on; Miles and slime do not yet: see [async.md](async.md).
 
-r_t = pi_old(y_t) / mu(y_t), trainer over rollout engine, of a token; w_t its bounded weight. Means over tokens are over
-those in the loss mask with finite log-probs, means over sequences over those with such a token. log r is clamped at
-+-20 inside exp, nowhere else. With segment-wise weights w_t bounds pi_{{v+1}}(y_t) / mu(y_t), and r_t is what it was.
-What cannot be known, a mean of nothing, is not reported.
+r_t = pi_old(y_t) / mu(y_t) is the ratio of a token, trainer over rollout engine; w_t is its bounded weight. A token is
+valid in the loss mask, and usable if it is valid and both log-probs are finite. Means over tokens are over usable
+tokens, means over sequences over sequences with a usable token. log r is clamped at +-20 inside exp, nowhere else.
+Segment-wise weights w_t bound pi_{{v+1}}(y_t) / mu(y_t), and leave r_t as defined here. A metric that cannot be known,
+such as a mean of nothing, is not reported.
 """
 
 FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
     "Percentiles": (
-        f"percent is one of {', '.join(map(str, QUANTILES))}. From histograms over logarithmic buckets that add: what "
-        f"they hold, a logarithm, is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, whatever the split. "
+        f"percent is one of {', '.join(map(str, QUANTILES))}. Percentiles come from histograms of logarithms, whose "
+        f"counts add. A logarithm is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, however the step is split. "
         "A ratio r is thereby off by a factor of at most r^0.01 or its inverse: 0.7% at 2 and at 1/2, 4.7% at 100. "
-        "A percentile is interpolated between two of them; where these lie on either side of 0 it may be off by more.",
+        "A percentile is interpolated between two values; if they lie on either side of 0, it may be off by more.",
         PERCENTILES,
     ),
     "Tails": (
@@ -75,18 +76,20 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         TAILS,
     ),
     "Each rule": (
-        "i is the place of the rule in `mis.reject`, from 1. What a rule would drop alone. Values are those it "
-        "compares, of `statistic: ratio` the logarithm. A unit is a sequence, or a segment where the rule drops those.",
+        "i is the place of the rule in `mis.reject`, from 1. Each metric tells what the rule would drop alone. Values "
+        "are those that the rule compares, for `statistic: ratio` the logarithm. A unit is a sequence, or a segment "
+        "where the rule drops segments.",
         RULES,
     ),
     "Weight versions": (
-        f"lag is 0 to {LAGS - 1}: how many weight versions a token's is behind the trainer's. Reported where the "
-        "versions are known.",
+        f"lag is the age of a token, trainer version minus token version, from 0 to {LAGS - 1}. These metrics are "
+        "reported where the versions are known.",
         VERSIONS,
     ),
     "Segment-wise weights": (
-        "Reported where `mis.segment_wise` is on, whatever `metrics` says but `none`: of all tokens, and with "
-        "`/age_0`, `/age_1` and so on of those of one age (`/age_16_up`, and `/no_age` of those of no version).",
+        "These metrics are reported where `mis.segment_wise` is on, unless `metrics` is `none`. A name without a "
+        "suffix is of all tokens. `/age_0`, `/age_1` and so on are of the tokens of one age, `/age_16_up` of all older "
+        "tokens, `/no_age` of tokens without a known version.",
         WEIGHT_METRICS,
     ),
 }
@@ -113,7 +116,7 @@ def table(metrics: Mapping[str, Metric]) -> str:
 
 
 def cells_of(metric: Metric) -> list[str]:
-    """What a metric says of itself, in the order of `HEAD`."""
+    """Words of a metric in the order of the columns of `HEAD`."""
     said = metric.what, metric.range, metric.bad, metric.do
     return [cell.replace("|", "\\|") for cell in said]
 
@@ -129,8 +132,8 @@ def _elsewhere(name: str) -> str:
 
 def _peers() -> Iterator[str]:
     yield (
-        "The last column above; `tests/peers/test_peers.py` calls the packages and compares. Where a name means\n"
-        "something else, or what it means is not had:\n"
+        "The last column of the tables above names equal metrics elsewhere; `tests/peers/test_peers.py` calls the\n"
+        "packages and compares. The table here lists names that mean something else, or have no metric of ours:\n"
     )
     rows = [
         f"| {peer} | {theirs} | {words} |"

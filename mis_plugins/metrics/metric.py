@@ -1,4 +1,4 @@
-"""A number of one optimizer step, beside what `docs/metrics.md` says of it."""
+"""A metric of one optimizer step, with the words that `docs/metrics.md` has for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PREFIX, STEP_KEY = (
 
 @dataclass(frozen=True)
 class Metric:
-    """One number, or a family of numbers that differ in their place: a percentile, a rule, a lag.
+    """One metric, or a family of metrics that differ in their place: a percentile, a rule, an age.
 
-    value: called with what the step added up to, and with the place; NaN where it cannot be known.
-    what: what it is.
-    range: what it can be.
-    bad: what it is when something is wrong.
-    do: what to do then.
+    value: a function of the step's totals and of the place; NaN where the metric cannot be known.
+    what: what the metric is.
+    range: which values are possible.
+    bad: which values tell of a problem.
+    do: what to do about the problem.
     """
 
     value: Callable[..., float]

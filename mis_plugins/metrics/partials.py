@@ -1,7 +1,7 @@
 """What a micro-batch adds to the metrics of its optimizer step: sums, maxima and histograms of a size the config fixes.
 
-However a step is split into micro-batches, data-parallel and context-parallel ranks, its partials merge into the same:
-sums to float64 rounding, maxima and histograms exactly.
+The split of a step into micro-batches, data-parallel and context-parallel ranks does not change what its partials merge
+into: sums agree to float64 rounding, maxima and histograms exactly.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS}
 
 SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio", *DEPARTURES)
 
-# Sums of exponentials too large for a float64: by window of the exponent, each less the start of its window.
+# Sums of exponentials that overflow a float64: one sum a window of the exponent, each scaled by its window's start.
 WINDOW, WINDOWS = 64.0, 128
-POWERS = (1, 2)  # of the ratio of a whole sequence
+POWERS = (1, 2)  # powers of a whole sequence's ratio that are added up
 
-LAGS = 8  # 0, 1, ... 6 weight versions behind, and more
+LAGS = 8  # ages 0, 1, ... 6, and 7 or more
 LAG_ROWS = ("tokens", "log_ratio", "k3", "ratio", "kept")
 
-ROWS_AT_ONCE = 16  # that stand in memory together
+ROWS_AT_ONCE = 16  # how many rows stand in memory together
 
 
 @dataclass(frozen=True)
 class Partials:
-    """Of one micro-batch, or of many.
+    """Sums, maxima and histograms of one micro-batch, or of many merged.
 
-    sum_names, maximum_names: what the sums and maxima are of; the same for all micro-batches of a config.
-    maxima: -inf where there was nothing.
-    histograms: one sketch each of `SKETCHES`; without those of OPSM where the loss hook has none.
+    sum_names, maximum_names: names of the sums and the maxima; equal for all micro-batches of a config.
+    maxima: the largest value of each row; -inf where there was none.
+    histograms: one sketch for each of `SKETCHES`, the sketches of OPSM only where OPSM is on.
     products: sums over sequences of `POWERS` of their ratios, by window of the exponent.
-    lags: sums of `LAG_ROWS` by how many weight versions the token is behind; 0 where that is not known.
+    lags: sums of `LAG_ROWS` by the age of a token; tokens of unknown age are left out.
     """
 
     sum_names: tuple[str, ...]
@@ -78,13 +78,13 @@ class Partials:
     lags: Float[Tensor, "L V"]
 
     def merge(self, other: Partials) -> Partials:
-        """Both as one."""
+        """Add the sums and histograms of two, and take the larger of their maxima."""
         assert self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
         added = [x + y if x.numel() else x for x, y in zip(self._added, other._added, strict=True)]
         return self._with(added, torch.maximum(self.maxima, other.maxima))
 
     def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> Partials:
-        """Of all ranks: a sum and a maximum over each group. Counts stay exact: a float64 holds them."""
+        """Merge over all ranks: one sum and one maximum over each group. A float64 holds counts exactly."""
         packed, maxima = torch.cat([x.flatten().double() for x in self._added]), self.maxima.clone()
         for group in groups:
             dist.all_reduce(packed, group=group)
@@ -95,11 +95,11 @@ class Partials:
 
     @property
     def named_sums(self) -> dict[str, float]:
-        """Reads them, which should be on the host by now."""
+        """Sums by name, as numbers: they should be on the host by now."""
         return dict(zip(self.sum_names, self.sums.tolist(), strict=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Partials:
-        """The same of other tensors."""
+        """Apply a function to every tensor, such as a copy to the host."""
         return self._with([function(x) for x in self._added], function(self.maxima))
 
     @property
@@ -118,11 +118,11 @@ def partials(
     lags: Int[Tensor, " T"] | None = None,
     counts_sequences: bool = True,
 ) -> Partials:
-    """What one micro-batch adds on this rank. No collective, and no wait for the device.
+    """What one micro-batch adds on this rank, without a collective and without waiting for the device.
 
     Args:
-        pg_loss: the loss before correction.
-        lags: how many weight versions each token's is behind the trainer's; negative where that is not known.
+        pg_loss: the policy loss of each token before correction.
+        lags: the age of each token; negative where it is not known.
         counts_sequences: true on exactly one of the context-parallel ranks that hold the same sequences.
     """
     tokens, sequences = Tokens(correction, pg_loss), Sequences(correction)
@@ -149,9 +149,10 @@ def partials(
 
 @torch.no_grad()
 def watch(correction: Correction, counts_sequences: bool = True, relates: bool = False) -> Partials:
-    """The few sums that warnings need, and nothing else: see `partials`.
+    """The few sums that warnings need, and nothing else of `partials`.
 
     Args:
+        counts_sequences: true on exactly one of the context-parallel ranks that hold the same sequences.
         relates: whether log pi_old shall be compared with log mu, for `metrics/slope.py`: 18 operators more.
     """
     tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
@@ -179,7 +180,7 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
 
 
 def _looked_at(correction: Correction) -> Mapping[Unit, Mapping[Population, Totals]]:
-    """What units of each kind add up to, by which of their tokens; no segments where the config knows none."""
+    """Totals of sequences and of segments, by population of tokens; no segments where the config has none."""
     verdict = correction.verdict
     kinds: dict[Unit, Mapping[Population, Totals]] = {"sequence": verdict.looked_at}
     if verdict.segments is not None:
@@ -192,7 +193,7 @@ Ruled = list[tuple[list[tuple[str, RejectRule]], Totals]]
 
 
 def _units_with_rules(correction: Correction) -> Ruled:
-    """The rules over each kind of unit that has some, and what its units add up to, by which tokens they look at."""
+    """Rules over units, with the totals that they read: one entry for each kind of unit and population of tokens."""
     found = [
         (unit_rules(correction.config, unit, population), totals)
         for unit, looked_at in _looked_at(correction).items()
@@ -202,7 +203,7 @@ def _units_with_rules(correction: Correction) -> Ruled:
 
 
 def _sums_over_sequences(s: Sequences, ruled: Ruled) -> list[Named]:
-    """What is the same on all context-parallel ranks, so that one of them counts it."""
+    """Sums over sequences, which are equal on all context-parallel ranks, so that one of the ranks counts them."""
     return [
         _summed(sequence_sums(s), s.seen),
         _summed(sequence_counts(s), s.correction.live),
@@ -215,14 +216,14 @@ def _sums_over_sequences(s: Sequences, ruled: Ruled) -> list[Named]:
 
 
 def _departures(correction: Correction) -> list[Named]:
-    """Sums of what OPSM looks at; none without OPSM."""
+    """Sums of the divergences that OPSM compares; an empty list where OPSM is off."""
     if correction.departure is None:
         return []
     return [_summed(departure_sums(correction.departure), correction.live)]
 
 
 def _histograms(t: Tokens, s: Sequences) -> list[Int[Tensor, "_ B"]]:
-    """The sketches, in the order of `SKETCHES`: two of tokens, two of sequences, and with OPSM its own."""
+    """Sketches in the order of `SKETCHES`: two of tokens, two of sequences, then those of OPSM where it is on."""
     edges = sketch.edges(t.log_ratio.device)
     by_token, by_sequence = (
         torch.stack([t.log_ratio, t.weight.log()]),
@@ -240,7 +241,7 @@ def _names(parts: Iterable[Named]) -> tuple[str, ...]:
 
 
 def _summed(rows: Rows, counted: Bool[Tensor, " *"] | None = None) -> Named:
-    """Each row added up, over what is counted."""
+    """Add up each row over the tokens or sequences that `counted` marks; None marks all."""
     names, sums = [], []
     for group, stacked in _groups(rows):
         names += group
@@ -259,7 +260,7 @@ def _unit_rules(rules: list[tuple[str, RejectRule]], units: Totals) -> Named:
 
 
 def _largest(rows: Rows, counted: Bool[Tensor, " *"]) -> Named:
-    """The largest of each row; minus infinity of nothing, as a context-parallel rank may own no token."""
+    """Largest value of each row; minus infinity of nothing, since a context-parallel rank may own no token."""
     names, maxima = [], []
     for group, stacked in _groups(rows):
         names += group
@@ -287,7 +288,7 @@ def _of_micro_batch(correction: Correction) -> Named:
 
 
 def _products(correction: Correction) -> Named:
-    """Where the config multiplies ratios; nothing elsewhere."""
+    """How far products of ratios go, where the config multiplies ratios; no rows elsewhere."""
     product = multiplies(correction.config)
     if product is None:
         return [], torch.zeros(0, dtype=torch.float64, device=correction.log_ratio.device)

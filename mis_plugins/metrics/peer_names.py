@@ -1,7 +1,8 @@
 """What other packages call our metrics.
 
-Those of `PEERS` mean the same. Those of the packages on PyPI are checked by calling them (`tests/peers/test_peers.py`);
-verl's `mismatch/` names, of October 2025, are of no release that is called there and were compared once.
+A name in `PEERS` means what our name beside it means; a name in `OTHERWISE` means something else, or has no metric of
+ours. Tests call the packages on PyPI and compare (`tests/peers/test_peers.py`). verl's `mismatch/` names, of October
+2025, belong to no release that the tests call; they were compared once.
 """
 
 from __future__ import annotations

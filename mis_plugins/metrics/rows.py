@@ -1,7 +1,7 @@
-"""What a step's metrics are made of, as rows that add (or compete) over tokens and over sequences, in float64.
+"""Rows of numbers over tokens and over sequences, whose float64 sums and maxima make a step's metrics.
 
-Rows over tokens are local to a rank. Rows over sequences are the same on all context-parallel ranks, so that only one
-of those may count them. Which rows there are depends on the config alone.
+Rows over tokens are local to a rank. Rows over sequences are equal on all context-parallel ranks, so that only one of
+the ranks may count them. The names of the rows depend on the config alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class Tokens:
-    """The local tokens of one micro-batch; what is not known of a token reads 0.
+    """The local tokens of one micro-batch. A number reads 0 at tokens that are not usable.
 
-    pg_loss: the loss before correction, without gradient; None where it was not handed over.
+    pg_loss: the loss before correction, without gradient; None where the host did not hand it over.
     """
 
     correction: Correction
@@ -60,7 +60,7 @@ class Tokens:
 
     @cached_property
     def excess(self) -> Float[Tensor, " T"]:
-        """r - 1."""
+        """The ratio r less 1, with its logarithm clamped."""
         return self.clamped.expm1()
 
     @cached_property
@@ -101,7 +101,7 @@ class Tokens:
 
     @cached_property
     def weight(self) -> Float[Tensor, " T"]:
-        """Bounded and not yet normalized."""
+        """The weight after its bound and before normalization."""
         mean = self.correction.mean_weight
         return self.normalized if mean is None else self.normalized * mean
 
@@ -120,7 +120,7 @@ class Tokens:
     def kept(self, x: Float[Tensor, " T"], otherwise: float) -> Float[Tensor, " T"]:
         return x.masked_fill(self._dropped, otherwise)
 
-    # Of a number in its second place torch.where makes a tensor each time, which is an operator more.
+    # torch.where makes a tensor of a number each time, an operator more than masked_fill.
 
     @cached_property
     def _unusable(self) -> Bool[Tensor, " T"]:
@@ -133,7 +133,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one micro-batch, whole. Means are over a sequence's usable tokens, 0 of none."""
+    """The whole sequences of one micro-batch. A mean is over the usable tokens of a sequence, 0 where it has none."""
 
     correction: Correction
 
@@ -147,12 +147,12 @@ class Sequences:
 
     @property
     def seen(self) -> Bool[Tensor, " N"]:
-        """With a usable token."""
+        """Sequences with a usable token."""
         return self.totals.seen
 
     @property
     def log_ratio(self) -> Float[Tensor, " N"]:
-        """Of the whole sequence: the sum."""
+        """Sum of the log ratios of each sequence's usable tokens."""
         return self.totals["log_ratio"]
 
     @cached_property
@@ -169,30 +169,30 @@ class Sequences:
 
     @property
     def units(self) -> Totals:
-        """What weights and rules look at: totals of all valid tokens, or of those that smaller units leave."""
+        """Totals that the weight of a sequence reads: of all valid tokens, or of those that smaller units keep."""
         return self.correction.verdict.unit_totals
 
     @cached_property
     def kept(self) -> Float[Tensor, " N"]:
-        """How many usable tokens of it are kept."""
+        """Number of usable tokens of each sequence that are kept."""
         left = self.correction.left
         return self.correction.verdict.kept if left is None else left.kept
 
     @cached_property
     def weight(self) -> Float[Tensor, " N"]:
-        """Mean of the bounded weights over its valid tokens, 0 where they are not known; not normalized."""
+        """Mean of the bounded weights over a sequence's valid tokens, 0 where unknown, before normalization."""
         mean = self._over_valid(self.totals["weight" if weighs_tokens(self.config) else "usable"])
         weight = self.correction.sequence_weight
         return mean if weight is None else mean * weight
 
     @cached_property
     def ratio(self) -> Float[Tensor, " N"]:
-        """Mean over its valid tokens of what their weights were before the bound."""
+        """Mean over a sequence's valid tokens of their ratios: the weights before the bound."""
         return self._over_valid(self.totals["weighed"])
 
     @cached_property
     def applied(self) -> Float[Tensor, " N"]:
-        """Mean over its valid tokens of the weights as multiplied into the loss, 0 where dropped."""
+        """Mean over a sequence's valid tokens of the weights as multiplied into the loss, 0 where dropped."""
         c = self.correction
         if c.left is not None:
             return self._over_valid(c.left.applied)
@@ -204,7 +204,7 @@ class Sequences:
         return self._over_valid(total if c.mean_weight is None else total / c.mean_weight)
 
     def mean(self, row: str) -> Float[Tensor, " N"]:
-        """Of a statistic, over its usable tokens."""
+        """Mean of a row of the totals over the usable tokens of each sequence."""
         return self.totals[row] / self.correction.usable_count
 
     def _over_valid(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
@@ -214,15 +214,15 @@ class Sequences:
 TokenRow = Callable[[Tokens], Shaped[Tensor, " T"]]
 SequenceRow = Callable[[Sequences], Shaped[Tensor, " N"]]
 Rows = Iterator[tuple[str, Shaped[Tensor, " *"]]]
-"""Named rows, made when they are read: their names depend on the config alone."""
+"""Rows with their names. A row is computed when it is read."""
 
 
 def numbered(config: CorrectionConfig) -> list[tuple[str, RejectRule]]:
-    """The rules as `rule_1`, `rule_2` and so on."""
+    """The rules of a config with their names: `rule_1`, `rule_2` and so on."""
     return [(f"rule_{i}", rule) for i, rule in enumerate(config.reject, 1)]
 
 
-# Over tokens.
+# Rows over tokens.
 
 TOKEN_SUMS: dict[str, TokenRow] = {
     "valid": lambda t: t.correction.ragged.loss_mask,
@@ -270,7 +270,7 @@ LOSS_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
 
 
 def token_sums(t: Tokens) -> Rows:
-    """Rows that are added over tokens."""
+    """Rows that are added over all tokens, and read 0 where a token shall not enter."""
     yield from ((name, row(t)) for name, row in TOKEN_SUMS.items())
     for bound in LOG_RATIO_TAILS:
         yield f"above_{bound}", t.log_ratio > bound
@@ -292,7 +292,7 @@ def token_sums(t: Tokens) -> Rows:
 
 
 def usable_token_sums(t: Tokens) -> Rows:
-    """Rows that are added over usable tokens, and not 0 by themselves elsewhere."""
+    """Rows that are added over usable tokens alone: elsewhere they need not read 0."""
     yield "usable", t.usable
     weight, unit = t.config.weight, t.correction.stage.unit_log_ratio
     if weight is not None and unit is not None:
@@ -309,7 +309,7 @@ def usable_token_sums(t: Tokens) -> Rows:
 
 
 def token_maxima(t: Tokens) -> Rows:
-    """Rows whose largest is kept, over usable tokens; smallest ones negated."""
+    """Rows whose largest value over usable tokens is taken; a row for the smallest value is negated."""
     yield "abs_prob_diff_max", t.abs_prob_diff
     yield from _both_ends("log_ratio", t.log_ratio)
     yield from _both_ends("weight", t.weight)
@@ -322,7 +322,7 @@ def token_maxima(t: Tokens) -> Rows:
             yield from _both_ends(name, t.correction.stage.statistic(rule.statistic))
 
 
-# Over sequences.
+# Rows over sequences.
 
 SEQUENCE_SUMS: dict[str, SequenceRow] = {
     "seen": lambda s: s.seen,
@@ -351,7 +351,7 @@ SEQUENCE_COUNTS: dict[str, SequenceRow] = {
 
 
 def sequence_sums(s: Sequences) -> Rows:
-    """Rows that are added over sequences with a usable token. Rules over sequences make rows of their own."""
+    """Rows that are added over sequences with a usable token. `unit_rule_sums` has the rows of rules over units."""
     yield from ((name, row(s)) for name, row in SEQUENCE_SUMS.items())
     yield from _sequence_weight_sums(s)
     for name, rule in numbered(s.config):
@@ -383,7 +383,7 @@ def _sequence_weight_sums(s: Sequences) -> Rows:
 
 
 def sequence_maxima(s: Sequences) -> Rows:
-    """Rows whose largest is kept, over sequences with a usable token; smallest ones negated."""
+    """Rows whose largest value over sequences with a usable token is taken; rows for smallest values are negated."""
     yield from _both_ends("mean_log_ratio", s.mean_log_ratio)
     yield from _both_ends("sequence_log_ratio", s.log_ratio)
     yield from _both_ends("sequence_weight", s.weight)
@@ -393,7 +393,7 @@ def sequence_maxima(s: Sequences) -> Rows:
             yield from _both_ends(f"{name}_unit", s.mean(row_of(rule.statistic)))
 
 
-# Of OPSM, over sequences with a valid token.
+# Rows of OPSM, over sequences with a valid token.
 
 DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
     "opsm_divergence": lambda d: d.divergence,
@@ -402,11 +402,11 @@ DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
     "opsm_mismatch": lambda d: d.mismatch,
     "opsm_staleness": lambda d: d.staleness,
 }
-"""What is looked at, infinite where a sequence does not count."""
+"""Numbers of a sequence that OPSM's metrics are made of; infinite where the number does not exist or is unknown."""
 
 
 def departures(d: Departure) -> Float[Tensor, "D N"]:
-    """The rows of `DEPARTURES`."""
+    """Rows of `DEPARTURES`, stacked."""
     return torch.stack([row(d) for row in DEPARTURES.values()])
 
 
@@ -419,18 +419,18 @@ def departure_sums(d: Departure) -> Rows:
     yield "opsm_unknown", d.divergence.isinf()
 
 
-# Of rules over units, be they sequences or segments: over those with a usable token.
+# Rows of rules over units (sequences or segments), over units with a usable token.
 
 
 def unit_rules(config: CorrectionConfig, unit: Unit, population: Population) -> list[tuple[str, RejectRule]]:
-    """Those that drop such units by what such tokens of theirs add up to."""
+    """The numbered rules that drop this kind of unit and read this population of tokens."""
     asked = unit, population
     rules = [(name, rule) for name, rule in numbered(config) if rule.over != "token"]
     return [(name, rule) for name, rule in rules if (rule.unit, config.population(rule)) == asked]
 
 
 def unit_rule_sums(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
-    """Rows that are added, by unit and, without `_unit` in their name, by token."""
+    """Rows that are added over units, and once more by valid tokens under their name without `_unit`."""
     for name, rule in rules:
         value = aggregate(units, rule)
         yield f"{name}_unit_count", units["usable"] > 0
@@ -440,18 +440,18 @@ def unit_rule_sums(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
 
 
 def unit_rule_maxima(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
-    """Rows whose largest is kept; smallest ones negated."""
+    """Rows whose largest value over units is taken; a row for the smallest value is negated."""
     for name, rule in rules:
         yield from _both_ends(f"{name}_unit", aggregate(units, rule))
 
 
-# What a warning needs, whatever `metrics` says.
+# Rows that warnings need, whatever `mis.metrics` says.
 
 
 def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
-    """Over which unit, and which tokens of it, a weight or a rule multiplies ratios: of several the longest product.
+    """The unit and population of tokens over which a weight or rule multiplies ratios: the longest such product.
 
-    None where nothing does.
+    The answer is None where the config multiplies no ratios.
     """
     rules = [rule for rule in config.reject if (rule.statistic, rule.over) == ("ratio", "sum")]
     products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in rules]
@@ -462,7 +462,7 @@ def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
 
 
 def product_sums(log_ratio: Float[Tensor, " N"]) -> Rows:
-    """How far products go: added over units with a usable token."""
+    """Rows that tell how far products of ratios go, added over units with a usable token."""
     size = log_ratio.abs()
     yield "product_count", torch.ones_like(size)
     yield "product_size", size
@@ -470,7 +470,7 @@ def product_sums(log_ratio: Float[Tensor, " N"]) -> Rows:
 
 
 def lifting_bound(config: CorrectionConfig) -> float | None:
-    """The upper bound of the weight; of an unbounded one, that of the first rule on the ratio which has one."""
+    """Upper bound of the weight; of an unbounded weight, the upper bound of the first rule on ratios that has one."""
     if config.weight is None:
         return None
     if math.isfinite(config.weight.ceiling):
@@ -479,13 +479,13 @@ def lifting_bound(config: CorrectionConfig) -> float | None:
 
 
 def weight_limits(weight: WeightConfig) -> tuple[float, float]:
-    """What the log ratio of a weight is compared with; without a lower bound 1 / upper, to watch that side too."""
+    """Logarithms of the limits of a weight. Without a lower bound, 1 / upper stands in, to report both sides."""
     high = log_bound(weight.ceiling)
     return (log_bound(weight.floor) if weight.floor else -high), high
 
 
 def _outside(log_ratio: Tensor, weight: WeightConfig) -> Bool[Tensor, " *"]:
-    """What a bound does not leave as it is."""
+    """Tokens or units whose ratio lies outside the weight's bound."""
     return (log_ratio < log_bound(weight.floor)) | (log_ratio > log_bound(weight.ceiling))
 
 
@@ -494,11 +494,11 @@ def _both_ends(name: str, x: Tensor) -> Rows:
     yield f"{name}_min", -x
 
 
-# Of each rule alone.
+# Rows of each rule alone.
 
 
 def _outside_and_moments(name: str, rule: RejectRule, value: Tensor) -> Rows:
-    """The statistic, and what lies below and above its bounds."""
+    """Rows of a rule's statistic, of its square, and of where it lies below or above the rule's bounds."""
     lower, upper = rule.limits
     yield name, value
     yield f"{name}_squared", value.double().square()
@@ -509,7 +509,7 @@ def _outside_and_moments(name: str, rule: RejectRule, value: Tensor) -> Rows:
 
 
 def _within_bounds(name: str, rule: RejectRule, value: Tensor) -> Rows:
-    """The statistic within its bounds, and above 0 where there is no lower one."""
+    """Rows of a rule's statistic clamped to the rule's bounds, and to 0 where the rule has no lower bound."""
     lower, upper = rule.limits
     bounded = value.double().clamp(0 if lower is None else lower, upper)
     yield f"{name}_bounded", bounded
@@ -517,7 +517,7 @@ def _within_bounds(name: str, rule: RejectRule, value: Tensor) -> Rows:
 
 
 def _loses_a_token(totals: Totals, rule: RejectRule) -> Bool[Tensor, " N"]:
-    """Sequences of which a rule over tokens drops one."""
+    """Sequences that lose a token to a rule over tokens."""
     row, (lower, upper) = row_of(rule.statistic), rule.limits
     lost = ~totals.known
     if lower is not None:

@@ -1,10 +1,9 @@
-"""Quantiles of numbers that never stand together: histograms over fixed logarithmic buckets, whose counts add.
+"""Quantiles of numbers that no process holds together: histograms over fixed logarithmic buckets, whose counts add.
 
-Buckets are wide in proportion to what they hold, of either sign, so that an order statistic is off by at most
-`RELATIVE_ERROR` of itself. What is smaller than `SMALLEST` reads 0, what is larger than `LARGEST` reads `LARGEST`.
-Of a ratio r the logarithm is held, and exp of it is off by a factor of at most exp(RELATIVE_ERROR |log r|): 1.007 at
-r = 2, 1.047 at 100, 1.22 at e^20.
-Counts are integers: the same numbers give the same histogram in whatever parts they came.
+A bucket is as wide as a fixed share of its values, of either sign, so that an order statistic is off by at most
+`RELATIVE_ERROR` of itself. A size below `SMALLEST` reads 0, a size above `LARGEST` reads `LARGEST`. A ratio r is held
+as its logarithm, whose exp is off by a factor of at most exp(RELATIVE_ERROR |log r|): 1.007 at r = 2, 1.047 at 100,
+1.22 at e^20. Counts are integers, so that the split of the numbers into parts does not change the histogram.
 
 Masson, Rim and Lee 2019, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees".
 """
@@ -23,11 +22,11 @@ LARGEST = 1e4  # sums of log ratios reach thousands
 
 GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
-SIZE = 2 * STEPS + 3  # either sign, what lies beyond, and zero in the middle
+SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero in the middle
 
 
 def edges(device: torch.device) -> Float[Tensor, " _"]:
-    """Upper ends of all buckets but the last, ascending."""
+    """Upper ends of all buckets but the last, in ascending order."""
     exponents = torch.arange(STEPS + 1, dtype=torch.float64, device=device)
     positive = (exponents * math.log(GROWTH) + math.log(SMALLEST)).exp()
     return torch.cat([-positive.flip(0), positive])
@@ -39,18 +38,19 @@ def histograms(
     """How many of the counted values of each row lie in each bucket.
 
     Args:
-        counted: the same for all rows, or one row each.
+        counted: which values enter: one mask for all rows, or one mask a row.
     """
-    # Compared with the edges and not rounded from a logarithm: vectorized and scalar logarithms differ in the last bit.
+    # Comparing with edges is exact; vectorized and scalar logarithms differ in the last bit.
     bucket = torch.bucketize(x.to(edges.dtype), edges)
     empty = torch.zeros(x.shape[0], SIZE, dtype=torch.int64, device=x.device)
     return empty.scatter_add_(1, bucket, counted.long().expand_as(bucket))
 
 
 def quantile(counts: Int[Tensor, " B"], q: float) -> float:
-    """The q-quantile, interpolated between order statistics as `torch.quantile` does; NaN of nothing. Reads the counts.
+    """The q-quantile, interpolated between order statistics as `torch.quantile` does; NaN of an empty histogram.
 
-    Each of the two order statistics is off by at most `RELATIVE_ERROR` of itself (or `SMALLEST`).
+    Each of the two order statistics is off by at most `RELATIVE_ERROR` of itself (or `SMALLEST`). The call reads
+    `counts`, which should be on the host.
     """
     cumulative = counts.cumsum(0)
     rank = q * (int(cumulative[-1]) - 1)
@@ -62,7 +62,7 @@ def quantile(counts: Int[Tensor, " B"], q: float) -> float:
 
 
 def _value(bucket: int) -> float:
-    """What stands for a bucket: as far, in proportion, from its lower end as from its upper."""
+    """The value that stands for a bucket: in proportion equally far from both ends of the bucket."""
     step = abs(bucket - STEPS - 1)
     if step == 0:
         return 0.0

@@ -74,10 +74,10 @@ from dataclasses import dataclass
 SLOPE_MARGIN = 0.02
 RATIO_MARGIN = 0.005
 STANDARD_ERRORS = 6.0
-UNLIKELY = 1.0  # nats a token; three times what int3 gives at most
+UNLIKELY = 1.0  # nats a token: three times the largest mean of an int3 engine
 LEAST_TO_RELATE = 3  # tokens
-LEAST_ESS = 0.5  # below, the ratios' own tail decides their mean
-# Below, a few unlikely tokens decide the slope, and its error, which takes noise to be alike everywhere, is too small.
+LEAST_ESS = 0.5  # with a smaller share the tail of the ratios decides their mean
+# With fewer tokens a few unlikely ones decide the slope, and its error, which assumes even noise, comes out too small.
 LEAST_TOKENS = 16_000
 
 
@@ -85,12 +85,13 @@ LEAST_TOKENS = 16_000
 class Relation:
     """How log pi_old follows log mu over the tokens of a step.
 
-    slope, inverse: of the least squares line of log pi_old on log mu; of that of log mu on log pi_old, inverted.
-    slope_error: standard error of either.
-    unexplained: share of the variance, 1 - correlation^2.
-    mean_log_ratio: of log pi_old - log mu.
-    mean_ratio, mean_ratio_error: of pi_old / mu, and its standard error.
-    ess: of the ratios, as a share.
+    slope: slope of the least squares line of log pi_old on log mu.
+    inverse: inverse slope of the least squares line of log mu on log pi_old.
+    slope_error: standard error of either slope.
+    unexplained: share of the variance that the line leaves, 1 - correlation^2.
+    mean_log_ratio: mean of log pi_old - log mu.
+    mean_ratio, mean_ratio_error: mean of pi_old / mu, and its standard error.
+    ess: effective sample size of the ratios, as a share of the tokens.
     """
 
     tokens: float
@@ -105,13 +106,13 @@ class Relation:
 
     @property
     def nearest(self) -> float:
-        """What of the range between both slopes is nearest to 1."""
+        """The number between both slopes that is nearest to 1."""
         low, high = sorted((self.slope, self.inverse))
         return min(max(1.0, low), high)
 
     @property
     def implied_temperature(self) -> float:
-        """Of mu against pi_old: the middle of both slopes."""
+        """Temperature of mu against pi_old that both slopes imply: their geometric mean."""
         return math.sqrt(self.slope * self.inverse)
 
 
@@ -121,7 +122,7 @@ RELATED_SUMS = (
 
 
 def relation(sums: Mapping[str, float]) -> Relation | None:
-    """From `RELATED_SUMS`, over as many tokens as "usable" says; None where log-probs do not vary."""
+    """The relation that follows from the sums `RELATED_SUMS` over "usable" tokens; None where log-probs do not vary."""
     n = sums["usable"]
     if n < LEAST_TO_RELATE:
         return None
@@ -172,7 +173,7 @@ def unlikely(found: Relation) -> bool:
 
 
 def warnings_of(sums: Mapping[str, float]) -> list[str]:
-    """What is wrong with the log-probs that `sums` add up; where no line relates them, their means still tell."""
+    """Messages on the log-probs that `sums` add up. Where no line relates the log-probs, their means still tell."""
     found = relation(sums)
     if found is not None:
         return warnings(found)
@@ -189,7 +190,7 @@ def _finds_unlikely(tokens: float, mean: float) -> str:
 
 
 def warnings(found: Relation) -> list[str]:
-    """What is wrong with the log-probs, with the numbers and what to check; nothing where they match."""
+    """Messages that tell what is wrong with the log-probs and what to check; none where both sides match."""
     raw = not_sampled_from(found)
     mean = (
         f"the mean of pi_old / mu over {found.tokens:.0f} tokens is {found.mean_ratio:.4f} +- "

@@ -1,6 +1,6 @@
-"""What segment-wise weights are worth: by age, beside the standard weights of the very same tokens.
+"""What segment-wise weights are worth: metrics by age, beside those of standard weights for equal tokens.
 
-Ratios are those before any bound, clamped at e^+-20; weights are those applied.
+A ratio here is unbounded, with its logarithm clamped at +-20; a weight is what multiplied the loss.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def weights_by_age(
 ) -> ByAge:
     """What one micro-batch adds to `weight_metrics`.
 
-    Only tokens of which both ratios are known enter a ratio; `unknown` counts the others of the loss mask, and
-    `nonfinite` those of them that have a log-prob which is not finite: the rest lacks what should have been stored.
+    Only tokens of which both ratios are known enter the sums over ratios. `unknown` counts the other valid tokens.
+    `nonfinite` counts the unknown tokens that have a log-prob which is not finite; the others lack a version or a
+    stored log-prob.
 
     Args:
-        proximal_t: log pi_{v+1}. proximal: log pi_V.
-        applied: what the loss was multiplied by, and what of it stayed.
+        proximal_t: log pi_{v+1} of each token; NaN where it is not known.
+        proximal: log pi_V of each token.
+        applied: the weights that multiplied the loss, and which tokens were kept.
     """
     log_r, standard = proximal_t.double() - behavior.double(), proximal.double() - behavior.double()
     both = loss_mask & written.known & finite(log_r) & finite(standard)
@@ -55,7 +57,7 @@ def weights_by_age(
         "kept": one,
         "weight_excess": weight_excess,
         "weight_excess_squared": weight_excess.square(),
-        "weight_squared": weight.square(),  # of weights near 0 nothing is left in the others
+        "weight_squared": weight.square(),  # weights near 0 would vanish in a sum of squared excesses
     }
     nonfinite = ~finite(standard) | proximal_t.isinf()  # proximal_t is NaN where it is not known
     parts = (
@@ -73,9 +75,9 @@ def loglinear_error_by_age(
     written: Written,
     loss_mask: Bool[Tensor, " T"],
 ) -> ByAge:
-    """How far the interpolated log pi_{v+1} is from the recomputed, and the behavior policy's own: for `error_metrics`.
+    """Error of the interpolated log pi_{v+1} against the stored one, as sums by age for `error_metrics`.
 
-    Over the tokens old enough to need one that have one stored.
+    The sums are over valid tokens of age 2 and more whose log pi_{v+1} was stored.
     """
     drawn, stored = loglinear(proximal, behavior, written.age).double(), written.recomputed.double()
     error, step = drawn - stored, stored - behavior.double()
@@ -91,21 +93,21 @@ def loglinear_error_by_age(
 
 
 def weight_metrics(measured: ByAge, segment_wise: bool = True) -> dict[str, float]:
-    """`WEIGHT_METRICS` of a whole step, each also by age (`/age_2`): on the host, of merged sums.
+    """The metrics `WEIGHT_METRICS` of a whole step from merged sums on the host, each also by age (`/age_2`).
 
     Args:
-        segment_wise: false where the weights are the standard ones, pi_old / pi_v: nobody knows the variance of
-            pi_{v+1} / pi_v then.
+        segment_wise: false where the weights are the standard pi_old / pi_v; the variance of pi_{v+1} / pi_v is then
+            unknown and left out.
     """
     found = _named(measured, _weight_row)
     return found if segment_wise else {name: x for name, x in found.items() if SEGMENT_WISE_ONLY not in name}
 
 
 def error_metrics(measured: ByAge) -> dict[str, float]:
-    """Of `loglinear_error_by_age`, in nats, each also by age.
+    """Metrics of a step, in nats, from the sums of `loglinear_error_by_age`, each also by age.
 
-    loglinear/error/{avg,abs,rms,max}: of the interpolated log-prob.
-    loglinear/error/step_rms: root mean square of log pi_{v+1} - log pi_v itself, which the error is to be held against.
+    loglinear/error/{avg,abs,rms,max}: error of the interpolated log-prob.
+    loglinear/error/step_rms: root mean square of log pi_{v+1} - log pi_v, the size to compare the error with.
     """
     return _named(measured, _error_row)
 
@@ -114,7 +116,7 @@ SEGMENT_WISE_ONLY = "behav_imp_weight/var/segment_wise"
 
 
 def _excess(log_ratio: Tensor) -> Tensor:
-    """r - 1, exact where r is near 1."""
+    """The ratio less 1, exact where the ratio is near 1."""
     return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1()
 
 
@@ -134,7 +136,7 @@ def _error_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 
 
 def _variance(row: Mapping[str, float], name: str, count: str) -> float:
-    """From the sums of x - 1 and of its square; never below 0, which rounding could reach. NaN of nothing."""
+    """Variance of x from the sums of x - 1 and of its square; NaN of nothing, and 0 where rounding falls below."""
     mean, squared = ratio_of(row[name], row[count]), ratio_of(row[f"{name}_squared"], row[count])
     return math.nan if math.isnan(mean) else max(0.0, squared - mean**2)
 
@@ -149,35 +151,35 @@ def _effective_share(row: Mapping[str, float]) -> float:
 WEIGHT_METRICS: dict[str, Metric] = {
     "behav_imp_weight/avg": Metric(
         lambda row: ratio_of(row["kept"] + row["weight_excess"], row["kept"]),
-        "Mean of the weights applied, over tokens that are kept.",
+        "Mean over kept tokens of the weight that multiplies the loss.",
         range="0 and above; near 1.",
         bad="far from 1 at old ages: an update moves the policy by much.",
         do="look at behav_kl/avg; lower the learning rate, or the bound on staleness.",
     ),
     "behav_imp_weight/std": Metric(
         lambda row: math.sqrt(_variance(row, "weight_excess", "kept")),
-        "Standard deviation of the weights applied.",
+        "Standard deviation over kept tokens of the weight that multiplies the loss.",
         range="0 and above.",
         bad="a rise with the age: then the bound, not one step's change, holds the weights.",
         do="compare with behav_imp_weight/var/segment_wise, which no bound touches.",
     ),
     "behav_imp_weight/min": Metric(
         lambda row: -row["smallest"] if row["kept"] else math.nan,
-        "Smallest weight applied.",
+        "Smallest weight of a kept token.",
         range="0 and above.",
         bad="0 with mode zero, often: tokens beyond a bound.",
         do="widen the bounds of mis.segment_wise.",
     ),
     "behav_imp_weight/max": Metric(
         lambda row: row["largest"] if row["kept"] else math.nan,
-        "Largest weight applied.",
+        "Largest weight of a kept token.",
         range="0 to the cap, times what normalization does.",
         bad="at the cap in every step.",
         do="as behav_imp_weight/avg.",
     ),
     "behav_imp_weight/ess": Metric(
         _effective_share,
-        "(sum w)^2 / (n sum w^2) of the weights applied: what share of the tokens really counts.",
+        "Effective sample size of the weights of kept tokens, as a share of these tokens: (sum w)^2 / (n sum w^2).",
         range="0 to 1.",
         bad="below 0.5.",
         do="lower the bound on staleness, or the learning rate.",
@@ -187,11 +189,11 @@ WEIGHT_METRICS: dict[str, Metric] = {
         "Variance of pi_{v+1} / pi_v, before any bound. Not reported where mis.segment_wise is off.",
         range="0 and above.",
         bad="as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.",
-        do="see whether the KV cache was kept over updates, and whether the engine itself is off (kl_k3 at lag 0).",
+        do="see whether the KV cache was kept over updates, and whether the engine itself is off (lag_0_kl_k3).",
     ),
     "behav_imp_weight/var/standard": Metric(
         lambda row: _variance(row, "standard_excess", "tokens"),
-        "Variance of pi_old / pi_v over the same tokens: of the weights that standard decoupled PPO would bound.",
+        "Variance of pi_old / pi_v, before any bound: of the weights that standard decoupled PPO would bound.",
         range="0 and above; with mis.segment_wise.fresh_tokens: proximal equal to behav_imp_weight/var/segment_wise at "
         "ages 0 and 1.",
         bad="much above 1: standard weights would be at their bounds.",
@@ -207,29 +209,29 @@ WEIGHT_METRICS: dict[str, Metric] = {
     ),
     "staleness/avg": Metric(
         lambda row: ratio_of(row["age"], row["tokens"]),
-        "Mean age: how many versions the trainer is ahead of the one that wrote the token.",
+        "Mean age of the tokens: trainer version minus the version that wrote the token.",
         range="0 to the bound on staleness.",
         bad="at the bound: rollouts wait for the trainer.",
         do="give the rollout less, or the trainer more.",
     ),
     "staleness/tokens": Metric(
         lambda row: row["tokens"],
-        "Number of tokens in the loss mask whose weight is known.",
+        "Number of valid tokens whose weight is known.",
         range="0 and above.",
         bad="none at age 0 and 1: everything is stale.",
         do="as staleness/avg.",
     ),
     "staleness/unknown": Metric(
         lambda row: row["unknown"],
-        "Number of tokens in the loss mask whose version or weight is not known; a weight that is not known reads 0.",
+        "Number of valid tokens whose version or weight is not known. An unknown weight is 0.",
         range="0 and above.",
         bad="above 0.",
-        do="read the warning in the log, which says of how many a log-prob is not finite. For the others "
-        "recompute before every update; drop or refuse such tokens before training "
+        do="read the warning in the log, which says how many of these tokens have a log-prob that is not finite. For "
+        "the others recompute before every update; drop or refuse such tokens before training "
         "(mis.segment_wise.too_old).",
     ),
 }
-"""Of the sums of `weights_by_age`."""
+"""Metrics by name, each a function of one row of the sums of `weights_by_age`."""
 
 
 def _named(

@@ -1,4 +1,4 @@
-"""What one optimizer step added up to, on the host, and the means, extremes and spreads that its metrics take of it."""
+"""The totals of one optimizer step, on the host, and the means, extremes and spreads that its metrics take of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from mis_plugins.metrics.slope import Relation, relation
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of `metrics/rows.py`, added up. What cannot be known of them (a mean of nothing) is NaN.
+    """Totals of one optimizer step. A number that cannot be known, such as a mean of nothing, is NaN.
 
-    maxima: minima are negated there.
-    log_products: the log of the sum over sequences of `POWERS` of the product of their ratios.
-    lags: `LAG_ROWS` by how many weight versions the token is behind.
+    sums: sum of each row of `metrics/rows.py`.
+    maxima: maximum of each row. A row for a minimum is negated.
+    histograms: one sketch for each of `SKETCHES` that the config has.
+    log_products: for each of `POWERS`, the log of the sum over sequences of that power of a sequence's ratio.
+    lags: sums of `LAG_ROWS` by the age of a token.
     """
 
     config: CorrectionConfig
@@ -35,7 +37,7 @@ class Step:
 
     @classmethod
     def of(cls, partials: Partials, config: CorrectionConfig) -> Step:
-        """Reads the partials, which should be on the host by now."""
+        """Totals of the merged partials of a step, which should be on the host by now."""
         lags = partials.lags.T.tolist()
         return cls(
             config,
@@ -47,7 +49,7 @@ class Step:
         )
 
     def over(self, name: str, count: str) -> float:
-        """A sum over a count of the same step."""
+        """Quotient of a sum and a count of this step."""
         return ratio_of(self.sums.get(name, math.nan), self.sums[count])
 
     def over_tokens(self, name: str) -> float:
@@ -60,20 +62,20 @@ class Step:
         return self.over(name, "seen")
 
     def over_units(self, name: str) -> float:
-        """Of what the weight belongs to: tokens or sequences."""
+        """Mean over the units of the weight: sequences where it is one a sequence, else tokens."""
         weight = self.config.weight
         return self.over_sequences(name) if weight and weight.by_sequence else self.over_tokens(name)
 
     def over_rule(self, rule: str, row: str, count: str = "_count") -> float:
-        """Of one rule; a row that it lacks, which is that of a bound it does not have, adds up to 0."""
+        """Mean of a row of one rule. A row that is missing, because the rule lacks that bound, adds up to 0."""
         return ratio_of(self.sums.get(rule + row, 0.0), self.sums[rule + count])
 
     def over_lag(self, name: str, lag: int) -> float:
-        """Over the tokens that are this many versions behind."""
+        """Mean over the tokens of one age."""
         return ratio_of(self.lags[lag][name], self.lags[lag]["tokens"])
 
     def effective_share(self, name: str, count: str) -> float:
-        """(sum x)^2 / (n sum x^2)."""
+        """Effective sample size of x as a share of a count: (sum x)^2 / (n sum x^2)."""
         total, squares = (self.sums.get(row, math.nan) for row in (name, f"{name}_squared"))
         return ratio_of(total**2, self.sums[count] * squares)
 
@@ -84,15 +86,15 @@ class Step:
         return _finite(-self.maxima[f"{name}_min"])
 
     def largest_size(self, name: str) -> float:
-        """Of the absolute values."""
+        """Largest absolute value of a row."""
         return max(self.largest(name), -self.smallest(name))
 
     def over_departures(self, name: str) -> float:
-        """Mean over the sequences of which OPSM knows it; NaN without OPSM."""
+        """Mean over the sequences for which OPSM knows the number; NaN where OPSM is off."""
         return ratio_of(self.sums.get(name, math.nan), self.sums.get(f"{name}_count", math.nan))
 
     def quantile(self, name: str, percent: int) -> float:
-        """NaN of what the config does not have."""
+        """Percentile of a row that has a sketch; NaN where the config has no such row."""
         if name not in self.histograms:
             return math.nan
         return sketch.quantile(self.histograms[name], percent / 100)
@@ -106,7 +108,7 @@ class Step:
         return math.sqrt(variance * count / (count - 1) if unbiased else variance)
 
     def correlation(self, first: str, second: str, product: str) -> float:
-        """Pearson's, over tokens."""
+        """Pearson correlation of two rows over usable tokens."""
         n = self.sums["usable"]
         spreads = self.spread(first, f"{first}_squared", n) * self.spread(second, f"{second}_squared", n)
         means = self.over_tokens(first) * self.over_tokens(second)
@@ -122,22 +124,22 @@ class Step:
 
 
 def ratio_of(part: float, whole: float) -> float:
-    """NaN of nothing."""
+    """Quotient of two numbers; NaN where the divisor is 0."""
     return part / whole if whole else math.nan
 
 
 def log_of(x: float) -> float:
-    """NaN of what has none."""
+    """Logarithm of x; NaN where x is not above 0."""
     return math.log(x) if x > 0 else math.nan
 
 
 def exp_of(x: float) -> float:
-    """At most e^80."""
+    """Exponential of x, at most e^80; NaN of NaN."""
     return math.nan if math.isnan(x) else math.exp(min(x, LARGEST_EXPONENT))
 
 
 def exp_clamped(log_ratio: float) -> float:
-    """As of a token: its argument clamped to +-LOG_RATIO_CLAMP."""
+    """Ratio from a log ratio clamped to +-LOG_RATIO_CLAMP, as the ratio of a token is; NaN of NaN."""
     if math.isnan(log_ratio):
         return math.nan
     return math.exp(max(-LOG_RATIO_CLAMP, min(LOG_RATIO_CLAMP, log_ratio)))
@@ -148,7 +150,7 @@ def _finite(x: float) -> float:
 
 
 def _log_sum(windows: list[float]) -> float:
-    """log of the sum over all windows; NaN of nothing."""
+    """Logarithm of the sum over all windows; NaN where every window is 0."""
     logs = [math.log(x) + WINDOW * (i - WINDOWS // 2) for i, x in enumerate(windows) if x > 0]
     if not logs:
         return math.nan

@@ -1,11 +1,11 @@
 """How bad the mismatch is and what the correction did about it, read from a finished `Correction`.
 
-Three kinds of metric. Per token and per sequence: a host that averages them over the loss mask gets the mean over
-tokens or sequences. Per micro-batch (`_mb`): one number on every token, exact over context-parallel ranks; a host's
-average makes of it the mean over micro-batches, weighted by their tokens or samples.
+There are three kinds of metric. A metric per token or per sequence becomes a mean over tokens or sequences when a host
+averages it over the loss mask. A metric per micro-batch (`_mb`) has one value on every token, exact over
+context-parallel ranks; a host averages it over micro-batches, weighted by their tokens or samples.
 
-Names that Miles's `mis.py` has mean what they mean there. A host divides by fully masked samples too, which lowers
-those metrics; the others are scaled back, by what is known within a micro-batch.
+A name that Miles's `mis.py` has means what it means there. A host divides by fully masked samples too, which lowers
+metrics of these names. All other metrics are scaled back, by what is known within a micro-batch.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ OF_MIS_PY = frozenset(
     rs_catastrophic_token_fraction rs_catastrophic_seq_fraction batch_norm_factor is_ratio_mean_after_tis_rs
     is_ratio_mean_final is_ratio_min_final is_ratio_max_final""".split()
 )
-"""Names of Miles's `mis.py`, which mean here what they mean there: also that a fully masked sample counts as 0."""
+"""Names of Miles's `mis.py`, with the meaning that they have there: a fully masked sample counts as 0."""
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The metrics of one config, not yet computed: each a function of the Correction, by what it has one value for."""
+    """The metrics of one config as functions of the Correction, by whether a token, sequence or micro-batch has one."""
 
     token: Mapping[str, Metric] = field(default_factory=dict)
     sequence: Mapping[str, Metric] = field(default_factory=dict)
     micro_batch: Mapping[str, Metric] = field(default_factory=dict)
 
     def __or__(self, other: Catalogue) -> Catalogue:
-        """Those of both."""
+        """Metrics of two catalogues together."""
         return Catalogue(
             {**self.token, **other.token},
             {**self.sequence, **other.sequence},
@@ -68,10 +68,10 @@ class Catalogue:
 
 
 class TokenMetrics(Mapping[str, Tensor]):
-    """Every metric as the host wants it, a local `[T]` tensor, made when it is read.
+    """Every metric as the host wants it: a local `[T]` tensor, made when it is read.
 
-    A host reads one, reduces it and drops it, so that the twenty-odd tensors of a batch never exist together. What
-    has one value a sequence or a micro-batch is computed with the first of its kind.
+    A host reads one metric, reduces it and drops it, so that the twenty-odd tensors of a batch never exist together.
+    Metrics per sequence are computed together when the first of them is read; so are metrics per micro-batch.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TokenMetrics(Mapping[str, Tensor]):
 
     @cached_property
     def _scale(self) -> Float[Tensor, ""]:
-        """What the host divides by over what it adds up, in this micro-batch: fully masked samples add 0."""
+        """Factor that undoes the host's division by fully masked samples, which add 0, in this micro-batch."""
         c = self._correction
         if self._average == "sequences":
             return (c.ragged.size / c.live_count).float()
@@ -139,18 +139,18 @@ def _value(correction: Correction, metric: Metric) -> Tensor:
 
 
 def diagnose(correction: Correction, prefix: str = "mis_", average: Average | None = None) -> TokenMetrics:
-    """The metrics that `config.metrics` asks for; the names depend on the config alone.
+    """The metrics that `config.metrics` asks for. Their names depend on the config alone.
 
     Args:
-        average: what the host takes the mean over. Fully masked samples count there as 0; metrics that Miles's `mis.py`
-            lacks are scaled by what that takes away in this micro-batch. None leaves each metric as it is.
+        average: what the host takes the mean over. A host counts fully masked samples as 0; metrics that Miles's
+            `mis.py` lacks are scaled to undo that in this micro-batch. None leaves every metric unscaled.
     """
     return TokenMetrics(correction, catalogue(correction.config), prefix, average)
 
 
 @cache
 def catalogue(config: CorrectionConfig) -> Catalogue:
-    """Which metrics a config has."""
+    """The metrics that a config has."""
     if config.metrics == "none":
         return Catalogue()
     if config.metrics == "core":
@@ -159,25 +159,25 @@ def catalogue(config: CorrectionConfig) -> Catalogue:
     return found | _weight_metrics(config.weight) | _rule_metrics(config.reject)
 
 
-# Per token.
+# Metrics per token.
 
 
 def kl(c: Correction) -> Float[Tensor, " T"]:
-    """k1 estimate of KL(mu || pi_old): log mu - log pi_old. Any sign; its mean is near 0 on policy."""
+    """The k1 estimate of KL(mu || pi_old): log mu - log pi_old, of any sign, with a mean near 0 on policy."""
     return k1(c.log_ratio)
 
 
 def k3_kl(c: Correction) -> Float[Tensor, " T"]:
-    """k3 estimate of KL(mu || pi_old): r - 1 - log r, at least 0; log r at most 20. (Schulman 2020)"""
+    """The k3 estimate of KL(mu || pi_old): r - 1 - log r, at least 0, with log r at most 20. (Schulman 2020)"""
     return k3(c.log_ratio)
 
 
 def kept_fraction(c: Correction) -> Tensor:
-    """What neither a rule nor a mask bound dropped."""
+    """Tokens that neither a rule nor a mask bound dropped."""
     return as_bytes(c.keep)
 
 
-# Per sequence.
+# Metrics per sequence.
 
 
 def training_log_ppl(c: Correction) -> Float[Tensor, " N"]:
@@ -196,12 +196,12 @@ def log_ppl_diff(c: Correction) -> Float[Tensor, " N"]:
 
 
 def chi2_token(c: Correction) -> Float[Tensor, " N"]:
-    """Mean of r_t^2, less 1."""
+    """Mean over the sequence of r_t^2, less 1."""
     return c.totals["ratio_squared"] / c.usable_count - 1
 
 
 def chi2_seq(c: Correction) -> Float[Tensor, " N"]:
-    """(prod r_t)^2 - 1, the log of the product clamped at +-20."""
+    """Squared product of the sequence's ratios, less 1, with the log of the product clamped at +-20."""
     return exp_clamped(c.totals["log_ratio"]).square() - 1
 
 
@@ -214,16 +214,16 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
 
 
 def final_min(c: Correction) -> Float[Tensor, " N"]:
-    """Smallest of them."""
+    """Smallest weight of the sequence as multiplied into the loss; 0 where a valid token is not usable."""
     return torch.where(c.totals.known, _extreme_weight(c, "min"), 0)
 
 
 def final_max(c: Correction) -> Float[Tensor, " N"]:
-    """Largest of them."""
+    """Largest weight of the sequence as multiplied into the loss."""
     return _extreme_weight(c, "max")
 
 
-# Per micro-batch.
+# Metrics per micro-batch.
 
 
 def ratio_max(c: Correction) -> Float[Tensor, ""]:
@@ -255,7 +255,10 @@ def kept_sequences(c: Correction) -> Float[Tensor, ""]:
 
 
 def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
-    """ESS / n = (sum w)^2 / (n sum w^2) of the weights really applied: 0 where dropped, n the valid tokens. (Kish)"""
+    """Effective sample size of the weights as multiplied into the loss, as a share of the n valid tokens. (Kish)
+
+    ESS / n = (sum w)^2 / (n sum w^2), with w = 0 where a token is dropped.
+    """
     total, squares = _applied_moments(c)
     if c.keep_sequences is not None:
         total, squares = (torch.where(c.keep_sequences, x, 0) for x in (total, squares))
@@ -321,7 +324,7 @@ def _normalization(config: CorrectionConfig) -> Catalogue:
 
 
 def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
-    """The weight before and after its bound, and what the bound touched; then the weights as applied."""
+    """Metrics of the weight before and after its bound, of what the bound changed, and of the weight in the loss."""
     if weight is None:
         return Catalogue()
     final: dict[str, Metric] = {
@@ -343,7 +346,7 @@ def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
 def _around_bound(
     weight: WeightConfig, log_ratio: Callable[[Correction], Tensor], before: Metric, after: Metric
 ) -> dict[str, Metric]:
-    """Of tokens or of sequences, whichever the weight is of."""
+    """Metrics of a weight, per token or per sequence as the weight is, before and after its bound."""
     found: dict[str, Metric] = {
         "tis_weight_before_bound": before,
         "tis_weight_after_bound": after,
@@ -359,7 +362,7 @@ def _around_bound(
 
 
 def _rule_metrics(rules: tuple[RejectRule, ...]) -> Catalogue:
-    """What each rule would drop alone. A second rule of a kind is numbered."""
+    """Metrics of what each rule would drop alone. The second rule of a kind has the suffix `_2`."""
     found = Catalogue()
     for rule, suffix in zip(rules, _suffixes(rules), strict=True):
         found |= _veto_metrics(rule, suffix) if _is_veto(rule) else _bound_metrics(rule, suffix)
@@ -384,7 +387,7 @@ def _bound_metrics(rule: RejectRule, suffix: str) -> Catalogue:
 
 
 def _outside(rule: RejectRule) -> tuple[Metric, Metric]:
-    """What lies below the rule's lower bound, and above its upper one."""
+    """Two metrics: the share below the rule's lower bound, and the share above its upper bound."""
     lower, upper = rule.limits
     low = lambda c: None if lower is None else share_below(compared(c, rule), lower)  # noqa: E731
     high = lambda c: None if upper is None else share_above(compared(c, rule), upper)  # noqa: E731
@@ -392,7 +395,7 @@ def _outside(rule: RejectRule) -> tuple[Metric, Metric]:
 
 
 def compared(c: Correction, rule: RejectRule) -> Tensor:
-    """What a rule compares with its limits: of each sequence, or else of each token."""
+    """Values that a rule compares with its limits: per token, or per sequence where the rule drops sequences."""
     if rule.over == "token":
         return c.stage.statistic(rule.statistic)
     population = c.config.population(rule)
@@ -407,7 +410,7 @@ def _of_units(c: Correction, totals: Totals, rule: RejectRule) -> Tensor:
     value = aggregate(totals, rule)
     if c.config.population(rule) == "valid":
         return value
-    return torch.where(totals["valid"] > 0, value, torch.nan)  # of no token: neither below nor above anything
+    return torch.where(totals["valid"] > 0, value, torch.nan)  # NaN lies neither below nor above a bound
 
 
 def _is_veto(rule: RejectRule) -> bool:
@@ -431,7 +434,7 @@ def _token_ratio(weight: WeightConfig) -> Metric:
 
 
 def _at_tokens(c: Correction, of_segment: Callable[[Totals], Tensor]) -> Float[Tensor, " T"]:
-    """A number of each segment at its tokens; at masked ones that of any."""
+    """Give each token the number of its segment; a masked token gets the number of some segment."""
     assert c.verdict.segments is not None
     return c.verdict.segments.segments.ragged.to_tokens(of_segment(c.verdict.segments.totals).float())
 
@@ -442,7 +445,7 @@ def _of_unit(c: Correction) -> Float[Tensor, " T"]:
 
 
 def _extreme_weight(c: Correction, side: Literal["min", "max"]) -> Float[Tensor, " N"]:
-    """The extreme weight of each sequence; of one without a usable token, whatever is finite."""
+    """Smallest or largest weight of each sequence; some finite number where a sequence has no usable token."""
     weight = c.config.weight
     if c.sequence_weight is not None:
         return _normalized(c, c.sequence_weight)
@@ -456,7 +459,7 @@ def _extreme_weight(c: Correction, side: Literal["min", "max"]) -> Float[Tensor,
 
 
 def _extreme_passing(c: Correction, side: Literal["min", "max"]) -> Float[Tensor, " N"]:
-    """The same among the weights within a mask or zero bound; infinite where there is none."""
+    """Smallest or largest weight of each sequence that a mask or zero bound lets pass; infinite where none passes."""
     weight = c.config.weight
     if weighs_tokens(c.config) and not monotone(c.config):
         return _normalized(c, c.totals[f"passing_weight_{side}"])
@@ -471,7 +474,7 @@ def _extreme_passing(c: Correction, side: Literal["min", "max"]) -> Float[Tensor
 
 
 def _largest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
-    """0 where there is none, which is infinite."""
+    """Largest value over sequences; 0 where no sequence has one."""
     return value.amax().nan_to_num(neginf=0.0) if value.numel() else value.sum()
 
 
@@ -480,7 +483,7 @@ def _smallest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 
 
 def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Sum and sum of squares of each sequence's kept weights, up to the common normalization."""
+    """Sum and sum of squares of the weights of each sequence's kept tokens, before the common normalization."""
     if "applied" in c.totals:
         return c.totals["applied"], c.totals["applied_squared"]
     kept = kept_tokens(c.totals)
