@@ -189,7 +189,7 @@ WEIGHT_METRICS: dict[str, Metric] = {
         "Variance of pi_{v+1} / pi_v, before any bound. Not reported where mis.segment_wise is off.",
         range="0 and above.",
         bad="as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.",
-        do="see whether the KV cache was kept over updates, and whether the engine itself is off (lag_0_kl_k3).",
+        do="see whether the KV cache was kept over updates, and whether the engine itself is off (lag_kl_k3 at age 0).",
     ),
     "behav_imp_weight/var/standard": Metric(
         lambda row: _variance(row, "standard_excess", "tokens"),
