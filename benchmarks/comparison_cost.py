@@ -1,12 +1,13 @@
-"""What does the bitwise comparison add to a training step, beside the TIS hook of the same micro-batch?
+"""What does the bitwise comparison add to a training step, beside the TIS hook of this micro-batch?
 
-Both are asked in turn, A B A B, in one process group on one thread: the TIS hook with Miles's own mis.yaml and all its
-metrics read, as in correction_cost.py; the comparison as `true_on_policy.hosts.policy_loss` around a loss that does
-nothing, and the reading of its flags by `report_step`, one each. Log-probs are equal, as they should be; `one bit off`
-repeats it with a micro-batch that differs every time, whose ulps are counted on the host (the sample is written once).
+TIS hook and comparison are called in turn, A B A B, in one process group on one thread. The TIS hook runs with Miles's
+own mis.yaml, and all its metrics are read, as in correction_cost.py. A comparison is
+`true_on_policy.hosts.policy_loss` around a loss that does nothing, and one `report_step` that reads its flags. The
+log-probs are equal. `one bit off` repeats the comparison with a micro-batch that differs every time: the host counts
+its ulps, and writes one sample.
 
-share       of the TIS hook's
-operators   dispatched below autograd, views included; the rest as in correction_cost.py
+share       the comparison's time over the TIS hook's
+operators   dispatched below autograd, views included; the other columns as in correction_cost.py
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ NAMES = ("TIS hook", "comparison", "one bit off")
 
 @dataclass(frozen=True)
 class Row:
-    """costs: by name of NAMES."""
+    """The costs of one shape and context parallelism, by the names of NAMES."""
 
     sequences: int
     length: str
@@ -74,7 +75,7 @@ class Row:
 
 
 def nothing(args: Any, batch: Any, logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss behind the comparison."""
+    """Return the logits as the loss behind the comparison, which costs nothing."""
     return logits, {}
 
 
@@ -86,7 +87,7 @@ reduce.__module__ = "slime.backends.megatron_utils.cp_utils"  # whose groups are
 
 
 def compared(kwargs: dict[str, Any], folder: str, off: bool) -> Callable[[], Any]:
-    """The comparison of the TIS hook's micro-batch, and one reading."""
+    """Return a call that compares the TIS hook's micro-batch and reads the flags once."""
     behavior = [x.clone() for x in kwargs["train_log_probs"]]
     if off:
         next(x for x in behavior if x.numel()).view(torch.int32)[0] ^= 1
@@ -107,7 +108,7 @@ def compared(kwargs: dict[str, Any], folder: str, off: bool) -> Callable[[], Any
 
 
 def measure(shapes: Sequence[tuple[int, str]], cp: int, seconds: float) -> list[Row]:
-    """One process group for all shapes."""
+    """Measure all shapes in one process group."""
 
     def work(rank: int) -> list[dict[str, Cost]]:
         start_groups(None, cp)
@@ -133,7 +134,7 @@ HEADINGS = ("N x length", "CP", "", "time", "share", "cpu share", "operators", "
 
 
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Three lines a row."""
+    """Write three lines for each row, one for each name of NAMES."""
     out = []
     for row, name in itertools.product(rows, NAMES):
         cost, first = row.costs[name], name == NAMES[0]
@@ -154,7 +155,7 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def write_results(path: Path, rows: Sequence[Row], measured: dict[str, str]) -> None:
-    """FILE.json, and beside it FILE.md for people."""
+    """Write the figures to `path` as JSON, and as a table to a .md beside it."""
     listed = [asdict(row) | {"share": {name: row.share(name) for name in NAMES}} for row in rows]
     path.write_text(json.dumps({"measured with": measured, "rows": listed}, indent=1) + "\n")
     table = "\n".join(

@@ -1,19 +1,19 @@
 """What does the correction cost a training step, and what does the number of sequences add to it?
 
-Ours and a baseline are asked in turn, A B A B, in one process group on one thread, with Miles's own mis.yaml in force.
-A call counts as the hook plus the reading of every metric it returns, one at a time and dropped, as the hosts do; the
-host's own averaging is not in it, nor is the backward (one multiplication). Without --baseline the baseline is
-per_sequence.py, the plain way. Miles's own function, with PYTHONPATH at a Miles checkout:
+Our hook and a baseline are called in turn, A B A B, in one process group on one thread, with Miles's own mis.yaml in
+force. A call is the hook and the reading of every metric that it returns, one at a time and dropped, as hosts do. The
+host's own averaging and the backward (one multiplication) are left out. Without --baseline the baseline is
+per_sequence.py, the plain way. With PYTHONPATH at a Miles checkout, the baseline can be Miles's own function:
 
     --baseline examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp
 
 time        median of the calls on the wall clock, slowest rank
 cpu         median of the processor time of rank 0, waiting left out: what a busy machine cannot stretch
-faults      median of the pages that the call on rank 0 had to ask the kernel for, which costs it time: memory that the
-            allocator gave back after the call before. Whether it does is chance; on a GPU nothing is given back
-operators   dispatched below autograd, views included, collectives apart
-waits       operators that make the host wait for a CUDA device (on CPU: that would)
-copies      host data made a tensor: on CUDA a copy each
+faults      median of the pages that the call on rank 0 had to ask the kernel for, which takes time: memory that the
+            allocator gave back after the former call. Whether it gives back is chance; on a GPU it gives back nothing
+operators   dispatched below autograd, views included, collectives left out
+waits       operators that make the host wait for a CUDA device; on CPU, operators that would
+copies      tensors made from host data: on CUDA a copy each
 bytes       what one rank puts into its collectives
 peak        largest sum of live tensor bytes that the call added on rank 0, from the profiler's allocator events
 """
@@ -105,7 +105,7 @@ class Row:
 
 
 def response_lengths(sequences: int, length: str) -> list[int]:
-    """All equal, or `mixed`: log-uniform between MIXED, the same for every run."""
+    """Return the lengths of responses: all equal, or `mixed`: log-uniform between MIXED, equal in every run."""
     if length != "mixed":
         return [int(length)] * sequences
     low, high = (torch.tensor(float(x)).log() for x in MIXED)
@@ -114,12 +114,12 @@ def response_lengths(sequences: int, length: str) -> list[int]:
 
 
 def lengths(text: str) -> list[str]:
-    """The words of --length: counts of tokens and `mixed`, between commas."""
+    """Split the words of --length, counts of tokens and `mixed`, at commas."""
     return [part if part == "mixed" else str(count(part)) for part in text.split(",")]
 
 
 def zigzag(full: Tensor, total: int, cp: int, rank: int) -> Tensor:
-    """This rank's two pieces of a response, as the hosts cut it."""
+    """Take a rank's two pieces of a response, as the hosts cut it."""
     if cp == 1:
         return full
     chunk = -(-total // (2 * cp))
@@ -129,7 +129,7 @@ def zigzag(full: Tensor, total: int, cp: int, rank: int) -> Tensor:
 
 
 def hook_kwargs(lengths: Sequence[int], cp: int, rank: int) -> dict[str, Any]:
-    """A single-turn micro-batch whose engines disagree by a standard deviation of 0.1 per token."""
+    """Build a single-turn micro-batch whose log ratios have a standard deviation of 0.1."""
     torch.manual_seed(0)
     totals = [PROMPT + length for length in lengths]
     proximal = [-2 * torch.rand(length) for length in lengths]
@@ -166,7 +166,7 @@ def hook_args(metrics: str | None) -> Namespace:
 
 @dataclass(frozen=True)
 class Contest:
-    """Ours against the baseline: which, with which of our metrics, and how long each is called."""
+    """A contest of our hook with a baseline: the baseline, our metrics, and how long each is called."""
 
     baseline: str = PLAIN
     metrics: str = "full"
@@ -174,8 +174,10 @@ class Contest:
 
 
 def measure(contest: Contest, shape: tuple[int, str], cp: int) -> Row:
-    """Ours and the baseline take turns in one process group; a new one for each shape, lest the allocator of one that
-    has run others keep their pages."""
+    """Measure one shape: our hook and the baseline take turns in one process group.
+
+    Each shape gets a new process group, so that the allocator holds no pages of another shape.
+    """
 
     def work(rank: int) -> tuple[Cost, Cost]:
         start_groups("miles" if importlib.util.find_spec("miles") else None, cp)
@@ -198,7 +200,7 @@ def _both(contest: Contest, kwargs: dict[str, Any]) -> tuple[Cost, Cost]:
 
 
 def alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) -> list[list[Spent]]:
-    """Two calls of each to warm up, then A B A B until both had their time; every rank stops at the same round."""
+    """Call each twice to warm up, then A B A B until both had their time; every rank stops at one round."""
     once = [_seconds(call) for call in calls]
     once = [_seconds(call) for call in calls]
     average = sum(wall for wall, *_ in once) / len(once)
@@ -207,7 +209,7 @@ def alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) ->
 
 
 def _seconds(call: Callable[[], Any]) -> Spent:
-    """Wall clock of the slowest rank, which all of them wait for; processor time and page faults of this one."""
+    """Measure one call: the wall clock of the slowest rank, and this rank's processor time and page faults."""
     dist.barrier()
     start, cpu_start, faults_before = time.perf_counter(), time.process_time(), _page_faults()
     kept = call()
@@ -259,7 +261,7 @@ HEADINGS = (
 
 
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Two lines a row: the baseline, then ours with what it saves."""
+    """Write two lines for each row: the baseline, then ours with what it saves."""
     out: list[tuple[str, ...]] = []
     for row in rows:
         saved = f"{row.times_faster:.1f}x less time ({row.times_less_cpu:.1f}x cpu), {row.share_of_memory:.2f}x memory"
@@ -291,7 +293,7 @@ def as_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def write_results(path: Path, rows: Sequence[Row], measured: dict[str, str], named: str) -> None:
-    """FILE.json, and beside it FILE.md for people."""
+    """Write the figures to `path` as JSON, and as a table to a .md beside it."""
     ratios = ("times_faster", "times_less_cpu", "share_of_memory")
     listed = [asdict(row) | {name: getattr(row, name) for name in ratios} for row in rows]
     path.write_text(
@@ -352,13 +354,16 @@ def main() -> int:
 
 
 def _checkout(baseline: str) -> dict[str, Path]:
-    """Where the baseline's source is, for its commit; nothing where it is ours."""
+    """Find the folder of the baseline's source, for its commit; none where the baseline is the plain way."""
     source = sys.modules[baseline.rpartition(".")[0]].__file__
     return {"baseline": Path(source).parent} if source and baseline != PLAIN else {}
 
 
 def _with_huge_pages() -> int:
-    """Page faults weigh on large CPU tensors and on no GPU; a new process, since the allocator reads this once."""
+    """Measure again with huge pages, in a new process: the allocator reads the variable once.
+
+    Page faults cost time with large CPU tensors, and on no GPU.
+    """
     words = [word for word in sys.argv if word != "--thp"]
     if "--json" in words:
         at = words.index("--json") + 1

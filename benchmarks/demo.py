@@ -27,7 +27,7 @@ RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 
 
 def main() -> int:
-    """Exit code: 0, or that of the run that failed."""
+    """Run the demonstration; return 0, or the exit code of the run that failed."""
     parser = argparse.ArgumentParser(prog="bash scripts/demo.sh", description=__doc__)
     parser.add_argument(
         "--output",
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def run(name: str, method: str, options: argparse.Namespace) -> int:
-    """One run over two context-parallel ranks; both runs start from the same warm-started weights."""
+    """Train once over two context-parallel ranks; both runs start from one set of warm-started weights."""
     extra = [
         "--context-parallel-size",
         "2",

@@ -1,15 +1,15 @@
 """One session on a lent GPU, within nine minutes: are the pinned kernels what they promise, and what do they cost?
 
-Sections run one after the other, each in its own process with its own time limit. What was found is written after each.
-Exit code: 0 all that was demanded holds, 1 something differs, 2 a section did not finish, or nothing was demanded.
+Sections run one after the other, each in its own process with its own time limit. Results are written after each.
+Exit code: 0 every demand holds, 1 a demand does not hold, 2 a section did not finish, or nothing was demanded.
 
 ceilings    a copy and a product: what the device can do at most
 correction  the correction of mis_plugins against the plain way and a copy; no wait for the device
 attention   FlashAttention-3: tokens appended to a cache and decoded, against prefilled, by bytes
 model       a Qwen3 that decodes, against itself as a trainer, by bytes
-kernels     the same rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes
+kernels     equal rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes
 cost        each pinned kernel, a log-prob forward and a training step, over stock
-engine      a real SGLang against a trainer, by bytes; only where it is asked for, and installed
+engine      a real SGLang against a trainer, by bytes; only where a user asks for it and SGLang is installed
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     found: list[Section] = []
     write(
         options.json, measured, found
-    )  # a place that cannot be written to is told before any second is spent
+    )  # refuses a place that cannot be written to before any second is spent
     with sections.warming(options.dry_run):
         for name in options.sections:
             print(f"{name} ...", file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ def measured_with(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _device() -> str:
-    """By nvidia-smi: this process must not touch CUDA, or those forked from it could not."""
+    """Ask nvidia-smi for the device: this process must not touch CUDA, or its forks could not use it."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -93,7 +93,7 @@ def _verdict(section: Section) -> str:
 
 
 def ended(arguments: list[str] | None = None) -> int:
-    """The exit code; an error of the session itself is no difference, Python's own code for it is that of one."""
+    """Run the session and return its exit code: 2 for an error of the session, since Python's own 1 means different."""
     try:
         return main(sys.argv[1:] if arguments is None else arguments)
     except Exception:

@@ -1,4 +1,4 @@
-"""The names and kinds of a host's arguments, read from its own parsers: what `config check --host` knows.
+"""Record the names and kinds of a host's arguments from its own parsers, for `config check --host`.
 
     python benchmarks/host_arguments.py miles MILES > mis_plugins/hosts/records/miles.txt
     python benchmarks/host_arguments.py miles-fsdp MILES > mis_plugins/hosts/records/miles-fsdp.txt
@@ -7,8 +7,8 @@
     python benchmarks/host_arguments.py megatron MEGATRON > mis_plugins/hosts/records/megatron.txt
 
 MILES, SLIME and MEGATRON are checkouts (radixark/Megatron-LM). The environment needs SGLang and sglang-router, whose
-arguments the hosts take over; other packages that are not installed are stood in for. A line is `NAME KIND`, then the
-flags where they are more, or others, than `--name`.
+arguments the hosts take over; stand-ins replace other packages that are not installed. A line is `NAME KIND`, followed
+by the flags where these are not just `--name`.
 
 Exit codes: 0 the record is printed; 2 it could not be made.
 """
@@ -37,7 +37,7 @@ STOOD_IN = (
     *ROLLOUT_SIDE_PACKAGES, "miles_megatron_plugins", "miles_plugins", "six", "polars", "requests", "wandb", "mlflow",
     "openai", "fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "pybase64", "PIL", "datasets", "tensorboard",
 )  # fmt: skip
-ENGINES = ("sglang_", "eval_sglang_")  # the second repeats the first
+ENGINES = ("sglang_", "eval_sglang_")  # arguments with the second prefix repeat those with the first
 NUMBERS = (int, float)
 SWITCHES = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse.BooleanOptionalAction)
 
@@ -73,7 +73,7 @@ def _lines(parser: ArgumentParser) -> Iterator[str]:
 
 
 def _kind(action: argparse.Action) -> str:
-    """What one value of the argument is: a switch, a number, text, or something else."""
+    """Tell the kind of one value of the argument: a switch, a number, text, or other."""
     if isinstance(action, SWITCHES) or action.type is bool:
         return "switch"
     if not isinstance(action, argparse._StoreAction) or action.nargs is not None:
@@ -113,7 +113,7 @@ PARSERS: dict[str, Callable[[], Iterator[ArgumentParser]]] = {
 
 
 def _filled(fill: Callable[[ArgumentParser], object]) -> ArgumentParser:
-    """A parser with what `fill` adds; hosts look at the command line meanwhile, and find it empty."""
+    """Build a parser with the arguments that `fill` adds; hosts that read the command line meanwhile find it empty."""
     parser = ArgumentParser(add_help=False)
     with patch.object(sys, "argv", ["host"]):
         fill(parser)
@@ -121,7 +121,7 @@ def _filled(fill: Callable[[ArgumentParser], object]) -> ArgumentParser:
 
 
 def _parsed_first(parse: Callable[[], object]) -> ArgumentParser:
-    """The parser that a host makes and keeps to itself."""
+    """Catch the parser that a host builds inside a function and does not return."""
     made: list[ArgumentParser] = []
 
     def remember(self: ArgumentParser, *_: object) -> tuple[argparse.Namespace, list[str]]:

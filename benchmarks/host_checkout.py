@@ -1,8 +1,8 @@
-"""A checkout of Miles or slime made importable on a CPU-only machine; nothing of it is copied or changed on disk.
+"""Import a checkout of Miles or slime on a CPU-only machine; nothing of the checkout is copied or changed on disk.
 
-Three things stand between a checkout and a CPU: packages that only serve the rollout side (ray, sglang, httpx) are
-stood in for where they are not installed; `torch.compile` is switched off, since it costs minutes and changes no
-result; process groups come from Megatron over gloo.
+Three steps make a checkout run on a CPU. Stand-ins replace packages that only serve the rollout side (ray, sglang,
+httpx) where these are not installed. `torch.compile` is switched off: it costs minutes and changes no result. Process
+groups come from Megatron over gloo.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ROLLOUT_SIDE_PACKAGES = ("ray", "sglang", "httpx")
 
 
 class CannotCompare(RuntimeError):
-    """The host could not be loaded or driven, so that nothing can be said about parity."""
+    """The host could not be loaded or driven, so parity was not compared."""
 
 
 class _StandIn(ModuleType):
-    """A module any attribute of which exists; it is never called on the loss path."""
+    """A module that has every attribute, and that the loss never calls."""
 
     __path__: list[str] = []
 
@@ -48,7 +48,7 @@ class _StandIn(ModuleType):
 
 
 class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked last: it only sees the packages that are not installed."""
+    """An import finder that is asked last, so that it sees only packages that are not installed."""
 
     def __init__(self, packages: Sequence[str]):
         self.packages = packages
@@ -73,7 +73,7 @@ def stand_in_for_missing_packages(packages: Sequence[str] = ROLLOUT_SIDE_PACKAGE
 
 @dataclass(frozen=True)
 class Host:
-    """What differs between the hosts: module paths, signatures, and who owns the process groups."""
+    """A host as the benchmarks drive it: module paths, signatures, and the owner of the process groups."""
 
     name: str
     loss_module: str
@@ -90,7 +90,7 @@ class Host:
         return importlib.import_module(self.cp_module)
 
     def reducer(self, args: Namespace, batch: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The host's own `sum_of_sample_mean` of this micro-batch, as its trainer builds it."""
+        """Build the host's own `sum_of_sample_mean` of a micro-batch, as its trainer builds it."""
         lengths = batch["total_lengths"], batch["response_lengths"], batch["loss_masks"]
         build, sums = self.cp.get_sum_of_sample_mean, batch["rollout_mask_sums"]
         if self.name == "slime":
@@ -99,7 +99,7 @@ class Host:
         return build(*lengths, args.calculate_per_token_loss, *layout, denominators=sums)
 
     def layout(self, args: Namespace, max_seq_len: int) -> tuple[Any, ...]:
-        """The trailing arguments of the host's slicing helpers."""
+        """Return the trailing arguments of the host's slicing helpers."""
         return () if self.name == "slime" else (args.qkv_format, max_seq_len)
 
 
@@ -122,7 +122,11 @@ HOSTS = {
 
 
 def load_host(name: str, checkout: Path) -> Host:
-    """Put the checkout on the path and import its loss; CannotCompare says what is missing."""
+    """Put the checkout on the path and import its loss.
+
+    Raises:
+        CannotCompare: the checkout lacks its package, or a module of it does not import.
+    """
     host = HOSTS[name]
     if not (checkout / name).is_dir():
         raise CannotCompare(
@@ -140,9 +144,10 @@ def load_host(name: str, checkout: Path) -> Host:
 
 
 def _keep_float32_gradients() -> None:
-    """Megatron's fused cross-entropy, which Miles uses, rounds the logits' gradient to bfloat16 and hides differences.
+    """Replace Megatron's fused cross-entropy, which Miles uses, by the unfused one.
 
-    Its unfused twin computes the same in float32. This is the one function that the driver exchanges.
+    The fused function rounds the gradient of the logits to bfloat16 and hides differences; the unfused one computes in
+    float32. The driver replaces no other function.
     """
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -153,7 +158,7 @@ def _keep_float32_gradients() -> None:
 
 
 def start_groups(host_name: str | None, context_parallel_size: int) -> None:
-    """Megatron's groups over the initialized default group; handed to Miles as its ParallelState."""
+    """Build Megatron's groups over the initialized default group, and hand them to Miles as its ParallelState."""
     from megatron.core import mpu
 
     mpu.initialize_model_parallel(context_parallel_size=context_parallel_size)
@@ -179,9 +184,9 @@ def _hand_groups_to_miles(mpu: Any) -> None:
 
 
 def run_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(rank)` in `world_size` forked ranks of one gloo group; its return values, in rank order.
+    """Run `work(rank)` in `world_size` forked ranks of one gloo group, and return the results in rank order.
 
-    Forked, since importing Megatron anew costs a rank ten seconds. `torch.save` carries the answers back.
+    The ranks are forked because importing Megatron anew takes ten seconds. `torch.save` carries the results back.
     """
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_rank, (world_size, folder, work), nprocs=world_size, start_method="fork")

@@ -1,14 +1,14 @@
 """Does the bitwise comparison see, inside the host's own loss, each bit that differs, and change nothing?
 
-Drives the real `policy_loss_function` of a Miles or slime checkout on CPU through `true_on_policy.hosts.policy_loss`,
-over ragged batches, loss-mask patterns and the host's layouts: context parallelism 1, 2 and 4, padded rows, Ulysses,
-and Miles's true-on-policy mode, in which both sides are bfloat16. Asked is
+The program drives the real `policy_loss_function` of a Miles or slime checkout on CPU through
+`true_on_policy.hosts.policy_loss`, over ragged batches, loss-mask patterns and the host's layouts: context parallelism
+1, 2 and 4, padded rows, Ulysses, and Miles's true-on-policy mode, where both sides are bfloat16. Asked is
 
-unchanged   loss, gradient and every metric have the bits they have without us, alone and with our TIS hook behind
-equal       with equal log-probs every token of the loss is compared, on one rank each, and none differs
-one bit     of one token on one side: found once, on the rank that holds it, at its sequence and place, one step later
+unchanged   loss, gradient and every metric keep their bits under our hook, alone and with our TIS hook behind it
+equal       with equal log-probs, each valid token is compared on one rank, and none differs
+one bit     one flipped bit of one token is found once, one step later, on its rank, at its sequence and place
 
-Exit status: 0 so it is, 1 not so, 2 could not ask.
+Exit status: 0 every answer is right, 1 an answer is wrong, 2 could not ask.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ LAYOUTS = {
 
 
 def answer(host: Host, layout: Layout) -> dict[str, Counter[str]]:
-    """By question, how often the answer was right, and what was wrong otherwise."""
+    """Count by question how often the answer was right, and name each wrong answer."""
 
     def work(rank: int) -> list[list[Any]]:
         layout.start(host)
@@ -102,7 +102,7 @@ def answer(host: Host, layout: Layout) -> dict[str, Counter[str]]:
 
 
 def _asked(host: Host, layout: Layout, batch: Batch) -> list[Any]:
-    """What this rank can say of each question; judged when the ranks' answers are together."""
+    """Collect this rank's part of the answer to each question, for `_judge` to put together."""
     same = replace(batch, behavior=batch.proximal)
     flips = [_watch(host, layout, _flipped(same, *token))[1] for token in _tokens(batch)]
     return [
@@ -131,7 +131,7 @@ Watched = tuple[tuple[str, float, float], tuple[int, tuple[int, int] | None]]
 
 
 def _watch(host: Host, layout: Layout, batch: Batch) -> Watched:
-    """One step and the beginning of the next: what the host logged, and what the hook then read and wrote."""
+    """Run one step and begin the next; return what the host logged, and what the step hook then read and wrote."""
     hosts.COMPARISON = comparison = Comparison()
     with tempfile.TemporaryDirectory() as folder:
         args = layout.args(folder, **WATCHED)
@@ -145,7 +145,7 @@ def _watch(host: Host, layout: Layout, batch: Batch) -> Watched:
 
 
 def _place(folder: Path) -> tuple[int, int]:
-    """(first token of the whole sequence, place in the response), read from the files."""
+    """Read from the written files the first token of the sequence and the differing place in the response."""
     engine, trainer = (
         load_safetensors(folder / f"{side}.safetensors", "log_probs") for side in ("engine", "trainer")
     )
@@ -174,17 +174,17 @@ def _judge(name: str, values: list[Any], batch: Batch, valid: int) -> Counter[st
 
 
 def _tokens(batch: Batch) -> list[tuple[int, int]]:
-    """First, middle and last token of the loss, of each sequence."""
+    """Pick the first, middle and last valid token of each sequence."""
     valid = [mask.bool().nonzero().flatten().tolist() for mask in batch.loss_masks]
     picked = [sorted({row[0], row[len(row) // 2], row[-1]}) if row else [] for row in valid]
     return [(i, token) for i, row in enumerate(picked) for token in row]
 
 
 def _batches(layout: Layout) -> list[Batch]:
-    """Their log-probs in the layout's dtype; the first token of each sequence names it.
+    """Make the batches in the layout's dtype; the first token of each sequence is its number.
 
-    In its true-on-policy mode Miles 31f1ca9 itself fails where a rank has exactly one token of a response
-    (`get_log_probs_and_entropy` squeezes it away): there the responses are longer.
+    In its true-on-policy mode Miles 31f1ca9 fails where a rank has exactly one token of a response, because
+    `get_log_probs_and_entropy` squeezes it away. In this mode the responses are therefore longer.
     """
     long_enough = [make_batch("long", [17, 24, 31], lambda i, u: (u > 0.3).int(), torch.zeros, seed=6)]
     made = []
@@ -204,7 +204,7 @@ def _flipped(batch: Batch, sequence: int, token: int) -> Batch:
 
 
 def cells(found: dict[str, Counter[str]]) -> list[str]:
-    """Right of asked, and the first thing that was wrong."""
+    """Write for each question how many answers were right, of how many, and the first wrong one."""
     out = []
     for counter in found.values():
         wrong = next((text for text in counter if text), "")
@@ -213,7 +213,7 @@ def cells(found: dict[str, Counter[str]]) -> list[str]:
 
 
 def write_results(path: Path, rows: dict[str, dict[str, Counter[str]]], measured: dict[str, str]) -> None:
-    """FILE.json, and beside it FILE.md for people."""
+    """Write the answers to `path` as JSON, and as a table to a .md beside it."""
     path.write_text(json.dumps({"measured with": measured, "rows": rows}, indent=1) + "\n")
     lines = [["layout", *QUESTIONS], ["---"] * (1 + len(QUESTIONS))]
     lines += [[name, *cells(found)] for name, found in rows.items()]

@@ -1,15 +1,15 @@
 """Is our correction the host's own, inside the host's own loss?
 
-Drives the real `policy_loss_function` of a Miles or slime checkout on CPU, once with the checkout's mis.py and once
-with `mis_plugins.mis`, over level x mode x rejection x veto x normalization and ragged batches, and compares the
-loss, its gradient with respect to the logits, the masks, and every metric of the same name.
+The program drives the real `policy_loss_function` of a Miles or slime checkout on CPU, once with the checkout's mis.py
+and once with `mis_plugins.mis`, over level x mode x rejection x veto x normalization and ragged batches. It compares
+the loss, its gradient with respect to the logits, the masks, and every metric that both name.
 
-Where mis.py gives no sane answer (normalization in mask mode, at geometric level, or with a fully masked sequence; a
-veto without `use_rs`; metrics only; non-finite values) ours is compared with what it should be: mis.py on the nearest
-question that it does answer, scaled by hand where normalization is at stake. What mis.py gives there is reported.
+mis.py gives no sane answer in some cases: normalization in mask mode, at geometric level, or with a fully masked
+sequence; a veto without `use_rs`; metrics only; non-finite values. There our answer is compared with mis.py's answer to
+the nearest question that it gets right, scaled by hand for normalization; mis.py's own answer is reported.
 
-`--hook loss` asks instead whether `mis_plugins.mis.policy_loss` is the host's own policy loss: with no correction the
-same flags give the same loss, gradient and metrics, and with one the same as the host's loss with our TIS hook.
+`--hook loss` asks instead whether `mis_plugins.mis.policy_loss` is the host's own policy loss. Without a correction,
+both must give equal loss, gradient and metrics; with one, ours must equal the host's loss with our TIS hook.
 
 Exit status: 0 equal, 1 different, 2 could not compare.
 """
@@ -99,7 +99,7 @@ def _valid(batch: Batch) -> Tensor:
 
 
 def compare_special(host: Host, limit: int | None) -> dict[Group, Difference]:
-    """The inputs that mis.py does not survive, and the switches that it does not understand."""
+    """Compare where mis.py fails: non-finite inputs, and switches that it does not understand."""
     groups: dict[Group, Difference] = defaultdict(Difference)
     cases = [c for c in config_product() if not c.normalize and not c.inherit_bounds][:limit]
     for case in track(cases, description=f"{host.name}: non-finite inputs, metrics only"):
@@ -120,14 +120,14 @@ def _special(host: Host, case: Case) -> Iterator[tuple[str, Difference]]:
 
 
 def _under_the_mask(host: Host, case: Case, clean: Batch, value: float, ask: Ask) -> Difference:
-    """Not one bit may change."""
+    """Compare with a non-finite value under the mask, where no bit of gradient or loss may change."""
     behavior = [
         torch.where(m.bool(), b, value) for m, b in zip(clean.loss_masks, clean.behavior, strict=True)
     ]
     poisoned = replace(clean, behavior=behavior)
     right = right_answer(ask, host.tis_path, case, clean)
     ours, ours_clean = ask(case, poisoned, OURS), ask(case, clean, OURS)
-    # slime itself averages |log-prob difference| without a guard, after our function has returned.
+    # slime itself averages |log-prob difference| unguarded, after our function has returned.
     found = difference(ours, right, _valid(clean), ("train_rollout", *_not_shared(case, clean)))
     if not torch.equal(ours.gradient, ours_clean.gradient) or ours.loss != ours_clean.loss:
         found.faults.update(["a masked value changed a bit of the gradient or the loss"])
@@ -136,7 +136,10 @@ def _under_the_mask(host: Host, case: Case, clean: Batch, value: float, ask: Ask
 
 
 def _at_a_valid_token(host: Host, case: Case, clean: Batch, value: float, ask: Ask) -> Difference:
-    """Weight 0 for the token, or for its sequence where a weight or a rule spans the sequence: as if masked out."""
+    """Compare with a non-finite value at a valid token, which must count as masked out.
+
+    Where a weight or a rule spans the sequence, the whole sequence must count as masked out.
+    """
     sequence, position = 0, int(clean.loss_masks[0].nonzero()[2])
     behavior = [b.clone() for b in clean.behavior]
     behavior[sequence][position] = value
@@ -152,7 +155,7 @@ def _at_a_valid_token(host: Host, case: Case, clean: Batch, value: float, ask: A
 
 
 def _metrics_only(host: Host, case: Case | None, batch: Batch) -> Difference:
-    """The loss must be the host's own, as with both switches off."""
+    """Compare with metrics alone, where the loss must be the host's own, as with both switches off."""
     keys = case.flat_keys() if case else {}
     plain = drive(host, host_args({}, OURS, False, "thd"), batch)
     ours, theirs = (
@@ -192,7 +195,7 @@ def _over_ranks(host: Host, size: int, cases: list[Case], batch: Batch, qkv_form
 
 
 def _summed(answers: tuple[Outcome, ...]) -> Outcome:
-    """As the host does: losses, gradients and reported values add over CP ranks; the masks are full and must agree."""
+    """Add losses, gradients and reported values over CP ranks, as the host does; the full masks must agree."""
     errors = [answer.error for answer in answers if answer.error]
     if errors:
         return Outcome(error=errors[0])
@@ -207,7 +210,7 @@ def _summed(answers: tuple[Outcome, ...]) -> Outcome:
 
 
 def compare_losses(host: Host, limit: int | None) -> dict[Group, Difference]:
-    """Ours and the host's own at the same context parallelism, loss and gradient added over its ranks."""
+    """Compare our loss with the host's own at equal context parallelism, added over its ranks."""
     groups: dict[Group, Difference] = defaultdict(Difference)
     questions = [
         (case, batch, qkv_format)
@@ -257,7 +260,7 @@ def _figures(found: Difference) -> tuple[str, ...]:
 
 
 def _ranges(theirs: set[str]) -> str:
-    """`gradient off by 1e-2`, `... 1e-1`, `... 1e0` read better as one range."""
+    """Join answers, with `gradient off by 1e-2`, `... 1e-1` and `... 1e0` as one range."""
     off = sorted(float(text.rpartition(" ")[2]) for text in theirs if text.startswith("gradient off"))
     others = sorted(text for text in theirs if not text.startswith("gradient off"))
     spans = [f"gradient off by {magnitude(off[0])} to {magnitude(off[-1])}"] if off else []
@@ -280,7 +283,7 @@ def as_json(groups: dict[Group, Difference], measured: dict[str, str]) -> dict[s
 
 
 def write_results(path: Path, groups: dict[Group, Difference], measured: dict[str, str]) -> None:
-    """FILE.json, and beside it FILE.md for people."""
+    """Write the differences to `path` as JSON, and as a table to a .md beside it."""
     path.write_text(json.dumps(as_json(groups, measured), indent=1) + "\n")
     lines = [[*HEADINGS], ["---"] * len(HEADINGS)]
     lines += [[a, n, *_figures(f), "equal" if f.equal else "DIFFERENT"] for (a, n), f in groups.items()]

@@ -1,8 +1,8 @@
 """What do batch-invariant kernels cost, against the stock ones?
 
-A random Qwen3 of Hugging Face, one thread, one process: stock, native, tile and leaves take turns, so that a busy
-machine slows all four. A figure is the median processor time of the calls; the ratio is what counts. "leaves" is native
-with four leaves in each row-parallel product, as unequal tensor parallelism needs them, on one rank.
+A random Qwen3 of Hugging Face runs on one thread of one process. Stock, native, tile and leaves take turns, so that a
+busy machine slows all four. A figure is the median processor time of the calls; the ratio is what counts. "leaves" is
+native with four leaves in each row-parallel product, as unequal tensor parallelism needs them, on one rank.
 
 prefill     logits of one batch without gradients
 decode      steps of one token each, after a prefill that is not timed
@@ -51,7 +51,7 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Size:
-    """A model's sizes; heads are (query, key-value, width)."""
+    """The sizes of a model; `heads` is (query heads, key-value heads, width of a head)."""
 
     hidden: int
     ffn: int
@@ -74,7 +74,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of processor time."""
+    """The milliseconds of processor time of one workload, by kernels."""
 
     model: str
     dtype: str
@@ -86,12 +86,12 @@ class Row:
     leaves: float
 
     def ratio(self, backend: str) -> float:
-        """Over the stock kernels."""
+        """Return the time of a backend over the time of the stock kernels."""
         return getattr(self, backend) / self.stock
 
     @property
     def leaves_ratio(self) -> float:
-        """Over the same kernels with ordinary products."""
+        """The time of native with leaves over the time of native with ordinary products."""
         return self.leaves / self.native
 
 
@@ -111,7 +111,7 @@ def build(size: Size, dtype: torch.dtype) -> Qwen3ForCausalLM:
 
 
 def call(kind: str, model: Qwen3ForCausalLM, tokens: torch.Tensor) -> Callable[[], float]:
-    """What is asked for once; it returns the processor time it took, in milliseconds."""
+    """Return a function that runs a workload once and returns its processor time in milliseconds."""
     return {"prefill": _prefill, "decode": _decode, "train": _train}[kind](model, tokens)
 
 

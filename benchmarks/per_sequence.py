@@ -1,7 +1,7 @@
 """The plain way to correct a mismatch: a Python loop over sequences, each gathered whole over context-parallel ranks.
 
-The baseline of correction_cost.py where no other is named. Every line is the textbook formula, every branch is
-decided on the host, and nothing is shared with mis_plugins. Same call and same flat keys as the hook of the hosts.
+The module is the baseline of correction_cost.py where a user names no other. Every line is the textbook formula, every
+branch is decided on the host, and nothing is shared with mis_plugins. Call and flat keys are those of the hosts' hook.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compute_mis_weights_with_cp(
     response_lengths: Sequence[int],
     **_: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """(weighted pg_loss, full-response masks, metrics), as the hosts want them."""
+    """Return (weighted pg_loss, full-response masks, metrics), as the hosts expect them."""
     spans = [_owned(total, response) for total, response in zip(total_lengths, response_lengths, strict=True)]
     weights, masks, metrics = [], [], []
     rows = zip(train_log_probs, rollout_log_probs, loss_masks, spans, strict=True)
@@ -51,7 +51,7 @@ def compute_mis_weights_with_cp(
 def _correct(
     args: Namespace, proximal: Tensor, behavior: Tensor, loss_mask: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Weight, mask and metrics of one whole response."""
+    """Compute weight, mask and metrics of one whole response."""
     log_ratio = (proximal - behavior) * loss_mask
     lower = args.tis_lower_bound or 1.0 / args.tis_upper_bound
     unbounded = _ratio(args.tis_level, log_ratio, loss_mask)
@@ -70,7 +70,7 @@ def _correct(
 
 
 def _ratio(level: str, log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
-    """exp of the log ratio of each token, of its sequence's sum, or of its sequence's mean."""
+    """Compute the ratio of each token: exp of its own log ratio, or of its sequence's sum or mean."""
     if level == "sequence":
         log_ratio = log_ratio.sum().expand_as(log_ratio)
     elif level == "geometric":
@@ -111,7 +111,7 @@ def _metrics(
 
 
 def _mean_weight(args: Namespace, weights: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> float:
-    """Over valid tokens; over live sequences at the levels where all tokens of one share their weight."""
+    """Average the weights over valid tokens, or over sequences with a valid token where a sequence has one weight."""
     sums = [float(weight.sum()) for weight in weights]
     counts = [float(loss_mask.sum()) for loss_mask in loss_masks]
     if args.tis_level != "token":
@@ -136,7 +136,7 @@ def _flat_metrics(
 
 
 def _group() -> dist.ProcessGroup | None:
-    """Megatron's context-parallel group; None where a response is whole."""
+    """Return Megatron's context-parallel group; None where a rank holds whole responses."""
     from megatron.core import mpu
 
     if not mpu.model_parallel_is_initialized() or mpu.get_context_parallel_world_size() == 1:
@@ -147,7 +147,7 @@ def _group() -> dist.ProcessGroup | None:
 
 
 def _owned(total: int, response: int) -> list[slice]:
-    """The pieces of the response that this rank holds, in zigzag order."""
+    """List the pieces of a response that this rank holds, in zigzag order."""
     group = _group()
     if group is None:
         return [slice(0, response)]
@@ -159,7 +159,7 @@ def _owned(total: int, response: int) -> list[slice]:
 
 
 def _whole(local: Tensor, owned: list[slice], length: int) -> Tensor:
-    """The whole response on every rank: one all-reduce of its length."""
+    """Gather a whole response on every rank, by one all-reduce of its length."""
     group = _group()
     if group is None:
         return local

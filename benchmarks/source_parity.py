@@ -1,7 +1,7 @@
 """Are the presets of ROLL and NeMo-RL, which no package index has, what their source computes?
 
-Takes the statements of the correction out of a git checkout of each, runs them in float64 on random padded batches, and
-compares weights and masks with those of the presets. Modules around them (clusters, engines) are not imported.
+The program takes the statements of the correction from a git checkout of each package. It runs them in float64 on
+random padded batches, and compares weights and masks with those of the presets. Clusters and engines are not imported.
 
     python benchmarks/source_parity.py --roll CHECKOUT --nemo-rl CHECKOUT
 
@@ -37,12 +37,12 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged
 
 BATCHES = 300
-TOLERANCE = 1e-6  # of a weight, relative above 1: the rounding of float32
+TOLERANCE = 1e-6  # largest difference of a weight, relative above 1: the rounding of float32
 
 
 @dataclass(frozen=True)
 class Padded:
-    """`[N, L]` each."""
+    """A padded batch: three tensors of shape `[N, L]`."""
 
     proximal: Tensor
     behavior: Tensor
@@ -53,12 +53,12 @@ class Different(Exception):
     """A preset keeps other tokens than its source."""
 
 
-Answer = tuple[Tensor, Tensor]  # weights, and what is kept, of each token
+Answer = tuple[Tensor, Tensor]  # the weight of each token, and whether it is kept
 Peer = Callable[[Padded], Answer]
 
 
 def batches(count: int) -> Iterator[Padded]:
-    """With holes in the mask; every sequence has a valid token."""
+    """Yield random batches with holes in the mask; every sequence has a valid token."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         shape = tuple(int(torch.randint(1, high, (), generator=generator)) for high in (6, 13))
@@ -75,7 +75,7 @@ def text(checkout: Path, path: str) -> str:
 
 
 def taken(source: str, names: list[str], scope: dict[str, Any]) -> None:
-    """Define these functions and classes of a file, and nothing else of it."""
+    """Define the named functions and classes of a source, and nothing else of it."""
     found = {
         node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
@@ -85,7 +85,7 @@ def taken(source: str, names: list[str], scope: dict[str, Any]) -> None:
 
 
 def roll(checkout: Path) -> dict[str, Peer]:
-    """`compute_train_infer_correction`, by segments, with its default bounds."""
+    """Take ROLL's `compute_train_infer_correction`, by segments, with its default bounds."""
     scope = {name: getattr(typing, name) for name in ("Dict", "List", "Literal", "Optional", "Tuple")}
     scope |= {"torch": torch, "dataclass": dataclass, "field": dataclasses.field, "__name__": __name__}
     taken(text(checkout, "roll/utils/functionals.py"), ["masked_mean", "masked_sum", "agg_loss"], scope)
@@ -107,7 +107,7 @@ def roll(checkout: Path) -> dict[str, Peer]:
 
 
 def nemo_rl(checkout: Path) -> dict[str, Peer]:
-    """The statements of `ClippedPGLossFn.__call__` from the importance weight to its truncation."""
+    """Take NeMo-RL's statements of `ClippedPGLossFn.__call__` from the importance weight to its truncation."""
     scope: dict[str, Any] = {"torch": torch, "Optional": typing.Optional}
     taken(text(checkout, "nemo_rl/algorithms/utils.py"), ["masked_mean"], scope)
     lines = text(checkout, "nemo_rl/algorithms/loss/loss_functions.py").splitlines()
@@ -146,7 +146,11 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
 
 
 def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
-    """Of the weights as multiplied into the loss, the largest; and how many tokens keep one above 0."""
+    """Return the largest difference of the applied weights, and how many tokens have a weight above 0.
+
+    Raises:
+        Different: preset and source keep different tokens.
+    """
     config = from_mapping(yaml.safe_load(preset_path(name).read_text())["mis"])
     starts = torch.arange(len(x.mask) + 1) * x.mask.shape[1]
     ours = correct(x.proximal.flatten(), x.behavior.flatten(), Ragged(starts, x.mask.flatten()), config)

@@ -1,7 +1,7 @@
-"""What a function does besides taking time: operators, waits for the device, copies to it, collectives, memory.
+"""Tally what a function does: operators, waits for the device, copies to it, collectives, memory.
 
-Waits and copies are read from the operators that make them on CUDA, so that a machine without one can count them:
-reading a value on the host, and every operator whose output size is data (nonzero, a boolean index, ...).
+Waits and copies are read from the operators that make them on CUDA, so that a machine without CUDA can count them. Such
+operators read a value on the host, or have an output size that depends on data (nonzero, a boolean index, ...).
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ ALWAYS_WAITS = (
 
 @dataclass
 class Tally:
-    """operators: dispatched, views included. copies: host data made a tensor. waits: device syncs."""
+    """The counts of a call.
+
+    Attributes:
+        operators: dispatched operators, views included, collectives left out.
+        waits: operators that make the host wait for the device, by name.
+        copies: tensors made from host data.
+        collectives, collective_bytes: collectives by name, and the bytes that this rank puts into them.
+    """
 
     operators: int = 0
     waits: Counter[str] = field(default_factory=Counter)
@@ -44,7 +51,7 @@ class Tally:
 
 
 class Tallying(TorchDispatchMode):
-    """Counts every operator below autograd, collectives apart."""
+    """A dispatch mode that counts every operator below autograd, and collectives separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +80,7 @@ def _waits(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _bytes_given(name: str, args: Any) -> int:
-    """What this rank puts in: the second argument of a gather, the first of a reduction."""
+    """Count the bytes that this rank puts into a collective: a gather's second argument, a reduction's first."""
     given = args[1] if "allgather" in name else args[0]
     return sum(x.numel() * x.element_size() for x in tree_leaves(given) if isinstance(x, torch.Tensor))
 
@@ -85,7 +92,7 @@ def tally(function: Callable[[], Any]) -> Tally:
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """Largest sum of live CPU tensor bytes that `function` added, from the allocator events of torch's profiler."""
+    """Return the largest sum of CPU tensor bytes that `function` held at once, by the profiler's allocator events."""
     with (
         _silenced(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording,
@@ -101,7 +108,7 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """The profiler announces itself on the process's standard error, below Python."""
+    """Silence the process's standard error below Python, where the profiler announces itself."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:

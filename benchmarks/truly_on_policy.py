@@ -3,8 +3,8 @@
     python benchmarks/truly_on_policy.py            the real SGLang; three to twelve minutes on 2 cores
     python benchmarks/truly_on_policy.py --engine local --smoke    tiny runs that only show that it works
 
-One recipe, one seed, the same warm-started weights, no correction: sampled by an engine with emulated int3 weights, and
-truly on policy. `bash true_on_policy/engines/install.sh sglang` installs SGLang into an environment of its own.
+Two runs share recipe, seed and warm-started weights, and neither corrects. An engine with emulated int3 weights samples
+the first; the second is truly on policy. `bash true_on_policy/engines/install.sh sglang` installs SGLang.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REWARDS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final")
 
 
 def count_equal(args: Namespace, rollout_id: int, data: Mapping[str, Any]) -> None:
-    """The rollout-data hook: how many tokens of a rollout have the same log-prob, by bytes, and the extreme ratios."""
+    """Count in the rollout-data hook the tokens whose two log-probs are equal by bytes, and note the extreme ratios."""
     behavior, proximal = (torch.cat(data[name]) for name in ("rollout_log_probs", "log_probs"))
     ratio = (proximal - behavior).exp()
     row = {
@@ -57,7 +57,7 @@ def count_equal(args: Namespace, rollout_id: int, data: Mapping[str, Any]) -> No
 
 
 def runs(engine: str) -> dict[str, tuple[str, list[str]]]:
-    """By name: the method of the recipe, and what is added to its command line."""
+    """Return the runs by name: the method of the recipe, and the words added to its command line."""
     return {
         "int3, uncorrected": ("uncorrected", []),
         f"truly on policy ({engine})": ("matched", ["--rollout-engine", engine, "--true-on-policy"]),
@@ -65,7 +65,7 @@ def runs(engine: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The numbers of a finished run."""
+    """Read the numbers of a finished run."""
     summary = json.loads((folder / SUMMARY).read_text())
     rows = MetricsLog(folder / TOKENS).read()
     return {
@@ -79,7 +79,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The table, and how to read it."""
+    """Write the page of results: how to read the table, and the table."""
     head = [
         "# The demonstration's collapse, and the same run truly on policy",
         "",
@@ -111,7 +111,7 @@ def _row(name: str, run: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Exit code: 0, or that of the run that failed or was interrupted."""
+    """Train both runs and publish them; return 0, or the exit code of the run that failed or was interrupted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def run(method: str, folder: Path, options: Namespace, more: list[str]) -> int:
-    """One run from the warm-started weights that both share."""
+    """Train one run from the warm-started weights that both runs share."""
     set_aside(folder)
     extra = [*HOOK, "--eval-interval", "10", *more, *(["--smoke"] if options.smoke else [])]
     args = parse_args(command_line(method, "R-1", options.seed, folder, *extra))

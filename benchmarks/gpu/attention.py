@@ -1,4 +1,4 @@
-"""Is a token that decodes from a cache, to which it is appended, the token that was prefilled? FA3's own functions."""
+"""Does FlashAttention-3 give a token equal bits in decode from a cache, with its key appended, and in a prefill?"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import flash_attention, gpu
 from true_on_policy.kernels.gpu_probes import drawing, mixed_failures
 
-# num_splits and max_seqlen_q. On a contiguous cache FlashAttention-3 takes a lone query (1) for one without a causal
-# mask, whose tiles of keys are wider than prefill's in heads of 128; with 2 it keeps prefill's tiles.
+# (num_splits, max_seqlen_q). On a contiguous cache FlashAttention-3 drops the causal mask of a lone query (1). In heads
+# of 128 it then takes wider tiles of keys than prefill does; with 2 it keeps prefill's tiles.
 CAUSAL_TILES = 2
 DEMANDED = "one split, causal tiles"
 WAYS = {
@@ -50,7 +50,11 @@ def attention(plan: Plan, machine: Cuda) -> Iterator[Result]:
 
 
 def flash_attention_3() -> ModuleType:
-    """Raises: NotSeenError: none is installed."""
+    """Import the FlashAttention-3 that is installed.
+
+    Raises:
+        NotSeenError: no FlashAttention-3 is installed.
+    """
     name = flash_attention.interface()
     if name is None:
         raise NotSeenError("not seen: no FlashAttention-3 is installed")
@@ -73,7 +77,7 @@ def _appended(plan: Plan, machine: Cuda, library: ModuleType, name: str) -> Iter
 
 
 def prefill(library: ModuleType, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention over B packed sequences of one length: [B, T, H, D] each."""
+    """Attend causally over B packed sequences of one length: [B, T, H, D] each."""
     count, length = query.shape[:2]
     starts = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device)
     packed = (x.flatten(0, 1).contiguous() for x in (query, key, value))
@@ -84,7 +88,7 @@ def prefill(library: ModuleType, query: Tensor, key: Tensor, value: Tensor) -> T
 def _decode(
     library: ModuleType, query: Tensor, key: Tensor, value: Tensor, splits: int, longest: int
 ) -> Iterator[Tensor]:
-    """Token after token; each call writes the key and the value of its token into the cache."""
+    """Decode token after token; each call writes key and value of its token into the cache."""
     keys, values = torch.zeros_like(key), torch.zeros_like(value)
     for t in range(query.shape[1]):
         now = slice(t, t + 1)
@@ -102,7 +106,7 @@ def next_token(
     longest: int = CAUSAL_TILES,
     **more: Any,
 ) -> Tensor:
-    """One token of each of B sequences [B, 1, H, D], which reads a contiguous cache [B, S, G, D] of `seen` tokens."""
+    """Attend with one token of each of B sequences [B, 1, H, D] over a contiguous cache [B, S, G, D]."""
     starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
     out = library.flash_attn_with_kvcache(
         *(query[:, 0].contiguous(), keys, values),
@@ -114,5 +118,5 @@ def next_token(
 
 
 def output(result: Any) -> Tensor:
-    """Builds differ in whether the logsumexp comes along."""
+    """Pick the output from a result of FlashAttention-3; some builds return the logsumexp beside it."""
     return result[0] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""What can this device do at most? A copy and a product, to which the other figures can be held."""
+"""What can this device do at most? A copy and a product, with which other figures can be compared."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gpu.machine import Call, Cuda
 from gpu.plan import Plan
 from gpu.results import Result
 
-# float32 log-probs of both engines and pg_loss with an int32 mask in, pg_loss and a float32 mask out.
+# In: float32 log-probs of engine and trainer, pg_loss and an int32 mask. Out: pg_loss and a float32 mask.
 BYTES_A_TOKEN = 24
 AT_LEAST = 1000  # milliseconds: one call of the plain way may take as long
 
@@ -60,7 +60,7 @@ def _measured(machine: Cuda, call: Call, floor: float) -> tuple[float, float, fl
 
 
 def _waits(machine: Cuda, call: Call) -> str:
-    """What the device's own watch says of the first wait, empty where there is none."""
+    """Return what torch's sync debug mode says of the first wait for the device; empty where there is no wait."""
     try:
         with machine.without_waits():
             call()

@@ -24,10 +24,10 @@ MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape.
+    """A case is one kernel at one shape.
 
     Attributes:
-        make: (what runs on stock kernels, what runs inside a pin); called when its turn comes, for the memory.
+        make: returns the call for stock kernels and the call inside a pin; it runs late, to save memory.
     """
 
     kernel: str
@@ -98,7 +98,7 @@ def _deep_gemm(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    """As Hugging Face writes it, without the weight."""
+    """Normalize as Hugging Face's RMSNorm does, without the weight."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -135,7 +135,7 @@ def _prefill(parts: list[torch.Tensor]) -> tuple[Call, Call]:
 def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Call, Call]:
     library = flash_attention_3()
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
-    # Looked up at each call: a pin puts another function in its place.
+    # The function is looked up at each call, because a pin replaces it.
     call = lambda: library.flash_attn_with_kvcache(query, key, value, cache_seqlens=seen, causal=True)  # noqa: E731
     return call, call
 

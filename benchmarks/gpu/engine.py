@@ -1,8 +1,8 @@
 """Are the log-probs that a real SGLang samples with those of a trainer, on a GPU? By bytes, in bf16.
 
 SGLang's `--rl-on-policy-target fsdp` is made for a trainer of float32 weights in bf16 autocast: Hugging Face's Qwen3,
-on SGLang's batch-invariant kernels. In that mode decode reports the log_softmax of bf16 logits in bf16, prefill in
-float32: each is compared with the trainer's own of that kind, and again after new weights.
+on SGLang's batch-invariant kernels. With this flag decode takes the log_softmax of bf16 logits in bf16, prefill in
+float32. Each is compared with the trainer's log_softmax in its dtype, before and after new weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def engine(plan: Plan, machine: Cuda) -> Iterator[Result]:
 
 
 def _on_policy(plan: Plan, machine: Cuda, server: Engine, source: Path) -> Iterator[Result]:
-    """The three links, over all versions of the weights, then the control: the last version by stock kernels."""
+    """Compare the links over all versions of the weights; then, as the control, the last version by stock kernels."""
     evidence = Evidence()
     for version in range(UPDATES + 1):
         if version:
@@ -91,7 +91,7 @@ def _against_itself(plan: Plan, mode: str, server: Engine) -> Result:
 
 
 def _requests(plan: Plan, seed: int) -> list[Request]:
-    """Prompts of several lengths, all sequences of one length."""
+    """Make requests with prompts of several lengths, whose sequences all end at one length."""
     count, prompt, length = plan.decoded
     random = torch.Generator().manual_seed(seed)
     prompts = [prompt - i * (prompt - 1) // count for i in range(count)]
@@ -109,7 +109,7 @@ def _requests(plan: Plan, seed: int) -> list[Request]:
 def _recomputed(
     trainer: Qwen3ForCausalLM, samples: Sequence[Sample], machine: Cuda, dtype: torch.dtype
 ) -> LogProbs:
-    """Of each sampled token, by one pass over all the samples; log_softmax in `dtype` of logits in bf16."""
+    """Recompute the log-probs of sampled tokens in one pass over all samples: log_softmax in `dtype` of bf16 logits."""
     tokens = torch.tensor([sample.sequence for sample in samples], device=machine.device)
     with torch.autocast(machine.device.type, torch.bfloat16):
         logits = trainer(input_ids=tokens, use_cache=False).logits[:, :-1]

@@ -40,7 +40,7 @@ def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
 
 
 def _contract() -> Iterator[Result]:
-    """The pin as a trainer's init hook takes it: all providers, every probe, or an error."""
+    """Pin as a trainer's init hook does, with all providers and every probe, and report what is in force."""
     title, columns = "The pin and its own probes", ("setting", "in force")
     try:
         with pinned(CONTRACT):
@@ -71,7 +71,7 @@ def _row(
 
 
 def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
-    """Every kernel that a batch-invariant mode replaces, as models call it, with a batch of the most rows."""
+    """Yield every kernel that a batch-invariant mode replaces, as models call it, with the largest batch."""
     draw, shapes, most = drawing(CONTRACT.dtype, machine.device), _shapes(), plan.rows[-1]
     for inner, outer in shapes.linear:
         weight = draw(min(outer, COLUMNS), inner)
@@ -79,7 +79,7 @@ def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
     for width in shapes.hidden:
         yield "mean", (width,), lambda x: x.float().pow(2).mean(-1, keepdim=True), draw(most, width)
     width = max(outer for _, outer in shapes.linear)
-    # As many rows as fit: two of these stand beside each other in float32.
+    # Fewer rows, to fit into memory: two such batches stand beside each other in float32.
     yield "log_softmax", (width,), lambda x: x.float().log_softmax(-1), draw(min(most, 1024), width)
 
 

@@ -1,4 +1,4 @@
-"""The accelerator as the sections use it; `dry_run` has the same on the CPU."""
+"""The accelerator as the sections use it; `dry_run` puts the CPU in its place."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Cuda:
         return torch.cuda.get_device_name()
 
     def milliseconds(self, call: Call, at_least: int = 100) -> float:
-        """Median of the calls that fit into `at_least` milliseconds, by device events, the L2 cache flushed between."""
+        """Return the median time of calls over `at_least` milliseconds, by device events; the L2 cache is flushed."""
         from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
 
         return cast(float, do_bench(call, rep=at_least, return_mode="median"))
 
     def peak_bytes(self, call: Call) -> int:
-        """The most that a call held at once beside what was held before."""
+        """Return the most bytes that a call held at once, without those held before it."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -39,7 +39,7 @@ class Cuda:
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
-        """A RuntimeError where the host waits for the device."""
+        """Raise a RuntimeError where the host waits for the device."""
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,7 +1,7 @@
 """Are the log-probs that a Qwen3 samples with, token by token from its cache, those of the trainer? By bytes, in bf16.
 
-Trainer and decode path are Hugging Face's Qwen3 on FlashAttention-3: the trainer computes whole sequences, all in one
-batch or each alone, the decode path one token of each at a time.
+Trainer and decode path are Hugging Face's Qwen3 on FlashAttention-3. The trainer computes whole sequences, all in one
+batch or each alone; the decode path computes one token of each sequence at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def model(plan: Plan, machine: Cuda) -> Iterator[Result]:
 
 
 def _sample(network, plan: Plan, machine: Cuda) -> tuple[Tensor, Tensor]:
-    """Prompts with what was sampled [B, T], and the log-prob of each sampled token [B, sampled]."""
+    """Sample; return prompts with their sampled tokens [B, T], and the log-prob of each sampled token [B, sampled]."""
     count, prompt, length = plan.decoded
     random = torch.Generator(machine.device).manual_seed(0)
     tokens = torch.randint(

@@ -1,4 +1,4 @@
-"""The contract's kernels, switched on without the probes that `pinned` adds: those have a section of their own."""
+"""Switch the contract's kernels on without the probes of `pinned`, which have their own section."""
 
 from __future__ import annotations
 

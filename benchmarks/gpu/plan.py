@@ -9,7 +9,7 @@ from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 
 @dataclass(frozen=True)
 class Network:
-    """A Qwen3 of so many layers."""
+    """A Qwen3 of given sizes and number of layers."""
 
     size: Size
     layers: int
@@ -18,17 +18,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """A plan holds the sizes of everything that a session measures.
 
     Attributes:
-        size: of the model whose kernels are probed and timed.
-        rows: numbers of rows in which the same rows are calculated; the last is the batch.
+        size: the sizes of the model whose kernels are probed and timed.
+        rows: sizes of the batches in which the first rows are computed; the last is the whole batch.
         timed_rows: numbers of rows at which products, norms and log-softmax are timed.
         append: sequences and tokens of each that are decoded by appending to a cache.
         attention: sequences, tokens of each, sequences that decode and their cached tokens, as timed.
-        model: of the trainer and the decode path that are compared by bytes.
+        model: the model of the trainer and the decode path that are compared by bytes.
         decoded: sequences, tokens of each prompt, tokens that are sampled.
-        timed_model: whose log-prob forward and training step are timed.
+        timed_model: the model whose log-prob forward and training step are timed.
         batch: sequences and tokens of each, as timed.
         corrected: sequences and tokens of each whose mismatch is corrected.
         copied: bytes of the copy that measures bandwidth.
@@ -49,7 +49,7 @@ class Plan:
     product: int
 
 
-# Nothing of it depends on the ranks: Qwen3-4B's full shapes on the kernels that Megatron's trainer pins.
+# The contract of the session: Qwen3-4B's full shapes on the kernels that Megatron's trainer pins, for any ranks.
 CONTRACT = gpu_contract("qwen3-dense", "megatron")
 
 FULL = Plan(

@@ -1,4 +1,4 @@
-"""What others report of the cost of batch-invariant kernels, to lay beside ours. Read, not measured here."""
+"""The costs of batch-invariant kernels that others publish, to lay beside ours; they were read, not measured."""
 
 from __future__ import annotations
 

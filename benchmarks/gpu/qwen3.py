@@ -1,4 +1,4 @@
-"""A Qwen3 of random weights on the device, its attention SDPA's or FlashAttention-3's."""
+"""A Qwen3 of random weights on the device, with attention by SDPA or by FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FA3 = "fa3_of_the_session"
 def build(
     network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16
 ) -> Qwen3ForCausalLM:
-    """The same weights for every attention; norms are no ones, which would hide the order in which they cast."""
+    """Build a Qwen3 with equal weights for every attention; norms are not ones, which would hide the order of casts."""
     torch.manual_seed(0)
     AttentionInterface.register(FA3, flash_attention)
     with torch.device(machine.device):
@@ -38,7 +38,7 @@ def build(
 
 
 def load(checkpoint: Path, machine: Cuda) -> Qwen3ForCausalLM:
-    """On FlashAttention-3, in the dtype of its weights."""
+    """Load a checkpoint on FlashAttention-3, in the dtype of its weights."""
     disable_progress_bar()
     AttentionInterface.register(FA3, flash_attention)
     model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, attn_implementation=FA3, dtype="auto")
@@ -63,10 +63,10 @@ def _config(network: Network, dtype: torch.dtype) -> Qwen3Config:
 def flash_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **unused: Any
 ) -> tuple[Tensor, None]:
-    """Whole sequences by the packed function, the next token of each by the one that reads a cache: [B, H, T, D]."""
+    """Attend [B, H, T, D] by FlashAttention-3: whole sequences packed, the next token of each from a cache."""
     assert mask is None and scaling == query.shape[-1] ** -0.5, "causal attention at the usual scale alone"
     library = flash_attention_3()
-    # In autocast the norms of q and k leave them in float32, and so does a cache.
+    # In autocast the norms leave q and k in float32, and so does a cache.
     query, key, value = (x.transpose(1, 2).bfloat16().contiguous() for x in (query, key, value))
     if query.shape[1] == key.shape[1]:
         return prefill(library, query, key, value), None
@@ -75,6 +75,6 @@ def flash_attention(
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-    """Of each token but the first, given those before it, in float32: [B, T - 1]."""
+    """Compute the log-prob of each token but the first, in float32: [B, T - 1]."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     return logits.float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]

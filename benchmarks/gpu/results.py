@@ -1,4 +1,4 @@
-"""What a section found, as one table; all tables of a session as JSON and as Markdown."""
+"""Results of a session: one table a question, written as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from true_on_policy.verify.links import Link
 
 @dataclass(frozen=True)
 class Result:
-    """One table.
+    """A result is one table.
 
     Attributes:
-        title: what was asked.
+        title: the question.
         columns, rows: the answer; numbers stay numbers.
-        holds: whether what must be equal is; None where nothing was demanded (a cost, a control).
-        note: what the figures do and do not say.
+        holds: whether everything that must be equal is equal; None where nothing is demanded (a cost, a control).
+        note: what the figures say and do not say.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Result:
 
 
 def compared(title: str, links: Sequence[Link], demanded: bool = False, note: str = "") -> Result:
-    """Links of log-probs, all of which must hold where that is demanded."""
+    """Make a table of links of log-probs, which must all hold where that is demanded."""
     return Result(
         title,
         ("link", "equal", "of", "furthest apart", "first difference"),
@@ -44,10 +44,10 @@ def compared(title: str, links: Sequence[Link], demanded: bool = False, note: st
 
 @dataclass(frozen=True)
 class Section:
-    """How a section ended.
+    """A section as it ended.
 
     Attributes:
-        ended: `done`, or what kept it from finishing; what it had found by then is kept.
+        ended: `done`, or what kept the section from finishing; earlier results are kept.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Section:
 
 
 def exit_code(sections: Sequence[Section]) -> int:
-    """0: all that was demanded holds; 1: something differs; 2: a section did not finish, or nothing was demanded."""
+    """Return 0: every demand holds; 1: one does not; 2: a section did not finish, or nothing is demanded."""
     demanded = [
         result.holds for section in sections for result in section.results if result.holds is not None
     ]
@@ -67,7 +67,7 @@ def exit_code(sections: Sequence[Section]) -> int:
 
 
 def write(path: Path, measured: dict[str, str], sections: Sequence[Section]) -> None:
-    """FILE.json, and beside it FILE.md for people; each whole or not at all, since a session can be cut off."""
+    """Write the sections to `path` as JSON and to a .md beside it, whole or not at all: a session can be cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     listed = [asdict(section) for section in sections]
     text = json.dumps({"measured with": measured, "sections": listed}, indent=1)
@@ -95,7 +95,7 @@ def _table(result: Result) -> str:
 
 
 def cell(value: Any) -> str:
-    """Three significant digits, which is more than a second run repeats."""
+    """Write a value with three significant digits, which is more than a second run repeats."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value).replace("|", "\\|")

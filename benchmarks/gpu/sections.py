@@ -1,4 +1,4 @@
-"""The sections by name, each in a process of its own: one that crashes or hangs takes no other with it."""
+"""Run each section in its own process, so that a section which crashes or hangs ends no other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu.plan import FULL, TINY, Plan
 from gpu.results import Result, Section
 from true_on_policy.errors import NotSeenError
 
-# The most seconds of each, in the order in which they run: those that compile kernels at run time come last.
+# The most seconds of each section, in the order of running: sections that compile kernels at run time come last.
 SECTIONS = {
     "ceilings": 40,
     "correction": 60,
@@ -26,7 +26,7 @@ SECTIONS = {
     "cost": 180,
     "engine": 450,
 }
-# Without SGLang, which comes in a second set of wheels.
+# The section `engine` is left out: SGLang comes in a second set of wheels.
 USUAL = tuple(name for name in SECTIONS if name != "engine")
 
 Work = Callable[[Plan, Cuda], Iterator[Result]]
@@ -34,7 +34,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def run(name: str, seconds: float, dry_run: bool) -> Section:
-    """One section, ended after so many seconds at the latest; what it found by then is kept."""
+    """Run one section, and end it after `seconds` at the latest; earlier results are kept."""
     start = time.monotonic()
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = FORK.Process(target=_child, args=(name, dry_run, sender))
@@ -48,7 +48,7 @@ def run(name: str, seconds: float, dry_run: bool) -> Section:
 
 @contextmanager
 def warming(dry_run: bool) -> Iterator[None]:
-    """Kernels that are compiled at run time are, beside the body; what fails there fails again where it is measured."""
+    """Compile kernels in a process beside the body; an error there comes again where the kernel is measured."""
     process = FORK.Process(target=_warm, args=(dry_run,))
     process.start()
     try:
@@ -72,7 +72,7 @@ def _plan(dry_run: bool) -> Plan:
 
 
 def _received(receiver: Connection, deadline: float) -> tuple[tuple[Result, ...], str]:
-    """The results, and how the section said it ended; nothing where it did not say in time."""
+    """Receive the results and how the section ended; the ending is empty where it did not come in time."""
     results: list[Result] = []
     while receiver.poll(max(0, deadline - time.monotonic())):
         try:

@@ -1,4 +1,4 @@
-"""SGLang's own server on the device, and its kernels in this process for a trainer: what a dry run swaps."""
+"""SGLang's own server on the device, and its kernels in this process for a trainer; a dry run swaps both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINES_FA3 = "sgl_kernel.flash_attn"
 
 
 class OnGpu(SGLang):
-    """The server in the environment of this process, with decode in CUDA graphs, on FlashAttention-3."""
+    """SGLang's server in the environment of this process, on FlashAttention-3, with decode in CUDA graphs."""
 
     def __init__(self, checkpoint: Path, mode: str):
         pool = Pool()
@@ -53,7 +53,11 @@ class OnGpu(SGLang):
 
 
 def start(checkpoint: Path, mode: str) -> Engine:
-    """Raises: NotSeenError: no SGLang, or the trainer's FlashAttention-3 would not be SGLang's own."""
+    """Start SGLang's server.
+
+    Raises:
+        NotSeenError: SGLang is not installed, or the trainer's FlashAttention-3 would not be SGLang's own.
+    """
     if sglang.version() is None:
         raise NotSeenError("not seen: no SGLang is installed; scripts/gpu/README.md has the steps")
     if flash_attention.interface() != ENGINES_FA3:
@@ -65,7 +69,7 @@ def start(checkpoint: Path, mode: str) -> Engine:
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Those of SGLang in its target's mode: its batch-invariant mode, FlashAttention-3 in one split, no TF32."""
+    """Run the body on the kernels of SGLang's target mode: batch-invariant, FlashAttention-3 in one split, no TF32."""
     library = load(sglang.MODE)
     enable = partial(library.enable_batch_invariant_mode, enable_bmm=False)
     with ExitStack() as stack:
@@ -76,5 +80,5 @@ def kernels() -> Iterator[None]:
 
 
 def in_force() -> dict[str, str]:
-    """Which kernels those are; to be asked inside `kernels`."""
+    """Read which kernels are in force, inside `kernels`."""
     return sglang.settings() | flash_attention.settings()

@@ -1,6 +1,6 @@
-"""SGLang's part in a dry run: a network that decodes from a cache, on the kernels that the dry run has.
+"""A stand-in for SGLang's server in a dry run: a network that decodes from a cache, on the kernels of the dry run.
 
-A stand-in: the real server needs a GPU. In its target's mode decode takes log_softmax in bf16, otherwise in float32.
+The real server needs a GPU. In its target's mode, decode takes log_softmax in bf16, otherwise in float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StandIn:
         self._network, self._version = qwen3.load(checkpoint, self._machine), version
 
     def close(self) -> None:
-        """Nothing runs beside this process."""
+        """Do nothing: the stand-in has no process beside this one."""
 
     def _sample(self, request: Request) -> Sample:
         random = torch.Generator().manual_seed(request.seed)

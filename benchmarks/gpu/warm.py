@@ -1,6 +1,6 @@
-"""DeepGEMM compiles a kernel at its first call, for seconds each: all of the session's, beside its first sections.
+"""Compile all DeepGEMM kernels of a session beside its first sections: a first call compiles for seconds.
 
-What is compiled lies in DeepGEMM's cache on disk, where the later sections find it.
+DeepGEMM keeps compiled kernels in a cache on disk, where later sections find them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from true_on_policy.kernels.probes import COLUMNS
 
 
 def warm(plan: Plan, machine: Cuda) -> None:
-    """Every product of the sections kernels and cost once."""
+    """Multiply once by every product of the sections `kernels` and `cost`."""
     if deep_gemm.version() is None:
         return
     draw = drawing(CONTRACT.dtype, machine.device)

@@ -1,1 +1,1 @@
-"""The parts of host_parity.py: what is asked, of whom, what the answer must be, and how far off it is."""
+"""The parts of host_parity.py: questions, the host that answers, the right answers, and the distance to them."""

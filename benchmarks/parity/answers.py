@@ -1,4 +1,4 @@
-"""What the answer must be: mis.py's own where it is sane, else its answer to the nearest question it gets right."""
+"""The right answers: mis.py's own where it is sane, else its answer to the nearest question that it gets right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity.drive import Ask, Outcome
 
 
 def defect(case: Case, batch: Batch) -> str:
-    """Which documented defect of mis.py this question meets."""
+    """Name the documented defect of mis.py that a question meets; empty where it meets none."""
     if case.normalize and case.level == "geometric":
         return "geometric level with normalization"
     if case.normalize and case.mode == "mask":
@@ -25,13 +25,13 @@ def defect(case: Case, batch: Batch) -> str:
 
 
 def needs_scaling_by_hand(case: Case, batch: Batch) -> bool:
-    """mis.py's own mean is wrong, or it has none."""
+    """Whether mis.py's own mean weight is wrong or missing, so that the answer is scaled by hand."""
     dead = case.level == "sequence" and batch.has_dead_sequence
     return case.normalize and (case.mode == "mask" or case.level == "geometric" or dead)
 
 
 def right_answer(ask: Ask, theirs: str, case: Case, batch: Batch) -> Outcome:
-    """mis.py on the nearest case that it answers right; then the normalization it gets wrong, by hand."""
+    """Ask mis.py the nearest case that it gets right, and apply by hand the normalization that it gets wrong."""
     by_hand = needs_scaling_by_hand(case, batch)
     sane = replace(case, normalize=case.normalize and not by_hand)
     outcome = _ask_with_veto(ask, theirs, sane, batch)
@@ -39,7 +39,7 @@ def right_answer(ask: Ask, theirs: str, case: Case, batch: Batch) -> Outcome:
 
 
 def _ask_with_veto(ask: Ask, theirs: str, case: Case, batch: Batch) -> Outcome:
-    """A veto alone is a rejection whose ratio bounds let everything pass."""
+    """Ask mis.py; a veto alone becomes a rejection whose bounds let every ratio pass."""
     if not case.veto or case.rejection is not None:
         return ask(case, batch, theirs)
     return ask(_VetoAlone(**asdict(case)), batch, theirs)
@@ -51,7 +51,7 @@ class _VetoAlone(Case):
 
 
 def _mean_weight(ask: Ask, theirs: str, case: Case, batch: Batch) -> float:
-    """Over the valid tokens, or the live sequences, that the mask mode itself keeps; each sequence counts once."""
+    """Average the weights over valid tokens that the mask mode itself keeps, or over sequences with such a token."""
     bounded = ask(replace(case, rejection=None, veto=False, normalize=False), batch, theirs)
     weights = bounded.weights.double().split(batch.response_lengths)
     kept = bounded.masks.bool().split(batch.response_lengths)

@@ -1,4 +1,4 @@
-"""What is asked: points of the config product, and ragged micro-batches."""
+"""The questions of host_parity.py: points of the config product, and ragged micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RS_BOUNDS = {"token": (0.45, 2.5), "sequence": (0.2, 5.0), "geometric": (0.88, 1
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the config product, in Miles's flat keys."""
+    """A case is one point of the config product, in Miles's flat keys."""
 
     level: str = "token"
     mode: str = "truncate"
@@ -48,7 +48,7 @@ def config_product() -> list[Case]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch before any CP split. Lists hold one tensor a sequence: logits [L, V], the rest [response]."""
+    """A micro-batch before any CP split; lists hold one tensor a sequence: logits [L, V], tokens [L], or [response]."""
 
     name: str
     prompt_lengths: list[int]
@@ -80,7 +80,7 @@ Gap = Callable[[int], Tensor]
 def make_batch(
     name: str, responses: list[int], mask_of: Callable[[int, Tensor], Tensor], gap: Gap, seed: int
 ) -> Batch:
-    """`gap(n)` draws n log ratios, proximal minus behavior."""
+    """Draw a micro-batch; `gap(n)` draws n log ratios, proximal minus behavior."""
     torch.manual_seed(seed)
     prompts = [1 + int(torch.randint(9, ())) for _ in responses]
     logits = [torch.randn(p + r, 13) for p, r in zip(prompts, responses, strict=True)]

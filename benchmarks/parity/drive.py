@@ -1,4 +1,4 @@
-"""One forward and backward of the host's own policy loss with the TIS function of a dotted path, or of ours."""
+"""Drive one forward and backward of the host's own policy loss with a TIS function, or of our policy loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUR_LOSS = "mis_plugins.mis.policy_loss"
 
 @dataclass
 class Outcome:
-    """What the host made of one micro-batch with one TIS function; `error` where it raised instead."""
+    """The outcome of one micro-batch in the host with one TIS function; `error` says what was raised, if anything."""
 
     error: str = ""
     loss: float = math.nan
@@ -60,8 +60,9 @@ def host_args(
 
 
 def drive(host: Host, args: Namespace, batch: Batch) -> Outcome:
-    """One forward and backward of the host's policy loss, or of `args.custom_loss_function_path`, on this CP rank's
-    share of the batch.
+    """Run one forward and backward on this CP rank's share of the batch.
+
+    The loss is the host's own policy loss, or the function that `args.custom_loss_function_path` names.
     """
     leaves = [logits.clone().requires_grad_() for logits in batch.logits]
     record = _Record()
@@ -107,7 +108,7 @@ def _host_batch(host: Host, args: Namespace, batch: Batch) -> dict[str, Any]:
 
 
 class _Record:
-    """Listens to the host's own loader, to see the masks and token-wise metrics that the loss swallows."""
+    """A record of the masks and token-wise metrics that a TIS hook returns and the loss does not report."""
 
     def __init__(self) -> None:
         self.masks = self.weights = torch.empty(0)

@@ -1,4 +1,4 @@
-"""What is asked of the two policy losses, the host's own and ours, and what they may differ in."""
+"""The questions for two policy losses, the host's own and ours, and the metrics in which they may differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.verdict import Difference, difference
 CLIP = {"eps_clip": 0.03, "eps_clip_high": 0.04}
 NARROW = {"eps_clip": 0.004, "eps_clip_high": 0.005}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "opsm_delta": 0.01}
-# A share of the host's sum over all tokens, masked ones among them, by its count of valid ones: not a mean over tokens.
+# The host divides a sum over all tokens, masked ones included, by the number of valid tokens: no mean over tokens.
 OPSM_SHARE = ("opsm_clipfrac",)
 # In bypass Miles compares mu with mu.
 MU_WITH_MU = ("train_rollout",)
@@ -36,9 +36,11 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LossCase:
-    """Flags of the host; `mis` is read by its TIS hook on one side and by our loss on the other.
+    """A case is a set of the host's flags, with a correction that the host's TIS hook reads or our loss.
 
-    unshared: names, or their beginnings, that the two define differently.
+    Attributes:
+        mis: the correction; None is none.
+        unshared: names of metrics, or their beginnings, that the two losses define differently.
     """
 
     name: str
@@ -64,7 +66,7 @@ def loss_cases(host: Host) -> list[LossCase]:
 
 
 def _formats(host: Host, case: LossCase) -> tuple[str, ...]:
-    """Miles gathers GSPO's and OPSM's responses as if they were packed, whatever the format."""
+    """List the formats of a case: Miles gathers GSPO's and OPSM's responses as packed, whatever the format."""
     gathers = case.flags.get("advantage_estimator") == "gspo" or case.flags.get("use_opsm")
     return ("thd",) if gathers else host.formats
 
@@ -104,6 +106,6 @@ def ask(host: Host, keys: dict[str, Any], batch: Batch, qkv_format: str) -> Outc
 
 
 def compared(case: LossCase, ours: Outcome, theirs: Outcome) -> Difference:
-    """Loss, gradient, and every metric that the host reports. The host's TIS hook alone shows masks."""
+    """Compare loss, gradient, and every metric that the host reports; only a TIS hook would show masks."""
     right = replace(theirs, masks=torch.empty(0), tokenwise={})
     return difference(ours, right, torch.empty(0, dtype=torch.bool), case.unshared)

@@ -1,4 +1,4 @@
-"""How far an answer is from the right one, and what of that is a fault."""
+"""Measure how far an answer is from the right one, and which deviations are faults."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from parity.drive import Outcome
 
-# Relative to the largest gradient, and to max(1, |value|). A metric may be exp(2 * 20): a float32 sum of 20 carries a
-# rounding of about 2e-6, which the exponential turns into a relative error.
+# Tolerances relative to the largest gradient, and to max(1, |value|). A metric may be exp(2 * 20): a float32 sum of 20
+# carries a rounding of about 2e-6, which the exponential turns into a relative error.
 GRADIENT_TOLERANCE = 3e-6
 METRIC_TOLERANCE = 2e-5
 
 
 @dataclass
 class Difference:
-    """Worst deviations over any number of questions; `faults` are the ones that no tolerance excuses."""
+    """The worst deviations over any number of questions; no tolerance excuses `faults`."""
 
     questions: int = 0
     loss: float = 0.0
@@ -37,7 +37,7 @@ class Difference:
         return within and not self.mask_tokens and not self.faults
 
     def asked_about(self, what: str) -> Difference:
-        """Remember an example of what does not hold."""
+        """Note a question as the example of each fault, or of a deviation beyond tolerance."""
         wrong = list(self.faults) or ([] if self.equal else ["deviates"])
         self.example = {fault: what for fault in wrong}
         return self
@@ -54,7 +54,7 @@ class Difference:
 
 
 def difference(ours: Outcome, right: Outcome, valid: Tensor, skip: tuple[str, ...] = ()) -> Difference:
-    """`skip`: metric names (or their beginnings) that the reference question does not share."""
+    """Compare our answer with the right one; metrics whose names begin with one of `skip` are left out."""
     found = Difference(questions=1)
     if ours.error or right.error:
         found.faults.update(
@@ -89,7 +89,7 @@ def _far(a: Tensor, b: Tensor) -> float:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """A gradient that should vanish is compared with 1."""
+    """Return the largest difference relative to the largest entry of `b`, or to 1 where `b` is 0."""
     largest = b.abs().max().item()
     return (a - b).abs().max().item() / (largest if largest > 0 else 1.0)
 
