@@ -26,9 +26,9 @@ class MisError(UserError):
         super().__init__(FIELD.sub(r"\1", message))
 
     def spelled(self: Error, names: Mapping[str, str], prefix: str = "") -> Error:
-        """The same error with each `{field}` replaced by `names[field]`, else by `prefix + field`.
+        """A copy of the error with each `{field}` replaced by `names[field]`, else by `prefix + field`.
 
-        Of a field of a field, `{a.b}`, the name may also be that of `a`.
+        A nested field `{a.b}` may also be named through `a`.
         """
 
         def quote(match: re.Match[str]) -> str:

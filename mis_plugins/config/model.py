@@ -303,7 +303,7 @@ class SegmentWiseConfig:
 
     @cached_property
     def weight(self) -> WeightConfig:
-        """The same bounds as a weight of the correction pipeline."""
+        """The bounds of segment-wise weights as a weight of the correction pipeline."""
         bound = "none" if self.weight_cap is None else self.mode
         return WeightConfig("token", bound, self.weight_floor, self.weight_cap)
 
@@ -313,7 +313,7 @@ WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # of SegmentWiseConfig, 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """All of it. `weight: null` multiplies by 1; rules in `reject` are AND-ed.
+    """The whole config. `weight: null` multiplies by 1; a token is kept if every rule of `reject` keeps it.
 
     segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. It is a
         weight of tokens by itself, and `weight` reads so; a `weight` of tokens beside it bounds and normalizes instead.
@@ -395,7 +395,7 @@ class CorrectionConfig:
             )
 
     def _check_segment_wise(self, segment_wise: SegmentWiseConfig) -> None:
-        """Refuse what contradicts it, and bounds that something else decides."""
+        """Refuse settings that contradict `segment_wise`, and bounds that another setting decides."""
         if segment_wise.enabled and self.bypass:
             raise ConfigError(
                 "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective.old}: proximal; with behavior pi_theta "
@@ -454,7 +454,7 @@ class CorrectionConfig:
 
     @property
     def _units_that_follow(self) -> list[Unit]:
-        """Those of the weight and the rules that look at the tokens `aggregate` names."""
+        """Units of the weight and of the rules that read the population of tokens which `aggregate` names."""
         units: list[Unit] = [
             rule.unit for rule in self.reject if rule.over != "token" and rule.aggregate is None
         ]
@@ -469,12 +469,12 @@ class CorrectionConfig:
         return weighs or any(rule.over != "token" and self.population(rule) == "kept" for rule in self.reject)
 
     def population(self, rule: RejectRule) -> Population:
-        """Which tokens a rule over a sequence or segment looks at: all where nothing smaller can be dropped."""
+        """Population of tokens that a rule over a unit reads: all valid tokens where nothing smaller can be dropped."""
         return (rule.aggregate or self.aggregate) if self.drops_below(rule.unit) else "valid"
 
     @property
     def weight_population(self) -> Population:
-        """The same of the weight of a sequence or segment."""
+        """Population of tokens that the weight of a sequence or segment reads."""
         unit = "segment" if self.weight is not None and self.weight.by_segment else "sequence"
         return self.aggregate if self.drops_below(unit) else "valid"
 
@@ -485,10 +485,10 @@ class CorrectionConfig:
 
     @property
     def corrects(self) -> bool:
-        """Whether it can change a loss at all, OPSM and objective aside."""
+        """Whether the config can change a loss, OPSM and objective aside."""
         return self.weight is not None or bool(self.reject)
 
     @property
     def needs_loss_hook(self) -> bool:
-        """Whether it sees advantages, the target policy or versions, which the TIS hook does not."""
+        """Whether the config needs advantages, the target policy or versions, which the TIS hook does not get."""
         return self.opsm is not None or self.objective is not None or self.segment_wise_on

@@ -82,7 +82,7 @@ def from_mapping(mapping: Any) -> CorrectionConfig:
 
 
 def _check_said(mapping: Mapping[str, Any]) -> None:
-    """What a default in the place of a missing key could not tell."""
+    """Check keys while they are still known to be missing, before defaults take their place."""
     weight, segment_wise = mapping.get("weight"), mapping.get("segment_wise")
     if "reject" in mapping and "weight" not in mapping and segment_wise is None:
         raise ConfigError(
@@ -430,7 +430,7 @@ def _preset_folder() -> Path:
 
 @contextmanager
 def _spelled(**names: str) -> Iterator[None]:
-    """Within, a ConfigError quotes these names for its fields."""
+    """Make a ConfigError that is raised in the block quote the user's names for its fields."""
     try:
         yield
     except ConfigError as error:

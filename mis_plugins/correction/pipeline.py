@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def unit_totals(self) -> Totals:
-        """Those that weights look at, and rules that do not say otherwise."""
+        """Totals that the weight reads, and rules that name no population of their own."""
         return self.looked_at[self.stage.config.aggregate]
 
     @property
@@ -82,7 +82,7 @@ class LogPerplexity:
 
 @dataclass(frozen=True)
 class Left:
-    """Of each sequence, on whatever rank: how many usable tokens are kept, and what these weigh together."""
+    """Numbers of each sequence over all ranks: how many usable tokens are kept, and the sum of their weights."""
 
     kept: Float[Tensor, " N"]
     applied: Float[Tensor, " N"]
@@ -144,7 +144,7 @@ class Correction:
 
     @cached_property
     def log_ppl(self) -> LogPerplexity:
-        """Needs metrics."""
+        """Log perplexities of each sequence; the config must have metrics."""
         count = -self.usable_count
         training, excess = (self.totals[name] / count for name in ("proximal", "log_ratio"))
         return LogPerplexity(training, training - excess, excess)
@@ -173,7 +173,7 @@ class Correction:
 
     @property
     def loss_factor_by_kept(self) -> Float[Tensor, " T"]:
-        """The same for a host that itself divides a sequence's loss by its kept tokens."""
+        """Factor of a token's loss for a host that itself divides a sequence's loss by its kept tokens."""
         if not self.config.rejects or self.config.denominator == "kept":
             return self.weights
         (valid, kept), _ = self.ragged.over_sequence((self.ragged.loss_mask, self.keep))
@@ -301,7 +301,7 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
 
 
 def nothing_rejected(verdict: Verdict) -> Verdict:
-    """The same without rejection where everything is rejected."""
+    """The verdict, with nothing rejected where everything was rejected."""
     stage, totals, keep, where = verdict.stage, verdict.totals, verdict.keep_sequences, verdict.all_rejected
     segments = verdict.segments
     assert where is not None

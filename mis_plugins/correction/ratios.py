@@ -17,7 +17,7 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of the sampled tokens: trainer before the update (proximal), rollout engine (behavior)."""
+    """Log-probs of the sampled tokens under the trainer before the update (proximal) and the engine (behavior)."""
 
     proximal: Float[Tensor, " T"]
     behavior: Float[Tensor, " T"]
@@ -59,7 +59,7 @@ def only(x: Float32[Tensor, " *shape"], where: Int[Tensor, " *shape"]) -> Float3
 
 
 def only_(x: Float32[Tensor, " *shape"], where: Int[Tensor, " *shape"]) -> Float32[Tensor, " *shape"]:
-    """The same in place."""
+    """Set x to 0 in place where the bits of `where` are 0, as `only` does in a new tensor."""
     x.view(torch.int32).bitwise_and_(where)
     return x
 

@@ -32,17 +32,17 @@ class Totals(dict[str, Tensor]):
 
     @cached_property
     def ratio(self) -> Float[Tensor, " N"]:
-        """Of the whole unit, clamped; 0 where it is not known."""
+        """Ratio of the whole unit, with its log clamped; 0 where it is not known."""
         return torch.where(self.known, exp_clamped(self["log_ratio"]), 0)
 
     @cached_property
     def mean_ratio(self) -> Float[Tensor, " N"]:
-        """The geometric mean of its ratios, clamped; 0 where it is not known."""
+        """Geometric mean of the unit's ratios, with its log clamped; 0 where the unit is not known."""
         return torch.where(self.known, exp_clamped(self.mean_log_ratio), 0)
 
     @cached_property
     def ratio_min(self) -> Float[Tensor, " N"]:
-        """The smallest ratio of its tokens, clamped."""
+        """Smallest ratio of the unit's tokens, with its log clamped."""
         return exp_clamped(self["log_ratio_min"])
 
     @cached_property
@@ -60,7 +60,7 @@ EXTREME: dict[Over, str] = {"min": "_min", "max": "_max"}
 
 
 def row_of(statistic: Statistic) -> str:
-    """The name among the totals of what the statistic adds up to."""
+    """Name of the total that a statistic adds up to."""
     return "log_ratio" if statistic == "ratio" else statistic
 
 
@@ -70,7 +70,7 @@ def total_of(rule: RejectRule) -> str:
 
 
 def aggregate(totals: Totals, rule: RejectRule) -> Float[Tensor, " N"]:
-    """What the rule compares, of each unit. A unit without a valid token has any value."""
+    """Value of each unit that the rule compares. A unit without a valid token may have any value."""
     if rule.over != "mean":
         return totals[total_of(rule)]
     return totals.mean_log_ratio if total_of(rule) == "log_ratio" else totals[total_of(rule)] / totals.size

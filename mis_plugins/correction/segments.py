@@ -1,7 +1,7 @@
 """Weights and rules of segments, a segment being a run of ones in the loss mask: one turn of the model.
 
-Once it is known what a segment weighs and whether it stays, that is a weight and a mask on each of its tokens, and the
-rest of the pipeline knows no segments.
+Weight and verdict of a segment become a weight and a mask on each of its tokens, so that the rest of the pipeline knows
+no segments.
 """
 
 from __future__ import annotations

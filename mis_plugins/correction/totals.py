@@ -20,11 +20,12 @@ from mis_plugins.packing.ragged import Ragged
 
 @dataclass(frozen=True)
 class TokenStage:
-    """What is known of each local token before its sequence is.
+    """What is known of each local token before its sequence is known.
 
-    log_ratio: log pi_old - log mu; 0 where it is not usable.
-    usable: in loss_mask, and both log-probs finite. usable_bits: the same as `bits`.
-    ratio: exp(log_ratio), clamped; 0 where it is not usable.
+    log_ratio: log pi_old - log mu; 0 where the token is not usable.
+    usable: tokens in loss_mask of which both log-probs are finite.
+    usable_bits: `usable` as `bits` makes it.
+    ratio: exp(log_ratio), clamped; 0 where the token is not usable.
     unit_log_ratio: log ratio of what weighs the token: its own, 0 where it is not usable, or its segment's, NaN where
         that is not known and any at a masked token; None at the other levels. With segment-wise weights log pi_{v+1} -
         log mu, and a token of which that is not known is not usable either.
@@ -47,7 +48,7 @@ class TokenStage:
 
     @property
     def counted(self) -> Bool[Tensor, " T"]:
-        """What a mean of the weights counts before rejection: not what a mask bound drops, but what zero zeroes."""
+        """Tokens that a mean of the weights is taken over: passing ones, and with a zero bound all usable ones."""
         zero = self.config.weight is not None and self.config.weight.bound == "zero"
         return self.usable if zero else self.passing
 
@@ -67,7 +68,7 @@ class TokenStage:
         return self.weight if self.keep is None else torch.where(self.keep, self.weight, 0)
 
     def statistic(self, name: Statistic) -> Float[Tensor, " T"]:
-        """What a rule looks at, 0 where it is not known."""
+        """Values that a rule compares; 0 at tokens that are not usable."""
         value = STATISTICS[name](self.log_ratio, self.log_probs)
         return only(value, self.usable_bits) if name.endswith(("prob", "diff", "_kl")) else value
 
@@ -79,7 +80,7 @@ def token_stage(
     config: CorrectionConfig,
     numerator: Float[Tensor, " T"] | None = None,
 ) -> TokenStage:
-    """Everything that needs no other token than itself.
+    """Ratio, weight and rules of each token as far as no other token is needed.
 
     Args:
         numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
@@ -116,7 +117,7 @@ def token_stage(
 
 
 def narrowed(stage: TokenStage) -> TokenStage:
-    """The same with nothing but the kept tokens in it."""
+    """The stage with the kept tokens alone as its valid and usable tokens."""
     assert stage.keep is not None
     log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
     return replace(
@@ -185,7 +186,7 @@ def over_sequences(stage: TokenStage, ragged: Ragged, config: CorrectionConfig) 
 
 
 def totals_of(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> Totals:
-    """Of each unit of `ragged`: a sequence, or a segment."""
+    """Totals of each unit of `ragged`: of each sequence, or of each segment."""
     names = set(names)
     sums, squares, minima, maxima, counts = (
         [name for name in table if name in names] for table in (SUMS, SQUARES, MINIMA, MAXIMA, COUNTS)

@@ -19,12 +19,12 @@ def unit_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
 
 
 def known_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
-    """The same, and NaN, which lies beyond no bound, where it is not known."""
+    """log r of the whole unit; NaN where a valid token of the unit is unusable, so that no bound is exceeded."""
     return torch.where(totals.known, unit_log_ratio(totals, weight), torch.nan)
 
 
 def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
-    """exp of it, clamped; 0 where it is not known."""
+    """Ratio of the whole unit, or its geometric mean, with the log clamped; 0 where the unit is not known."""
     return totals.mean_ratio if LEVEL_OVER[weight.level] == "mean" else totals.ratio
 
 
@@ -36,7 +36,11 @@ def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
 def kept_units(
     totals: Totals, rules: Sequence[RejectRule], weight: WeightConfig | None
 ) -> Bool[Tensor, " N"] | None:
-    """What mask bound and rules over units leave; None where there is neither. `weight` is None unless it is theirs."""
+    """Units that mask bound and rules over units keep; None where there is neither.
+
+    Args:
+        weight: the weight of such units; None where the weight is of other units.
+    """
     masks = weight is not None and weight.bound == "mask"
     if not rules and not masks:
         return None
@@ -56,7 +60,11 @@ def kept_by_population(
     rules: Sequence[RejectRule],
     weight: WeightConfig | None,
 ) -> Bool[Tensor, " N"] | None:
-    """The same where weight and rules look at other tokens each; `units`: what the units add up to, by which tokens."""
+    """Units that mask bound and rules keep, each judged by its own population of tokens; None where there is neither.
+
+    Args:
+        units: totals of the units by population of tokens.
+    """
     keep = None
     for population, totals in units.items():
         mine = [rule for rule in rules if config.population(rule) == population]
@@ -67,10 +75,10 @@ def kept_by_population(
 
 
 def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
-    """The bounded ratio; 0 where it is not known."""
+    """Bounded ratio of each unit; 0 where the unit is not known."""
     return bounded_weight(unit_ratio(totals, weight), totals.known, passing_units(totals, weight), weight)
 
 
 def counted_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
-    """What a mean of the weights counts before rejection: not what a mask bound drops, but what zero zeroes."""
+    """Units that a mean of the weights is taken over: passing ones, and with a zero bound all known ones."""
     return totals.known if weight.bound == "zero" else passing_units(totals, weight)

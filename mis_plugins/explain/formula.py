@@ -75,7 +75,7 @@ def formula(config: CorrectionConfig) -> list[str]:
 
 
 def scored_policy(config: CorrectionConfig) -> str:
-    """Whose log-probs weights and rules compare with those of mu."""
+    """The policy whose log-probs weights and rules compare with those of mu."""
     return "pi_theta" if config.bypass else "pi_old"
 
 

@@ -246,7 +246,7 @@ def loss_config(args: Any) -> LossConfig:
 
 
 def policy_reducer(args: Any, batch: Batch) -> Reduce | None:
-    """That of `--custom-pg-loss-reducer-function-path`, on the masks of before rejection: rejected tokens are 0."""
+    """Reducer of `--custom-pg-loss-reducer-function-path`, on the masks before rejection: rejected tokens are 0."""
     path = getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is None:
         return None

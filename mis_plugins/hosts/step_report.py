@@ -68,7 +68,7 @@ class Recorded:
     ages: ByAge | None = None
 
     def merge(self, other: Recorded) -> Recorded:
-        """Both as one."""
+        """Merge the records of two sets of micro-batches."""
         ages = self.ages
         if ages is not None and other.ages is not None:
             ages = ages.merge(other.ages)
@@ -80,7 +80,7 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Of all ranks.
+        """Merge the records of all ranks.
 
         Raises:
             RANK_LOST: a rank died.
@@ -92,14 +92,16 @@ class Recorded:
         return added
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
-        """The same of other tensors."""
+        """Apply a function to every tensor, such as a copy to the host."""
         ages = None if self.ages is None else self.ages.map(function)
         return replace(self, partials=self.partials.map(function), ages=ages)
 
     @property
     def sums(self) -> dict[str, float]:
-        """Those of the partials, and how many tokens of the loss mask have a segment-wise weight that is not known:
-        because a log-prob is not finite, or for lack of one. Reads them.
+        """Sums of the partials by name, and the numbers of valid tokens whose segment-wise weight is not known.
+
+        `nonfinite_weights` counts tokens with a log-prob that is not finite, `lacking_weights` tokens without one. The
+        tensors should be on the host.
         """
         if self.ages is None or not self.config.segment_wise_on:
             return self.partials.named_sums
@@ -108,7 +110,7 @@ class Recorded:
         return self.partials.named_sums | why
 
     def metrics(self) -> dict[str, float]:
-        """What goes to the host's log. Reads them: on the host, by now."""
+        """Metrics for the host's log. The tensors should be on the host."""
         found = finalize(self.partials, self.config) if self.config.metrics == "all" else {}
         return found if self.ages is None else found | weight_metrics(self.ages, self.config.segment_wise_on)
 
@@ -152,7 +154,7 @@ class Copy:
 
 @dataclass
 class Recorder:
-    """Of one process.
+    """The record of one process: what its micro-batches added up to, and what was said of it.
 
     step: (rollout, step) that micro-batches recorded now belong to; None until the hook has been called.
     args: the host's arguments, as the hook had them last.
@@ -205,7 +207,7 @@ class Recorder:
     def _partials(
         self, correction: Correction, pg_loss: Float[Tensor, " T"] | None, written: Written | None
     ) -> Partials | None:
-        """As much as the config asks for and the hook will report; None where nothing needs to be watched."""
+        """Partials that the config asks for and the hook will report; None where no metric or warning needs any."""
         config, cp = correction.config, correction.ragged.ranks.cp
         first = cp is None or cp.rank() == 0
         if config.metrics == "all" and self.step is not None:
@@ -219,7 +221,7 @@ class Recorder:
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Within, nothing is recorded: for a host that asks a hook for what no optimizer step will apply."""
+        """Record nothing during the block, for a host that calls a hook for what no optimizer step will apply."""
         before, self.muted = self.muted, True
         try:
             yield
@@ -321,7 +323,7 @@ class Recorder:
         self.pending[recorded.config] = recorded if earlier is None else earlier.merge(recorded)
 
     def _poll(self) -> None:
-        """Without the hook: read what has arrived, send what has been recorded since; never more than one of each."""
+        """Where the hook is missing, read one copy that has arrived and begin one of what was recorded since."""
         if self.copy is not None and self.copy.arrival.ready:
             arrived, self.copy = self.copy.recorded, None
             self._warn(arrived.config, arrived.sums, "this rank")
@@ -341,7 +343,7 @@ RECORDER = Recorder()
 
 
 def _at_exit(recorder: weakref.ref[Recorder]) -> None:
-    """Not after an uncaught exception, which leaves a step half done."""
+    """Report the last step at exit, except after an uncaught exception, which leaves a step half done."""
     left = recorder()
     if left is not None and not hasattr(sys, "last_value"):
         left.at_exit()

@@ -294,7 +294,7 @@ class Loop:
         return self.reference
 
     def close(self) -> None:
-        """End what samples."""
+        """End the engine or worker that samples."""
         if self.asynchronous is not None:
             self.asynchronous.close()
         self.engine.close()

@@ -279,7 +279,7 @@ def _paths(run: Path | Sequence[Path]) -> Sequence[Path]:
 
 
 def _curve(history: Iterable[Mapping[str, Any]], key: str) -> dict[int, float]:
-    """Rollout to value, where recorded."""
+    """Values of one key by rollout, where the key was recorded."""
     return {record["rollout"]: float(record[key]) for record in history if record.get(key) is not None}
 
 

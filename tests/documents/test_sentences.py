@@ -40,27 +40,8 @@ OPENINGS = dict.fromkeys(
 ROOMS_DONE = (
     "benchmarks/gpu",
     "benchmarks/parity",
-    "mis_plugins/former",
-    "mis_plugins/loss",
-    "mis_plugins/metrics",
-    "mis_plugins/packing",
-    "mis_plugins/shared",
-    "mis_plugins/versions",
+    "mis_plugins",
     "true_on_policy",
-    "true_on_policy/__init__.py",
-    "true_on_policy/__main__.py",
-    "true_on_policy/bitwise.py",
-    "true_on_policy/contract",
-    "true_on_policy/diff",
-    "true_on_policy/doctor",
-    "true_on_policy/errors.py",
-    "true_on_policy/flags",
-    "true_on_policy/former",
-    "true_on_policy/fsdp_worker.py",
-    "true_on_policy/hosts",
-    "true_on_policy/kernels",
-    "true_on_policy/models",
-    "true_on_policy/observe",
 )
 
 

@@ -83,7 +83,7 @@ def translate(text: str) -> Translation:
 
 @contextmanager
 def _placed(where: Mapping[str, str]) -> Iterator[None]:
-    """Within, a ConfigError quotes keys by where they stand: `actor.behav_imp_weight_cap`."""
+    """Make a ConfigError in the block quote keys by where they stand: `actor.behav_imp_weight_cap`."""
     try:
         yield
     except ConfigError as error:

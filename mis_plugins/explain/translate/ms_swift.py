@@ -122,7 +122,7 @@ def _keys(text: str) -> Mapping[str, Any]:
 
 
 def _flags(script: str) -> Iterator[tuple[str, Any]]:
-    """As a shell splits each command into words; of a flag that stands twice the last one counts."""
+    """Flags of commands, split into words as a shell splits them; a flag that stands twice keeps its last value."""
     for words in commands(script, FLAG):
         for word, following in itertools.pairwise([*words, "--"]):
             flag, equals, value = word.partition("=")
@@ -136,7 +136,7 @@ def _underscored(key: str) -> str:
 
 
 def _truth(value: Any, key: str) -> bool:
-    """As its parser reads text."""
+    """Truth value of a text, as ms-swift's parser reads it."""
     text = str(value).lower()
     if text not in TRUE + FALSE:
         raise ConfigError(f"{key}: got {value!r}; expected true or false")

@@ -60,7 +60,7 @@ def _assign(known: dict[str, str], name: str, value: str) -> None:
 
 
 def _sure(lines: list[str]) -> list[tuple[str, str] | None]:
-    """Of each line the variable that it surely sets and the text of its value, or None."""
+    """For each line the variable that the line surely sets and the text of its value, or None."""
     plain: list[tuple[str, str] | None] = []
     unsure: set[str] = set()
     depth, heredoc = 0, ""

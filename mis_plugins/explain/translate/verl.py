@@ -294,7 +294,7 @@ def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_hydra(text: str) -> Any:
-    """As YAML, but that nothing, and a boolean or number in a spelling of YAML's own (`no`, 010), is text."""
+    """Value of a Hydra override, read as YAML; empty text and spellings of YAML alone (`no`, 010) stay text."""
     value = load(text)
     own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
     return text if own or text == "" else value
@@ -432,7 +432,7 @@ def _translate_bypass(draft: Draft, tree: Any) -> None:
 
 
 def _loss_type(draft: Draft) -> str:
-    """Of the bypass. 0.6.1 said `use_policy_gradient` for reinforce."""
+    """Loss type of the bypass. verl 0.6.1 said `use_policy_gradient` for reinforce."""
     given = draft.given
     loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
     bypass = switch(given, "bypass_mode")
@@ -446,7 +446,7 @@ def _loss_type(draft: Draft) -> str:
 
 
 def _as_in_0_6_1(draft: Draft) -> None:
-    """Its rules are those of its own policy gradient, where a veto needs `rollout_rs`."""
+    """Drop rules that verl 0.6.1 ignores: outside its policy gradient all rules, and a veto without `rollout_rs`."""
     if not draft.mis.get("reject"):
         return
     if not draft.given["use_policy_gradient"]:
@@ -548,7 +548,7 @@ def _at(tree: Any, *path: str) -> Any:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Of a list, or of text with commas; null is none."""
+    """Parts of a list, or of a text with commas; null has none."""
     if isinstance(value, str) and not isinstance(value, Unquoted):
         return [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, list | tuple):

@@ -35,7 +35,7 @@ from mis_plugins.versions.update_hooks import Hooks
 logger = logging.getLogger("mis_plugins")
 
 FRUITLESS_STARTS = 3
-"""Workers in a row that may die without a word; another would die as well."""
+"""How many workers in a row may die before their first token: the next one would die as well."""
 
 
 class WorkerError(RuntimeError):
@@ -44,8 +44,10 @@ class WorkerError(RuntimeError):
 
 @dataclass
 class Tally:
-    """What happened since the last one. Seconds that the trainer stood still: `waited` for a rollout, `paused` over an
-    update.
+    """What happened since the last tally was taken.
+
+    waited, paused: seconds that the trainer stood still, for a rollout and over an update.
+    restarts: how many workers were replaced.
     """
 
     waited: float = 0.0
@@ -86,7 +88,7 @@ class Controller:
 
     @property
     def version(self) -> int:
-        """Of the weights that the worker has."""
+        """Version of the weights that the worker has."""
         return self._published.version
 
     def rollout(self, number: int) -> list[Response]:
@@ -162,7 +164,7 @@ class Controller:
         return worker
 
     def _replace(self) -> None:
-        """Another worker for one that is gone: it goes on from the last token that was heard."""
+        """Replace a worker that is gone: the next worker goes on from the last token that was heard."""
         self._raise_fault()
         logger.warning("rollout worker: gone, exit code %s; starting another", self.worker.exit_code)
         self._fruitless += 1
@@ -185,7 +187,7 @@ class Controller:
             raise error(self._failed.reason)
 
     def _heard(self, event: Event) -> None:
-        """On the thread of the worker."""
+        """Take in an event, on the thread that listens to the worker."""
         if isinstance(event, Beat):
             return
         if isinstance(event, Tokens):

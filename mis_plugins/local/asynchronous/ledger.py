@@ -47,7 +47,7 @@ class Ledger:
 
     @property
     def rollouts(self) -> list[int]:
-        """Those not taken yet, in the order of training."""
+        """Numbers of the rollouts that were not taken yet, in the order of training."""
         with self.changed:
             return sorted(self._rollouts)
 
@@ -83,13 +83,13 @@ class Ledger:
             self.changed.notify_all()
 
     def take_back(self, numbers: frozenset[int]) -> None:
-        """These responses wait again: their worker forgot them."""
+        """Make responses wait again that their worker forgot."""
         with self.changed:
             assert numbers <= self._running
             self._running -= numbers
 
     def take_back_all(self) -> None:
-        """What was running waits again: its worker is gone, with everything heard that it said."""
+        """Make all running responses wait again: the worker is gone, and all its events were heard."""
         with self.changed:
             self._running.clear()
 

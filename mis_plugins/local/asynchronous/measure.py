@@ -1,4 +1,4 @@
-"""What the staleness of a rollout does to its weights, segment-wise beside standard, on the very same tokens."""
+"""What the age of a rollout's tokens does to their weights, segment-wise weights beside standard ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
 
 
 def _bounded(config: SegmentWiseConfig, weight: WeightConfig) -> SegmentWiseConfig:
-    """With the bounds of a `weight` that stands beside it."""
+    """The segment-wise config with the bounds of a `weight` that stands beside it."""
     if weight.level != "token" or weight.bound == "none":
         return replace(config, weight_cap=None, weight_floor=None, mode="truncate")
     return replace(config, weight_cap=weight.upper, weight_floor=weight.lower, mode=weight.bound)

@@ -33,7 +33,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Resume:
-    """Generate."""
+    """Generate again after a pause."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Paused:
-    """Nothing is generated any more, and all that was has been said. aborted: what the worker forgot over it."""
+    """Generation has paused, and every token drawn so far was sent.
+
+    aborted: numbers of the responses that the worker forgot.
+    """
 
     aborted: frozenset[int]
 

@@ -88,7 +88,7 @@ class WorkerProcess:
             self._gone.wait()
 
     def stop(self) -> None:
-        """End it, and leave nothing of it behind."""
+        """End the worker process, its threads and its pipe."""
         # On a thread of its own: a worker that reads no more leaves the pipe full, and asking would wait for ever.
         asking = threading.Thread(target=self.send, args=(Stop(),), daemon=True)
         asking.start()
@@ -128,12 +128,12 @@ class WorkerProcess:
         )
 
     def _stuck(self, how: str) -> None:
-        """On a thread that watches."""
+        """Kill a worker that is stuck, on the thread that watches."""
         logger.warning("rollout worker, process %d: %s; killed, to be replaced", self.pid, how)
         self._process.kill()
 
     def _next(self) -> Event | None:
-        """None once the worker is gone, even if that was in the midst of a word."""
+        """The next event; None once the worker is gone, even if it died in the midst of an event."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):

@@ -67,7 +67,7 @@ class AsynchronousRollouts:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any token may grow old enough to need what its next version gives it."""
+        """Whether any token may grow old enough to need a stored log-prob under its next version."""
         stored = self.measures is not None and self.measures.enabled and self.measures.method == "recompute"
         return stored and self.args.max_head_offpolicyness >= STORED_FROM
 
@@ -96,7 +96,7 @@ class AsynchronousRollouts:
             self._update(weights)
 
     def take_row(self) -> Row:
-        """What was noted since the last call."""
+        """Numbers that were noted since the last call."""
         taken, self.row = self.row, {}
         if self.controller is not None:
             tally = self.controller.take_tally()
@@ -197,7 +197,7 @@ def _recompute_row(done: Recomputed, seconds: float) -> Row:
 def samples_of(
     task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int
 ) -> list[Sample]:
-    """As `make_samples`, with the version of each token and what was recomputed."""
+    """Samples of `make_samples` with the version of each token and the recomputed log-probs."""
     generations = [Generation(one.tokens, one.log_probs, one.newest) for one in responses]
     samples = make_samples(task, problems, generations, group_size)
     return [

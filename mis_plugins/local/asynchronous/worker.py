@@ -96,7 +96,7 @@ class Batch:
 
 
 class Worker:
-    """What generates.
+    """The part of the worker process that generates and obeys commands.
 
     Attributes:
         batches: the responses in flight.
@@ -139,7 +139,7 @@ class Worker:
         return [one for one in self.batches if one.steps < limit or one.rollout <= self.engine.version]
 
     def step(self) -> None:
-        """One token of every response that may have one."""
+        """Draw one token of every response that may have one."""
         for batch in self.moving:
             drawn = batch.decoding.step()
             batch.steps += 1

@@ -1,9 +1,9 @@
-"""Core attention for packed sequences under context parallelism, on any device.
+"""The trainer's core attention for packed sequences under context parallelism, on any device.
 
-Megatron's local ``DotProductAttention`` refuses packed sequences and context parallelism; its Transformer Engine
-twin needs a GPU. This module takes its place through the layer spec: keys and values are gathered over the context
-ranks once, every sequence of the pack becomes a row of one padded batch, and a single masked SDPA serves them all.
-The cost does not grow with the number of sequences except by their tokens.
+Megatron's local ``DotProductAttention`` refuses packed sequences and context parallelism, and Transformer Engine's
+needs a GPU. ``PackedAttention`` replaces both through the layer spec. Keys and values are gathered over the context
+ranks once, every sequence of the pack becomes a row of one padded batch, and a single masked SDPA serves all rows. The
+cost grows with the tokens of the sequences, and not with their number.
 """
 
 from __future__ import annotations

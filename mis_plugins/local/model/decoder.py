@@ -1,7 +1,6 @@
 """The forward pass of the rollout engine: a Qwen3 decoder with a KV cache, in plain torch operations.
 
-It shares no forward code with the trainer on purpose: the mismatch between the two is what the rest of this package is
-about.
+The decoder shares no forward code with the trainer on purpose, so that engine and trainer mismatch as in real runs.
 
 Shapes: `B` sequences, `T` tokens of this call, `S` cache slots, `L` layers, `G` key-value heads,
 `D` head size, `E` hidden size, `V` vocabulary.

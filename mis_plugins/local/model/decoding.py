@@ -15,9 +15,9 @@ from mis_plugins.local.model.sampling import counter_uniform, sample
 class Unfinished:
     """A response to begin, or to go on with.
 
-    number: by which the caller knows it.
-    tokens: of the response so far.
-    seed: it and a token's place in the response decide the randomness of that token.
+    number: the number by which the caller knows the response.
+    tokens: the tokens of the response so far.
+    seed: seed and place of a token decide the randomness of that token.
     """
 
     number: int
@@ -28,7 +28,10 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Sampling:
-    """max_new_tokens: of a whole response, what it began with included."""
+    """How tokens are drawn.
+
+    max_new_tokens: the longest response, with the tokens that it began with.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -73,7 +76,7 @@ class Decoding:
 
     @property
     def unfinished(self) -> list[Unfinished]:
-        """What has not ended, as far as it got."""
+        """Responses that have not ended, with the tokens drawn so far."""
         rows = zip(self._responses, self._added, self._alive.tolist(), strict=True)
         return [replace(one, tokens=(*one.tokens, *added)) for one, added, alive in rows if alive]
 
@@ -81,7 +84,7 @@ class Decoding:
     def step(self) -> Drawn:
         """Draw the next token of every response."""
         logits = self._decoder.forward(self._pending, self._cache)[:, -1]
-        # What has ended draws on, unheard: its place may lie beyond the last.
+        # Responses that have ended draw on, and nobody reads the tokens: their place may lie beyond the last.
         place = self._position.clamp(max=self.sampling.max_new_tokens - 1)
         uniform = self._uniform.gather(1, place[:, None])[:, 0]
         tokens, log_probs = sample(logits, self.sampling.temperature, uniform)
@@ -100,7 +103,7 @@ class Decoding:
         return drawn
 
     def go_on(self, decoder: Decoder, *, keep_cache: bool) -> Decoding:
-        """The same responses with other weights, over the cache as it is or over one that they make anew."""
+        """Go on with other weights, over the present KV cache or over one that the other weights compute."""
         if not keep_cache:
             return Decoding(decoder, self.unfinished, self.sampling)
         self._decoder = decoder

@@ -111,7 +111,7 @@ class DecodeEngine:
         return [Generation(tuple(row), tuple(scores), self.version) for row, scores in made]
 
     def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Decoding:
-        """Responses that the caller steps."""
+        """Begin a batch of responses, which the caller steps."""
         if sampling.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: got {sampling.max_new_tokens}; give at least 1")
         _check_temperature(sampling.temperature)

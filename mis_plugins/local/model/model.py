@@ -124,7 +124,7 @@ class Shards:
     groups: int = 1
 
     def local(self, weights: Mapping[str, Tensor], tp: GroupInfo) -> Tensor:
-        """This rank's parameter."""
+        """Cut this rank's parameter from whole Hugging Face weights."""
         if self.cut == "whole":
             return weights[self.names[0]]
         dim = 0 if self.cut == "rows" else 1
@@ -211,5 +211,5 @@ class Naming:
         return {name: whole[name] for name in shapes}
 
     def to_megatron(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shards by Megatron's parameter name."""
+        """Shards of this rank by Megatron's parameter name."""
         return {parameter: piece.local(weights, self.tp) for parameter, piece in self._shards.items()}

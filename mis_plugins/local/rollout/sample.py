@@ -24,15 +24,15 @@ class Status(enum.Enum):
 
 @dataclass
 class Sample:
-    """Those fields of the hosts' ``Sample`` that a run on CPU has; a filter may change them in place.
+    """A sampled response with the fields of the hosts' ``Sample`` that a run on CPU has. A filter may change them.
 
-    tokens: prompt, then response.
-    rollout_log_probs: of the response, by the rollout engine.
-    weight_versions: of each generation call, the version of its last token.
-    output_versions: of each token of the response; -1 where no version wrote it. None where nobody knows.
-    recomputed_log_probs: of each token, under the version after the one that wrote it, None where it was not stored.
-    loss_mask: of the response; None: all of it.
-    remove_sample: whether to leave it out of the loss, though not out of its group's advantages.
+    tokens: the prompt, then the response.
+    rollout_log_probs: log-probs of the response's tokens under the rollout engine.
+    weight_versions: for each generation call, the version of its last token.
+    output_versions: the version of each token of the response, -1 where no version wrote it; None where nobody knows.
+    recomputed_log_probs: log-prob of each token under the version after the token's; None where it was not stored.
+    loss_mask: which tokens of the response are valid; None makes all of them valid.
+    remove_sample: whether to leave the sample out of the loss, though not out of its group's advantages.
     """
 
     index: int

@@ -88,7 +88,7 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        """Its mean."""
+        """Mean reward of the samples."""
         return fmean(sample.reward for sample in self.samples)
 
 

@@ -61,7 +61,7 @@ class ServedEngine:
         return [_until(eos, sample) for sample in self._on_rank_0(requests)]
 
     def _on_rank_0(self, requests: list[Request]) -> list[Sample]:
-        """This rank's samples, of a batch that holds the requests of all ranks."""
+        """Sample the requests of all ranks in one batch on rank 0, and return the samples of this rank."""
         size = dist.get_world_size()
         asked: list[Any] = [None] * size
         dist.all_gather_object(asked, requests)
@@ -80,7 +80,7 @@ class ServedEngine:
 
 
 def model_shape(config: ModelConfig) -> Shape:
-    """The same model in the terms of ``true_on_policy``."""
+    """The shape of a model in the terms of ``true_on_policy``."""
     return Shape(
         hidden=config.hidden_size,
         ffn=config.ffn_size,

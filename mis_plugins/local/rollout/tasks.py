@@ -55,19 +55,19 @@ class Task(Protocol):
 
 
 def reverse(operands: Sequence[Digits]) -> list[int]:
-    """`[[1, 2, 3]] -> [3, 2, 1]`."""
+    """Reverse the digits of one operand: `[[1, 2, 3]] -> [3, 2, 1]`."""
     (digits,) = operands
     return list(reversed(digits))
 
 
 def sort(operands: Sequence[Digits]) -> list[int]:
-    """`[[2, 3, 1]] -> [1, 2, 3]`."""
+    """Sort the digits of one operand: `[[2, 3, 1]] -> [1, 2, 3]`."""
     (digits,) = operands
     return sorted(digits)
 
 
 def add(operands: Sequence[Digits]) -> list[int]:
-    """`[[1, 7], [0, 5]] -> [2, 2, 0]`: 17 + 05 = 022, written from the ones up, as carries become known."""
+    """Add the operands, the ones first, as carries become known: `[[1, 7], [0, 5]] -> [2, 2, 0]`, 17 + 05 = 022."""
     width = len(operands[0]) + 1
     total = sum(int("".join(map(str, digits))) for digits in operands)
     return [int(digit) for digit in reversed(f"{total:0{width}d}")]

@@ -20,7 +20,7 @@ from mis_plugins.local.train.trainer import Trainer
 
 
 def on_policy(args: Namespace) -> Namespace:
-    """The same settings without any correction: what samples of the trainer's own policy need."""
+    """Settings without any correction, for samples of the trainer's own policy."""
     plain = {
         "use_tis": False,
         "get_mismatch_metrics": False,
@@ -57,7 +57,7 @@ class Reference:
 
     @property
     def agreement(self) -> float:
-        """Their cosine: what sampling noise leaves of 1. No setting can be expected to do better."""
+        """Cosine of both estimates: what sampling noise leaves of 1. No setting can be expected to do better."""
         return cosine(self.first, self.second)
 
 
@@ -67,7 +67,7 @@ def on_policy_reference(
     trainer: Trainer,
     samples: tuple[Sequence[Rollout], Sequence[Rollout]],
 ) -> Reference:
-    """From two sets of rollouts that the trainer's own policy sampled. Collective."""
+    """Estimate the on-policy gradient twice, from two sets of rollouts of the trainer's own policy. Collective."""
     first, second = (mean_gradient(on_policy(args), state, trainer, rollouts) for rollouts in samples)
     return Reference(first, second)
 

@@ -217,4 +217,4 @@ def supervised_loss(args: Namespace, state: ParallelState, batch: MicroBatch, lo
 
 
 LOSSES: dict[str, LossFunction] = {"policy_loss": of_log_probs(policy_loss), "custom_loss": custom_loss}
-"""By ``--loss-type``."""
+"""Losses by the name that ``--loss-type`` takes."""

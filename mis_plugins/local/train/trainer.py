@@ -81,7 +81,7 @@ class Trainer:
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Other whole weights for a while, as to score with a reference policy."""
+        """Hold other whole weights during the block, for example to score with a reference policy."""
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self.load_weights(weights)
         try:
