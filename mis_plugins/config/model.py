@@ -163,7 +163,7 @@ class RejectRule:
         Ratios multiply: their `sum` is the ratio of the whole unit and their `mean` the geometric mean (geometric
         masking). `min` with `lower` is a veto.
     unit: what is dropped: `sequence`, or `segment`, a run of ones in the loss mask.
-    aggregate: which tokens of the unit it looks at, see `CorrectionConfig`; None is what that says.
+    aggregate: which tokens of the unit the rule reads; None takes the `aggregate` of `CorrectionConfig`.
     """
 
     statistic: Statistic = "ratio"
@@ -238,7 +238,7 @@ class ObjectiveConfig:
     surrogate: `clip` (PPO, GRPO), `reinforce` -w A log pi_theta, or `cispo`, the same with the clipped ratio as a
         constant factor.
     old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
-        the rollout engine (bypass; then weights and rules look at pi_theta / mu).
+        the rollout engine (bypass; weights and rules then compare pi_theta with mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
     unbiased_kl: multiply the KL term by pi_theta / old (DeepSeek-V3.2).
     weigh_kl: multiply the KL term by the importance weight, and drop it also where OPSM masks. What the rules reject
@@ -357,7 +357,7 @@ class CorrectionConfig:
             )
 
     def _check_kept(self) -> None:
-        """Refuse `kept` where nothing is dropped, or nothing looks at what is left."""
+        """Refuse `kept` where nothing is dropped, or where no setting reads the kept tokens."""
         normalize = self.weight and self.weight.normalize
         if normalize and normalize.over == "kept" and not self.rejects:
             raise ConfigError(

@@ -21,7 +21,7 @@ from mis_plugins.shared.notices import warn_once
 
 @dataclass(frozen=True)
 class Departure:
-    """What OPSM looks at, as means over the valid tokens of each sequence; infinite where a log-prob is not finite.
+    """Numbers that OPSM compares, as means over the valid tokens of each sequence; infinite where one is not known.
 
     divergence: of log mu - log pi_theta, or of log pi_old - log pi_theta with `reference: proximal`.
     mismatch: of log mu - log pi_old, which the engine makes.

@@ -57,12 +57,12 @@ class Verdict:
 
     @property
     def kept(self) -> Float[Tensor, " N"]:
-        """How many tokens of each sequence all rules leave."""
+        """How many usable tokens of each sequence all rules keep."""
         return self._of_kept_sequences(kept_tokens(self.totals))
 
     @property
     def left(self) -> Float[Tensor, " N"]:
-        """How many tokens of each sequence stay in the mask: with those that have no weight, and no rule drops."""
+        """How many tokens of each sequence stay in the mask, tokens without a weight that no rule drops included."""
         return self._of_kept_sequences(self.totals["kept" if "kept" in self.totals else "valid"])
 
     def _of_kept_sequences(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
@@ -71,8 +71,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class LogPerplexity:
-    """Mean over the usable tokens of each sequence, 0 where there are none: of -log pi_old, of -log mu, and by how much
-    the first exceeds the second.
+    """Log perplexities of each sequence: means over its usable tokens, 0 where it has none.
+
+    training: mean of -log pi_old.
+    rollout: mean of -log mu.
+    excess: training less rollout.
     """
 
     training: Float[Tensor, " N"]
@@ -90,14 +93,14 @@ class Left:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a micro-batch's loss is multiplied by and what of it stays.
+    """The weights and masks of a micro-batch, with all that its metrics are made of.
 
     weights: w_t, without gradient; 0 outside loss_mask and where the ratio is not known.
     mean_weight: what the weights were divided by; None without normalization.
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
     on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
-    left: what rules and OPSM leave together; None without OPSM, or where `metrics` does not ask.
-    departure: what OPSM looks at, of each sequence; None where `left` is.
+    left: kept tokens and weights after rules and OPSM; None without OPSM, or where `metrics` does not ask.
+    departure: the numbers that OPSM compares, of each sequence; None where `left` is None.
     nonfinite_advantages: valid tokens whose advantage is NaN or infinite; None where no loss hook knows advantages.
     """
 

@@ -26,7 +26,7 @@ class SegmentStage:
 
     looked_at: what each adds up to, see `correction/totals.py`: of all valid tokens, or of the kept, as weights and
         rules ask.
-    totals: what the weights look at, and rules that do not say otherwise.
+    totals: totals that the weights read, and rules that name no population of their own.
     keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
         nothing can be dropped.
     weight: bounded; 0 where the segment is not known. None where the weights are not those of segments.

@@ -1,4 +1,4 @@
-"""What a rejection rule looks at, token by token."""
+"""Statistics that rejection rules compare with their bounds, token by token."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
 
 @dataclass
 class Loop:
-    """What lives as long as the run.
+    """The parts of a run that exist from its start to its end.
 
     ``next_rollout`` is also the version of the weights. ``frozen`` is the reference policy of ``--use-kl-loss``.
     ``asynchronous`` is where the training samples come from with ``--async``, in place of ``engine``.
