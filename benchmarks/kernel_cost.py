@@ -37,7 +37,7 @@ from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels import native
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models import qwen3_hf
+from true_on_policy.models import hf_decoder
 
 BACKENDS = ("native", "tile")
 TREE = Tree("native", leaves=4)
@@ -153,7 +153,7 @@ def measure(name: str, dtype: str, workload: str, calls: int) -> Row:
     kind, batch, length = WORKLOADS[workload]
     tokens = torch.randint(SIZES[name].vocab, (batch, length))
     ordinary, on_tree = (build(SIZES[name], DTYPES[dtype]) for _ in range(2))
-    qwen3_hf.add_as(TREE, on_tree)
+    hf_decoder.add_as(TREE, on_tree)
     runs = {"stock": (nullcontext, call(kind, ordinary, tokens))}
     runs |= {backend: (_pinned(backend, dtype), call(kind, ordinary, tokens)) for backend in BACKENDS}
     runs["leaves"] = (_pinned(TREE.backend, dtype), call(kind, on_tree, tokens))

@@ -13,7 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from gpu.attention import flash_attention_3, next_token, prefill
 from gpu.machine import Cuda
 from gpu.plan import Network
-from true_on_policy.models.tiny import Shape
+from true_on_policy.contract.families import FAMILIES, Shape
+from true_on_policy.models.tiny import config_of
 
 # No name with "flash" in it: transformers would look for a kernel of that name on its hub.
 FA3 = "fa3_of_the_session"
@@ -57,7 +58,7 @@ def _config(network: Network, dtype: torch.dtype) -> Qwen3Config:
         vocab=size.vocab_size,
         tied=network.tied,
     )
-    return shape.config(dtype)
+    return config_of(FAMILIES["qwen3-dense"], shape, dtype)
 
 
 def flash_attention(

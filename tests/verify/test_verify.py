@@ -16,12 +16,13 @@ from torch import Tensor
 from mis_plugins.shared.commit import commit
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.contract.families import tiny_models
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.hf import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.pin import active_backend
-from true_on_policy.models.tiny import TINY, checkpoint, read_config, updated
+from true_on_policy.models.tiny import checkpoint, read_config, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import picture, verification
@@ -387,7 +388,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", tiny_models())
 def test_megatron_holds_the_weights_of_the_checkpoint(name: str, tmp_path: Path):
     path = checkpoint(name, tmp_path, torch.float32, seed=3)
     tokens = torch.arange(2, 40)

@@ -6,32 +6,30 @@ import json
 from pathlib import Path
 from typing import Literal
 
+from true_on_policy.contract.families import covered, proven, tiny_models
 from true_on_policy.errors import ModelError
 
 BackendName = Literal["native", "tile"]
 DtypeName = Literal["fp32", "bf16"]
 Side = Literal["engine", "trainer"]
 
-TINY_NAMES = ("tiny-qwen3", "tiny-qwen3-tied")
-FAMILY = "qwen3"
-
 
 def check_model(name: str) -> None:
-    """See that `--model` names a tiny model, or a folder with a Qwen3 checkpoint.
+    """See that `--model` names a tiny model, or a folder with a checkpoint of a family that is proven.
 
     Raises:
         ModelError: it does not.
     """
-    if name in TINY_NAMES:
+    if name in tiny_models():
         return
     folder = Path(name)
     if not (folder / "config.json").exists():
         raise ModelError(
-            f"--model: got {name!r}; choose one of {', '.join(TINY_NAMES)}, or a folder of a checkpoint"
+            f"--model: got {name!r}; choose one of {', '.join(tiny_models())}, or a folder of a checkpoint"
         )
     family = _family(folder / "config.json")
-    if family != FAMILY:
-        raise ModelError(f"--model {name}: {family}; the contract covers dense Qwen3 alone")
+    if family not in proven():
+        raise ModelError(f"--model {name}: {family}; the contract covers {covered()} alone")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"--model {name}: no *.safetensors there")
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from true_on_policy.contract.families import FAMILIES, Family, Size
 from true_on_policy.contract.operations import Operation, operations
 from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
@@ -19,78 +20,6 @@ TrainBackend = Literal["megatron", "fsdp"]
 AttentionName = Literal["fa3", "flashinfer", "triton"]
 GemmName = Literal["deep_gemm", "triton_persistent"]
 ModeName = Literal["megatron", "sglang"]
-
-
-@dataclass(frozen=True)
-class Size:
-    """The sizes of one model, by Hugging Face's names."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family is a set of models with one order of operations.
-
-    Attributes:
-        name: the key of the family in FAMILIES.
-        architectures: Hugging Face's names of the models.
-        qk_norm: whether query and key are normalized.
-        qkv_bias: whether the product that gives query, key and value has a bias.
-        host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
-        missing: what keeps the family from being launched; empty where nothing does.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    qk_norm: bool
-    qkv_bias: bool
-    host_contract: str | None
-    missing: tuple[str, ...] = ()
-
-
-_NO_CONTRACT = (
-    "Miles v0.1.0 knows one contract, qwen3_dense_true_on_policy_v1 (miles/true_on_policy/schema.py)"
-)
-_NARROW_ROPE = (
-    "SGLang's native rope computes in q's dtype (rotary_embedding/utils.py), which is bf16 without a norm of q and k; "
-    "megatron-core 0.16.1 and transformers cast cos and sin to the same dtype; Miles's fork of Megatron (2e64d788) "
-    "computes in fp32"
-)
-
-FAMILIES = {
-    "qwen3-dense": Family("qwen3-dense", ("Qwen3ForCausalLM",), True, False, "qwen3_dense_true_on_policy_v1"),
-    "qwen2.5-dense": Family(
-        *("qwen2.5-dense", ("Qwen2ForCausalLM",), False, True, None),
-        missing=(
-            _NO_CONTRACT,
-            "SGLang 0.5.23 aligns embedding, MLP and final norm of Qwen2 (models/qwen2.py), not its layers' norms",
-            _NARROW_ROPE,
-        ),
-    ),
-    "qwen3-vl-dense": Family(
-        *("qwen3-vl-dense", ("Qwen3VLForConditionalGeneration",), True, False, None),
-        missing=(
-            _NO_CONTRACT,
-            "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it: the vision "
-            "tower and its patches have no row in this contract",
-        ),
-    ),
-    "llama": Family(
-        *("llama", ("LlamaForCausalLM",), False, False, None),
-        missing=(
-            _NO_CONTRACT,
-            "SGLang 0.5.23's models/llama.py does not read rl_on_policy_target: its norms, residual and q, k stay as "
-            "they are in serving",
-            _NARROW_ROPE,
-        ),
-    ),
-}
 
 NOT_COVERED = {
     "MoE": (

@@ -19,7 +19,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES, NormOrder
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
-from true_on_policy.models import qwen3_hf
+from true_on_policy.models import hf_decoder
 from true_on_policy.models.tiny import read_weights
 
 PREFILL_CHUNK = 128
@@ -37,14 +37,14 @@ def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int)
 
 
 class HuggingFace:
-    """Qwen3ForCausalLM as an engine; without an `order` and a `tree` the model is Hugging Face's own."""
+    """A decoder of transformers as an engine; without an `order` and a `tree` the model is Hugging Face's own."""
 
     name = "hf"
 
     def __init__(
         self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
     ):
-        self._model = qwen3_hf.load(checkpoint, dtype, order, tree)
+        self._model = hf_decoder.load(checkpoint, dtype, order, tree)
         self._version = 0
 
     def versions(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 checkpoints of random weights, for proofs that must run on any machine in seconds.
+"""Tiny checkpoints of random weights, for proofs that must run on any machine in seconds.
 
 The weights of the norms are random too: all ones hide the order in which RMSNorm casts and multiplies.
 """
@@ -7,65 +7,46 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig
 
-from true_on_policy.contract.choices import TINY_NAMES, check_model
+from true_on_policy.contract.choices import check_model
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.families import Family, Proof, Shape, covered, proven, tiny_models
 from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Qwen3 model."""
-
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    rope_theta: float = 1e6
-    norm_eps: float = 1e-6
-
-    def config(self, dtype: torch.dtype) -> Qwen3Config:
-        return Qwen3Config(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=MAX_POSITIONS,
-            rms_norm_eps=self.norm_eps,
-            tie_word_embeddings=self.tied,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            architectures=["Qwen3ForCausalLM"],
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
-            dtype=dtype,
-        )
-
-
-# The first shape has powers of two; the second has widths that no vector divides, and a tied head.
-SHAPES = (
-    Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
-    Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
-)
-TINY = dict(zip(TINY_NAMES, SHAPES, strict=True))
+def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
+    """Hugging Face's configuration of a model of these sizes."""
+    assert family.proof is not None, "a family that is proven"
+    return AutoConfig.for_model(
+        family.proof.model_type,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=shape.norm_eps,
+        tie_word_embeddings=shape.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        architectures=[*family.architectures],
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype=dtype,
+    )
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
@@ -75,9 +56,10 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
         ModelError: `name` is neither a tiny model nor a checkpoint's folder.
     """
     check_model(name)
-    if name not in TINY:
+    if name not in tiny_models():
         return Path(name)
-    model = Qwen3ForCausalLM(TINY[name].config(dtype))
+    family, shape = tiny_models()[name]
+    model = model_class(family)(config_of(family, shape, dtype))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data = _draw(parameter, generator).to(dtype)
@@ -105,9 +87,9 @@ def updated(source: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def write_checkpoint(folder: Path, shape: Shape, weights: Mapping[str, Tensor]) -> None:
+def write_checkpoint(folder: Path, family: Family, shape: Shape, weights: Mapping[str, Tensor]) -> None:
     """Write a checkpoint that engines load: weights by Hugging Face name, and their configuration."""
-    shape.config(next(iter(weights.values())).dtype).save_pretrained(folder)
+    config_of(family, shape, next(iter(weights.values())).dtype).save_pretrained(folder)
     save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
@@ -123,20 +105,30 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
-def read_config(checkpoint: Path) -> Qwen3Config:
+def read_config(checkpoint: Path) -> Any:
     """Read the configuration of a checkpoint.
 
     Raises:
-        ModelError: the model is not Qwen3, the family whose order of rounding is known here.
+        ModelError: the model is of no family whose order of rounding is known here.
     """
     config = AutoConfig.from_pretrained(checkpoint)
-    if not isinstance(config, Qwen3Config):
-        raise ModelError(f"{checkpoint}: {config.model_type}; the contract covers dense Qwen3 alone")
+    if config.model_type not in proven():
+        raise ModelError(f"{checkpoint}: {config.model_type}; the contract covers {covered()} alone")
     return config
 
 
+def family_of(config: Any) -> tuple[Family, Proof]:
+    """The family of a model whose configuration `read_config` returned."""
+    return proven()[config.model_type]
+
+
+def model_class(family: Family) -> Any:
+    """Hugging Face's class of the models of a family."""
+    return getattr(transformers, family.architectures[0])
+
+
 def check_shares(config: Any, contract: Contract) -> None:
-    """Check that ranks and leaves of the contract divide what they share of a Qwen3 model.
+    """See that ranks and leaves of the contract divide what they share of a model.
 
     Raises:
         ContractError: a number of ranks or leaves does not divide its part of the model.

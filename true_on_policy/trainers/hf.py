@@ -13,7 +13,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
-from true_on_policy.models import qwen3_hf
+from true_on_policy.models import hf_decoder
 from true_on_policy.models.tiny import read_weights
 from true_on_policy.trainers.protocol import sampled_log_probs
 
@@ -25,14 +25,14 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Hugg
 
 
 class HuggingFace:
-    """Qwen3ForCausalLM as a trainer; without an `order` and a `tree` the model is Hugging Face's own."""
+    """A decoder of transformers in evaluation mode; without an `order` and a `tree` the model is Hugging Face's own."""
 
     name = "hf"
 
     def __init__(
         self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
     ):
-        self.model = qwen3_hf.load(checkpoint, dtype, order, tree)
+        self.model = hf_decoder.load(checkpoint, dtype, order, tree)
 
     def load(self, checkpoint: Path) -> None:
         # A tied head has no weights of its own.

@@ -29,11 +29,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from true_on_policy.contract.cpu import DTYPES, Contract
+from true_on_policy.contract.families import Family
 from true_on_policy.contract.norm_order import add_residual, rms_norm
 from true_on_policy.contract.sides import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
-from true_on_policy.models.tiny import read_config, read_weights
+from true_on_policy.models.tiny import family_of, read_config, read_weights
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
 from true_on_policy.trainers.protocol import Trainer, sampled_log_probs
 from true_on_policy.trainers.shards import Shard, padded_rows
@@ -162,7 +163,8 @@ def _residual(order: NormOrder) -> Callable:
 
 
 def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree | None) -> GPTModel:
-    layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    family, _ = family_of(config)
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=family.qk_norm, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SpecAttention
     if tree is not None:
@@ -171,12 +173,13 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree 
     block: Any = layer
     if order is not None:
         norm = ModuleSpec(SpecNorm, params={"order": order})
-        attention.q_layernorm = attention.k_layernorm = norm
+        if family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = norm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = _residual(order)
         block = TransformerBlockSubmodules([layer] * config.num_hidden_layers, norm)
     return GPTModel(
-        config=_transformer_config(config, dtype),
+        config=_transformer_config(config, family, dtype),
         transformer_layer_spec=block,
         vocab_size=padded_rows(config.vocab_size, mpu.get_tensor_model_parallel_world_size()),
         parallel_output=False,
@@ -187,7 +190,7 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree 
     )
 
 
-def _transformer_config(config: Any, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(config: Any, family: Family, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -197,7 +200,8 @@ def _transformer_config(config: Any, dtype: torch.dtype) -> TransformerConfig:
         ffn_hidden_size=config.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=family.qk_norm,
+        add_qkv_bias=family.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

@@ -25,13 +25,13 @@ class Shard:
 
     def parameter(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
         """Build a parameter, given by Megatron's name, from weights by Hugging Face's names."""
-        module = name.removesuffix(".weight")
+        module, _, kind = name.rpartition(".")  # weight or bias
         if module in ENDS:
             source, held = ENDS[module]
-            return held([weights[f"{source}.weight"]], self)
+            return held([weights[f"{source}.{kind}"]], self)
         _, _, index, part = module.split(".", 3)
         sources, held = LAYER[part]
-        return held([weights[f"model.layers.{index}.{source}.weight"] for source in sources], self)
+        return held([weights[f"model.layers.{index}.{source}.{kind}"] for source in sources], self)
 
     def rows(self, weight: Float[Tensor, "N K"]) -> Float[Tensor, "_ K"]:
         return weight.chunk(self.ranks)[self.rank]

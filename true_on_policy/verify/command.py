@@ -16,6 +16,7 @@ from typing import get_args
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import importing
 from true_on_policy.contract.choices import BackendName, DtypeName, Side, check_model
+from true_on_policy.contract.families import covered
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 
 
@@ -26,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--engine", required=True, choices=list(ENGINES))
     parser.add_argument("--trainer", required=True, choices=list(TRAINERS))
     parser.add_argument(
-        "--model", default="tiny-qwen3", help="a tiny model, or a folder of a Qwen3 checkpoint"
+        "--model", default="tiny-qwen3", help=f"a tiny model, or a folder of a {covered()} checkpoint"
     )
     parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
     parser.add_argument(

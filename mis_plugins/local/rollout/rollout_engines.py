@@ -24,9 +24,11 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
     """What both sides keep, float32 as the trainer is; None without ``--true-on-policy``."""
     if not args.true_on_policy:
         return None
-    from mis_plugins.local.rollout.served import model_shape
+    from mis_plugins.local.rollout.served import FAMILY, model_shape
+    from true_on_policy.models.tiny import config_of
 
-    return Contract(dtype="fp32", shapes=Shapes.of(model_shape(config).config(torch.float32)))
+    shapes = Shapes.of(config_of(FAMILY, model_shape(config), torch.float32))
+    return Contract(dtype="fp32", shapes=shapes)
 
 
 def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:

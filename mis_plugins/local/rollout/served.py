@@ -16,8 +16,12 @@ from torch import Tensor
 
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import Generation
+from true_on_policy.contract.families import FAMILIES, Shape
 from true_on_policy.engines.protocol import Engine, Request, Sample
-from true_on_policy.models.tiny import Shape, write_checkpoint
+from true_on_policy.models.tiny import write_checkpoint
+
+FAMILY = FAMILIES["qwen3-dense"]
+"""What our own decoder computes."""
 
 
 class ServedEngine:
@@ -37,7 +41,7 @@ class ServedEngine:
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         if dist.get_rank() == 0:
             checkpoint = Path(self._folder.name) / str(version)
-            write_checkpoint(checkpoint, self._shape, weights)
+            write_checkpoint(checkpoint, FAMILY, self._shape, weights)
             if self._engine is None:
                 self._engine = self._start(checkpoint)
             self._engine.update_weights(checkpoint, version)

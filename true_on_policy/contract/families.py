@@ -1,0 +1,146 @@
+"""What is known of each family of models, one record each, read without torch.
+
+A new family is its record in FAMILIES. A family that rounds unlike a decoder with a norm before each branch names an
+alignment of its own in its record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from true_on_policy.contract.sides import at
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of one model, by Hugging Face's names."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one tiny model, and whether its head is tied to its embedding."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `verify` knows of a family that it can prove on CPU.
+
+    Attributes:
+        model_type: what a checkpoint's config.json states.
+        title: the family in words.
+        tiny: sizes of tiny models of random weights, by the names that `--model` takes.
+        align: (Hugging Face's model, order) -> None: have its norms and residual sums follow an order of rounding.
+    """
+
+    model_type: str
+    title: str
+    tiny: Mapping[str, Shape]
+    align: Callable[..., Any] = field(default=at("true_on_policy.models.hf_decoder:align"))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family is a set of models with one order of operations.
+
+    Attributes:
+        name: the key of the family in FAMILIES.
+        architectures: Hugging Face's names of the models.
+        qk_norm: whether query and key are normalized.
+        qkv_bias: whether the product that gives query, key and value has a bias.
+        host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
+        missing: what keeps the family from being launched; empty where nothing does.
+        proof: what `verify` needs; None where the family is not proven on CPU.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    qk_norm: bool
+    qkv_bias: bool
+    host_contract: str | None
+    missing: tuple[str, ...] = ()
+    proof: Proof | None = None
+
+
+_NO_CONTRACT = (
+    "Miles v0.1.0 knows one contract, qwen3_dense_true_on_policy_v1 (miles/true_on_policy/schema.py)"
+)
+_NARROW_ROPE = (
+    "SGLang's native rope computes in q's dtype (rotary_embedding/utils.py), which is bf16 without a norm of q and k; "
+    "megatron-core 0.16.1 and transformers cast cos and sin to the same dtype; Miles's fork of Megatron (2e64d788) "
+    "computes in fp32"
+)
+
+FAMILIES = {
+    "qwen3-dense": Family(
+        *("qwen3-dense", ("Qwen3ForCausalLM",), True, False, "qwen3_dense_true_on_policy_v1"),
+        proof=Proof(
+            model_type="qwen3",
+            title="dense Qwen3",
+            # Powers of two in one, widths that no vector divides and a tied head in the other.
+            tiny={
+                "tiny-qwen3": Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
+                "tiny-qwen3-tied": Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
+            },
+        ),
+    ),
+    "qwen2.5-dense": Family(
+        *("qwen2.5-dense", ("Qwen2ForCausalLM",), False, True, None),
+        missing=(
+            _NO_CONTRACT,
+            "SGLang 0.5.23 aligns embedding, MLP and final norm of Qwen2 (models/qwen2.py), not its layers' norms",
+            _NARROW_ROPE,
+        ),
+    ),
+    "qwen3-vl-dense": Family(
+        *("qwen3-vl-dense", ("Qwen3VLForConditionalGeneration",), True, False, None),
+        missing=(
+            _NO_CONTRACT,
+            "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it: the vision "
+            "tower and its patches have no row in this contract",
+        ),
+    ),
+    "llama": Family(
+        *("llama", ("LlamaForCausalLM",), False, False, None),
+        missing=(
+            _NO_CONTRACT,
+            "SGLang 0.5.23's models/llama.py does not read rl_on_policy_target: its norms, residual and q, k stay as "
+            "they are in serving",
+            _NARROW_ROPE,
+        ),
+    ),
+}
+
+
+def proven() -> dict[str, tuple[Family, Proof]]:
+    """Families that `verify` can prove, by what a checkpoint's config.json states."""
+    return {one.proof.model_type: (one, one.proof) for one in FAMILIES.values() if one.proof}
+
+
+def tiny_models() -> dict[str, tuple[Family, Shape]]:
+    """Tiny models of all families, by the names that `--model` takes."""
+    return {name: (one, shape) for one, proof in proven().values() for name, shape in proof.tiny.items()}
+
+
+def covered() -> str:
+    """The proven families in words."""
+    return " and ".join(proof.title for _, proof in proven().values())
