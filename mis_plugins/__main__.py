@@ -37,7 +37,9 @@ from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_pre
 from mis_plugins.explain.words import describe
 from mis_plugins.hosts import denominator_checks
 from mis_plugins.hosts.abilities import check_served, unserved
-from mis_plugins.hosts.arguments import RECORDS, Host, surprises
+from mis_plugins.hosts.arguments import recorded, surprises
+from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.shared.shell import REFUSED, add_version
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
@@ -74,7 +76,7 @@ def check(arguments: argparse.Namespace) -> str:
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
     understood too. --host makes the flags that host's, ready to paste, and refuses what it cannot serve.
     """
-    file, host = _file(arguments.target), arguments.host
+    file, host = _file(arguments.target), HOSTS.get(arguments.host)
     keys = keys_of(file)  # once: it may be a pipe
     config = _read(keys)
     if host is not None:
@@ -89,7 +91,8 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
     yield from surprises(keys, host)
     if host is not None:
         yield from unserved(config, host)
-    split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept=host == "fsdp")
+    by_kept = host is not None and host.divides_by_kept(argparse.Namespace())
+    split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept)
     if split is not None and not config.needs_loss_hook:
         yield split
 
@@ -232,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         if run is check:
             command.add_argument(
                 "--host",
-                choices=RECORDS,
+                choices=recorded(),
                 help="whose arguments and flags (default: Miles or slime on Megatron)",
             )
         if run is from_verl:

@@ -27,11 +27,20 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
-from mis_plugins.hosts import averages, current, denominator_checks, miles, miles_fsdp, slime, watching
-from mis_plugins.hosts import loss as hosts_loss
+from mis_plugins.hosts import (
+    averages,
+    denominator_checks,
+    loss_batch,
+    loss_flags,
+    megatron,
+    miles,
+    miles_fsdp,
+    watching,
+)
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
+from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.loss.micro_batch import (
@@ -69,7 +78,7 @@ def compute_mis_weights_with_cp(
         pg_loss: `[T]`, this rank's tokens, with gradient.
         train_log_probs, rollout_log_probs: one 1-D tensor a sequence, this rank's tokens, perhaps none.
         loss_masks: one 1-D tensor a sequence, the full response.
-        parallel_state: Miles's; without one the groups are Megatron's.
+        parallel_state: Miles's; without one the groups are those of the host that runs.
         max_seq_lens: what each sequence was padded to; needed with `qkv_format: bshd`.
 
     Returns:
@@ -78,10 +87,11 @@ def compute_mis_weights_with_cp(
     Raises:
         ConfigError, InputError: before any work, naming the key or the sequence.
     """
-    ranks, cp = slime.parallel() if parallel_state is None else miles.parallel(parallel_state)
+    host = current(args)
+    ranks, cp = host.parallel() if parallel_state is None else miles.groups(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, by_kept=miles_fsdp.runs(args) and miles_fsdp.divides_by_kept(args))
+    return _hook(args, pg_loss, batch, by_kept=host.divides_by_kept(args))
 
 
 def compute_mis_weights_fsdp(
@@ -145,15 +155,15 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     data = _rollout_data(rest)
     if data is None:
         return
-    ranks, cp = slime.parallel()
+    ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
     log_probs, numerator = (batch.proximal, batch.behavior), None
-    if by_loss_hook and hosts_loss.knows_versions(data):
+    if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
     if config.segment_wise_on:
-        hosts_loss.check_versions(args, data, config)
-        numerator = numerator_of(*log_probs, hosts_loss.written(data, layout.local_lengths), config)
+        loss_batch.check_versions(args, data, config)
+        numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
     check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
     args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
     args._mis_rollout_segment_wise = config.segment_wise_on
@@ -174,7 +184,7 @@ def _rollout_data(handed: Sequence[Any]) -> Mapping[str, Any] | None:
     data = handed[1]
     if data.get("log_probs"):
         return data
-    if not slime.holds_log_probs():
+    if not megatron.holds_log_probs():
         return None
     raise InputError(
         "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
@@ -202,11 +212,11 @@ def policy_loss(
     Raises:
         ConfigError, InputError: before any work, naming the key, the flag or the list.
     """
-    host = hosts_loss.of_reducer(sum_of_sample_mean)
+    host = current(args, sum_of_sample_mean)
     asked = reading.from_args(args)
-    config = hosts_loss.config_in_force(args, asked, hosts_loss.knows_versions(batch))
-    flags, reduce_policy = hosts_loss.loss_config(args), hosts_loss.policy_reducer(args, batch)
-    inputs = hosts_loss.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
+    config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
+    flags, reduce_policy = loss_flags.loss_config(args), loss_batch.policy_reducer(args, batch)
+    inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
@@ -224,7 +234,7 @@ def policy_loss(
     RECORDER.record(counted(inputs, watched, share), pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
-    return loss, metrics | hosts_loss.passed_on(batch, sum_of_sample_mean)
+    return loss, metrics | loss_batch.passed_on(batch, sum_of_sample_mean)
 
 
 def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
@@ -236,7 +246,7 @@ def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
     Raises:
         MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected.
     """
-    RECORDER.report(args, rollout_id, step_id, current.ranks())
+    RECORDER.report(args, rollout_id, step_id, current(args).parallel()[0])
 
 
 def report_last_step(args: Any, *_: Any) -> None:
@@ -247,7 +257,7 @@ def report_last_step(args: Any, *_: Any) -> None:
     Raises:
         MisError: as `report_step`.
     """
-    RECORDER.flush(args, current.ranks())
+    RECORDER.flush(args, current(args).parallel()[0])
 
 
 def config_in_force(args: Any) -> CorrectionConfig:
@@ -311,7 +321,7 @@ def _rollout_mean(args: Any, config: CorrectionConfig) -> Tensor | None:
         here, there = "the micro-batch", "rollout_data"
         has, lacks = (here, there) if config.segment_wise_on else (there, here)
         raise InputError(
-            f"{hosts_loss.VERSION}: of {has}, and not of {lacks}, so that with mis.weight.normalize.scope: rollout the "
+            f"{loss_batch.VERSION}: of {has}, and not of {lacks}, so that with mis.weight.normalize.scope: rollout the "
             "mean would be of other weights; hand it on with both, or with neither"
         )
     return mean

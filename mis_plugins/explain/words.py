@@ -17,10 +17,9 @@ from mis_plugins.config.model import (
     WeightConfig,
 )
 from mis_plugins.explain.formula import scored_policy
-from mis_plugins.hosts.arguments import Host
+from mis_plugins.hosts.host import Host
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
-FSDP_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_fsdp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
 ONE_STEP = (
@@ -153,11 +152,15 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
         hook = LOSS_HOOK
     else:
         switch = "--use-tis" if config.corrects else "--get-mismatch-metrics"
-        hook = f"{switch} {FSDP_HOOK if host == 'fsdp' else TIS_HOOK}"
+        hook = (
+            f"{switch} {TIS_HOOK}" if host is None else f"{switch} --custom-tis-function-path {host.tis_hook}"
+        )
     normalize = config.weight and config.weight.normalize
     if normalize and normalize.scope == "rollout":
         hook = f"{hook} {ROLLOUT_HOOK}"
-    steps = host != "fsdp" and (config.metrics == "all" or config.on_all_rejected == "raise")
+    steps = (host is None or host.step_hook) and (
+        config.metrics == "all" or config.on_all_rejected == "raise"
+    )
     return f"{hook} {STEP_HOOK}" if steps else hook
 
 

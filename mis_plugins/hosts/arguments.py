@@ -14,24 +14,23 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
+from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.registry import HOSTS
 
-Host = Literal["miles", "slime", "fsdp"]
 Kind = Literal["switch", "number", "text", "other"]
 
-RECORDS: dict[Host, tuple[str, ...]] = {
-    "miles": ("miles", "megatron", "sglang"),
-    "slime": ("slime", "megatron", "sglang"),
-    "fsdp": ("miles", "miles-fsdp", "sglang"),
-}
-TITLES: dict[Host, str] = {"miles": "Miles", "slime": "slime", "fsdp": "Miles on FSDP"}
+
+def recorded() -> dict[str, Host]:
+    """The hosts whose arguments are recorded, by name."""
+    return {name: host for name, host in HOSTS.items() if host.records}
 
 
 @cache
 def kinds(host: Host) -> Mapping[str, Kind]:
-    """What `host` takes for each of its arguments, by name; Miles has SGLang's twice, again for evaluation."""
-    lines = [line.split() for record in reversed(RECORDS[host]) for line in _lines(record)]
+    """What `host` takes for each of its recorded arguments, by name."""
+    lines = [line.split() for record in reversed(host.records) for line in _lines(record)]
     found: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
-    engines = [] if host == "slime" else [name for name in found if name.startswith("sglang_")]
+    engines = [name for name in found if host.eval_engines and name.startswith("sglang_")]
     repeated: dict[str, Kind] = {f"eval_{name}": found[name] for name in engines}
     return found | repeated
 
@@ -54,29 +53,21 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
         keys: the top-level keys, with what YAML made of their values.
         host: the only host that is asked; None is every host, the embedded one too.
     """
-    hosts = tuple(RECORDS) if host is None else (host,)
+    hosts = tuple(recorded().values()) if host is None else (host,)
     blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
     for key, value in keys.items():
         if reading.is_read(key, value) or key in blocks:
             continue
-        embedded = host is None and key in _of_the_embedded_host()
+        unrecorded = host is None and any(key in other.more_arguments() for other in HOSTS.values())
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
-        if not wanted and not embedded:
+        if not wanted and not unrecorded:
             yield f"{key}: no argument of {_named(hosts)}{_near(key, hosts)}; only a function of your own would read it"
         elif wanted and not any(_fits(value, kind) for kind in wanted):
             yield f"{key}: {_taken(value, wanted[0])}"
 
 
-@cache
-def _of_the_embedded_host() -> set[str]:
-    """The names of its arguments; its parser is at hand, and checks what it takes."""
-    from mis_plugins.local.cli.parser import build_parser
-
-    return {action.dest for action in build_parser()._actions}
-
-
 def _named(hosts: tuple[Host, ...]) -> str:
-    *others, last = (TITLES[host] for host in hosts)
+    *others, last = (host.title for host in hosts)
     return f"{', '.join(others)} or {last}" if others else last
 
 

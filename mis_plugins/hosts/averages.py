@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.metrics.token_metrics import Average
 
-OWN = ("miles.", "slime.")  # rollout functions of the hosts, which make one sample of each rollout
 OF_USER = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path")
 
 
@@ -18,5 +18,6 @@ def average(args: Any) -> Average | None:
     if getattr(args, "calculate_per_token_loss", False):
         return "tokens"
     rollout = getattr(args, "rollout_function_path", None)
-    one_sample = rollout is None or rollout.startswith(OWN)
+    own = tuple(f"{host.package}." for host in HOSTS.values() if host.one_sample_a_rollout)
+    one_sample = rollout is None or rollout.startswith(own)
     return "sequences" if one_sample and all(getattr(args, name, None) is None for name in OF_USER) else None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import miles
-from mis_plugins.hosts.batch import Handed
-from mis_plugins.packing.ragged import Ranks
+from mis_plugins.hosts.host import Ranks, Tensor
 
 ACTOR = "miles.backends.fsdp_utils.actor"
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
@@ -23,12 +23,14 @@ def ranks(parallel_state: Any | None) -> Ranks:
     Raises:
         InputError: the responses are spread over context-parallel ranks.
     """
+    from mis_plugins.packing.ragged import Ranks
+
     if parallel_state is None:
         return Ranks()
     size = parallel_state.cp.size
     if size > 1:
         raise InputError(f"compute_mis_weights_fsdp: context parallel responses, over {size} ranks; {USE_CP}")
-    return miles.parallel(parallel_state)[0]
+    return miles.groups(parallel_state)[0]
 
 
 def divides_by_kept(args: Any) -> bool:
@@ -51,12 +53,7 @@ def _asks_for_mask_sums() -> bool:
     return actor is not None and "rollout_mask_sums" in inspect.getsource(actor)
 
 
-def runs(args: Any) -> bool:
-    """Whether it is the host, whichever hook it calls."""
-    return getattr(args, "train_backend", None) == "fsdp"
-
-
-def check_whole(log_probs: Handed, response_lengths: Sequence[int]) -> None:
+def check_whole(log_probs: Sequence[Tensor | None] | None, response_lengths: Sequence[int]) -> None:
     """Refuse pieces of responses, which only context parallelism makes."""
     for i, (piece, length) in enumerate(zip(log_probs or (), response_lengths, strict=False)):
         if piece is not None and piece.numel() < length:
@@ -64,3 +61,16 @@ def check_whole(log_probs: Handed, response_lengths: Sequence[int]) -> None:
                 f"compute_mis_weights_fsdp: rollout_log_probs[{i}] holds {piece.numel()} of {length} response tokens; "
                 f"if context parallelism splits the responses, {USE_CP}"
             )
+
+
+HOST = replace(
+    miles.HOST,
+    name="fsdp",
+    title="Miles on FSDP",
+    runs=miles.on_fsdp,
+    divides_by_kept=divides_by_kept,
+    records=("miles", "miles-fsdp", "sglang"),
+    config_files=("config",),
+    tis_hook="mis_plugins.mis.compute_mis_weights_fsdp",
+    step_hook=False,
+)

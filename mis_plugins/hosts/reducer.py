@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import miles, slime
+from mis_plugins.hosts import megatron
 from mis_plugins.hosts.batch import Tensors, host_layout
+from mis_plugins.hosts.registry import current
 from mis_plugins.packing.ragged import Ranks, to_device
 
 FLAG = "--custom-pg-loss-reducer-function-path mis_plugins.mis.kept_token_mean"
@@ -73,18 +72,11 @@ def _kept_tokens(mask: Bool[Tensor, " R"], response_lengths: Sequence[int]) -> F
 
 
 def _context_parallel() -> tuple[int, int]:
-    """(size, rank): Miles's own state where Miles is loaded, else Megatron's, else one process."""
-    handed = sys.modules.get("miles.backends.training_utils.parallel")
-    size, rank = (slime.parallel() if handed is None else miles.parallel(handed.get_parallel_state()))[1]
-    if size > 1 and getattr(_megatron_args(), "qkv_format", "thd") != "thd":
+    """(size, rank) of the host that runs this process, which hands a reducer nothing of it."""
+    size, rank = current().parallel()[1]
+    if size > 1 and getattr(megatron.arguments(), "qkv_format", "thd") != "thd":
         raise ConfigError(
             f"{FLAG} with --qkv-format bshd under context parallelism: a reducer is not told how long the rows are; "
             "use --qkv-format thd or --context-parallel-size 1"
         )
     return size, rank
-
-
-def _megatron_args() -> Any:
-    """The host's arguments as it gave them to Megatron, or None."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    return getattr(global_vars, "_GLOBAL_ARGS", None)

@@ -1,30 +1,46 @@
-"""slime hands the hook no groups: they are Megatron's own."""
+"""slime hands a hook no groups: they are Megatron's own."""
 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from typing import Any
 
-from mis_plugins.packing.ragged import Ranks
+from mis_plugins.hosts import megatron
+from mis_plugins.hosts.host import Batch, Host, Scores, Tensor, sequences_of
 
-
-def parallel() -> tuple[Ranks, tuple[int, int]]:
-    """The groups of `megatron.core.mpu`, and (size, rank) of context parallelism; one process without Megatron."""
-    mpu = _mpu()
-    if mpu is None:
-        return Ranks(), (1, 0)
-    cp, tp = mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()
-    dp = mpu.get_data_parallel_group(with_context_parallel=False)
-    ranks = Ranks(*(group if group.size() > 1 else None for group in (cp, dp, tp)))
-    return ranks, (cp.size(), cp.rank())
+TRACKING = "slime.observability.logging_utils"
 
 
-def holds_log_probs() -> bool:
-    """Only the last pipeline stage computes log-probs."""
-    mpu = _mpu()
-    return mpu is None or mpu.is_pipeline_last_stage(ignore_virtual=True)
+def runs(args: Any) -> bool:
+    """Whether this process has slime's tracking."""
+    return TRACKING in sys.modules
 
 
-def _mpu() -> ModuleType | None:
-    mpu = sys.modules.get("megatron.core.parallel_state")
-    return mpu if mpu is not None and mpu.model_parallel_is_initialized() else None
+def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
+    """slime's own log-probs, over the tokens that top-p left where it replays them, and its entropy."""
+    from slime.backends.megatron_utils.loss import (  # type: ignore[import-not-found]
+        get_log_probs_and_entropy,
+        get_rollout_top_p_logprob_kwargs,
+    )
+
+    nucleus = get_rollout_top_p_logprob_kwargs(args, batch)
+    _, found = get_log_probs_and_entropy(
+        logits, args=args, with_entropy=True, **sequences_of(batch), **nucleus
+    )
+    return found["log_probs"], found["entropy"]
+
+
+HOST = Host(
+    name="slime",
+    title="slime",
+    package="slime",
+    runs=runs,
+    parallel=megatron.parallel,
+    scores=scores,
+    own_loss="slime.backends.megatron_utils.loss.policy_loss_function",
+    reports=megatron.reports,
+    tracking=TRACKING,
+    one_sample_a_rollout=True,
+    records=("slime", "megatron", "sglang"),
+    rollout_batch=True,
+)

@@ -34,6 +34,7 @@ from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, outlives, raise_if_aborted
+from mis_plugins.hosts.registry import current
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
@@ -280,7 +281,7 @@ class Recorder:
             self._report_alone(pending, ranks, why, ended)
             return why
         sums = recorded.sums
-        if tracking.reports(recorded.ranks):
+        if current(self.args).reports(recorded.ranks):
             self._warn(recorded.config, sums, str(ended))
             if metrics := recorded.metrics():
                 tracking.log(self.args, metrics, ended.number(self.args))
@@ -313,7 +314,7 @@ class Recorder:
         recorded = Copy.begin(pending).wait()
         sums = recorded.sums
         self._warn(recorded.config, sums, f"{ended}, this rank")
-        if recorded.config.metrics == "all" and tracking.reports(ranks):
+        if recorded.config.metrics == "all" and current(self.args).reports(ranks):
             logger.warning("%s: its metrics are not logged, which takes all its ranks: %s", ended, why)
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
             raise MisError(f"{_all_rejected(recorded.config, sums)}, in {ended}, on this rank")

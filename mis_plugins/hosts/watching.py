@@ -16,7 +16,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import miles_fsdp
+from mis_plugins.hosts.registry import current
 from mis_plugins.shared.notices import warn_once
 
 
@@ -102,9 +102,10 @@ def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         keys = _keys(name, path)
         _check_unchanged(args, name, keys)
         yield name, keys
-    path = getattr(args, "config", None)
-    if path and miles_fsdp.runs(args):
-        yield f"--config {path}", _keys(f"--config {path}", path)
+    for argument in current(args).config_files:
+        if path := getattr(args, argument, None):
+            name = f"--{argument.replace('_', '-')} {path}"
+            yield name, _keys(name, path)
 
 
 def _keys(name: str, path: str) -> Mapping[str, Any]:

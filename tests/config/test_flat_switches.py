@@ -24,7 +24,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import miles
-from mis_plugins.hosts.arguments import RECORDS, kinds
+from mis_plugins.hosts.arguments import kinds, recorded
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
 
@@ -194,8 +194,11 @@ def test_a_hook_refuses_a_near_miss(key: str, meant: str):
 
 
 def test_no_argument_of_a_host_is_a_near_miss():
-    names = [flag.removeprefix("--").replace("-", "_") for flag in accepted(*chain(*RECORDS.values()))]
-    names += chain(*map(kinds, RECORDS))
+    names = [
+        flag.removeprefix("--").replace("-", "_")
+        for flag in accepted(*chain(*(host.records for host in recorded().values())))
+    ]
+    names += chain(*map(kinds, recorded().values()))
     assert "use_kl_loss" in names
     args = Namespace(**dict.fromkeys([*names, "use_te"], True) | {"use_tis": True, "tis_upper_bound": 2.0})
     args.tis_clip = args.tis_clip_low = 1.0

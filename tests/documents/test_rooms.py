@@ -17,7 +17,7 @@ FLOORS = {
     "kernels contract bitwise errors",
 }
 # The embedded host is imported where it runs, as Miles and slime are: within a function.
-LAZY = {("mis_plugins.hosts.loss", "mis_plugins.local"), ("mis_plugins.hosts.arguments", "mis_plugins.local")}
+LAZY = {("mis_plugins.hosts.embedded", "mis_plugins.local")}
 OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
 ENTRIES = 18
 

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from mis_plugins.__main__ import main
-from mis_plugins.hosts.arguments import RECORDS, Host, flags, kinds, surprises
+from mis_plugins.hosts.arguments import flags, kinds, recorded, surprises
+from mis_plugins.hosts.registry import HOSTS as REGISTERED
 
 ROOT = Path(__file__).parents[2]
-HOSTS: tuple[Host, ...] = tuple(RECORDS)
+HOSTS = tuple(recorded())
 every_host = pytest.mark.parametrize("host", HOSTS)
 
 
@@ -71,10 +72,10 @@ def test_keys_beside_ours(
         ("router_policy", HOSTS),
     ],
 )
-def test_who_knows_a_key(key: str, known: tuple[Host, ...]):
+def test_who_knows_a_key(key: str, known: tuple[str, ...]):
     """Of several hosts one that knows it is enough."""
-    assert tuple(host for host in HOSTS if key in kinds(host)) == known
-    assert [host for host in HOSTS if not list(surprises({key: None}, host))] == list(known)
+    assert tuple(host for host in HOSTS if key in kinds(REGISTERED[host])) == known
+    assert [host for host in HOSTS if not list(surprises({key: None}, REGISTERED[host]))] == list(known)
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
@@ -85,32 +86,36 @@ def test_what_the_embedded_host_and_areal_know_is_no_surprise():
         "rollout": {"max_head_offpolicyness": 2},
     }
     assert not list(surprises(keys, None))
-    assert [text.partition(":")[0] for text in surprises(keys, "slime")] == ["max_head_offpolicyness"]
+    assert [text.partition(":")[0] for text in surprises(keys, REGISTERED["slime"])] == [
+        "max_head_offpolicyness"
+    ]
     assert len(list(surprises({"actor": {"lr": 1.0}}, None))) == 1
 
 
 @every_host
-def test_what_number_text_means_is_what_is_proposed(host: Host):
+def test_what_number_text_means_is_what_is_proposed(host: str):
     for text in ("1e-6", "1E5", "2.5e10", "1e22", "-3e-4", "7"):
-        (warning,) = surprises({"lr": text}, host)
+        (warning,) = surprises({"lr": text}, REGISTERED[host])
         proposed = yaml.safe_load(warning.rpartition("write ")[2])
         assert isinstance(proposed, float) and proposed == float(text)
 
 
 @every_host
-def test_records_are_whole(host: Host):
+def test_records_are_whole(host: str):
     """Arguments of every part of a host are there, with the kind that its parser says."""
     expected = {"use_tis": "switch", "eps_clip": "number", "custom_config_path": "text", "opd_teacher_urls": "other",
                 "lr": "number", "weight_decay": "number", "sglang_server_concurrency": "number",
                 "sglang_attention_backend": "text", "train_backend": "text"}  # fmt: skip
     if host == "slime":
         del expected["opd_teacher_urls"]
-    assert {name: kinds(host)[name] for name in expected} == expected
-    assert len(kinds(host)) > 1000
+    assert {name: kinds(REGISTERED[host])[name] for name in expected} == expected
+    assert len(kinds(REGISTERED[host])) > 1000
     assert {"--use-tis", "--custom-config-path"} <= flags("slime") & flags("miles")
 
 
-@pytest.mark.parametrize("record", sorted({record for records in RECORDS.values() for record in records}))
+@pytest.mark.parametrize(
+    "record", sorted({record for host in recorded().values() for record in host.records})
+)
 def test_records_name_what_they_were_made_from(record: str):
     first, *lines = (ROOT / "mis_plugins" / "hosts" / "records" / f"{record}.txt").read_text().splitlines()
     assert f"host_arguments.py {record} CHECKOUT`; CHECKOUT at " in first
@@ -145,7 +150,7 @@ def test_flags_are_ready_to_paste(
     assert words[:3] == ["--use-tis", "--custom-tis-function-path", hook]
     assert words[-2:] == ["--custom-config-path", str(tmp_path / "my config.yaml")]
     assert ("mis_plugins.mis.report_step" in words) == (host != "fsdp")
-    parsers = RECORDS[HOSTS[HOSTS.index(host)]]  # type: ignore[arg-type]
+    parsers = REGISTERED[host].records
     assert {word for word in words if word.startswith("--")} <= {
         flag for name in parsers for flag in flags(name)
     }
@@ -174,7 +179,7 @@ def test_a_pipe_has_no_path():
 )  # fmt: skip
 @every_host
 def test_what_a_host_cannot_serve_is_refused(
-    mis: dict[str, Any], refused: tuple[Host, ...], said: str, host: Host, tmp_path: Path,
+    mis: dict[str, Any], refused: tuple[str, ...], said: str, host: str, tmp_path: Path,
     capsys: pytest.CaptureFixture,
 ):  # fmt: skip
     file = tmp_path / "config.yaml"
@@ -186,7 +191,7 @@ def test_what_a_host_cannot_serve_is_refused(
 
 @every_host
 def test_step_metrics_that_a_host_lacks_are_warned_of(
-    host: Host, capsys: pytest.CaptureFixture, tmp_path: Path
+    host: str, capsys: pytest.CaptureFixture, tmp_path: Path
 ):
     file = tmp_path / "all.yaml"
     file.write_text("mis: {metrics: all}")
@@ -196,7 +201,7 @@ def test_step_metrics_that_a_host_lacks_are_warned_of(
 
 @every_host
 def test_kept_with_kl_is_warned_of_where_the_host_divides_by_all_tokens(
-    host: Host, capsys: pytest.CaptureFixture, tmp_path: Path
+    host: str, capsys: pytest.CaptureFixture, tmp_path: Path
 ):
     """Miles on FSDP divides every term by the kept tokens, and so every term but the policy's with `original`."""
     file = tmp_path / "kl.yaml"

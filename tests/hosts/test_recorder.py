@@ -25,7 +25,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
-from mis_plugins.hosts import tracking
+from mis_plugins.hosts import miles, slime, tracking
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorder
@@ -50,7 +50,7 @@ class Tracking(ModuleType):
     logged: list[dict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__(tracking.TRACKING[1])
+        super().__init__(slime.TRACKING)
 
     def log(self, args: object, metrics: dict, step_key: str) -> None:
         assert step_key in metrics
@@ -743,6 +743,7 @@ def test_under_miles_one_rank_of_one_cell_logs(
     info = lambda rank, group=None: SimpleNamespace(rank=rank, size=2, group=group)  # noqa: E731
     state = SimpleNamespace(cp=info(cp), effective_dp=info(cell, Cells(3)), tp=info(tp))
     module = SimpleNamespace(get_parallel_state=lambda: state)
-    monkeypatch.setitem(sys.modules, "miles.backends.training_utils.parallel", module)
+    monkeypatch.setitem(sys.modules, miles.PARALLEL, module)
+    monkeypatch.setitem(sys.modules, miles.TRACKING, sys.modules[slime.TRACKING])
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
     assert len(tracked) == ((cell, tp, cp) == (0, 0, 0))

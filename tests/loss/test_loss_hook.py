@@ -39,8 +39,8 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
-from mis_plugins.hosts import loss as hosts_loss
-from mis_plugins.hosts import tracking
+from mis_plugins.hosts import loss_batch, loss_flags, tracking
+from mis_plugins.hosts.registry import current
 from mis_plugins.local.train import log_probs
 from mis_plugins.local.train.batch import Layout, pack
 from mis_plugins.local.train.loss import MicroBatch, Reducer, host_batch
@@ -792,8 +792,8 @@ def share_of(step: Step, config: dict) -> loss.Share:
     """What the hook makes of correction and OPSM."""
     args, batch = flags(mis=config), step.batch()
     reduce, logits = reducer(batch, "miles"), torch.cat(step.rows("target"))
-    in_force = hosts_loss.config_in_force(args, reading.from_args(args))
-    inputs = hosts_loss.read(hosts_loss.of_reducer(reduce), args, batch, logits, in_force)
+    in_force = loss_flags.config_in_force(args, reading.from_args(args))
+    inputs = loss_batch.read(current(args, reduce), args, batch, logits, in_force)
     assert inputs.behavior is not None
     correction = correct(loss.scored_by(inputs, in_force), inputs.behavior, inputs.ragged, in_force)
     return loss.share_of(inputs, correction, in_force)

@@ -56,8 +56,8 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import loss as hosts_loss
-from mis_plugins.hosts import tracking
+from mis_plugins.hosts import loss_batch, loss_flags, tracking
+from mis_plugins.hosts.registry import current
 from mis_plugins.loss import micro_batch
 from mis_plugins.metrics.staleness import weight_metrics
 from mis_plugins.metrics.token_metrics import diagnose
@@ -203,9 +203,9 @@ def test_metrics_are_the_oracles(mis_config: dict):
     expected = next(e for e in candidates if e.margin > DECISION and e.decides)
     lengths = [len(x.mask) for x in expected.step.responses]
     args, batch = flags(mis=question.mis), expected.step.batch()
-    config = hosts_loss.config_in_force(args, reading.from_args(args), versions_known=True)
-    host, logits = hosts_loss.of_reducer(reducer(batch, "miles")), torch.cat(expected.step.rows("target"))
-    x = hosts_loss.read(host, args, batch, logits, config)
+    config = loss_flags.config_in_force(args, reading.from_args(args), versions_known=True)
+    host, logits = current(args, reducer(batch, "miles")), torch.cat(expected.step.rows("target"))
+    x = loss_batch.read(host, args, batch, logits, config)
     assert x.behavior is not None
     numerator = micro_batch.numerator_of(x.proximal, x.behavior, x.written, config)
     metrics = diagnose(correct(x.proximal, x.behavior, x.ragged, config, numerator=numerator))

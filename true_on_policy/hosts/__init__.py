@@ -5,7 +5,7 @@
     --custom-megatron-init-path  true_on_policy.hosts.miles_init
 
 A flag of a host carries one hook, so each hook here calls another one behind it: the host's own policy loss, or the
-hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are read through the adapters of
+hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are read through the records of
 `mis_plugins.hosts`.
 """
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mis_plugins.hosts.batch import host_layout
-from mis_plugins.hosts.loss import LossHost, of_reducer
+from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.registry import current
 from mis_plugins.packing.layout import Layout
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import LayoutOf, MicroBatch
@@ -27,13 +28,6 @@ from true_on_policy.hosts.watch import COMPARISON
 
 Batch = Mapping[str, Any]
 Loss = tuple[Tensor, dict[str, Tensor]]
-
-# The policy loss of each host, by the package of the reducer that the host hands over.
-OWN_LOSS = {
-    "miles": "miles.backends.training_utils.loss_hub.losses.policy_loss_function",
-    "slime": "slime.backends.megatron_utils.loss.policy_loss_function",
-    "mis_plugins": "mis_plugins.mis.policy_loss",
-}
 
 
 def policy_loss(
@@ -53,9 +47,8 @@ def policy_loss(
         ContractError: the log-probs of the two sides have no bits in common.
         DifferenceError: an earlier micro-batch differed, with `bitwise.on_difference: raise` and without the step hook.
     """
-    config, host = BitwiseConfig.from_args(args), of_reducer(sum_of_sample_mean)
-    package = sum_of_sample_mean.__module__.partition(".")[0]
-    wrapped = config.hook("loss") or pkgutil.resolve_name(OWN_LOSS[package])
+    config, host = BitwiseConfig.from_args(args), current(args, sum_of_sample_mean)
+    wrapped = config.hook("loss") or pkgutil.resolve_name(host.own_loss)
     if torch._C._current_graph_task_id() != -1:
         return wrapped(args, batch, logits, sum_of_sample_mean)
     counts = _compared(args, batch, host, config)
@@ -94,7 +87,7 @@ def miles_init(args: Any) -> None:
     start(args)
 
 
-def _compared(args: Any, batch: Batch, host: LossHost, config: BitwiseConfig) -> Tensor | None:
+def _compared(args: Any, batch: Batch, host: Host, config: BitwiseConfig) -> Tensor | None:
     """Count the compared and the different tokens, `[2]`; None where no sequence could be compared."""
     _, cp = host.parallel()
     found = MicroBatch.compare(batch, layout_of(args, batch, cp))

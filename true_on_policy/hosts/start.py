@@ -12,7 +12,8 @@ from typing import Any
 
 from mis_plugins import mis
 from mis_plugins.config import reading
-from mis_plugins.hosts import loss as hosts_loss
+from mis_plugins.hosts import loss_flags
+from mis_plugins.hosts.registry import current
 from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
@@ -60,7 +61,7 @@ def _check_step_hook(args: Any, config: BitwiseConfig, compares: bool) -> None:
     """Check that the step hook is set where it must stop all ranks together; on FSDP, Miles calls no step hook."""
     flag = "--custom-megatron-before-train-step-hook-path"
     step_hook = getattr(args, "custom_megatron_before_train_step_hook_path", None)
-    if args.train_backend == "fsdp":
+    if not current(args).step_hook:
         if step_hook or config.step_hook:
             logger.warning(
                 "without effect on FSDP, where Miles calls no such hook: %s, bitwise.step_hook", flag
@@ -78,7 +79,7 @@ def _check_mis(args: Any, config: BitwiseConfig) -> None:
     if asked and ours(getattr(args, "custom_tis_function_path", None)):
         mis.config_in_force(args)
     if ours(config.loss):
-        hosts_loss.config_in_force(args, reading.from_args(args))
+        loss_flags.config_in_force(args, reading.from_args(args))
 
 
 def dump_path(args: Any) -> Path:

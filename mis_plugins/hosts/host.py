@@ -1,0 +1,80 @@
+"""What is known of one host, as a record: each host's file makes one, and `registry.py` holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mis_plugins.packing.ragged import Ranks
+else:
+    Ranks = Tensor = Any  # `config check` reads these records before every job, and needs no torch
+
+Batch = Mapping[str, Any]
+Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of context parallelism
+Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
+Recomputes = Literal["always", "never", "sometimes"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host. What has a default is a host's own word only where it differs from Megatron under slime.
+
+    Which host it is:
+        name: what `config check --host` calls it.
+        title: what sentences call it.
+        package: which makes the reducer that it hands to a loss.
+        runs: whether this process is one of this host's, as far as its arguments (perhaps None) and modules say.
+
+    A micro-batch and its loss:
+        parallel: process groups, and (size, rank) of context parallelism.
+        scores: log-probs of the sampled tokens with gradient, and the entropy where the host computes it.
+        recomputes: whether its batches carry the trainer's log-probs of before the update; where they do not, pi_theta
+            stands in for them, and "sometimes" leaves that to each batch.
+        own_loss: dotted path of its own policy loss.
+        divides_by_kept: whether it divides a sequence's loss by the tokens that the mask of the TIS hook keeps.
+
+    Metrics:
+        reports: whether this is the rank that logs, among those that hold log-probs.
+        tracking: module with `log(args, metrics, step_key)`, which reads the step from the metrics; None without one.
+        one_sample_a_rollout: whether its own rollout functions make one sample of each rollout.
+
+    A config before the job:
+        records: files of `hosts/records/` that list its arguments; none where `config check --host` does not serve it.
+        eval_engines: whether it has SGLang's arguments twice, again for evaluation.
+        more_arguments: names of arguments beyond those of the records.
+        config_files: arguments that name a file of its settings, beside --custom-config-path.
+        tis_hook: dotted path for --custom-tis-function-path.
+        rollout_batch: whether it hands the rollout batch to the rollout-data hook.
+        versions: whether it says which version wrote each token.
+        step_hook: whether it calls a hook before each train step.
+    """
+
+    name: str
+    title: str
+    package: str
+    runs: Callable[[Any], bool]
+    parallel: Callable[[], Parallel]
+    scores: Callable[[Any, Batch, Tensor], Scores]
+    own_loss: str
+    reports: Callable[[Ranks], bool]
+    recomputes: Callable[[Any], Recomputes] = lambda args: "sometimes"
+    divides_by_kept: Callable[[Any], bool] = lambda args: False
+    tracking: str | None = None
+    one_sample_a_rollout: bool = False
+    records: tuple[str, ...] = ()
+    eval_engines: bool = False
+    more_arguments: Callable[[], Set[str]] = frozenset
+    config_files: tuple[str, ...] = ()
+    tis_hook: str = "mis_plugins.mis.compute_mis_weights_with_cp"
+    rollout_batch: bool = False
+    versions: bool = False
+    step_hook: bool = True
+
+
+def sequences_of(batch: Batch) -> dict[str, Any]:
+    """What every host's own helper asks of a micro-batch to score its sequences."""
+    return {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}

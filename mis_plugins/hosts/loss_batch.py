@@ -1,0 +1,188 @@
+"""A host's micro-batch, read for the policy loss: scored with the host's own helper, flat, and checked."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.host import Batch, Host
+from mis_plugins.loss.micro_batch import LossInputs, Reduce
+from mis_plugins.versions.segment_wise import Written
+
+
+def read(
+    host: Host,
+    args: Any,
+    batch: Batch,
+    logits: Tensor,
+    config: CorrectionConfig,
+    reports_weights: bool = False,
+) -> LossInputs:
+    """Score the tokens with the host's own helper, and lay everything out flat.
+
+    Args:
+        reports_weights: whether the weights will be logged by age, which takes versions also where they are standard.
+
+    Raises:
+        ConfigError, InputError: a layout that is not read; a list that is missing or does not fit.
+    """
+    ranks, cp = host.parallel()
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *cp)
+    reads_versions = _reads_versions(batch, config, reports_weights)
+    _check_present(host, args, batch, config, reads_versions)
+    masks = _flat("loss_masks", batch["loss_masks"], layout.response_lengths)
+    log_probs, entropy = host.scores(args, batch, logits)
+
+    def constant(name: str) -> Tensor | None:
+        return _flat(name, batch[name], layout.local_lengths).detach() if batch.get(name) else None
+
+    target = _on_the_tape(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
+    proximal = None if host.recomputes(args) == "never" else constant("log_probs")
+    return LossInputs(
+        ragged=layout.place(masks, ranks).ragged,
+        target=target,
+        proximal=target.detach() if proximal is None else proximal,
+        behavior=constant("rollout_log_probs"),
+        reference=constant("ref_log_probs"),
+        advantages=_flat("advantages", batch["advantages"], layout.local_lengths).detach(),
+        entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
+        written=written(batch, layout.local_lengths) if reads_versions else None,
+    )
+
+
+def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:
+    """log pi_theta with a graph, also where a host scores no token without one.
+
+    The model's own collectives wait for the backward of every rank. So do those of the loss where it is checkpointed,
+    which runs it again there, and on a rank whose loss kept nothing for a backward not at all.
+    """
+    return target if target.numel() else target + logits[..., :0].flatten().to(target.dtype)
+
+
+VERSIONS = "output_versions"  # which version wrote each token
+VERSION = "proximal_version"  # which one the proximal policy is
+
+
+def knows_versions(batch: Batch) -> bool:
+    """Whether the host knows who wrote a token: it says which version the proximal policy is.
+
+    That number is the trainer's own, so that every rank decides alike. The versions of the tokens come with samples:
+    ranks that decided by them would weigh, and communicate, differently where one got samples without.
+
+    Raises:
+        InputError: versions of tokens without that of the proximal policy.
+    """
+    if batch.get(VERSION) is None and batch.get(VERSIONS):
+        raise InputError(
+            f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of"
+        )
+    return batch.get(VERSION) is not None
+
+
+def written(batch: Batch, lengths: Sequence[int]) -> Written:
+    """Who wrote each token of a micro-batch, or of a rollout: three keys, which `docs/async.md` describes.
+
+    Raises:
+        InputError: a list that does not fit.
+    """
+    versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
+    if batch.get("recomputed_log_probs"):
+        recomputed = _flat("recomputed_log_probs", batch["recomputed_log_probs"], lengths).detach()
+    else:
+        recomputed = torch.full(versions.shape, torch.nan, device=versions.device)
+    return Written(versions, recomputed, batch[VERSION])
+
+
+def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: bool) -> bool:
+    by_age = config.metrics == "all" or reports_weights
+    return config.segment_wise_on or (by_age and knows_versions(batch))
+
+
+def _check_present(
+    host: Host, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool
+) -> None:
+    wanted = {
+        "rollout_log_probs": config.corrects or config.bypass,
+        "ref_log_probs": getattr(args, "use_kl_loss", False),
+        "log_probs": host.recomputes(args) == "always" and not config.bypass,
+    }
+    why = {
+        "rollout_log_probs": "the rollout engine must return one for each sampled token",
+        "ref_log_probs": "--use-kl-loss needs those of a reference policy",
+        "log_probs": "the trainer's log-probs were neither recomputed nor handed on",
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted and not batch.get(name):
+            raise InputError(f"{name}: none in this micro-batch; {why[name]}")
+    if reads_versions:
+        check_versions(args, batch, config)
+
+
+def check_versions(args: Any, batch: Batch, config: CorrectionConfig) -> None:
+    """Refuse a micro-batch, or a rollout, without what segment-wise weights and metrics by age read.
+
+    Raises:
+        InputError: it names the key.
+    """
+    lacks = _lacking(batch, config)
+    if lacks is not None:
+        raise InputError(lacks).spelled(reading.spelling(args), "mis.")
+
+
+def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
+    if not knows_versions(batch):
+        return (
+            f"{VERSIONS}: none here; {{segment_wise}} needs to know which version wrote each token, which this host "
+            "does not say (see docs/async.md); leave {segment_wise} out, and give its bounds as {weight}"
+        )
+    if not batch.get(VERSIONS):
+        return (
+            f"{VERSIONS}: none here, and {VERSION}: {batch[VERSION]} says that this host knows who wrote each token; "
+            "hand it on with every micro-batch, and leave out, or refuse, samples without"
+        )
+    if config.segment_wise_on and _stores(config) and not batch.get("recomputed_log_probs"):
+        return (
+            f"recomputed_log_probs: none here; beside {VERSIONS}, segment-wise weights need what the version after "
+            "each token's gives it (see docs/async.md); without, say {segment_wise.method}: loglinear, or "
+            "{segment_wise.enabled}: false"
+        )
+    return None
+
+
+def _stores(config: CorrectionConfig) -> bool:
+    """Whether weights read what was recomputed while the batch was written."""
+    return config.segment_wise is not None and config.segment_wise.method == "recompute"
+
+
+def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
+    present = [x for x in tensors if x is not None]
+    counts = [None if x is None else x.numel() for x in tensors]
+    if counts != list(lengths):
+        raise InputError(f"{name}: {counts} tokens a sequence, but this rank expects {list(lengths)}")
+    return torch.cat(present)
+
+
+def passed_on(batch: Batch, reduce: Reduce) -> dict[str, Tensor]:
+    """What the hosts themselves only report: the KL to a distillation teacher."""
+    if not batch.get("opd_reverse_kl"):
+        return {}
+    return {"opd_reverse_kl": reduce(torch.cat(list(batch["opd_reverse_kl"]))).detach()}
+
+
+def policy_reducer(args: Any, batch: Batch) -> Reduce | None:
+    """Reducer of `--custom-pg-loss-reducer-function-path`, on the masks before rejection: rejected tokens are 0."""
+    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    if path is None:
+        return None
+    build = pkgutil.resolve_name(path)
+    masks, per_token = batch["loss_masks"], args.calculate_per_token_loss
+    return build(batch["total_lengths"], batch["response_lengths"], masks, per_token)

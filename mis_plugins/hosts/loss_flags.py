@@ -1,0 +1,113 @@
+"""What a host's flags say of the policy loss: objective, OPSM, clipping, entropy and KL."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts import averages, denominator_checks, watching
+from mis_plugins.loss.micro_batch import LossConfig
+from mis_plugins.loss.objective import ESTIMATORS, Clip
+
+
+def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = False) -> CorrectionConfig:
+    """`config` with an objective and OPSM: the user's own, which must not contradict the host's flags, or the flags'.
+
+    Where the run only watches, metrics are left of `config`, and the flags' objective and OPSM.
+
+    Args:
+        versions_known: whether the host says which version wrote each token.
+
+    Raises:
+        ConfigError: it quotes both.
+    """
+    config = watching.for_loss_hook(args, config)
+    asked, opsm = config.objective, config.opsm
+    objective = _objective(args, asked)
+    if getattr(args, "use_opsm", False):
+        if opsm is not None:
+            raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
+        opsm = OpsmConfig(args.opsm_delta, reference=objective.old)
+    if config.denominator == "kept":
+        denominator_checks.check(args)
+    denominator_checks.check_reducer(args, drops=config.rejects or opsm is not None)
+    normalize = config.weight and config.weight.normalize
+    if normalize and normalize.scope == "rollout" and objective.old == "behavior":
+        raise ConfigError(
+            "mis.weight.normalize.scope: rollout is computed before training, but with mis.objective.old: behavior "
+            "the weights are those of pi_theta, which every step changes; use scope: data_parallel"
+        )
+    try:
+        config = dataclasses.replace(config, objective=objective, opsm=opsm)
+    except ConfigError as error:
+        implied = (
+            ""
+            if asked or not args.use_rollout_logprobs
+            else " (--use-rollout-logprobs means mis.objective.old: behavior)"
+        )
+        raise ConfigError(error.template + implied).spelled(reading.spelling(args), "mis.") from None
+    return config.where_versions_are_known() if versions_known else config
+
+
+# A host's flag, and what it says of the objective.
+IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
+    (
+        "--advantage-estimator gspo",
+        lambda args: args.advantage_estimator == "gspo",
+        {"surrogate": "clip", "ratio": "sequence"},
+    ),
+    (
+        "--advantage-estimator cispo",
+        lambda args: args.advantage_estimator == "cispo",
+        {"surrogate": "cispo"},
+    ),
+    ("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, {"old": "behavior"}),
+    ("--use-unbiased-kl", lambda args: getattr(args, "use_unbiased_kl", False), {"unbiased_kl": True}),
+)
+
+
+def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
+    said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
+    coupled = asked is not None and reading.areal_keys(vars(args)).get("use_decoupled_loss") is False
+    if coupled:  # AReaL's key speaks of `old` alone: the rest is the flags'
+        said.append(("use_decoupled_loss: false", {"old": "behavior"}))
+    if asked is None or coupled:
+        return ObjectiveConfig(**{name: value for _, fields in said for name, value in fields.items()})
+    for flag, fields in said:
+        for name, value in fields.items():
+            if getattr(asked, name) != value:
+                raise ConfigError(
+                    f"mis.objective.{name}: {_yaml(getattr(asked, name))} contradicts {flag}, which means "
+                    f"{name}: {_yaml(value)}; change one of them"
+                )
+    for name in ("unbiased_kl", "weigh_kl"):
+        if getattr(asked, name) and not getattr(args, "use_kl_loss", False):
+            raise ConfigError(f"mis.objective.{name}: true has no effect without --use-kl-loss")
+    return asked
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def loss_config(args: Any) -> LossConfig:
+    """What the host's flags say of clipping, entropy and KL.
+
+    Raises:
+        ConfigError: it quotes the flag.
+    """
+    kl_type = None
+    if getattr(args, "use_kl_loss", False):
+        kl_type = args.kl_loss_type
+        if kl_type not in ESTIMATORS:
+            raise ConfigError(f"--kl-loss-type: got {kl_type!r}; choose one of {', '.join(ESTIMATORS)}")
+    try:
+        clip = Clip(args.eps_clip, args.eps_clip_high, getattr(args, "eps_clip_c", None))
+    except ConfigError as error:
+        raise error.spelled({"dual": "--eps-clip-c"}) from None
+    entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)
+    return LossConfig(clip, entropy_coef, kl_type, kl_coef, averages.average(args))

@@ -1,0 +1,46 @@
+"""Megatron's own process groups: those of every host that hands a hook no others."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from mis_plugins.hosts.host import Parallel, Ranks
+
+
+def parallel() -> Parallel:
+    """The groups of `megatron.core.mpu`, and (size, rank) of context parallelism; one process without Megatron."""
+    from mis_plugins.packing.ragged import Ranks
+
+    mpu = _mpu()
+    if mpu is None:
+        return Ranks(), (1, 0)
+    cp, tp = mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()
+    dp = mpu.get_data_parallel_group(with_context_parallel=False)
+    ranks = Ranks(*(group if group.size() > 1 else None for group in (cp, dp, tp)))
+    return ranks, (cp.size(), cp.rank())
+
+
+def reports(ranks: Ranks) -> bool:
+    """Whether this is the first rank of each group, on which hosts set their tracking up."""
+    mpu = _mpu()
+    first_of_tensor = mpu is None or mpu.get_tensor_model_parallel_rank() == 0
+    return first_of_tensor and all(group is None or group.rank() == 0 for group in (ranks.cp, ranks.dp))
+
+
+def holds_log_probs() -> bool:
+    """Only the last pipeline stage computes log-probs."""
+    mpu = _mpu()
+    return mpu is None or mpu.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def arguments() -> Any:
+    """The host's arguments as it gave them to Megatron, or None."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
+def _mpu() -> ModuleType | None:
+    mpu = sys.modules.get("megatron.core.parallel_state")
+    return mpu if mpu is not None and mpu.model_parallel_is_initialized() else None
