@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +76,7 @@ def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monk
     assert row["train/mis_step/tokens"] == sum(map(sum, (x.mask for x in step.responses)))
     halved = torch.cat(step.rows("target")).requires_grad_()
     plain = lambda args, batch, logits: scores(args, batch, 2 * logits)  # noqa: E731
-    monkeypatch.setitem(registry.HOSTS, "embedded", Host(**vars(embedded.HOST) | {"scores": plain}))
+    monkeypatch.setitem(registry.HOSTS, "embedded", replace(embedded.HOST, scores=plain))
     batch = step.batch()
     assert torch.equal(mis.policy_loss(args, batch, halved, reducer(batch, "mis_plugins"))[0], loss)
     assert loss.requires_grad
