@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.shared.commit import UNKNOWN, commit
-from mis_plugins.shared.provenance import measured_with
+from mis_plugins.shared.provenance import UNKNOWN, commit, measured_with
 
 
 @pytest.fixture

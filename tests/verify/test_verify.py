@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mis_plugins.shared.commit import commit
+from mis_plugins.shared.provenance import commit
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.families import tiny_models

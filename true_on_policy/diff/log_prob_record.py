@@ -15,16 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.provenance import environment
 from mis_plugins.shared.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
@@ -133,15 +132,8 @@ class LogProbRecord:
 
 def provenance(contract: Contract | None = None) -> dict[str, str]:
     """Describe what made a record, for its header: versions, machine, threads, and the pinned contract."""
-    made_by = {
-        "packages": {name: found for name in packages() if (found := _version(name))},
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }
     contracts = {} if contract is None else {"contract": json.dumps(asdict(contract))}
-    return {"environment": json.dumps(made_by), **contracts}
+    return {"environment": json.dumps(environment(packages())), **contracts}
 
 
 def digest(x: Shaped[Tensor, "..."]) -> str:
@@ -170,12 +162,3 @@ def _check_boundaries(cu_seqlens: Int64[Tensor, "boundaries"], tokens: int) -> N
         raise RecordError(
             f"cu_seqlens: expected to rise from 0 to {tokens}, the number of tokens; got {ends}"
         )
-
-
-def _version(package: str) -> str | None:
-    if package == "torch":
-        return torch.__version__  # names the build too: each build has its own bits
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

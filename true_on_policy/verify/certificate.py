@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from mis_plugins.shared.provenance import cpu_name
 from mis_plugins.shared.storage import replaced
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import NormOrder
@@ -74,7 +75,7 @@ class Certificate:
             "verdict": self.verdict,
             **asdict(self),
             "machine": {
-                "cpu": _cpu_name(),
+                "cpu": cpu_name(),
                 "platform": f"{platform.system()} {platform.machine()}",
                 **json.loads(provenance()["environment"]),
             },
@@ -106,12 +107,3 @@ def hashes(evidence: Evidence) -> dict[str, str]:
 
 def _gap(link: Link) -> str:
     return "" if link.holds else f", at most {link.furthest:.2g} apart"
-
-
-def _cpu_name() -> str:
-    """Return the name of the CPU, from Linux or else from Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

@@ -19,7 +19,7 @@ from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mis_plugins.shared.commit import commit
+from mis_plugins.shared.provenance import commit
 from mis_plugins.shared.storage import RecordError, check_writable, optional
 from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
