@@ -1,7 +1,7 @@
 """Segment-wise against standard decoupled PPO: variance of the weights by age, bias, rewards, and what both cost.
 
-Runs are processes of their own, two at a time, with one thread each. What the same committed code finished with the
-same settings is not repeated, so the experiment can be interrupted and taken up again; throughput always is.
+Each run is its own process, two at a time, with one thread each. A run that this committed code finished with equal
+settings is not repeated, so the experiment can be interrupted and continued; throughput is always measured again.
 """
 
 from __future__ import annotations
@@ -66,8 +66,11 @@ MEASURED_CODE = ("mis_plugins", "scripts/experiment-async.sh")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. bounds, step_seconds: for throughput, each with each, `rounds` times. bias_rollouts: pooled into a
-    gradient.
+    """A plan says what is run.
+
+    Attributes:
+        bounds, step_seconds: the settings of throughput, each bound with each time, `rounds` times.
+        bias_rollouts: how many rollouts are pooled into a gradient.
     """
 
     rates: Sequence[str]
@@ -103,7 +106,7 @@ class Cell:
 
 
 def cells(plan: Plan, seeds: Sequence[int]) -> list[Cell]:
-    """Seed by seed, so that an interrupted experiment holds whole comparisons."""
+    """List the cells seed by seed, so that an interrupted experiment holds whole comparisons."""
     return [Cell(method, lr, seed) for seed, lr, method in itertools.product(seeds, plan.rates, METHODS)]
 
 
@@ -121,7 +124,7 @@ def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: P
 
 
 def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None) -> None:
-    """Every cell that is not finished."""
+    """Run every cell that is not finished."""
     wanted = {cell: cell_arguments(cell, plan, root) for cell in cells(plan, seeds)}
     lacking = [cell for cell, args in wanted.items() if not made_of(Path(args.output), vars(args), code)]
     for cell in lacking:
@@ -173,7 +176,7 @@ class Directions:
         return self.folder / "directions.json"
 
     def methods(self) -> dict[str, Namespace]:
-        """The arguments of each."""
+        """The arguments of each method, by name."""
         configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
         lines = {
             name: command_line(config, self.lr, self.seed, self.folder / name, self.root)
@@ -182,7 +185,7 @@ class Directions:
         return {name: parse_args([*line, *self.plan.flags]) for name, line in lines.items()}
 
     def settings(self) -> dict[str, Any]:
-        """All that the directions follow from, code aside."""
+        """The settings from which the directions follow, without the code."""
         methods = {name: vars(args) for name, args in self.methods().items()}
         return {"methods": methods, "bound": BOUND, "rollouts": self.plan.bias_rollouts}
 
@@ -190,7 +193,7 @@ class Directions:
 def measure_bias(
     plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None
 ) -> dict[str, list[Any]]:
-    """By learning rate, a seed each: `bias.directions` of standard, segment-wise and no weights."""
+    """Measure `directions` of standard, segment-wise and no weights, by learning rate and seed."""
     wanted = {lr: [Directions(lr, seed, root, plan) for seed in seeds] for lr in plan.rates}
     flat = [one for ones in wanted.values() for one in ones]
     missing = [one for one in flat if not made_of(one.folder, one.settings(), code)]
@@ -256,8 +259,9 @@ def _throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[str, fl
 
 
 def steady(records: Sequence[Mapping[str, Any]], bound: int) -> Sequence[Mapping[str, Any]]:
-    """Of a run of `measure_throughput`, the rollouts in which the worker has as much to do as ever: not the last
-    `bound`, in which it has nothing left to begin. All of a run too short to have such.
+    """Select the rollouts in which the worker is fully busy; every rollout of a run that is too short for a selection.
+
+    The first SETTLED rollouts are left out, and the last `bound`, in which the worker has nothing left to begin.
     """
     return records[SETTLED : len(records) - bound] or records
 
@@ -267,7 +271,7 @@ def _tokens(record: Mapping[str, Any]) -> float:
 
 
 def result(plan: Plan, root: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """What the runs left: weights by age, rewards by trained tokens, the share of recompute."""
+    """Collect the results of the runs: weights by age, rewards by trained tokens, the share of recompute."""
     segment_wise = {lr: [Cell("segment-wise", lr, seed).folder(root) for seed in seeds] for lr in plan.rates}
     return {
         "recipe": " ".join((*RECIPE, *ASYNCHRONOUS)),
@@ -286,7 +290,7 @@ def result(plan: Plan, root: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _variance(folder: Path) -> dict[str, dict[str, float]]:
-    """By age, "all" of them: variance of both weights over the same tokens, and how many these were."""
+    """Return by age, and for "all" ages, the variance of both weights over equal tokens, and the number of tokens."""
     summary, name = json.loads((folder / SUMMARY).read_text()), "behav_imp_weight/var"
     ages = {"all": "", **{str(age): f"/age_{age}" for age in range(BOUND + 1)}}
     return {
@@ -301,7 +305,7 @@ def _variance(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def _loglinear(folder: Path) -> dict[str, dict[str, float]]:
-    """By age: root mean square of the interpolation's error, and of the log ratio that it stands for."""
+    """Return by age the root mean square of the interpolation's error, and of the interpolated log ratio."""
     found: dict[str, dict[str, float]] = {}
     records = MetricsLog(folder / METRICS).read()
     for age in range(2, BOUND + 1):
@@ -320,7 +324,7 @@ def _loglinear(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def _rewards(folder: Path) -> list[tuple[float, float]]:
-    """(tokens trained on, held-out reward of the trainer) at each evaluation."""
+    """Return (tokens trained on, held-out reward of the trainer) at each evaluation."""
     found, tokens = [], 0.0
     settings = json.loads((folder / SUMMARY).read_text())["arguments"]
     samples = settings["rollout_batch_size"] * settings["n_samples_per_prompt"]
@@ -359,7 +363,7 @@ def main() -> int:
 
 
 def measure(options: Namespace) -> dict[str, Any]:
-    """Everything, or throughput alone: first, before our own work burdens the machine."""
+    """Measure everything, or throughput alone; throughput comes first, before our own work burdens the machine."""
     plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
     # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
     import mis_plugins.local.loop  # noqa: F401
@@ -376,10 +380,10 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def held(path: Path) -> dict[str, Any]:
-    """The results that are there.
+    """Read the results that a file holds.
 
     Raises:
-        SystemExit: there are none.
+        SystemExit: the file holds no results.
     """
     if not path.is_file():
         sys.exit(
@@ -389,7 +393,7 @@ def held(path: Path) -> dict[str, Any]:
 
 
 def provenance(words: Sequence[str]) -> dict[str, str]:
-    """What is measured with, from now on."""
+    """Describe what the measurement runs with, from now on."""
     command = as_given("bash scripts/experiment-async.sh", words)
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, before the start"
     return {**measured_with(command, MEASURED_CODE), "load average": load}

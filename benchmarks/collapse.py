@@ -1,7 +1,7 @@
 """Does correction help, when, and by how much? Every method, both advantages, several seeds; the gradient's direction.
 
-Runs are processes of their own, two at a time and one thread each. What the same committed code finished with the same
-settings is not repeated, so the experiment can be interrupted and taken up again.
+Each run is its own process, two at a time and with one thread each. A run that this committed code finished with equal
+settings is not repeated, so the experiment can be interrupted and continued.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Cell:
 
 
 def cells(seeds: Sequence[int]) -> list[Cell]:
-    """Seed by seed, so that an interrupted experiment holds whole comparisons."""
+    """List the cells seed by seed, so that an interrupted experiment holds whole comparisons."""
     return [
         Cell(method, estimator, seed)
         for seed, estimator, method in itertools.product(seeds, ESTIMATORS, METHODS)
@@ -76,7 +76,7 @@ def cells(seeds: Sequence[int]) -> list[Cell]:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What a finished run left, else None."""
+    """Read the summary of a finished run; None where the run is not finished."""
     path = folder / SUMMARY
     summary = json.loads(path.read_text()) if path.is_file() else {}
     return summary if summary.get("status") == "finished" else None
@@ -159,7 +159,7 @@ def _cosines_by_precision(settings: Mapping[str, Namespace]) -> dict[str, dict[s
 
 
 def _mismatch(loop: Loop, sampled: Sequence[Rollout]) -> float:
-    """k3 KL a token of the sampled responses."""
+    """Compute the k3 KL a token of the sampled responses."""
     total = torch.zeros(2, dtype=torch.float64)
     for rollout in sampled:
         data = shard(loop.args, loop.state, rollout)

@@ -64,7 +64,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """What differs between the runs."""
+        """Return the flags that differ between the runs."""
         if self.file is None:
             return ["--rollout-weights", BASELINES[self.name]]
         return [
@@ -83,7 +83,7 @@ class Case:
         return header(self.file).formula
 
     def digest(self, recipe: str, code: str) -> str:
-        """Of all that a run follows from."""
+        """Hash everything from which a run follows: preset, recipe and code."""
         said = code + recipe + (self.file.read_text(encoding="utf-8") if self.file else self.name)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
@@ -101,7 +101,7 @@ def cases() -> list[Case]:
 
 
 def run(case: Case, recipe: str, runs: Path) -> int:
-    """One run in ranks of its own; what it warns about goes to a file beside its numbers."""
+    """Run one case in its own ranks; its warnings go to a file beside its numbers."""
     folder = runs / case.name.replace(" ", "-")
     set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,9 +116,9 @@ def run(case: Case, recipe: str, runs: Path) -> int:
 
 
 def read(case: Case, runs: Path) -> dict[str, Any]:
-    """The numbers of a finished run.
+    """Read the numbers of a finished run.
 
-    kept leaves out what OPSM masks; so does ess where every weight is 1, and there it is what is kept.
+    `kept` leaves out the tokens that OPSM masks. `ess` is `kept` where the run reports none, since every weight is 1.
     """
     folder = runs / case.name.replace(" ", "-")
     summary = json.loads((folder / SUMMARY).read_text())

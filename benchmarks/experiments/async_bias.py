@@ -1,8 +1,8 @@
-"""What staleness does to the direction of the gradient, and what weights make of it.
+"""Measure what staleness does to the direction of the gradient, and what weights make of it.
 
-Not in an asynchronous run, where each version sees one rollout and a gradient is nearly all noise: many rollouts are
-sampled while the weights move through the versions that a synchronous run left, at fixed tokens, and all of them are
-held against on-policy samples of the last version.
+In an asynchronous run each version sees one rollout, and a gradient is nearly all noise. Here many rollouts are sampled
+instead, while the weights move through the versions of a synchronous run at fixed tokens. All rollouts are compared
+with on-policy samples of the last version.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ BURN_IN = 8
 def directions(
     loop: Loop, methods: Mapping[str, Namespace], bound: int, rollouts: int
 ) -> dict[str, dict[str, float]]:
-    """Of each method's gradient: its `pooled` cosine to the on-policy one over all rollouts, which shows bias; the mean
-    cosine of a `single` rollout's, where variance counts too; and its `norm` over that of the on-policy one.
+    """Compare each method's gradient with the on-policy one.
 
-    `on-policy` is a further on-policy gradient of the same size, that is, what sampling noise leaves of 1.
+    `pooled` is the cosine of the gradient over all rollouts, which shows bias. `single` is the mean cosine of one
+    rollout's gradient, where variance counts too. `norm` is the gradient's norm over the on-policy one's. The method
+    `on-policy` is a second on-policy gradient of equal size: what sampling noise leaves of 1.
     """
     versions = moved(loop, bound + 1)
     fresh = DecodeEngine(loop.reference.config, "fp32")
@@ -51,7 +52,7 @@ def directions(
 
 
 def moved(loop: Loop, count: int) -> list[Weights]:
-    """The weights of so many versions in a row, the last being the trainer's own."""
+    """Collect the weights of `count` versions in a row, the last of which are the trainer's own."""
     for _ in range(BURN_IN):
         loop.one_rollout()
     kept: list[Weights] = [loop.trainer.weights()]

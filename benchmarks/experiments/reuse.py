@@ -1,4 +1,4 @@
-"""What an experiment need not measure again: what the same code made of the same settings."""
+"""Find the results that an experiment need not measure again: made by equal code from equal settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stamp(folder: Path, settings: Mapping[str, Any], code: str | None) -> None:
 
 
 def unstamp(folder: Path) -> None:
-    """Before it is made anew: an interrupt must not leave an old stamp on a new part."""
+    """Remove the stamp of a folder before it is made anew: an interrupt must not leave an old stamp on a new part."""
     (folder / STAMP).unlink(missing_ok=True)
 
 
