@@ -90,7 +90,7 @@ def git(checkout: Path, *words: str) -> str:
 
 
 def _top(folder: Path) -> Path:
-    """Of the repository that holds it; itself where there is none."""
+    """Top folder of the repository that holds a folder; the folder itself where no repository does."""
     return Path(git(folder, "rev-parse", "--show-toplevel") or folder)
 
 
