@@ -82,39 +82,41 @@ class TokenMetrics(Mapping[str, Tensor]):
 
     @cached_property
     def _of_sequence(self) -> dict[str, Float[Tensor, " N"]]:
-        return _together(self._correction, self._catalogue.sequence)
+        metrics = self._catalogue.sequence
+        return dict(zip(metrics, _stacked(self._correction, metrics).float().unbind(), strict=True))
 
     @cached_property
-    def _of_micro_batch(self) -> dict[str, Float[Tensor, ""]]:
-        metrics = self._catalogue.micro_batch
-        if self._average is None:
-            return _together(self._correction, metrics)
+    def _of_micro_batch(self) -> dict[str, Float[Tensor, " T"]]:
+        c, metrics = self._correction, self._catalogue.micro_batch
+        tokens = c.ragged.loss_mask.numel()
         theirs = {name: metric for name, metric in metrics.items() if name in OF_MIS_PY}
         ours = {name: metric for name, metric in metrics.items() if name not in OF_MIS_PY}
-        found = _together(self._correction, theirs) if theirs else {}
-        return found | _together(self._correction, ours, self._scale)
+        values = _stacked(c, ours) if self._average is None else _stacked(c, ours) / self._share
+        at_tokens = values.float().unsqueeze(1).expand(-1, tokens).unbind()  # not one operator each
+        found = {name: _value(c, metric).float().expand(tokens) for name, metric in theirs.items()}
+        return found | dict(zip(ours, at_tokens, strict=True))
 
     @cached_property
-    def _scale(self) -> Float[Tensor, ""]:
-        """Factor that undoes the host's division by fully masked samples, which add 0, in this micro-batch."""
+    def _share(self) -> Float[Tensor, ""]:
+        """What the host adds up over what it divides by, in this micro-batch: fully masked samples add 0."""
         c = self._correction
         if self._average == "sequences":
-            return (c.ragged.size / c.live_count).float()
-        valid = c.totals["valid"].sum()
-        return ((valid + (c.ragged.size - c.live_count)) / valid.clamp(min=1)).float()
+            return c.live_count / c.ragged.size
+        valid = c.totals["valid"].sum().clamp(min=1)
+        return (valid / (valid - c.live_count + c.ragged.size)).float()
 
     def __getitem__(self, name: str) -> Float[Tensor, " T"]:
         if not name.startswith(self._prefix):
             raise KeyError(name)
         metric, ragged = name.removeprefix(self._prefix), self._correction.ragged
         if metric in self._catalogue.micro_batch:
-            return self._of_micro_batch[metric].expand(ragged.loss_mask.numel())
+            return self._of_micro_batch[metric]
         if metric in self._catalogue.token:
             value = _value(self._correction, self._catalogue.token[metric])
         else:
             value = ragged.to_tokens(self._of_sequence[metric])
         scales = self._average is not None and metric not in OF_MIS_PY
-        return (value * self._scale if scales else value).float()
+        return (value / self._share if scales else value).float()
 
     def __iter__(self) -> Iterator[str]:
         kinds = self._catalogue.token, self._catalogue.sequence, self._catalogue.micro_batch
@@ -124,12 +126,8 @@ class TokenMetrics(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def _together(
-    correction: Correction, metrics: Mapping[str, Metric], scale: Tensor | None = None
-) -> dict[str, Tensor]:
-    values = torch.stack([_value(correction, metric) for metric in metrics.values()])
-    values = values if scale is None else values * scale
-    return dict(zip(metrics, values.float().unbind(), strict=True))
+def _stacked(correction: Correction, metrics: Mapping[str, Metric]) -> Float[Tensor, "K ..."]:
+    return torch.stack([_value(correction, metric) for metric in metrics.values()])
 
 
 def _value(correction: Correction, metric: Metric) -> Tensor:

@@ -26,6 +26,7 @@ from mis_plugins.hosts.step_report import Recorder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MOST_OPERATORS = 300
+DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in README.md and docs/gpu.md
 BUDGET = {"full": MOST_OPERATORS, "all": 600}
 MOST_COLLECTIVES = 3
 
@@ -45,7 +46,7 @@ def test_smoke_holds_the_bounds(smoke: list[dict[str, Any]]):
     assert [(row["sequences"], row["cp"]) for row in smoke] == [(8, 1), (64, 1), (8, 2), (64, 2)]
     for row in smoke:
         ours = row["ours"]
-        assert ours["operators"] <= MOST_OPERATORS
+        assert ours["operators"] <= DOCUMENTED_OPERATORS[row["cp"]]
         assert ours["waits"] == 0
         assert ours["collectives"] == 0 if row["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
         assert ours["peak_bytes"] > 0 and ours["seconds"] > 0

@@ -101,6 +101,22 @@ def test_every_point_of_the_product(level: str, bound: str, reject: str, over: s
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_where_the_host_averages_over_tokens(level: str, bound: str):
+    """`--calculate-per-token-loss` divides by tokens, of which a fully masked sample counts as one."""
+    batch, weight = ratio_batch(WIDE, MASKS), {"level": level, "bound": bound, "normalize": {"over": "valid"}}
+    config = {
+        "weight": weight | ({} if bound == "none" else {"upper": 1.25}),
+        "reject": rules_of("sum and min"),
+    }
+    expected = oracle.correct(batch.samples, config)
+    assert expected.margin > DECISION, "the batch must keep clear of the bounds"
+    outcome = run(batch, config, calculate_per_token_loss=True)
+    assert_matches_oracle(outcome, batch, expected, per_token=True)
+    assert_batch_metrics_match(outcome, batch, config, expected, per_token=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("over", ["mean", "sum", "max"])
 def test_units_add_up_what_smaller_ones_leave(level: str, over: str):
     """`aggregate: kept`, and not the same as `valid` on this batch."""

@@ -176,7 +176,10 @@ OURS = {
 
 
 def test_our_own_metrics():
-    """Ratios 0.5, 3, 1.2 | 40 (dropped); one dead sequence; one non-finite rollout log-prob."""
+    """Ratios 0.5, 3, 1.2 | 40 (dropped); one dead sequence; one non-finite rollout log-prob.
+
+    With a rollout function of the user's, where the dead sequence scales nothing (`test_averages.py`).
+    """
     batch = ratio_batch([[0.5, 3.0, 1.2], [40.0], [1.0], [1.0, 1.0]], [[1, 1, 1], [1], [0], [1, 1]])
     batch.behavior[3][1] = math.nan
     batch.proximal[0][1] = 30.0  # log ratio 31: beyond the clamp
@@ -186,6 +189,7 @@ def test_our_own_metrics():
             "weight": {"upper": 2.0},
             "reject": [{"over": "token", "upper": 1e20}, {"over": "max", "upper": 1e20}],
         },
+        rollout_function_path="mine.rollout",
     )
     value = {name: float(found.metrics[name][0][0]) for name in OURS}
     assert OURS <= found.metrics.keys()

@@ -140,7 +140,7 @@ def flags(**settings: Any) -> Namespace:
         | {"use_tis": False, "qkv_format": "thd", "advantage_estimator": "grpo", "use_rollout_logprobs": False,
            "skip_actor_forward_only": False, "use_unbiased_kl": False, "use_kl_loss": False, "use_opsm": False,
            "entropy_coef": 0.0, "observe_training_entropy": False, "calculate_per_token_loss": False,
-           "custom_pg_loss_reducer_function_path": None, "rollout_function_path": "mine.rollout"}
+           "custom_pg_loss_reducer_function_path": None}
         | settings
     )  # fmt: skip
 

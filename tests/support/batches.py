@@ -283,9 +283,6 @@ def nested(flat: dict) -> dict:
 
 
 def host_args(**settings: object) -> SimpleNamespace:
-    """A host's Namespace: `--use-tis` and `--qkv-format thd` unless told otherwise, then the YAML's keys.
-
-    With a rollout function of the user's, behind which the hook returns each metric as it is (`test_averages.py`).
-    """
+    """A host's Namespace: `--use-tis` and `--qkv-format thd` unless told otherwise, then the YAML's keys."""
     given = {"use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd"}
-    return SimpleNamespace(**(given | {"rollout_function_path": "mine.rollout"} | settings))
+    return SimpleNamespace(**(given | settings))

@@ -58,7 +58,7 @@ def run(batch: Batch, config: dict | None = None, **settings: object) -> Outcome
 
 
 def assert_matches_oracle(
-    outcome: Outcome, batch: Batch, expected: oracle.Corrected, full: bool = True
+    outcome: Outcome, batch: Batch, expected: oracle.Corrected, full: bool = True, per_token: bool = False
 ) -> None:
     """Masks exactly, weights and (under `metrics: full`) every metric that the oracle knows to float32 rounding."""
     samples = batch.samples
@@ -69,32 +69,36 @@ def assert_matches_oracle(
             applied = expected.weights[i][t] * expected.scale[i] if expected.keep[i][t] else 0.0
             assert_close(outcome.weights[i][t].item(), applied, rtol, 0.0, f"weight {i}:{t}")
     if full:
-        assert_metrics_match(outcome.metrics, batch, expected)
+        assert_metrics_match(outcome.metrics, batch, expected, per_token)
 
 
 def assert_batch_metrics_match(
-    outcome: Outcome, batch: Batch, config: dict, expected: oracle.Corrected
+    outcome: Outcome, batch: Batch, config: dict, expected: oracle.Corrected, per_token: bool = False
 ) -> None:
     """Those with one number a micro-batch: at worst (sum w)^2 / sum w^2, four weights' relative errors."""
     rtol = 4 * normalized_rtol(max(spread(s) for s in batch.samples))
     for name, value in oracle.batch_metrics(batch.samples, config, expected).items():
+        value *= oracle.host_scale(name, batch.samples, per_token)
         for found in torch.cat(outcome.metrics[f"mis_{name}"]).unique().tolist():
             assert_close(found, value, rtol, 0.0, name)
 
 
-def assert_metrics_match(metrics: dict[str, list[Tensor]], batch: Batch, expected: oracle.Corrected) -> None:
+def assert_metrics_match(
+    metrics: dict[str, list[Tensor]], batch: Batch, expected: oracle.Corrected, per_token: bool = False
+) -> None:
     for name, rows in expected.metrics.items():
         assert f"mis_{name}" in metrics, name
+        scale = oracle.host_scale(name, batch.samples, per_token)
         for i, sample in enumerate(batch.samples):
             largest = max(
                 [abs(x) for t in sample.usable for x in (sample.proximal[t], sample.behavior[t])], default=0.0
             )
             for t in sample.valid:
-                if not math.isnan(rows[i][t]):
-                    atol = metric_atol(spread(sample), largest, len(sample.valid), rows[i][t])
-                    assert_close(
-                        metrics[f"mis_{name}"][i][t].item(), rows[i][t], 0.0, atol, f"{name} {i}:{t}"
-                    )
+                value = rows[i][t] * scale
+                if not math.isnan(value):
+                    atol = metric_atol(spread(sample), largest, len(sample.valid), value)
+                    found = metrics[f"mis_{name}"][i][t].item()
+                    assert_close(found, value, 0.0, atol, f"{name} {i}:{t}")
 
 
 def spread(sample: oracle.Sample) -> float:

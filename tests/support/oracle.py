@@ -432,6 +432,22 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
     }  # fmt: skip
 
 
+def host_scale(name: str, batch: Sequence[Sample], per_token: bool = False) -> float:
+    """What a metric that mis.py lacks is multiplied by, so that the host's mean is over samples with a valid token.
+
+    A host adds up what those samples have, and divides by all of them: by their number, or by their tokens, of which it
+    counts one for a fully masked sample.
+    """
+    counts = [len(sample.valid) for sample in batch]
+    numbered = name[-2:-1] == "_" and name[-1].isdigit()  # of a second rule; mis.py has but one
+    ours = name.startswith(("kept_", "saturated_", "tis_zero_")) or name.endswith("_mb") or numbered
+    if not ours or not any(counts):
+        return 1.0
+    if per_token:
+        return sum(max(n, 1) for n in counts) / sum(counts)
+    return len(counts) / sum(n > 0 for n in counts)
+
+
 def sequence_kept(sample: Sample, config: dict) -> bool:
     """What the rules over sequences, and a mask bound at a level above the token, say of a live sequence."""
     t, weight = sample.valid[0], config.get("weight")
