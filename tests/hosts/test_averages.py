@@ -73,8 +73,9 @@ def test_over_micro_batches_it_is_their_mean_by_samples():
         assert diluted[name] == pytest.approx(first[name] / 2, rel=1e-5)
 
 
-def test_a_wholly_masked_micro_batch_is_finite():
-    assert set(logged([MASKED]).values()) == {0.0}
+@pytest.mark.parametrize("settings", [{}, PER_TOKEN])
+def test_a_wholly_masked_micro_batch_is_finite(settings: dict):
+    assert set(logged([MASKED], **settings).values()) == {0.0}
 
 
 @pytest.mark.parametrize(
