@@ -31,7 +31,6 @@ from experiments.recipe import ESTIMATORS, METHODS, RECIPE, command_line
 from experiments.reuse import made_of, stamp, unstamp
 from rich.progress import track
 
-from mis_plugins.correction.divergence import k3
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import PRECISIONS
 from mis_plugins.local.folders import SUMMARY, add_folders, set_aside, with_folders
@@ -44,6 +43,7 @@ from mis_plugins.local.train.parallel import initialize, launch
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, as_markdown, committed_tree, measured_with
 from mis_plugins.shared.shell import add_version
+from mis_plugins.terms.divergence import k3
 
 SEEDS = (0, 1, 2)
 MEASURED_CODE = ("mis_plugins", "scripts/experiment-collapse.sh")

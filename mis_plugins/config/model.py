@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.terms import bounds, statistics
 
 Level = Literal["token", "segment", "segment_geometric", "sequence", "geometric"]
-Bound = Literal["none", "truncate", "clip", "mask", "zero"]
 Scope = Literal["micro_batch", "data_parallel", "rollout"]
 Population = Literal["valid", "kept"]
-Statistic = Literal[
-    "ratio", "k1", "k2", "k3", "binary_kl", "prob_diff", "abs_prob_diff", "proximal_prob", "behavior_prob"
-]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["full", "core", "none", "all"]
+# Names of a table that may grow, as the function that lists them: see `reading.choices`.
+BoundName = Annotated[str, bounds.bound_names]
+CappingBoundName = Annotated[str, bounds.capping_names]
+StatisticName = Annotated[str, statistics.statistic_names]
 
 DEFAULT_UPPER = 2.0
 LEVEL_OVER: dict[Level, Over] = {
@@ -30,23 +31,6 @@ LEVEL_OVER: dict[Level, Over] = {
     "segment_geometric": "mean",
     "sequence": "sum",
     "geometric": "mean",
-}
-
-LEAST_PROBABILITY = 1e-6  # that `binary_kl` knows, of the token and of all others
-# Of the least against all the rest: 13.8155.
-LARGEST_BINARY_KL = (1 - 2 * LEAST_PROBABILITY) * -math.log(LEAST_PROBABILITY / (1 - LEAST_PROBABILITY))
-
-# What a statistic of one token can be: a bound outside would drop nothing or everything.
-RANGE: dict[Statistic, tuple[float, float]] = {
-    "ratio": (0, math.inf),
-    "k1": (-math.inf, math.inf),
-    "k2": (0, math.inf),
-    "k3": (0, math.inf),
-    "binary_kl": (0, LARGEST_BINARY_KL),
-    "prob_diff": (-1, 1),
-    "abs_prob_diff": (0, 1),
-    "proximal_prob": (0, 1),
-    "behavior_prob": (0, 1),
 }
 
 
@@ -90,39 +74,43 @@ class WeightConfig:
 
     level: `token` r_t; `sequence`, the product over the sequence; `geometric`, its geometric mean; `segment` and
         `segment_geometric`, the same over a segment, which is a run of ones in the loss mask (a turn of the model).
-    bound: `none`; `truncate` min(r, upper) (TIS); `clip` to [lower, upper] (CIS); outside [lower, upper] `mask` drops
-        the token from the loss mask (MIS, IcePop) and `zero` sets its weight to 0 and leaves the mask; inside, both
-        leave the ratio as it is.
-    lower: None is 1 / upper, 0 is no lower bound. Truncation has none.
-    upper: 2 where it is not given.
+    bound: a row of `terms/bounds.py`, which says what becomes of a ratio within [lower, upper] and outside.
+    lower: None is 1 / upper, 0 is no lower bound. Only a bound with a floor takes one.
+    upper: 2 where it is not given. Only a bound with a ceiling takes one.
     """
 
     level: Level = "token"
-    bound: Bound = "truncate"
+    bound: BoundName = "truncate"
     lower: float | None = None
     upper: float | None = None
     normalize: NormalizeConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.bound == "none":
+        if not self.record.has_ceiling:
             for name in ("lower", "upper"):
                 if getattr(self, name) is not None:
                     raise ConfigError(
-                        f"{{{name}}}: {getattr(self, name):g} has no effect with {{bound}}: none; drop it"
+                        f"{{{name}}}: {getattr(self, name):g} has no effect with {{bound}}: {self.bound}; drop it"
                     )
             return
         if self.upper is None:
             object.__setattr__(self, "upper", DEFAULT_UPPER)  # so that saying 2 and saying nothing are equal
         check_ratio_bounds(self.lower or None, self.upper)
-        if self.bound == "truncate":
+        if not self.record.has_floor:
             if self.lower is not None:
                 raise ConfigError(
-                    f"{{lower}}: {self.lower:g} has no effect with {{bound}}: truncate; drop it, or use {{bound}}: clip"
+                    f"{{lower}}: {self.lower:g} has no effect with {{bound}}: {self.bound}; drop it, or use "
+                    "{bound}: clip"
                 )
         elif self.lower is None and self.ceiling <= 1:
             raise ConfigError(
                 f"{{lower}}: unset means 1 / {{upper}}: {1 / self.ceiling:g}, not below {{upper}}: {self.ceiling:g}"
             )
+
+    @property
+    def record(self) -> bounds.Bound:
+        """Everything that is known of the bound."""
+        return bounds.BOUNDS[self.bound]
 
     @property
     def ceiling(self) -> float:
@@ -131,15 +119,10 @@ class WeightConfig:
 
     @property
     def floor(self) -> float:
-        """The lower bound in force: 0 for truncation and without a bound, 1 / upper where none is given."""
-        if self.bound in ("none", "truncate"):
+        """The lower bound in force: 0 for a bound without a floor, 1 / upper where none is given."""
+        if not self.record.has_floor:
             return 0.0
         return 1 / self.ceiling if self.lower is None else self.lower
-
-    @property
-    def drops(self) -> bool:
-        """Whether what lies outside the bounds has no bounded weight: it is masked, or weighs 0."""
-        return self.bound in ("mask", "zero")
 
     @property
     def by_segment(self) -> bool:
@@ -154,11 +137,7 @@ class WeightConfig:
 class RejectRule:
     """Drop what lies outside [lower, upper]: a statistic of one token, or what it adds up to over a unit.
 
-    statistic: with log r = log pi_old - log mu, at most 20 in k3:
-        `ratio` r; `k1` -log r; `k2` (log r)^2 / 2, at most e^80; `k3` r - 1 - log r (Schulman 2020, "Approximating KL
-        Divergence");
-        `binary_kl` the KL of mu to pi_old, each of the sampled token against all others; `prob_diff` pi_old - mu;
-        `abs_prob_diff` |pi_old - mu|; `proximal_prob` pi_old; `behavior_prob` mu.
+    statistic: a row of `terms/statistics.py`, with its value, its range and its formula.
     over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.
         Ratios multiply: their `sum` is the ratio of the whole unit and their `mean` the geometric mean (geometric
         masking). `min` with `lower` is a veto.
@@ -166,7 +145,7 @@ class RejectRule:
     aggregate: which tokens of the unit the rule reads; None takes the `aggregate` of `CorrectionConfig`.
     """
 
-    statistic: Statistic = "ratio"
+    statistic: StatisticName = "ratio"
     over: Over = "token"
     lower: float | None = None
     upper: float | None = None
@@ -180,7 +159,7 @@ class RejectRule:
             raise ConfigError(
                 f"{{aggregate}}: {self.aggregate} has no effect with {{over}}: token, which adds nothing up"
             )
-        if self.statistic == "ratio":
+        if self.record.factor is not None:
             check_ratio_bounds(self.lower, self.upper)
         else:
             self._check_range()
@@ -191,7 +170,7 @@ class RejectRule:
             )
 
     def _check_range(self) -> None:
-        low, high = RANGE[self.statistic]
+        low, high = self.record.low, self.record.high
         if self.over == "sum":
             low, high = (-math.inf if low else 0), math.inf
         for name in ("lower", "upper"):
@@ -203,9 +182,19 @@ class RejectRule:
                 )
 
     @property
+    def record(self) -> statistics.Statistic:
+        """Everything that is known of the statistic."""
+        return statistics.STATISTICS[self.statistic]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the rule looks at a product over the tokens of a unit."""
+        return self.record.factor is not None and self.over == "sum"
+
+    @property
     def limits(self) -> tuple[float | None, float | None]:
         """The bounds on what is really compared: of ratios the logarithm, so that nothing overflows."""
-        if self.statistic != "ratio":
+        if self.record.factor is None:
             return self.lower, self.upper
         return tuple(None if bound is None else math.log(bound) for bound in (self.lower, self.upper))  # type: ignore[return-value]
 
@@ -267,7 +256,7 @@ class SegmentWiseConfig:
 
     enabled: false is standard decoupled PPO, bound(pi_old / pi_v).
     weight_cap: the largest ratio; null is no bound.
-    weight_floor: the smallest, for clip, mask and zero; null is 1 / weight_cap, 0 is none.
+    weight_floor: the smallest, for a mode with a floor; null is 1 / weight_cap, 0 is none.
     mode: what happens beyond: as `mis.weight.bound`.
     method: where the log-probs of pi_{v+1} come from at age 2 and above: stored by a `recompute` before the weights
         moved on, or `loglinear`, interpolated between pi_v and pi_old.
@@ -281,13 +270,13 @@ class SegmentWiseConfig:
     enabled: bool = True
     weight_cap: float | None = 5.0
     weight_floor: float | None = None
-    mode: Literal["truncate", "clip", "mask", "zero"] = "truncate"
+    mode: CappingBoundName = "truncate"
     method: Literal["recompute", "loglinear"] = "recompute"
     fresh_tokens: Literal["proximal", "behavior", "behavior_at_age_0"] = "proximal"
     too_old: Literal["raise", "drop"] = "raise"
 
     def __post_init__(self) -> None:
-        if self.weight_cap is None and self.mode != "truncate":
+        if self.weight_cap is None and self.mode != SegmentWiseConfig.mode:
             raise ConfigError(f"{{mode}}: {self.mode} needs a {{weight_cap}}; give one, or drop {{mode}}")
         if self.method == "loglinear" and self.too_old == "drop":
             raise ConfigError("{too_old}: drop has no effect with {method}: loglinear, which lacks nothing")
@@ -382,7 +371,7 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
             )
-        if self.on_all_rejected == "keep" and self.weight and self.weight.drops:
+        if self.on_all_rejected == "keep" and self.weight and not self.weight.record.weighs_outside:
             bound = "{segment_wise.mode}" if self.weighs_by_segment_wise else "{weight.bound}"
             raise ConfigError(
                 f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no "
@@ -443,11 +432,11 @@ class CorrectionConfig:
     @property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
-        return bool(self.reject) or (self.weight is not None and self.weight.bound == "mask")
+        return bool(self.reject) or (self.weight is not None and self.weight.record.drops_token)
 
     def drops_below(self, unit: Unit) -> bool:
         """Whether less than such a unit can be dropped, by rules or by the bound of the weight."""
-        masks = self.weight if self.weight and self.weight.bound == "mask" else None
+        masks = self.weight if self.weight and self.weight.record.drops_token else None
         tokens = any(rule.over == "token" for rule in self.reject) or (masks and masks.level == "token")
         segments = any(rule.unit == "segment" for rule in self.reject) or (masks and masks.by_segment)
         return bool(tokens or (unit == "sequence" and segments))
@@ -481,7 +470,7 @@ class CorrectionConfig:
     @property
     def can_end_empty(self) -> bool:
         """Whether nothing of a micro-batch may be left with a weight, OPSM aside."""
-        return self.rejects or (self.weight is not None and self.weight.bound == "zero")
+        return self.rejects or (self.weight is not None and self.weight.record.zeroes)
 
     @property
     def corrects(self) -> bool:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
@@ -34,6 +34,7 @@ from mis_plugins.config.model import (
 )
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import shown
+from mis_plugins.terms.bounds import BOUNDS
 
 FLAT_KEYS = (
     "tis_level",
@@ -122,7 +123,7 @@ def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionC
         weight = WeightConfig(
             level=_convert(FlatLevel, flat["tis_level"] or "token", "tis_level"),
             bound=bound,
-            lower=None if bound == "truncate" else lower,
+            lower=lower if BOUNDS[bound].has_floor else None,
             upper=upper,
             normalize=NormalizeConfig()
             if _convert(bool, flat["tis_batch_normalize"] or False, "tis_batch_normalize")
@@ -462,9 +463,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         if value is None and type(None) in choices:
             return None
         return _convert(choices[0], value, path)
-    if origin is Literal:
-        if value not in choices:
-            raise ConfigError(f"{path}: got {value!r}; choose one of {', '.join(choices)}")
+    if (named := choices_of(kind)) is not None:
+        if value not in named:
+            raise ConfigError(f"{path}: got {value!r}; choose one of {', '.join(named)}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
@@ -473,6 +474,13 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
     return _boolean(value, path) if kind is bool else number(value, path)
+
+
+def choices_of(kind: Any) -> tuple[str, ...] | None:
+    """What a key of this annotation may say: a Literal, or names of a table; None where it is not a closed choice."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    return kind.__metadata__[0]() if typing.get_origin(kind) is Annotated else None
 
 
 def _boolean(value: Any, path: str) -> bool:
@@ -499,7 +507,7 @@ def number(value: Any, path: str) -> float:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _fields(cls: type) -> list[str]:

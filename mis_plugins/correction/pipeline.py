@@ -346,8 +346,8 @@ def _token_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -
     if kept_only:
         both = totals["applied"], kept_tokens(totals)
         return both if keep is None else (torch.where(keep, both[0], 0), torch.where(keep, both[1], 0))
-    if weight.bound == "mask":
-        return totals["counted_weight"], totals["counted"]
+    if weight.record.drops_token:
+        return totals["passing_weight"], totals["passing"]
     return totals["weight"], totals["usable"]
 
 

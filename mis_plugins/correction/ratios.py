@@ -9,10 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
-
-# Of numbers that only metrics show: sums of thousands of e^80 = 5.5e34 are still float32.
-LARGEST_EXPONENT = 80.0
+from mis_plugins.terms.divergence import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config.model import Over, RejectRule, Statistic
+from mis_plugins.config.model import Over, RejectRule
 from mis_plugins.correction.ratios import exp_clamped, within
+from mis_plugins.terms.statistics import row_of
 
 
 class Totals(dict[str, Tensor]):
@@ -57,11 +58,6 @@ class Totals(dict[str, Tensor]):
 
 
 EXTREME: dict[Over, str] = {"min": "_min", "max": "_max"}
-
-
-def row_of(statistic: Statistic) -> str:
-    """Name of the total that a statistic adds up to."""
-    return "log_ratio" if statistic == "ratio" else statistic
 
 
 def total_of(rule: RejectRule) -> str:

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config.model import CorrectionConfig, RejectRule, Statistic
+from mis_plugins.config.model import CorrectionConfig, RejectRule
 from mis_plugins.correction.ratios import LogProbs, bits, exp_clamped, log_ratio, nonfinite, only, only_
-from mis_plugins.correction.rejection import Totals, passes, row_of, total_of
-from mis_plugins.correction.statistics import STATISTICS
+from mis_plugins.correction.rejection import Totals, passes, total_of
 from mis_plugins.correction.weights import bounded_weight, in_bounds
 from mis_plugins.packing.ragged import Ragged
+from mis_plugins.terms.statistics import STATISTICS, row_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TokenStage:
         that is not known and any at a masked token; None at the other levels. With segment-wise weights log pi_{v+1} -
         log mu, and a token of which that is not known is not usable either.
     weight: bounded, of the token or of its segment; None at the other levels.
-    passing: the weight is known, and within a mask or zero bound.
+    passing: the weight is known, and within a bound that gives no weight outside.
     keep: what mask bound and rules over tokens and segments leave; None where they can drop nothing.
     """
 
@@ -47,12 +47,6 @@ class TokenStage:
     keep: Bool[Tensor, " T"] | None
 
     @property
-    def counted(self) -> Bool[Tensor, " T"]:
-        """Tokens that a mean of the weights is taken over: passing ones, and with a zero bound all usable ones."""
-        zero = self.config.weight is not None and self.config.weight.bound == "zero"
-        return self.usable if zero else self.passing
-
-    @property
     def weighed(self) -> Float[Tensor, " T"]:
         """What the weight bounds: the token's ratio, the segment-wise one, or its segment's; 0 where not known."""
         by_segment = self.config.weight is not None and self.config.weight.by_segment
@@ -67,10 +61,11 @@ class TokenStage:
         assert self.weight is not None
         return self.weight if self.keep is None else torch.where(self.keep, self.weight, 0)
 
-    def statistic(self, name: Statistic) -> Float[Tensor, " T"]:
+    def statistic(self, name: str) -> Float[Tensor, " T"]:
         """Values that a rule compares; 0 at tokens that are not usable."""
-        value = STATISTICS[name](self.log_ratio, self.log_probs)
-        return only(value, self.usable_bits) if name.endswith(("prob", "diff", "_kl")) else value
+        record = STATISTICS[name]
+        value = record.value(self.log_ratio, self.log_probs.proximal, self.log_probs.behavior)
+        return only(value, self.usable_bits) if record.reads_probabilities else value
 
 
 def token_stage(
@@ -109,7 +104,7 @@ def token_stage(
     )
     if not config.drops_below("sequence"):
         return stage
-    keep = passing if weight and weight.bound == "mask" else usable
+    keep = passing if weight and weight.record.drops_token else usable
     for rule in config.reject:
         if rule.over == "token":
             keep = passes(stage.statistic(rule.statistic), rule, keep)
@@ -133,13 +128,13 @@ SUMS: dict[str, Row] = {
     "proximal": lambda stage: only(stage.log_probs.proximal.float(), stage.usable_bits),
     "weighed": lambda stage: stage.weighed,
     "weight": lambda stage: stage.weight,
-    "counted": lambda stage: stage.counted,
-    "counted_weight": lambda stage: (
-        None if stage.weight is None else torch.where(stage.counted, stage.weight, 0)
+    "passing": lambda stage: stage.passing,
+    "passing_weight": lambda stage: (
+        None if stage.weight is None else torch.where(stage.passing, stage.weight, 0)
     ),
     "kept": lambda stage: stage.keep,
     "applied": lambda stage: stage.applied,
-} | {row_of(name): lambda stage, name=name: stage.statistic(name) for name in STATISTICS}
+}
 
 SQUARED = "_squared"
 SQUARES: dict[str, Row] = {"ratio_squared": lambda stage: stage.ratio} | {
@@ -160,21 +155,38 @@ def _nonfinite(x: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]) -> Bool[Te
     return loss_mask & nonfinite(x.float())
 
 
-def _extremes(suffix: str, none: float) -> dict[str, Row]:
-    def among(where: Callable[[TokenStage], Tensor], what: Row) -> Row:
-        return lambda stage: torch.where(where(stage), what(stage), none)  # type: ignore[arg-type]
+def _usable(stage: TokenStage) -> Tensor:
+    return stage.usable
 
-    usable, passing = lambda stage: stage.usable, lambda stage: stage.passing
-    rows = {
-        "passing": among(passing, lambda stage: stage.log_ratio),
-        "weight": among(usable, lambda stage: stage.weight),
-        "passing_weight": among(passing, lambda stage: stage.weight),
-    } | {row_of(name): among(usable, lambda stage, name=name: stage.statistic(name)) for name in STATISTICS}
-    return {name + suffix: row for name, row in rows.items()}
+
+def _passing(stage: TokenStage) -> Tensor:
+    return stage.passing
+
+
+def _among(where: Callable[[TokenStage], Tensor], what: Row, none: float) -> Row:
+    return lambda stage: torch.where(where(stage), what(stage), none)  # type: ignore[arg-type]
+
+
+def _extremes(suffix: str, none: float) -> dict[str, Row]:
+    return {
+        f"passing{suffix}": _among(_passing, lambda stage: stage.log_ratio, none),
+        f"weight{suffix}": _among(_usable, lambda stage: stage.weight, none),
+        f"passing_weight{suffix}": _among(_passing, lambda stage: stage.weight, none),
+    }
 
 
 MINIMA: dict[str, Row] = _extremes("_min", torch.inf)
 MAXIMA: dict[str, Row] = {"ratio_max": lambda stage: stage.ratio} | _extremes("_max", -torch.inf)
+
+
+def _statistics() -> dict[str, Row]:
+    """The statistic of each token, by the name of its total; read anew, so that a new record needs no line here."""
+    return {row_of(name): lambda stage, name=name: stage.statistic(name) for name in STATISTICS}
+
+
+def _statistic_extremes(suffix: str, none: float) -> dict[str, Row]:
+    """The statistic of each usable token, for the smallest or the largest of a unit."""
+    return {name + suffix: _among(_usable, row, none) for name, row in _statistics().items()}
 
 
 def over_sequences(stage: TokenStage, ragged: Ragged, config: CorrectionConfig) -> Totals:
@@ -188,8 +200,11 @@ def over_sequences(stage: TokenStage, ragged: Ragged, config: CorrectionConfig) 
 def totals_of(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> Totals:
     """Totals of each unit of `ragged`: of each sequence, or of each segment."""
     names = set(names)
+    summed = SUMS | _statistics()
+    least = MINIMA | _statistic_extremes("_min", torch.inf)
+    most = MAXIMA | _statistic_extremes("_max", -torch.inf)
     sums, squares, minima, maxima, counts = (
-        [name for name in table if name in names] for table in (SUMS, SQUARES, MINIMA, MAXIMA, COUNTS)
+        [name for name in table if name in names] for table in (summed, SQUARES, least, most, COUNTS)
     )
     if not (sums or minima or maxima):
         return Totals()
@@ -198,11 +213,11 @@ def totals_of(stage: TokenStage, ragged: Ragged, names: Iterable[str]) -> Totals
     squares = [name for name in squares if name.removesuffix(SQUARED) not in both]
     named = sums + squares + [name + suffix for name in both for suffix in ("", SQUARED)]
     rows, marked = ragged.over_sequence(
-        (_row(SUMS[name], stage) for name in sums),
+        (_row(summed[name], stage) for name in sums),
         (_row(SQUARES[name], stage) for name in squares),
-        (_row(SUMS[name], stage) for name in both),
-        (_row(MINIMA[name], stage) for name in minima),
-        (_row(MAXIMA[name], stage) for name in maxima),
+        (_row(summed[name], stage) for name in both),
+        (_row(least[name], stage) for name in minima),
+        (_row(most[name], stage) for name in maxima),
         (COUNTS[name](stage) for name in counts),
     )
     by_unit = zip(named + minima + maxima, rows.unbind(), strict=True)
@@ -254,13 +269,14 @@ def monotone(config: CorrectionConfig) -> bool:
     weight = config.weight
     if weight is None or config.segment_wise_on:
         return False
-    return weight.level == "token" and weight.bound != "zero"
+    return weight.level == "token" and weight.record.monotone
 
 
 def zero_weights(config: CorrectionConfig) -> bool:
     """Whether a sequence of usable tokens alone may have one that weighs 0: its bound says so, or its segment is not
     known, of which smaller units left nothing."""
-    return config.weight is not None and (config.weight.drops or config.aggregate == "kept")
+    weight = config.weight
+    return weight is not None and (not weight.record.weighs_outside or config.aggregate == "kept")
 
 
 def _kept_row(config: CorrectionConfig) -> str:
@@ -279,7 +295,7 @@ def _needed_for_mean(config: CorrectionConfig) -> set[str]:
         return kept | ({"applied"} if weight.level == "token" else set())
     if weight.level != "token":
         return set()
-    return {"counted", "counted_weight"} if weight.bound == "mask" else {"usable", "weight"}
+    return {"passing", "passing_weight"} if weight.record.drops_token else {"usable", "weight"}
 
 
 def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
@@ -315,5 +331,5 @@ def _needed_for_weights(config: CorrectionConfig) -> set[str]:
     if not monotone(config):
         zeros = {"weight_min", "weight_max"} if zero_weights(config) else set()
         return {"weight", "passing_weight_min", "passing_weight_max"} | zeros
-    masks = config.weight is not None and config.weight.bound == "mask"
+    masks = config.weight is not None and config.weight.record.drops_token
     return {"weight"} | ({"passing_min", "passing_max"} if masks else set())

@@ -29,19 +29,19 @@ def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
 
 
 def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
-    """Units that are known, and within a mask or zero bound."""
+    """Units that are known, and within a bound that gives no weight outside."""
     return in_bounds(unit_log_ratio(totals, weight), totals.known, weight)
 
 
 def kept_units(
     totals: Totals, rules: Sequence[RejectRule], weight: WeightConfig | None
 ) -> Bool[Tensor, " N"] | None:
-    """Units that mask bound and rules over units keep; None where there is neither.
+    """Units that the bound and rules over units keep; None where nothing of theirs drops a unit.
 
     Args:
         weight: the weight of such units; None where the weight is of other units.
     """
-    masks = weight is not None and weight.bound == "mask"
+    masks = weight is not None and weight.record.drops_token
     if not rules and not masks:
         return None
     keep = passing_units(totals, weight) if masks and weight else totals.known
@@ -80,5 +80,5 @@ def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
 
 
 def counted_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
-    """Units that a mean of the weights is taken over: passing ones, and with a zero bound all known ones."""
-    return totals.known if weight.bound == "zero" else passing_units(totals, weight)
+    """Units that a mean of the weights is taken over: all known ones, less those that the bound drops."""
+    return passing_units(totals, weight) if weight.record.drops_token else totals.known

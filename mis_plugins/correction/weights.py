@@ -1,43 +1,18 @@
-"""Importance weights: a ratio and what bounds it.
-
-TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS and geometric
-masking: Liu, Li et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025, "Every Step Evolves".
-"""
+"""Importance weights: a ratio and its bound, which is a row of `terms/bounds.py`."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config.model import Bound, WeightConfig
+from mis_plugins.config.model import WeightConfig
 from mis_plugins.correction.ratios import log_bound, within
 
 
-def truncate(ratio: Tensor, config: WeightConfig) -> Tensor:
-    """TIS: min(r, upper)."""
-    return ratio.clamp(max=config.ceiling)
-
-
-def clip(ratio: Tensor, config: WeightConfig) -> Tensor:
-    """CIS: min(max(r, lower), upper)."""
-    return ratio.clamp(config.floor, config.ceiling)
-
-
-def unbounded(ratio: Tensor, config: WeightConfig) -> Tensor:
-    """r itself. Of `mask` (MIS, IcePop) and `zero`, what lies outside is dealt with where it is known which that is."""
-    return ratio
-
-
-BOUNDS: dict[Bound, Callable[[Tensor, WeightConfig], Tensor]] = {
-    "none": unbounded,
-    "truncate": truncate,
-    "clip": clip,
-    "mask": unbounded,
-    "zero": unbounded,
-}
+def applied_bound(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """bound(r), wherever the ratio lies."""
+    return config.record.apply(ratio, config.floor, config.ceiling)
 
 
 def bounded_weight(
@@ -45,17 +20,17 @@ def bounded_weight(
 ) -> Tensor:
     """w = bound(r); 0 where the ratio is not known, and reads 0.
 
-    passing: `usable`, and within a mask or zero bound.
+    passing: `usable`, and within a bound that gives no weight outside.
     """
-    weight = BOUNDS[config.bound](ratio, config)
-    if config.bound == "zero":
+    weight = applied_bound(ratio, config)
+    if config.record.zeroes:
         return torch.where(passing, weight, 0)
-    return torch.where(usable, weight, 0) if config.bound == "clip" else weight
+    return weight if config.record.keeps_zero else torch.where(usable, weight, 0)
 
 
 def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Bool[Tensor, " *"]:
-    """`usable`, and for a mask or zero bound lower <= r <= upper."""
-    if not config.drops:
+    """`usable`, and lower <= r <= upper for a bound that gives no weight outside."""
+    if config.record.weighs_outside:
         return usable
     return usable & within(log_ratio, log_bound(config.floor), log_bound(config.ceiling))
 

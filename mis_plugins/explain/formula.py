@@ -9,10 +9,7 @@ s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t), or over mu(y_t) in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mis_plugins.config.model import (
-    Bound,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -20,7 +17,6 @@ from mis_plugins.config.model import (
     Population,
     RejectRule,
     SegmentWiseConfig,
-    Statistic,
     WeightConfig,
 )
 
@@ -31,18 +27,7 @@ RATIO: dict[Level, str] = {
     "sequence": "prod r",
     "geometric": "(prod r)^(1/n)",
 }
-STATISTIC: dict[Statistic, str] = {
-    "ratio": "r_t",
-    "k1": "-log r_t",
-    "k2": "(log r_t)^2 / 2",
-    "k3": "(r_t - 1 - log r_t)",
-    "binary_kl": "(mu * log(mu / {scored}) + (1 - mu) * log((1 - mu) / (1 - {scored})))",
-    "prob_diff": "({scored} - mu)",
-    "abs_prob_diff": "|{scored} - mu|",
-    "proximal_prob": "{scored}",
-    "behavior_prob": "mu",
-}
-MULTIPLIED = {"sum": "prod{} r", "mean": "(prod{} r)^(1/n)"}  # what ratios do where other statistics add
+MULTIPLIED = {"sum": "prod{} {}", "mean": "(prod{} {})^(1/n)"}  # what ratios do where other statistics add
 AMONG: dict[Population | None, str] = {
     None: "",
     "valid": " (over all valid tokens)",
@@ -79,31 +64,6 @@ def scored_policy(config: CorrectionConfig) -> str:
     return "pi_theta" if config.bypass else "pi_old"
 
 
-def truncated(ratio: str, weight: WeightConfig) -> str:
-    return f"min({ratio}, {weight.ceiling:g})"
-
-
-def clipped(ratio: str, weight: WeightConfig) -> str:
-    return f"min(max({ratio}, {weight.floor:g}), {weight.ceiling:g})"
-
-
-def masked(ratio: str, weight: WeightConfig) -> str:
-    return f"{ratio} where {_within(ratio, weight.floor or None, weight.ceiling)}, else the token is dropped"
-
-
-def zeroed(ratio: str, weight: WeightConfig) -> str:
-    return f"{ratio} where {_within(ratio, weight.floor or None, weight.ceiling)}, else 0"
-
-
-BOUNDS: dict[Bound, Callable[[str, WeightConfig], str]] = {
-    "none": lambda ratio, weight: ratio,
-    "truncate": truncated,
-    "clip": clipped,
-    "mask": masked,
-    "zero": zeroed,
-}
-
-
 FRESH = {
     "proximal": ["pi_old(y_t) / mu(y_t) at age 0 and 1"],
     "behavior": ["1 at age 0 and 1"],
@@ -121,25 +81,35 @@ def _segment_wise(segment_wise: SegmentWiseConfig) -> list[str]:
     return [f"q_t    = {first}", *(f"       = {other}" for other in others)]
 
 
+def _bounded(ratio: str, weight: WeightConfig) -> str:
+    """The formula of the bound with its numbers."""
+    within = _within(ratio, weight.floor or None, weight.ceiling)
+    return weight.record.formula.format(
+        ratio=ratio, lower=f"{weight.floor:g}", upper=f"{weight.ceiling:g}", within=within
+    )
+
+
 def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:
     if weight is None:
         return "1"
-    bounded = BOUNDS[weight.bound]("q_t" if segment_wise else RATIO[weight.level], weight)
+    bounded = _bounded("q_t" if segment_wise else RATIO[weight.level], weight)
     if weight.normalize is None:
         return bounded
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
     over = (
         f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
     )
-    return f"({bounded}) / {over}" if weight.drops else f"{bounded} / {over}"
+    return f"{bounded} / {over}" if weight.record.weighs_outside else f"({bounded}) / {over}"
 
 
 def _rule(rule: RejectRule, scored: str) -> str:
     where = "_segment" if rule.unit == "segment" else ""
     whose = AMONG[rule.aggregate]
-    if rule.statistic == "ratio" and rule.over in MULTIPLIED:
-        return _within(MULTIPLIED[rule.over].format(where), rule.lower, rule.upper) + whose
-    each = STATISTIC[rule.statistic].format(scored=scored)
+    if rule.record.factor is not None and rule.over in MULTIPLIED:
+        return (
+            _within(MULTIPLIED[rule.over].format(where, rule.record.factor), rule.lower, rule.upper) + whose
+        )
+    each = rule.record.formula.format(scored=scored)
     over = each if rule.over == "token" else f"{rule.over}{where or '_t'} {each}"
     return _within(over, rule.lower, rule.upper) + whose
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mis_plugins.config.model import (
-    Bound,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -13,11 +12,11 @@ from mis_plugins.config.model import (
     RejectRule,
     Scope,
     SegmentWiseConfig,
-    Statistic,
     WeightConfig,
 )
 from mis_plugins.explain.formula import scored_policy
 from mis_plugins.hosts.host import Host
+from mis_plugins.terms.bounds import Outside
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
@@ -35,24 +34,6 @@ LEVEL: dict[Level, str] = {
     "sequence": "the ratio of the whole sequence (product over its tokens)",
     "geometric": "the geometric mean ratio of the sequence",
 }
-BOUND: dict[Bound, str] = {
-    "none": "as it is",
-    "truncate": "capped at {upper}",
-    "clip": "clipped to {range}",
-    "mask": "used as it is {where}, dropped from the loss elsewhere",
-    "zero": "used as it is {where}, 0 elsewhere",
-}
-STATISTIC: dict[Statistic, str] = {
-    "ratio": "ratio",
-    "k1": "k1 (-log ratio)",
-    "k2": "k2 ((log ratio)^2 / 2)",
-    "k3": "k3 (ratio - 1 - log ratio)",
-    "binary_kl": "binary KL divergence (mu to {scored}, the sampled token against all others)",
-    "prob_diff": "probability difference ({scored} - mu)",
-    "abs_prob_diff": "absolute probability difference |{scored} - mu|",
-    "proximal_prob": "probability under the trainer ({scored})",
-    "behavior_prob": "probability under the rollout engine (mu)",
-}
 OVER: dict[Over, str] = {
     "token": "tokens whose {statistic}",
     "sum": "{unit}s with a sum of {statistic} that",
@@ -60,9 +41,9 @@ OVER: dict[Over, str] = {
     "min": "{unit}s with a token whose {statistic}",
     "max": "{unit}s with a token whose {statistic}",
 }
-OVER_RATIO = {
-    "sum": "{unit}s whose ratio (product over tokens)",
-    "mean": "{unit}s whose geometric mean ratio",
+OVER_MULTIPLIED = {
+    "sum": "{unit}s whose {statistic} (product over tokens)",
+    "mean": "{unit}s whose geometric mean {statistic}",
 }
 AMONG: dict[Population | None, str] = {
     None: "",
@@ -108,16 +89,7 @@ WHOSE_MEAN: dict[Scope, str] = {
 }
 LONG, DRIFT = 2000, 1.001
 HIGHEST_CAP = 100
-EFFECT: dict[Bound, str] = {
-    "truncate": "changes",
-    "clip": "changes",
-    "mask": "drops",
-    "zero": "weighs with 0",
-}
-ON_POLICY: dict[Statistic, float] = {
-    "ratio": 1, "k1": 0, "k2": 0, "k3": 0, "binary_kl": 0, "prob_diff": 0, "abs_prob_diff": 0,
-}  # fmt: skip
-"""What a statistic is where trainer and rollout engine agree; probabilities alone have no such value."""
+EFFECT: dict[Outside, str] = {"weighed": "changes", "zeroed": "weighs with 0", "dropped": "drops"}
 
 
 def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FILE") -> str:
@@ -183,7 +155,7 @@ def _bounds(config: CorrectionConfig) -> list[str]:
     ours = ("segment_wise.weight_cap", "segment_wise.mode") if config.weighs_by_segment_wise else None
     told = _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound"))) if config.weight else []
     for i, rule in enumerate(config.reject):
-        agreed = ON_POLICY.get(rule.statistic)
+        agreed = rule.record.on_policy
         if agreed is not None and not _holds(rule.lower, agreed, rule.upper):
             told.append(
                 f"reject[{i}] drops what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
@@ -194,16 +166,16 @@ def _bounds(config: CorrectionConfig) -> list[str]:
 
 def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> list[str]:
     """What to beware of in the bounds of a weight, whose `cap` and `bound` the user calls so."""
-    if weight.bound == "none":
+    if not weight.record.has_ceiling:
         return []
     told = []
-    if weight.bound == "truncate" and weight.ceiling < 1:
+    if not weight.record.has_floor and weight.ceiling < 1:
         told.append(
             f"{cap}: {weight.ceiling:g} caps the weight below 1 also where trainer and rollout engine agree, which "
             f"multiplies the loss there by {weight.ceiling:g}; a cap of TIS is above 1"
         )
     elif not _holds(weight.floor, 1, weight.ceiling):
-        effect = EFFECT[weight.bound]
+        effect = EFFECT[weight.record.outside]
         told.append(
             f"{bound}: {weight.bound} {effect} what trainer and rollout engine agree on: there the ratio is 1, "
             f"which is outside {_interval(weight.floor, weight.ceiling)}"
@@ -236,11 +208,7 @@ def _products(config: CorrectionConfig) -> list[str]:
     products = []
     if config.weight and config.weight.level in ("sequence", "segment"):
         products.append(f"weight.level: {config.weight.level}")
-    products += [
-        f"reject[{i}] with over: sum"
-        for i, rule in enumerate(config.reject)
-        if (rule.statistic, rule.over) == ("ratio", "sum")
-    ]
+    products += [f"reject[{i}] with over: sum" for i, rule in enumerate(config.reject) if rule.multiplies]
     return [
         f"{what} multiplies the ratios of all tokens: {DRIFT} at each of {LONG} tokens is {DRIFT}^{LONG} = "
         f"{DRIFT**LONG:.2f}, and log ratios beyond +-20 look alike; mis_saturated_sequence_fraction tells how many. "
@@ -254,7 +222,7 @@ def _weight(weight: WeightConfig | None, scored: str) -> str:
         return "weight: none"
     within = f"[{weight.floor:g}, {weight.ceiling:g}]"
     where = f"in {within}" if weight.floor else f"up to {weight.ceiling:g}"
-    bound = BOUND[weight.bound].format(upper=f"{weight.ceiling:g}", range=within, where=where)
+    bound = weight.record.words.format(upper=f"{weight.ceiling:g}", range=within, where=where)
     line = f"weight: {LEVEL[weight.level]}, {scored} / mu, {bound}"
     if weight.normalize is None:
         return line
@@ -297,10 +265,8 @@ def _told(segment_wise: SegmentWiseConfig) -> str:
 
 
 def _rule(rule: RejectRule, scored: str) -> str:
-    over = OVER_RATIO.get(rule.over) if rule.statistic == "ratio" else None
-    what = (over or OVER[rule.over]).format(
-        unit=rule.unit, statistic=STATISTIC[rule.statistic].format(scored=scored)
-    )
+    over = None if rule.record.factor is None else OVER_MULTIPLIED.get(rule.over)
+    what = (over or OVER[rule.over]).format(unit=rule.unit, statistic=rule.record.words.format(scored=scored))
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
     bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
     return f"reject: {what} is {' or '.join(bounds)}{AMONG[rule.aggregate]}"

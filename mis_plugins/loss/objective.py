@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config.model import ObjectiveConfig
-from mis_plugins.correction.divergence import k1, k2, k3
 from mis_plugins.correction.ratios import exp_clamped, finite, widened
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
+from mis_plugins.terms.divergence import k1, k2, k3
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 

@@ -16,13 +16,14 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
-from mis_plugins.correction.divergence import k2, k3
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
-from mis_plugins.correction.rejection import Totals, aggregate, passes, row_of
+from mis_plugins.correction.rejection import Totals, aggregate, passes
 from mis_plugins.correction.totals import weighs_tokens
 from mis_plugins.correction.units import known_log_ratio
+from mis_plugins.terms.divergence import k2, k3
+from mis_plugins.terms.statistics import row_of
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
@@ -453,7 +454,7 @@ def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
 
     The answer is None where the config multiplies no ratios.
     """
-    rules = [rule for rule in config.reject if (rule.statistic, rule.over) == ("ratio", "sum")]
+    rules = [rule for rule in config.reject if rule.multiplies]
     products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in rules]
     weight = config.weight
     if weight and (weight.level == "sequence" or weight.level == "segment"):
@@ -475,7 +476,8 @@ def lifting_bound(config: CorrectionConfig) -> float | None:
         return None
     if math.isfinite(config.weight.ceiling):
         return config.weight.ceiling
-    return next((rule.upper for rule in config.reject if rule.statistic == "ratio" and rule.upper), None)
+    on_ratio = (rule for rule in config.reject if row_of(rule.statistic) == "log_ratio")
+    return next((rule.upper for rule in on_ratio if rule.upper), None)
 
 
 def weight_limits(weight: WeightConfig) -> tuple[float, float]:

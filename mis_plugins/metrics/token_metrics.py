@@ -21,7 +21,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.correction.divergence import k1, k3
 from mis_plugins.correction.pipeline import Correction, kept_tokens
 from mis_plugins.correction.ratios import (
     exp_clamped,
@@ -34,8 +33,9 @@ from mis_plugins.correction.ratios import (
 from mis_plugins.correction.rejection import Totals, aggregate
 from mis_plugins.correction.totals import monotone, weighs_tokens, zero_weights
 from mis_plugins.correction.units import known_log_ratio, passing_units, unit_ratio
-from mis_plugins.correction.weights import BOUNDS
+from mis_plugins.correction.weights import applied_bound
 from mis_plugins.packing.ragged import as_bytes
+from mis_plugins.terms.divergence import k1, k3
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
 Average = Literal["sequences", "tokens"]
@@ -352,10 +352,10 @@ def _around_bound(
     }
     low = lambda c: share_below(log_ratio(c), log_bound(weight.floor))  # noqa: E731
     high = lambda c: share_above(log_ratio(c), log_bound(weight.ceiling))  # noqa: E731
-    if weight.bound == "none":
+    if not weight.record.has_ceiling:
         return found
-    if weight.bound == "truncate":
-        return found | {"tis_truncate_fraction": high}
+    if not weight.record.has_floor:
+        return found | {f"tis_{weight.bound}_fraction": high}
     return found | {f"tis_{weight.bound}_fraction_low": low, f"tis_{weight.bound}_fraction_high": high}
 
 
@@ -451,7 +451,7 @@ def _extreme_weight(c: Correction, side: Literal["min", "max"]) -> Float[Tensor,
         return torch.ones_like(c.totals["valid"])
     if monotone(c.config):
         ratio = c.totals["ratio_max"] if side == "max" else c.totals.ratio_min
-        return _normalized(c, BOUNDS[weight.bound](ratio, weight))
+        return _normalized(c, applied_bound(ratio, weight))
     row = c.totals[f"{'weight' if zero_weights(c.config) else 'passing_weight'}_{side}"]
     return _normalized(c, row.nan_to_num(posinf=0.0, neginf=0.0))
 
@@ -461,9 +461,9 @@ def _extreme_passing(c: Correction, side: Literal["min", "max"]) -> Float[Tensor
     weight = c.config.weight
     if weighs_tokens(c.config) and not monotone(c.config):
         return _normalized(c, c.totals[f"passing_weight_{side}"])
-    if weighs_tokens(c.config) and weight and weight.bound == "mask":
+    if weighs_tokens(c.config) and weight and weight.record.drops_token:
         row = c.totals[f"passing_{side}"]
-        exists, extreme = row.abs() < torch.inf, _normalized(c, exp_clamped(row))
+        exists, extreme = row.abs() < torch.inf, _normalized(c, applied_bound(exp_clamped(row), weight))
     else:
         units = weight if weight and weight.by_sequence else None
         exists = passing_units(c.verdict.unit_totals, units) if units else c.totals.seen

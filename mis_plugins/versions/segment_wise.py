@@ -124,7 +124,7 @@ def behavior_weight(
     passing = in_bounds(log_r, usable, config.weight)
     ratio = only_(exp_clamped(log_r), usable_bits)
     weights = bounded_weight(ratio, usable, passing, config.weight)
-    return BehaviorWeight(weights, passing if config.mode == "mask" else loss_mask)
+    return BehaviorWeight(weights, passing if config.weight.record.drops_token else loss_mask)
 
 
 def lacking(written: Written, config: SegmentWiseConfig) -> Bool[Tensor, " T"]:

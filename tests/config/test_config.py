@@ -14,8 +14,6 @@ from hypothesis import given
 from tolerances import EPS64
 
 from mis_plugins.config.model import (
-    LARGEST_BINARY_KL,
-    LEAST_PROBABILITY,
     CorrectionConfig,
     NormalizeConfig,
     Over,
@@ -25,6 +23,7 @@ from mis_plugins.config.model import (
 from mis_plugins.config.reading import correcting_keys, from_args, from_flat, from_mapping, spelling
 from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError
+from mis_plugins.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
 
 MILES_YAML = {
     "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,

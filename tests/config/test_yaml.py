@@ -30,7 +30,7 @@ from mis_plugins.config.model import (
     SegmentWiseConfig,
     WeightConfig,
 )
-from mis_plugins.config.reading import from_flat, from_mapping, preset_path
+from mis_plugins.config.reading import choices_of, from_flat, from_mapping, preset_path
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain import words as describe
 
@@ -411,9 +411,9 @@ def test_readme_shows_every_setting():
     assert from_mapping(yaml.safe_load(block)["mis"]) == CorrectionConfig(WeightConfig())
     blocks = (WeightConfig, NormalizeConfig, RejectRule, OpsmConfig, ObjectiveConfig, SegmentWiseConfig)
     for part in (CorrectionConfig, *blocks):
-        for name, kind in typing.get_type_hints(part).items():
+        for name, kind in typing.get_type_hints(part, include_extras=True).items():
             assert re.search(rf"\b{name}\b", block), name
-            for choice in typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ():
+            for choice in choices_of(kind) or ():
                 assert re.search(rf"\b{choice}\b", block), f"{name}: {choice}"
 
 

@@ -24,12 +24,12 @@ from mis_plugins.config.model import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
-    Statistic,
     WeightConfig,
 )
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.explain import formula, six_tokens
 from mis_plugins.explain import words as describe
+from mis_plugins.terms.statistics import STATISTICS
 
 NAMES = sorted(DOCUMENTED)
 
@@ -196,10 +196,10 @@ def test_every_setting_is_told(mapping: dict, words: str, lines: str):
     assert lines in formula.formula(config), "\n".join(formula.formula(config))
 
 
-@pytest.mark.parametrize("name", formula.STATISTIC)
-def test_a_statistics_formula_is_what_it_says(name: Statistic):
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_statistics_formula_is_what_it_says(name: str):
     """As Python it gives what the oracle does; of a ratio that logarithm which is compared."""
-    text = formula.STATISTIC[name].format(scored="pi_old").replace("log r_t", "log(r_t)").replace("^", "**")
+    text = STATISTICS[name].formula.format(scored="pi_old").replace("log r_t", "log(r_t)").replace("^", "**")
     if text.startswith("|"):
         text = f"abs({text.strip('|')})"
     names = {"r_t": 0.25, "pi_old": 0.2, "mu": 0.8, "log": math.log, "abs": abs}

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from mis_plugins.config.reading import preset_path
-from mis_plugins.correction.divergence import k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import build_parser
@@ -35,6 +34,7 @@ from mis_plugins.local.train.parallel import (
     ParallelState,
     launch,
 )
+from mis_plugins.terms.divergence import k3
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 NOBODY = GroupInfo(0, 1, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mis_plugins.config.model import (
-    Bound,
+    BoundName,
     CorrectionConfig,
     Level,
     NormalizeConfig,
@@ -16,7 +16,7 @@ from mis_plugins.config.model import (
 
 
 def weigh(
-    level: Level, bound: Bound, lower: float | None = None, upper: float | None = None, **more
+    level: Level, bound: BoundName, lower: float | None = None, upper: float | None = None, **more
 ) -> WeightConfig:
     return WeightConfig(level, bound, lower, upper, **more)
 

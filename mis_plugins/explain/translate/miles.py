@@ -47,7 +47,7 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
         yield "use_tis is not set: nothing is corrected until --use-tis is passed."
     else:
         yield "use_tis: pass --use-tis itself; the hosts check their flags before they read this file."
-    if config.weight and config.weight.bound == "truncate" and keys.get("tis_lower_bound") is not None:
+    if config.weight and not config.weight.record.has_floor and keys.get("tis_lower_bound") is not None:
         yield "tis_lower_bound bounds no weight with tis_mode: truncate; use_rs falls back to it."
     if (idle := reading.idle_rule(keys)) is not None:
         yield f"{idle}."

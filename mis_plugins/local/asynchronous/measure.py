@@ -42,8 +42,8 @@ def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
 
 def _bounded(config: SegmentWiseConfig, weight: WeightConfig) -> SegmentWiseConfig:
     """The segment-wise config with the bounds of a `weight` that stands beside it."""
-    if weight.level != "token" or weight.bound == "none":
-        return replace(config, weight_cap=None, weight_floor=None, mode="truncate")
+    if weight.level != "token" or not weight.record.has_ceiling:
+        return replace(config, weight_cap=None, weight_floor=None, mode=SegmentWiseConfig.mode)
     return replace(config, weight_cap=weight.upper, weight_floor=weight.lower, mode=weight.bound)
 
 

@@ -6,9 +6,17 @@ log pi_theta - log pi_ref. Schulman 2020, "Approximating KL Divergence".
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
-from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any  # torch is imported by whoever makes one
+
+LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
+
+# Of numbers that only metrics show: sums of thousands of e^80 = 5.5e34 are still float32.
+LARGEST_EXPONENT = 80.0
 
 
 def k1(log_ratio: Tensor) -> Tensor:
