@@ -171,7 +171,7 @@ def test_a_bound_that_gives_no_weight_outside(outside: str):
     torch.testing.assert_close(factor, torch.tensor(root) / mean)
     metrics = dict(diagnose(correction))
     assert metrics[f"mis_tis_root_{outside}_fraction_high"].sum() == 1, "0.9 / 0.1"
-    assert metrics["mis_tis_weight_max"][0].item() == pytest.approx(math.sqrt(5 / 4) / mean)
+    assert metrics["mis_weight_max_mb"][0].item() == pytest.approx(math.sqrt(5 / 4) / mean)
     assert metrics["mis_is_ratio_max_final"][4].item() == pytest.approx(math.sqrt(5 / 4) / mean)
 
 
