@@ -36,7 +36,7 @@ hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 
 
-PEER_TESTS = ["test_peers.py", "test_peer_differences.py"]
+PEER_TESTS = ["peers/test_peers.py", "peers/test_peer_differences.py"]
 collect_ignore = [] if PEERS_INSTALLED else PEER_TESTS
 
 
