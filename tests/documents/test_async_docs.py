@@ -35,7 +35,7 @@ def test_settings_are_the_defaults():
 
 
 def test_files_exist():
-    named = set(re.findall(r"`(mis_plugins/\w+\.py)`", TEXT))
+    named = set(re.findall(r"`(mis_plugins/\w+/\w+\.py)`", TEXT))
     assert len(named) == 7 and all((ROOT / name).is_file() for name in named)
 
 
