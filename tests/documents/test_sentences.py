@@ -42,10 +42,10 @@ ROOMS_DONE = ("benchmarks", "mis_plugins", "true_on_policy")
 
 def docstrings(file: Path) -> Iterator[tuple[str, str]]:
     """The place of each docstring of a file, and its text."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        text = ast.get_docstring(node) if isinstance(node, kinds) else None
-        if text:
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if text := ast.get_docstring(node):
             yield f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text
 
 
