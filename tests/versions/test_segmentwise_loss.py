@@ -208,7 +208,8 @@ def test_metrics_are_the_oracles(mis_config: dict):
     x = loss_batch.read(host, args, batch, logits, config)
     assert x.behavior is not None
     numerator = micro_batch.numerator_of(x.proximal, x.behavior, x.written, config)
-    metrics = diagnose(correct(x.proximal, x.behavior, x.ragged, config, numerator=numerator))
+    corrected = correct(x.proximal, x.behavior, x.ragged, config, numerator=numerator)
+    metrics = diagnose(corrected, average="sequences")
     found = {name: list(value.split(lengths)) for name, value in metrics.items()}
     whole = SimpleNamespace(samples=expected.samples())
     assert_metrics_match(found, whole, expected.corrected)  # type: ignore[arg-type]
