@@ -33,7 +33,8 @@ class Shard:
         sources, held = LAYER[part]
         return held([weights[f"model.layers.{index}.{source}.{kind}"] for source in sources], self)
 
-    def rows(self, weight: Float[Tensor, "N K"]) -> Float[Tensor, "_ K"]:
+    def rows(self, weight: Float[Tensor, "N *K"]) -> Float[Tensor, "_ *K"]:
+        """The share that this rank holds of a weight, or of a bias, cut along its first dimension."""
         return weight.chunk(self.ranks)[self.rank]
 
 
