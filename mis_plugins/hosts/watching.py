@@ -98,7 +98,7 @@ def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The files that a host has read into its arguments: what they are called, and their keys."""
     path = getattr(args, "custom_config_path", None)
     if path:
-        name = f"--custom-config-path {path[:80]}"  # Miles takes the file itself, in base64
+        name = f"--custom-config-path {_shown(path)}"
         keys = _keys(name, path)
         _check_unchanged(args, name, keys)
         yield name, keys
@@ -106,6 +106,11 @@ def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if path := getattr(args, argument, None):
             name = f"--{argument.replace('_', '-')} {path}"
             yield name, _keys(name, path)
+
+
+def _shown(path: str) -> str:
+    """A path in full; of the file itself, which Miles takes in base64, the beginning."""
+    return f"{path[:40]}..." if path.startswith("base64:") else path
 
 
 def _keys(name: str, path: str) -> Mapping[str, Any]:

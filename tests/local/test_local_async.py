@@ -326,7 +326,7 @@ def start(output: Path, warm: Path) -> subprocess.Popen[bytes]:
         f"--smoke --async --rollout-step-seconds 0.01 --output {output} --save {output} --warmup-cache {warm}"
     )
     program = (
-        "import sys; from mis_plugins.local import arguments, __main__;"
+        "import sys; from mis_plugins.local import __main__; from mis_plugins.local.cli import arguments;"
         "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

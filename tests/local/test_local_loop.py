@@ -311,7 +311,7 @@ def test_another_layout_of_ranks_reads_the_checkpoint(tmp_path: Path) -> None:
 def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_resumes(tmp_path: Path) -> None:
     flags = f"--smoke --output {tmp_path} --save {tmp_path}/save --context-parallel-size 2".split()
     program = (
-        "import sys; from mis_plugins.local import arguments, __main__;"
+        "import sys; from mis_plugins.local import __main__; from mis_plugins.local.cli import arguments;"
         "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
