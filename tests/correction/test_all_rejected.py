@@ -252,7 +252,7 @@ WITH_CP, ON_FSDP = mis.compute_mis_weights_with_cp, mis.compute_mis_weights_fsdp
 def test_terms_that_the_tis_hook_is_not_handed_are_warned_of(
     hook: Any, config: dict, settings: dict, said: str | None, caplog: pytest.LogCaptureFixture
 ):
-    """Of KL and entropy the host keeps its own denominator, which is not the policy term's."""
+    """A host divides KL and entropy by its own denominator, and a warning says where the policy term has another."""
     given = ratio_batch([[1.0, 9.0]]).hook_kwargs()
     with caplog.at_level(logging.WARNING, logger="mis_plugins"):
         for _ in range(2):

@@ -665,7 +665,7 @@ def test_a_sample_without_log_probs_is_no_number(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [np.float32(1), np.float64(1), np.int64(1), np.bool_(True)])
 def test_a_number_of_numpy_hides_nothing_in_a_dump(number: Any, tmp_path: Path, capsys: Capture):
-    """As a number of Python beside them: no tensor, and never called."""
+    """A numpy number beside tensors is read as inert: no tensor is made of it, and nothing is called."""
     a = saved(tmp_path / "a.pt", {"x": X, "reward": [number]})
     b = saved(tmp_path / "b.pt", {"x": Y, "reward": [number]})
     assert main(["diff", str(a), str(a)]) == EQUAL

@@ -21,7 +21,7 @@ ROPE = next(fused for fused in FUSED if fused.attribute == "apply_rope_fusion")
 
 
 class AttnBackend(enum.Enum):
-    """As Megatron parses --attention-backend."""
+    """The values into which Megatron parses --attention-backend."""
 
     flash = 1
     fused = 2

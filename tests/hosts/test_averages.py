@@ -44,7 +44,7 @@ def logged(micro_batches: Sequence[Rows], **settings: object) -> dict[str, float
 
 
 def of(metrics: dict[str, float], theirs: bool) -> dict[str, float]:
-    """Those by names of Miles's `mis.py`, or the others."""
+    """Metrics that Miles's `mis.py` names too, or the metrics that it lacks."""
     return {name: x for name, x in metrics.items() if (name.removeprefix("mis_") in OF_MIS_PY) == theirs}
 
 
@@ -57,7 +57,7 @@ def test_our_names_do_not_notice_masked_samples(masked: Rows, settings: dict):
 
 
 def test_names_of_mis_py_mean_what_they_mean_there():
-    """Of four samples two are masked: half of the mean."""
+    """A batch with two of four samples fully masked logs half of the mean over the other two."""
     alone, among = logged([LIVE]), logged([LIVE + MASKED])
     assert of(among, theirs=True) == pytest.approx(
         {name: x / 2 for name, x in of(alone, True).items()}, rel=1e-5

@@ -73,7 +73,7 @@ def test_keys_beside_ours(
     ],
 )
 def test_who_knows_a_key(key: str, known: tuple[str, ...]):
-    """Of several hosts one that knows it is enough."""
+    """A key passes in silence where at least one of several hosts knows it."""
     assert tuple(host for host in HOSTS if key in kinds(REGISTERED[host])) == known
     assert [host for host in HOSTS if not list(surprises({key: None}, REGISTERED[host]))] == list(known)
     assert bool(list(surprises({key: None}, None))) == (not known)
