@@ -17,11 +17,18 @@ def version() -> str:
     return found.group(1)
 
 
+def long_description() -> str:
+    """The README without pictures and links to files, which a package index cannot reach: no address is published."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
     name="mis-plugins",
     version=version(),
     description="Corrects the train-inference mismatch of RL training: importance weights, rejection, diagnostics",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -34,20 +41,42 @@ setup(
     package_dir={"mis_plugins.presets": "yaml"},
     package_data={
         "mis_plugins": ["py.typed"],
+        "mis_plugins.explain": ["rungs.json"],
         "mis_plugins.hosts": ["records/*.txt"],
         "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
-        "true_on_policy.engines": ["*.sh", "*.txt"],
+        "true_on_policy.engines": ["*.sh", "*/packages.txt"],
         "true_on_policy.kernels": ["*.c"],
+        "true_on_policy.verify": ["*.txt"],
     },
     # No bounds: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
-        "local": ["megatron-core==0.16.*", "numpy", "safetensors", "transformers", "rich", "matplotlib"],
-        "report": ["rich", "matplotlib"],
+        "local": [
+            "megatron-core==0.16.*",
+            "numpy",
+            "safetensors",
+            "transformers",
+            "rich",
+            "matplotlib",
+            "gguf",
+            "tokenizers",
+        ],
+        "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
+        "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
+        "browser": ["playwright"],  # drives a Chromium that is installed, in the tests of the report's page
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"
         ],  # Apex is from source: docs/gpu.md
-        "verify": ["megatron-core==0.16.*", "numpy", "safetensors", "transformers", "rich", "matplotlib"],
+        "verify": [
+            "megatron-core==0.16.*",
+            "numpy",
+            "safetensors",
+            "transformers",
+            "rich",
+            "matplotlib",
+            "gguf",
+            "tokenizers",
+        ],
         "dev": [
             "pytest",
             "pytest-xdist",
@@ -55,6 +84,7 @@ setup(
             "hypothesis",
             "beartype",
             "safetensors",
+            "pyarrow",
             "ruff",
             "pyright[nodejs]",
             "triton; platform_system == 'Linux'",  # interprets Megatron-core's kernels on CPU
@@ -68,6 +98,8 @@ setup(
             "true-on-policy = mis_plugins.shared.shell:true_on_policy_command",
         ],
         "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"],
+        # Loaded before SGLang resolves its arguments, for a host that starts the server by itself; names no platform.
+        "sglang.srt.platforms": ["true_on_policy = true_on_policy.engines.sglang_plugin:allow"],
         "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm_plugin:activate"],
     },
     classifiers=[

@@ -1,7 +1,7 @@
 """Segment-wise against standard decoupled PPO: variance of the weights by age, bias, rewards, and what both cost.
 
-Each run is its own process, two at a time, with one thread each. A run that this committed code finished with equal
-settings is not repeated, so the experiment can be interrupted and continued; throughput is always measured again.
+Each run is its own process, with one thread. A run that this committed code finished with equal settings is not
+repeated, so the experiment can be interrupted and continued; throughput is always measured again.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ if __name__ == "__main__":
 
     run_command("asynchrony:main", extra="local")
 
-import argparse
 import itertools
 import json
 import math
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,23 +26,17 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 from experiments.async_picture import draw
-from experiments.async_readme import README, with_figures
 from experiments.async_tables import markdown
-from experiments.reuse import made_of, stamp, unstamp
-from torch.multiprocessing.spawn import start_processes
+from experiments.runner import Arm, in_ranks, made_with, parsed, publish, run_arms, this_code, training
 
 from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.folders import METRICS, RESULTS, SUMMARY, add_folders, set_aside, with_folders
+from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.local.report import MetricsLog, write_json
-from mis_plugins.shared.numerals import count, whole
-from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
-from mis_plugins.shared.shell import add_version
 
 RECIPE = (
     "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
     "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
 ).split()
-SEEDS = (0, 1, 2)
 BOUND = 8
 # A sequence of nine tokens gets one of each of nine versions: all ages up to the bound occur, whatever the timing.
 ASYNCHRONOUS = f"--async --max-head-offpolicyness {BOUND} --rollout-steps-per-update 1".split()
@@ -60,8 +53,6 @@ SETTLED, MEASURED = 10, 20
 ROUNDS = 3
 """Measurements of throughput, each of all settings one after the other, so that whatever slows the machine for a while
 does not slow one of them alone."""
-
-MEASURED_CODE = ("mis_plugins", "scripts/experiment-async.sh")
 
 
 @dataclass(frozen=True)
@@ -123,39 +114,14 @@ def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: P
     return [*line, *loss, "--custom-config-path", str(path)]
 
 
-def run_cells(plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None) -> None:
-    """Run every cell that is not finished."""
-    wanted = {cell: cell_arguments(cell, plan, root) for cell in cells(plan, seeds)}
-    lacking = [cell for cell, args in wanted.items() if not made_of(Path(args.output), vars(args), code)]
-    for cell in lacking:
-        set_aside(cell.folder(root))
-    missing = [cell_arguments(cell, plan, root) for cell in lacking]  # writes the configs into the folders
-    # Forked, so that Megatron is imported once.
-    start_processes(_cell_share, (missing, processes, code), nprocs=processes, start_method="fork")
-
-
-def cell_arguments(cell: Cell, plan: Plan, root: Path) -> Namespace:
-    """The arguments of a cell's run."""
+def cell_arm(cell: Cell, plan: Plan, root: Path) -> Arm:
+    """The run of a cell."""
     config, flags = METHODS[cell.method]
-    argv = command_line(config, cell.lr, cell.seed, cell.folder(root), root)
-    return parse_args([*argv, *flags, *plan.flags])
 
+    def words() -> list[str]:
+        return [*command_line(config, cell.lr, cell.seed, cell.folder(root), root), *flags, *plan.flags]
 
-def _cell_share(share: int, missing: Sequence[Namespace], shares: int, code: str | None) -> None:
-    for args in missing[share::shares]:
-        settings = dict(vars(args))  # as they were given: a hook may keep its own things on args
-        unstamp(Path(args.output))
-        _run(args)
-        stamp(Path(args.output), settings, code)
-
-
-def _run(args: Namespace) -> None:
-    from mis_plugins.local.loop import run_rank
-    from mis_plugins.local.train.parallel import launch
-
-    if launch(1, partial(run_rank, args)):
-        raise RuntimeError(f"{args.output}: the run failed; see above")
-    print(args.output, flush=True)
+    return training(words)
 
 
 @dataclass(frozen=True)
@@ -189,27 +155,18 @@ class Directions:
         methods = {name: vars(args) for name, args in self.methods().items()}
         return {"methods": methods, "bound": BOUND, "rollouts": self.plan.bias_rollouts}
 
+    def arm(self) -> Arm:
+        """The measurement of standard, segment-wise and no weights."""
 
-def measure_bias(
-    plan: Plan, seeds: Sequence[int], root: Path, processes: int, code: str | None
-) -> dict[str, list[Any]]:
-    """Measure `directions` of standard, segment-wise and no weights, by learning rate and seed."""
-    wanted = {lr: [Directions(lr, seed, root, plan) for seed in seeds] for lr in plan.rates}
-    flat = [one for ones in wanted.values() for one in ones]
-    missing = [one for one in flat if not made_of(one.folder, one.settings(), code)]
-    start_processes(_bias_share, (missing, processes, code), nprocs=processes, start_method="fork")
-    return {lr: [json.loads(one.file.read_text()) for one in ones] for lr, ones in wanted.items()}
+        def work() -> int:
+            return in_ranks(1, partial(_write_directions, self.methods(), self.plan.bias_rollouts, self.file))
+
+        return Arm(self.folder, self.settings(), work)
 
 
-def _bias_share(share: int, missing: Sequence[Directions], shares: int, code: str | None) -> None:
-    from mis_plugins.local.train.parallel import launch
-
-    for one in missing[share::shares]:
-        unstamp(one.folder)
-        if launch(1, partial(_write_directions, one.methods(), one.plan.bias_rollouts, one.file)):
-            raise RuntimeError(f"{one.folder}: measuring the gradient's direction failed; see above")
-        stamp(one.folder, one.settings(), code)
-        print(one.folder, flush=True)
+def all_directions(plan: Plan, seeds: Sequence[int], root: Path) -> dict[str, list[Directions]]:
+    """The measurements of the gradient's direction, by learning rate."""
+    return {lr: [Directions(lr, seed, root, plan) for seed in seeds] for lr in plan.rates}
 
 
 def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Path) -> None:
@@ -224,31 +181,55 @@ def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Pat
         write_json(path, found)
 
 
-def measure_throughput(plan: Plan, root: Path) -> dict[str, Any]:
-    """A row a setting, a list a column with a number a round; and what the machine had to do before and after."""
-    settings = list(itertools.product(plan.step_seconds, plan.bounds))
-    before = os.getloadavg()[0]
-    rounds = [[_throughput(plan, bound, step, root) for step, bound in settings] for _ in range(plan.rounds)]
+def throughput_arms(plan: Plan, root: Path) -> list[Arm]:
+    """The runs of one round, a setting each."""
+    return [_throughput_arm(plan, bound, step, root) for step, bound in throughput_settings(plan)]
+
+
+def throughput_settings(plan: Plan) -> list[tuple[float, int]]:
+    """Seconds a decode step, and bounds."""
+    return list(itertools.product(plan.step_seconds, plan.bounds))
+
+
+def measure_throughput(plan: Plan, root: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code of the runs; a row a setting, a list a column with a number a round; what burdened the machine."""
+    before, rounds = os.getloadavg()[0], []
+    for _ in range(plan.rounds):
+        if code := run_arms(throughput_arms(plan, root), 1, None):
+            return code, {}
+        found = [_throughput(bound, step, root) for step, bound in throughput_settings(plan)]
+        rounds.append(found)
     rows = [
         {"bound": bound, "step_seconds": step, **_columns([one[place] for one in rounds])}
-        for place, (step, bound) in enumerate(settings)
+        for place, (step, bound) in enumerate(throughput_settings(plan))
     ]
-    return {"load_before": before, "processors": os.cpu_count(), "rows": rows}
+    return 0, {"load_before": before, "processors": os.cpu_count(), "rows": rows}
 
 
 def _columns(measured: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return {name: [one[name] for one in measured] for name in measured[0]}
 
 
-def _throughput(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
-    """Tokens a second of one run, alone on the machine as far as we know, and how its time went."""
-    folder = root / "throughput" / f"bound{bound}-step{step:g}"
-    set_aside(folder)
+def _throughput_folder(bound: int, step: float, root: Path) -> Path:
+    return root / "throughput" / f"bound{bound}-step{step:g}"
+
+
+def _throughput_arm(plan: Plan, bound: int, step: float, root: Path) -> Arm:
+    """A run that is alone on the machine, as far as we know."""
+    folder = _throughput_folder(bound, step, root)
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
     length = ["--num-rollout", str(SETTLED + MEASURED + bound), "--eval-interval", "1000"]
-    argv = command_line({"segment_wise": {}}, plan.rates[0], 0, folder, root)
-    args = parse_args([*argv, *flags, *length, *plan.flags])
-    _run(args)
+
+    def words() -> list[str]:
+        line = command_line({"segment_wise": {}}, plan.rates[0], 0, folder, root)
+        return [*line, *flags, *length, *plan.flags]
+
+    return training(words)
+
+
+def _throughput(bound: int, step: float, root: Path) -> dict[str, float]:
+    """Tokens a second of one finished run, and how its time went."""
+    folder = _throughput_folder(bound, step, root)
     settled = steady(MetricsLog(folder / METRICS).read(), bound)
     seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
     return {
@@ -336,47 +317,47 @@ def _rewards(folder: Path) -> list[tuple[float, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bash scripts/experiment-async.sh", description=__doc__)
-    add_folders(parser, "async")
-    parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
-    parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
-    parser.add_argument(
-        "--throughput",
-        action="store_true",
-        help="measure throughput alone, and put it into the results that are there",
-    )
-    parser.add_argument(
-        "--tables",
-        action="store_true",
-        help="measure nothing: tables and picture of the results that are there",
-    )
-    add_version(parser)
-    options = with_folders(parser.parse_args(), "async")
+    """Return 0, or the exit code of the run that failed or was interrupted."""
+    options = parsed(_parser(), "async")
     content = held(options.results / "async.json") if options.throughput or options.tables else {}
-    if not options.tables:
-        content |= measure(options)
-    publish(content, options.results)
-    if options.results == RESULTS:
-        README.write_text(with_figures(README.read_text(), content))
+    code, measured = (0, {}) if options.tables else measure(options)
+    if code:
+        return code
+    content |= measured
+    publish(options.results / "async", content, markdown(content), {"": partial(draw, content)})
     return 0
 
 
-def measure(options: Namespace) -> dict[str, Any]:
-    """Measure everything, or throughput alone; throughput comes first, before our own work burdens the machine."""
-    plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
-    # Megatron takes seconds to import: here, once for all runs, and not in their workers, which import this file.
-    import mis_plugins.local.loop  # noqa: F401
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="bash scripts/experiment-async.sh", description=__doc__)
+    for flag, does in (
+        ("--throughput", "measure throughput alone, and put it into the results that are there"),
+        ("--tables", "measure nothing: tables and picture of the results that are there"),
+    ):
+        parser.add_argument(flag, action="store_true", help=does)
+    return parser
 
-    code = committed_tree("mis_plugins")
-    made_with = provenance(sys.argv[1:])
-    throughput = {"throughput": {**measure_throughput(plan, root), "measured_with": made_with}}
-    if options.throughput:
-        return throughput
-    run_cells(plan, seeds, root, options.processes, code)
-    bias = measure_bias(plan, seeds, root, options.processes, code)
-    others = {"measured_with": made_with, "bias_rollouts": plan.bias_rollouts, "bias": bias}
-    return {**result(plan, root, seeds), **throughput, **others}
+
+def measure(options: Namespace) -> tuple[int, dict[str, Any]]:
+    """Measure everything, or throughput alone; throughput comes first, before our own work burdens the machine.
+
+    Returns:
+        0 and the results, or the exit code of the run that failed.
+    """
+    plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
+    measured_with = provenance()
+    code, throughput = measure_throughput(plan, root)
+    first = {"throughput": {**throughput, "measured_with": measured_with}}
+    if code or options.throughput:
+        return code, first
+    bias = all_directions(plan, seeds, root)
+    arms = [cell_arm(cell, plan, root) for cell in cells(plan, seeds)]
+    arms += [one.arm() for ones in bias.values() for one in ones]
+    if code := run_arms(arms, options.processes, this_code()):
+        return code, {}
+    found = {lr: [json.loads(one.file.read_text()) for one in ones] for lr, ones in bias.items()}
+    others = {"measured_with": measured_with, "bias_rollouts": plan.bias_rollouts, "bias": found}
+    return 0, {**result(plan, root, seeds), **first, **others}
 
 
 def held(path: Path) -> dict[str, Any]:
@@ -392,17 +373,7 @@ def held(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def provenance(words: Sequence[str]) -> dict[str, str]:
+def provenance(program: str = "bash scripts/experiment-async.sh") -> dict[str, str]:
     """Describe what the measurement runs with, from now on."""
-    command = as_given("bash scripts/experiment-async.sh", words)
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, before the start"
-    return {**measured_with(command, MEASURED_CODE), "load average": load}
-
-
-def publish(content: Mapping[str, Any], results: Path) -> None:
-    """Write async.json, async.md and async.png, and say where."""
-    results.mkdir(parents=True, exist_ok=True)
-    write_json(results / "async.json", content)
-    (results / "async.md").write_text(markdown(content))
-    draw(content, results / "async.png")
-    print(f"wrote {results}")
+    return {**made_with(program), "load average": load}

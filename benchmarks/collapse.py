@@ -1,7 +1,7 @@
 """Does correction help, when, and by how much? Every method, both advantages, several seeds; the gradient's direction.
 
-Each run is its own process, two at a time and with one thread each. A run that this committed code finished with equal
-settings is not repeated, so the experiment can be interrupted and continued.
+Each run is its own process, with one thread. A run that this committed code finished with equal settings is not
+repeated, so the experiment can be interrupted and continued.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ if __name__ == "__main__":
 
     run_command("collapse:main", extra="local")
 
-import argparse
 import itertools
 import json
-import subprocess
-import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,28 +23,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from experiments import endings
 from experiments.recipe import ESTIMATORS, METHODS, RECIPE, command_line
-from experiments.reuse import made_of, stamp, unstamp
-from rich.progress import track
+from experiments.runner import Arm, in_ranks, made_with, parsed, publish, run_arms, this_code, training
+from provenance import as_markdown, markdown_table
 
+from mis_plugins.config.terms.divergence import k3
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import PRECISIONS
-from mis_plugins.local.folders import SUMMARY, add_folders, set_aside, with_folders
+from mis_plugins.local.folders import SUMMARY
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.model.engine import DecodeEngine
-from mis_plugins.local.report import plot_curves, write_json
+from mis_plugins.local.report import write_json
 from mis_plugins.local.rollout.sampler import Rollout, shard
 from mis_plugins.local.train.gradients import cosine, mean_gradient, on_policy_reference
-from mis_plugins.local.train.parallel import initialize, launch
-from mis_plugins.shared.numerals import count, whole
-from mis_plugins.shared.provenance import as_given, as_markdown, committed_tree, measured_with
-from mis_plugins.shared.shell import add_version
-from mis_plugins.terms.divergence import k3
+from mis_plugins.local.train.parallel import initialize
 
-SEEDS = (0, 1, 2)
-MEASURED_CODE = ("mis_plugins", "scripts/experiment-collapse.sh")
 COSINE_METHODS = tuple(method for method in METHODS if method != "matched")
 COSINE_PRECISIONS = tuple(name for name in PRECISIONS if name != "fp32")
+COSINES = "cosines.json"
 COSINE_ROLLOUTS = 16
 COSINE_RANKS = 2
 # A policy that still fails often: near its optimum a gradient is nearly all noise.
@@ -82,9 +75,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if summary.get("status") == "finished" else None
 
 
-def run_cell(cell: Cell, root: Path, smoke: bool, code: str | None) -> None:
-    """Run one cell in a process of its own, unless this code did. Its output goes to ``run.log`` beside its files."""
-    folder = cell.folder(root)
+def training_arm(cell: Cell, root: Path, smoke: bool) -> Arm:
+    """The run of a cell."""
     extra = [
         "--warmup-cache",
         str(root / "warm-start"),
@@ -92,34 +84,24 @@ def run_cell(cell: Cell, root: Path, smoke: bool, code: str | None) -> None:
         "10",
         *(["--smoke"] if smoke else []),
     ]
-    words = partial(command_line, cell.method, cell.estimator, cell.seed, folder, *extra)
-    settings = vars(parse_args(words()))
-    if made_of(folder, settings, code):
-        return
-    set_aside(folder)
-    argv = words()  # writes the config into the folder
-    unstamp(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "run.log").open("w") as log:
-        command = [sys.executable, "-m", "mis_plugins.local", *argv]
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-    stamp(folder, settings, code)
+    return training(partial(command_line, cell.method, cell.estimator, cell.seed, cell.folder(root), *extra))
 
 
-def measure_cosines(
-    seed: int, estimator: str, root: Path, smoke: bool, code: str | None
-) -> dict[str, dict[str, float]]:
-    """By rollout precision, the cosine of every method's gradient to the on-policy one, at the warm-started policy."""
-    folder = root / "cosines" / f"{estimator}-seed{seed}"
-    path = folder / "cosines.json"
-    settings = {name: _settings(name, estimator, seed, folder / name, root, smoke) for name in COSINE_METHODS}
-    said = {name: dict(vars(args)) for name, args in settings.items()}
-    if not made_of(folder, said, code):
-        unstamp(folder)
-        if launch(COSINE_RANKS, lambda: _write_cosines(settings, path)):
-            raise RuntimeError(f"measuring the gradient's direction failed for {estimator}, seed {seed}")
-        stamp(folder, said, code)
-    return json.loads(path.read_text())
+def cosine_arm(seed: int, estimator: str, root: Path, smoke: bool) -> Arm:
+    """The measurement of every method's gradient beside the on-policy one, at the warm-started policy."""
+    folder = cosine_folder(seed, estimator, root)
+
+    def settings() -> dict[str, Namespace]:
+        return {name: _settings(name, estimator, seed, folder / name, root, smoke) for name in COSINE_METHODS}
+
+    def work() -> int:
+        return in_ranks(COSINE_RANKS, partial(_write_cosines, settings(), folder / COSINES))
+
+    return Arm(folder, {name: dict(vars(args)) for name, args in settings().items()}, work)
+
+
+def cosine_folder(seed: int, estimator: str, root: Path) -> Path:
+    return root / "cosines" / f"{estimator}-seed{seed}"
 
 
 def _settings(method: str, estimator: str, seed: int, folder: Path, root: Path, smoke: bool) -> Namespace:
@@ -173,7 +155,7 @@ def result(root: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> d
     """Everything the tables show: by estimator and method, a list with one entry a seed."""
     runs = {
         estimator: {
-            method: [read_summary(Cell(method, estimator, seed).folder(root)) for seed in seeds]
+            method: [_read(Cell(method, estimator, seed).folder(root)) for seed in seeds]
             for method in METHODS
         }
         for estimator in ESTIMATORS
@@ -186,6 +168,7 @@ def result(root: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> d
         "collapsed",
         "k3_kl",
         "kept_fraction",
+        "course",
     )
     numbers = {
         estimator: {
@@ -195,6 +178,12 @@ def result(root: Path, seeds: Sequence[int], directions: Mapping[str, Any]) -> d
         for estimator, methods in runs.items()
     }
     return {"recipe": " ".join(RECIPE), "seeds": list(seeds), "runs": numbers, "gradient_cosine": directions}
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """The summary of a finished run with the course of its rewards."""
+    summary = read_summary(folder)
+    return summary and summary | {"course": endings.course(folder)}
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -217,8 +206,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def _run_table(methods: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    head = "| method | trainer, start | trainer, final | rollout, start | rollout, final | collapsed | k3 KL | kept |"
-    rows = [head, "|---|---|---|---|---|---|---|---|"]
+    rows = []
     for method, runs in methods.items():
         rewards = (
             _each(runs, key) for key in ("trainer_start", "trainer_final", "rollout_start", "rollout_final")
@@ -227,8 +215,9 @@ def _run_table(methods: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         means = (
             fmean(run[key] for run in runs) if runs else float("nan") for key in ("k3_kl", "kept_fraction")
         )
-        rows.append(f"| {' | '.join([method, *rewards, collapsed, *(f'{mean:.2g}' for mean in means)])} |")
-    return rows
+        rows.append((method, *rewards, collapsed, *(f"{mean:.2g}" for mean in means)))
+    policies = (f"{policy}, {when}" for policy in ("trainer", "rollout") for when in ("start", "final"))
+    return markdown_table(("method", *policies, "collapsed", "k3 KL", "kept"), rows).splitlines()
 
 
 def _each(runs: Sequence[Mapping[str, Any]], key: str) -> str:
@@ -251,63 +240,56 @@ def _cosine_section(directions: Mapping[str, Mapping[str, Mapping[str, float]]])
         at = precisions["on-policy"]
         title = f"Advantage {estimator}: reward {at['reward']:.2f}, agreement {at['agreement']:.3f}"
         lines += ["", title, ""]
-        lines += [
-            f"| rollout weights | k3 KL | {' | '.join(COSINE_METHODS)} |",
-            "|---" * (2 + len(COSINE_METHODS)) + "|",
+        rows = [
+            (name, f"{row['k3_kl']:.1e}", *(f"{row[method]:.3f}" for method in COSINE_METHODS))
+            for name, row in ((name, precisions[name]) for name in COSINE_PRECISIONS)
         ]
-        for precision in COSINE_PRECISIONS:
-            row = precisions[precision]
-            values = [f"{row['k3_kl']:.1e}", *(f"{row[method]:.3f}" for method in COSINE_METHODS)]
-            lines.append(f"| {precision} | {' | '.join(values)} |")
+        lines += markdown_table(("rollout weights", "k3 KL", *COSINE_METHODS), rows).splitlines()
     return lines
 
 
 def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Mean over the seeds of what :func:`measure_cosines` gives."""
+    """Mean over the seeds of what `cosine_arm` measures."""
     return {
         precision: {name: fmean(one[precision][name] for one in measured) for name in names}
         for precision, names in measured[0].items()
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="bash scripts/experiment-collapse.sh", description=__doc__)
-    add_folders(parser, "collapse")
-    parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
-    parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
-    add_version(parser)
-    options = with_folders(parser.parse_args(), "collapse")
-    code = committed_tree("mis_plugins")
-    made_with = measured_with(as_given("bash scripts/experiment-collapse.sh", sys.argv[1:]), MEASURED_CODE)
-    with ThreadPoolExecutor(options.processes) as pool:
-        work = pool.map(lambda cell: run_cell(cell, options.runs, options.smoke, code), cells(options.seeds))
-        list(track(work, "runs", total=len(cells(options.seeds))))
-    directions = {
-        estimator: mean_directions(
-            [measure_cosines(seed, estimator, options.runs, options.smoke, code) for seed in options.seeds]
-        )
-        for estimator in ESTIMATORS
+def directions(root: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """What the cosine arms wrote, by advantage."""
+    files = {name: [cosine_folder(seed, name, root) / COSINES for seed in seeds] for name in ESTIMATORS}
+    return {
+        name: mean_directions([json.loads(file.read_text()) for file in found])
+        for name, found in files.items()
     }
-    publish(options.runs, options.results, options.seeds, directions, made_with)
+
+
+def main() -> int:
+    """Return 0, or the exit code of the run that failed or was interrupted."""
+    parser = ArgumentParser(prog="bash scripts/experiment-collapse.sh", description=__doc__)
+    options = parsed(parser, "collapse")
+    measured_with = made_with("bash scripts/experiment-collapse.sh")
+    if code := run_arms(arms(options), options.processes, this_code()):
+        return code
+    numbers = result(options.runs, options.seeds, directions(options.runs, options.seeds))
+    write_results(options, {"measured_with": measured_with, **numbers})
     return 0
 
 
-def publish(
-    root: Path,
-    results: Path,
-    seeds: Sequence[int],
-    directions: Mapping[str, Any],
-    made_with: Mapping[str, str],
-) -> None:
+def arms(options: Namespace) -> list[Arm]:
+    """Every cell, and the direction of the gradient for every seed."""
+    measured = itertools.product(options.seeds, ESTIMATORS)
+    return [
+        *(training_arm(cell, options.runs, options.smoke) for cell in cells(options.seeds)),
+        *(cosine_arm(seed, estimator, options.runs, options.smoke) for seed, estimator in measured),
+    ]
+
+
+def write_results(options: Namespace, content: Mapping[str, Any]) -> None:
     """Write collapse.json, collapse.md, collapse.png (R-1) and collapse-group.png, and say where."""
-    results.mkdir(parents=True, exist_ok=True)
-    content = {"measured_with": made_with, **result(root, seeds, directions)}
-    write_json(results / "collapse.json", content)
-    (results / "collapse.md").write_text(markdown(content))
-    for estimator, name in (("R-1", "collapse.png"), ("group", "collapse-group.png")):
-        folders = {
-            method: [Cell(method, estimator, seed).folder(root) for seed in seeds] for method in METHODS
-        }
-        plot_curves(folders, results / name)
-    print(f"wrote {results}")
+    pictures = {
+        "": partial(endings.draw, content["runs"]["R-1"]),
+        "-group": partial(endings.draw, content["runs"]["group"]),
+    }
+    publish(options.results / "collapse", content, markdown(content), pictures)

@@ -17,13 +17,10 @@ if __name__ == "__main__":
 
     run_command("comparison_cost:main", extra="local")
 
-import argparse
 import functools
 import importlib
 import itertools
-import json
 import logging
-import sys
 import tempfile
 import warnings
 from argparse import Namespace
@@ -46,12 +43,11 @@ from correction_cost import (
     response_lengths,
 )
 from host_checkout import run_ranks, start_groups
-from provenance import as_markdown, provenance, target
-from rich.console import Console
-from rich.table import Table
+from provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from torch import Tensor
 
 from mis_plugins.shared.numerals import counts
+from mis_plugins.shared.table import print_table
 from true_on_policy import hosts
 from true_on_policy.hosts.watch import Comparison
 
@@ -141,33 +137,20 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         shape = (f"{row.sequences} x {row.length}", str(row.cp)) if first else ("", "")
         shares = f"{row.share(name):.3f}", f"{row.share_of_cpu(name):.3f}"
         counts = (f"{count:,}" for count in (cost.operators, cost.waits, cost.collectives))
-        out.append(
-            (
-                *shape,
-                name,
-                f"{1e3 * cost.seconds:.2f} ms",
-                *shares,
-                *counts,
-                f"{cost.peak_bytes / 1e6:.2f} MB",
-            )
-        )
+        took, peak = f"{1e3 * cost.seconds:.2f} ms", f"{cost.peak_bytes / 1e6:.2f} MB"
+        out.append((*shape, name, took, *shares, *counts, peak))
     return out
 
 
 def write_results(path: Path, rows: Sequence[Row], measured: dict[str, str]) -> None:
     """Write the figures to `path` as JSON, and as a table to a .md beside it."""
     listed = [asdict(row) | {"share": {name: row.share(name) for name in NAMES}} for row in rows]
-    path.write_text(json.dumps({"measured with": measured, "rows": listed}, indent=1) + "\n")
-    table = "\n".join(
-        "| " + " | ".join(line) + " |" for line in [HEADINGS, ("---",) * len(HEADINGS), *lines(rows)]
-    )
-    path.with_suffix(".md").write_text(f"{as_markdown(measured)}\n{table}\n")
+    text = f"{as_markdown(measured)}\n{markdown_table(HEADINGS, lines(rows))}"
+    write_record(path, {"measured with": measured, "rows": listed}, text)
 
 
 def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--n", type=counts, default=[8, 64, 256], help="sequences (default: 8,64,256)")
     parser.add_argument(
         "--length",
@@ -193,10 +176,7 @@ def main() -> int:
     shapes = list(itertools.product(arguments.n, arguments.length))
     timed = functools.partial(measure, shapes, seconds=0.1 if arguments.smoke else 3.0)
     rows = [row for cp in arguments.cp for row in timed(cp)]
-    table = Table(*HEADINGS, title="the bitwise comparison beside the TIS hook")
-    for line in lines(rows):
-        table.add_row(*line, end_section=line[2] == NAMES[-1])
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print_table(HEADINGS, lines(rows))
     if arguments.json:
         write_results(arguments.json, rows, provenance())
     return 0

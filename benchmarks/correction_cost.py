@@ -2,8 +2,8 @@
 
 Our hook and a baseline are called in turn, A B A B, in one process group on one thread, with Miles's own mis.yaml in
 force. A call is the hook and the reading of every metric that it returns, one at a time and dropped, as hosts do. The
-host's own averaging and the backward (one multiplication) are left out. Without --baseline the baseline is
-per_sequence.py, the plain way. With PYTHONPATH at a Miles checkout, the baseline can be Miles's own function:
+host's own averaging and the backward (one multiplication) are left out. Without --baseline the baseline is our own hook
+in a loop over the sequences. With PYTHONPATH at a Miles checkout, the baseline can be Miles's own function:
 
     --baseline examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp
 
@@ -25,11 +25,9 @@ if __name__ == "__main__":
 
     run_command("correction_cost:main", extra="local")
 
-import argparse
 import importlib
 import importlib.util
 import itertools
-import json
 import os
 import resource
 import subprocess
@@ -46,16 +44,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
-from provenance import as_markdown, provenance, target
-from rich.console import Console
-from rich.table import Table
+from provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from tallies import peak_bytes, tally
 from torch import Tensor
 
 from mis_plugins.shared.numerals import count, counts
+from mis_plugins.shared.table import print_table
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
-PLAIN = "per_sequence.compute_mis_weights_with_cp"
+LOOP = "correction_cost.sequence_by_sequence"
 MIXED = (16, 8192)
 PROMPT = 32
 FEWEST_CALLS, MOST_CALLS = 3, 60
@@ -159,6 +156,24 @@ def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Callable[[], 
     return call
 
 
+def sequence_by_sequence(
+    args: Namespace, *, pg_loss: Tensor, **given: Sequence[Any]
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Call our hook for each sequence alone, and read its loss on the host, as a loop that branches on it does.
+
+    The mean that normalizes is then of one sequence: costs compare with those of the whole batch, and losses do not.
+    """
+    losses, masks, metrics = [], [], []
+    for number, part in enumerate(pg_loss.split([len(x) for x in given["train_log_probs"]])):
+        one = {name: values[number : number + 1] for name, values in given.items()}
+        loss, mask, named = load(OURS)(args, pg_loss=part, **one)
+        float(loss.detach().sum())
+        losses.append(loss)
+        masks += mask
+        metrics.append({name: named[name] for name in named})
+    return torch.cat(losses), masks, {name: torch.cat([x[name] for x in metrics]) for name in metrics[0]}
+
+
 def hook_args(metrics: str | None) -> Namespace:
     extra = {} if metrics is None else {"mis": {"metrics": metrics}}
     return Namespace(**MIS_YAML, **extra, qkv_format="thd", get_mismatch_metrics=False)
@@ -168,7 +183,7 @@ def hook_args(metrics: str | None) -> Namespace:
 class Contest:
     """A contest of our hook with a baseline: the baseline, our metrics, and how long each is called."""
 
-    baseline: str = PLAIN
+    baseline: str = LOOP
     metrics: str = "full"
     seconds: float = 3.0
 
@@ -243,20 +258,8 @@ def cost_of(call: Callable[[], Any], spent: Sequence[Spent]) -> Cost:
     )
 
 
-HEADINGS = (
-    "N x length",
-    "CP",
-    "",
-    "time",
-    "cpu",
-    "faults",
-    "operators",
-    "waits",
-    "copies",
-    "collectives",
-    "bytes",
-    "peak",
-    "ratio",
+HEADINGS = tuple(
+    "N x length,CP,,time,cpu,faults,operators,waits,copies,collectives,bytes,peak,ratio".split(",")
 )
 
 
@@ -283,34 +286,21 @@ def _figures(cost: Cost) -> tuple[str, ...]:
     return *times, *(f"{count:,}" for count in counts), f"{cost.peak_bytes / 1e6:.2f} MB"
 
 
-def as_table(rows: Sequence[Row], title: str) -> Table:
-    table = Table(title=title)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("", "N x length", "ratio") else "right")
-    for line in lines(rows):
-        table.add_row(*line, end_section=line[0] == "")
-    return table
-
-
 def write_results(path: Path, rows: Sequence[Row], measured: dict[str, str], named: str) -> None:
     """Write the figures to `path` as JSON, and as a table to a .md beside it."""
     ratios = ("times_faster", "times_less_cpu", "share_of_memory")
     listed = [asdict(row) | {name: getattr(row, name) for name in ratios} for row in rows]
-    path.write_text(
-        json.dumps({"measured with": measured, "baseline": named, "rows": listed}, indent=1) + "\n"
-    )
-    table = [HEADINGS, ("---",) * len(HEADINGS), *lines(rows)]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in table)
     legend = (__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[2]
-    path.with_suffix(".md").write_text(
-        f"{as_markdown(measured)}\nBaseline: `{named}`\n\n```\n{legend}```\n\n{body}\n"
+    head = f"{as_markdown(measured)}\nBaseline: `{named}`\n\n```\n{legend}```\n\n"
+    write_record(
+        path,
+        {"measured with": measured, "baseline": named, "rows": listed},
+        head + markdown_table(HEADINGS, lines(rows)),
     )
 
 
 def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--n", type=counts, default=[8, 64, 256], help="sequences (default: 8,64,256)")
     parser.add_argument(
         "--length",
@@ -320,7 +310,7 @@ def parse_arguments() -> Namespace:
     )
     parser.add_argument("--cp", type=counts, default=[1, 2, 4], help="ranks (default: 1,2,4)")
     parser.add_argument(
-        "--baseline", default=PLAIN, help="dotted path of a hook to compare with (default: the plain way)"
+        "--baseline", default=LOOP, help="dotted path of a hook to compare with (default: %(default)s)"
     )
     parser.add_argument("--metrics", choices=("full", "core", "none"), default="full", help="of ours")
     parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
@@ -345,18 +335,18 @@ def main() -> int:
     for path in (OURS, arguments.baseline):
         load(path)
     rows = measure_all(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 180)
     pages = "huge pages" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "ordinary pages"
-    console.print(as_table(rows, f"ours against {arguments.baseline} ({pages})"))
+    print(f"ours against {arguments.baseline} ({pages})")
+    print_table(HEADINGS, lines(rows))
     if arguments.json:
         write_results(arguments.json, rows, provenance(_checkout(arguments.baseline)), arguments.baseline)
     return _with_huge_pages() if arguments.thp else 0
 
 
 def _checkout(baseline: str) -> dict[str, Path]:
-    """Find the folder of the baseline's source, for its commit; none where the baseline is the plain way."""
+    """Find the folder of the baseline's source, for its commit; none where the baseline is the loop."""
     source = sys.modules[baseline.rpartition(".")[0]].__file__
-    return {"baseline": Path(source).parent} if source and baseline != PLAIN else {}
+    return {"baseline": Path(source).parent} if source and baseline != LOOP else {}
 
 
 def _with_huge_pages() -> int:

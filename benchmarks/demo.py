@@ -1,4 +1,4 @@
-"""The demonstration: one run uncorrected, the same run corrected, then a picture of both and three sentences."""
+"""The demonstration: one run uncorrected, the same run corrected, then a picture and a sentence of each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ if __name__ == "__main__":
 import argparse
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from experiments.recipe import command_line
+from experiments.runner import made_with
 from rich.console import Console
 
 from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.folders import CURVES, SUMMARY, unused
+from mis_plugins.local.folders import CURVES, METRICS, SUMMARY, unused
 from mis_plugins.local.loop import run_rank
-from mis_plugins.local.report import Summary, plot_curves, three_sentences
+from mis_plugins.local.report import PANELS, MetricsLog, draw_histories, in_words, write_json
 from mis_plugins.local.train.parallel import launch
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import add_version
 
+RECORD = "demo.json"
 RUNS = {"uncorrected": "uncorrected", "corrected": "TIS + geometric + BN"}
 
 
@@ -42,11 +46,12 @@ def main() -> int:
     add_version(parser)
     options = parser.parse_args()
     options.output = unused(options.output, RUNS)
+    measured = made_with("bash scripts/demo.sh")
     for name, method in RUNS.items():
         code = run(name, method, options)
         if code:
             return code
-    conclude(options.output)
+    conclude(options.output, measured)
     return 0
 
 
@@ -65,8 +70,26 @@ def run(name: str, method: str, options: argparse.Namespace) -> int:
     return launch(args.world_size, lambda: run_rank(args))
 
 
-def conclude(folder: Path) -> None:
-    plot_curves({name: folder / name for name in RUNS}, folder / CURVES)
-    summaries: list[Summary] = [json.loads((folder / name / SUMMARY).read_text()) for name in RUNS]
-    Console().print(f"\n{three_sentences(*summaries)}", highlight=False)
+def record(folder: Path, measured: Mapping[str, str]) -> dict[str, Any]:
+    """What the picture shows of both runs, rollout by rollout, and what it was measured with."""
+    held = {name: MetricsLog(folder / name / METRICS).read() for name in RUNS}
+    shown = ("rollout", *(panel.key for panel in PANELS))
+    runs = {
+        name: [{key: one[key] for key in shown if key in one} for one in rows] for name, rows in held.items()
+    }
+    return {"measured_with": dict(measured), "runs": runs}
+
+
+def draw(content: Mapping[str, Any], path: Path) -> None:
+    """The picture, a function of the record."""
+    draw_histories({name: [rows] for name, rows in content["runs"].items()}, path)
+
+
+def conclude(folder: Path, measured: Mapping[str, str]) -> None:
+    content = record(folder, measured)
+    write_json(folder / RECORD, content)
+    draw(content, folder / CURVES)
+    for name in RUNS:
+        summary = json.loads((folder / name / SUMMARY).read_text())
+        Console().print(f"\n{in_words(name, summary)}", highlight=False)
     print(f"\nwrote {folder}")

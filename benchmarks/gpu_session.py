@@ -4,7 +4,7 @@ Sections run one after the other, each in its own process with its own time limi
 Exit code: 0 every demand holds, 1 a demand does not hold, 2 a section did not finish, or nothing was demanded.
 
 ceilings    a copy and a product: what the device can do at most
-correction  the correction of mis_plugins against the plain way and a copy; no wait for the device
+correction  the correction of mis_plugins against a loop over sequences and a copy; no wait for the device
 attention   FlashAttention-3: tokens appended to a cache and decoded, against prefilled, by bytes
 model       a Qwen3 that decodes, against itself as a trainer, by bytes
 kernels     equal rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes
@@ -19,16 +19,16 @@ if __name__ == "__main__":
 
     run_command("gpu_session:ended")
 
-import argparse
 import subprocess
 import sys
 import time
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 from gpu import sections
 from gpu.results import Section, exit_code, write
-from provenance import provenance
+from provenance import parser_of, provenance
 
 from mis_plugins.shared.numerals import finite
 from mis_plugins.shared.table import print_table
@@ -54,10 +54,8 @@ def main(arguments: list[str]) -> int:
     return exit_code(found)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(arguments: list[str]) -> Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--json", type=Path, required=True, help="write the figures here, and beside it a .md"
     )
@@ -70,7 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measured_with(options: argparse.Namespace) -> dict[str, str]:
+def measured_with(options: Namespace) -> dict[str, str]:
     found = provenance() | {
         "device": "none: a dry run, no figure means anything" if options.dry_run else _device()
     }

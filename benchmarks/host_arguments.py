@@ -29,12 +29,13 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
-from host_checkout import ROLLOUT_SIDE_PACKAGES, stand_in_for_missing_packages
+from host_checkout import NEVER_CALLED, stand_in_for_missing_packages
+from provenance import parser_of
 
 from mis_plugins.shared.provenance import commit
 
 STOOD_IN = (
-    *ROLLOUT_SIDE_PACKAGES, "miles_megatron_plugins", "miles_plugins", "six", "polars", "requests", "wandb", "mlflow",
+    *NEVER_CALLED, "miles_megatron_plugins", "miles_plugins", "six", "polars", "requests", "mlflow",
     "openai", "fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "pybase64", "PIL", "datasets", "tensorboard",
 )  # fmt: skip
 ENGINES = ("sglang_", "eval_sglang_")  # arguments with the second prefix repeat those with the first
@@ -134,7 +135,7 @@ def _parsed_first(parse: Callable[[], object]) -> ArgumentParser:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parser", choices=sorted(PARSERS))
     parser.add_argument("checkout", type=Path)
     return parser

@@ -1,8 +1,8 @@
 """Import a checkout of Miles or slime on a CPU-only machine; nothing of the checkout is copied or changed on disk.
 
-Three steps make a checkout run on a CPU. Stand-ins replace packages that only serve the rollout side (ray, sglang,
-httpx) where these are not installed. `torch.compile` is switched off: it costs minutes and changes no result. Process
-groups come from Megatron over gloo.
+Three steps make a checkout run on a CPU. Stand-ins replace packages of the rollout side and of tracking (ray, sglang,
+httpx, psutil, wandb) where these are not installed. `torch.compile` is switched off: it costs minutes and changes no
+result. Process groups come from Megatron over gloo.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import importlib.machinery
 import sys
 import tempfile
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,10 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
+from provenance import parser_of, target
 from torch.multiprocessing.spawn import start_processes
 
-ROLLOUT_SIDE_PACKAGES = ("ray", "sglang", "httpx")
+NEVER_CALLED = ("ray", "sglang", "httpx", "psutil", "wandb")
 
 
 class CannotCompare(RuntimeError):
@@ -67,16 +68,21 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def stand_in_for_missing_packages(packages: Sequence[str] = ROLLOUT_SIDE_PACKAGES) -> None:
+def stand_in_for_missing_packages(packages: Sequence[str] = NEVER_CALLED) -> None:
     sys.meta_path.append(_StandInFinder(packages))
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host as the benchmarks drive it: module paths, signatures, and the owner of the process groups."""
+    """A host as the benchmarks drive it: module paths, signatures, and the owner of the process groups.
+
+    step_loss_module, step_log_module: where a micro-batch's loss is scaled, and where a step's logs are reduced.
+    """
 
     name: str
     loss_module: str
+    step_loss_module: str
+    step_log_module: str
     cp_module: str
     tis_path: str
     formats: tuple[str, ...]
@@ -107,6 +113,8 @@ HOSTS = {
     "miles": Host(
         "miles",
         "miles.backends.training_utils.loss_hub.losses",
+        "miles.backends.training_utils.loss",
+        "miles.backends.training_utils.log_utils",
         "miles.backends.training_utils.cp_utils",
         "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
         ("thd", "bshd"),
@@ -114,11 +122,22 @@ HOSTS = {
     "slime": Host(
         "slime",
         "slime.backends.megatron_utils.loss",
+        "slime.backends.megatron_utils.loss",
+        "slime.observability.train_metric_utils",
         "slime.backends.megatron_utils.cp_utils",
         "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
         ("thd",),
     ),
 }
+
+
+def build_parser(description: str | None) -> ArgumentParser:
+    """Build the command line of a comparison with a host, whose checkout the user names."""
+    parser = parser_of(description)
+    parser.add_argument("--host", choices=sorted(HOSTS), required=True)
+    parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
+    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
+    return parser
 
 
 def load_host(name: str, checkout: Path) -> Host:
@@ -200,6 +219,7 @@ def _rank(rank: int, world_size: int, folder: str, work: Callable[[int], Any]) -
         torch.save(work(rank), f"{folder}/{rank}.pt")
     except BaseException:
         traceback.print_exc()
+        sys.stderr.flush()
         os._exit(1)
     dist.barrier()
     os._exit(0)  # gloo's threads do not survive an ordinary interpreter shutdown after a fork

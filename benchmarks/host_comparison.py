@@ -18,10 +18,7 @@ if __name__ == "__main__":
 
     run_command("host_comparison:main", extra="local")
 
-import argparse
-import json
 import logging
-import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
@@ -30,15 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_checkout import HOSTS, Host, load_host, run_ranks, start_groups
+from host_checkout import Host, build_parser, load_host, run_ranks, start_groups
 from parity.cases import Batch, batches, make_batch
 from parity.drive import OURS, Outcome, drive, host_args
-from provenance import as_markdown, provenance, target
-from rich.console import Console
+from provenance import as_markdown, markdown_table, provenance, write_record
 from rich.progress import track
-from rich.table import Table
 
 from mis_plugins.shared.storage import load_safetensors
+from mis_plugins.shared.table import print_table
 from true_on_policy import hosts
 from true_on_policy.hosts.watch import Comparison
 
@@ -212,28 +208,22 @@ def cells(found: dict[str, Counter[str]]) -> list[str]:
     return out
 
 
+HEADINGS = ("layout", *QUESTIONS)
+
+
+def lines(rows: dict[str, dict[str, Counter[str]]]) -> list[list[str]]:
+    return [[name, *cells(found)] for name, found in rows.items()]
+
+
 def write_results(path: Path, rows: dict[str, dict[str, Counter[str]]], measured: dict[str, str]) -> None:
     """Write the answers to `path` as JSON, and as a table to a .md beside it."""
-    path.write_text(json.dumps({"measured with": measured, "rows": rows}, indent=1) + "\n")
-    lines = [["layout", *QUESTIONS], ["---"] * (1 + len(QUESTIONS))]
-    lines += [[name, *cells(found)] for name, found in rows.items()]
     legend = (__doc__ or "").partition("Asked is\n\n")[2].rpartition("\n\n")[0]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    path.with_suffix(".md").write_text(f"{as_markdown(measured)}\n```\n{legend}\n```\n\n{table}\n")
-
-
-def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--host", choices=sorted(HOSTS), required=True)
-    parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
-    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
-    return parser.parse_args()
+    text = f"{as_markdown(measured)}\n```\n{legend}\n```\n\n{markdown_table(HEADINGS, lines(rows))}"
+    write_record(path, {"measured with": measured, "rows": rows}, text)
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = build_parser(__doc__).parse_args()
     try:
         host = load_host(arguments.host, arguments.checkout)
         logging.getLogger("true_on_policy").setLevel(logging.CRITICAL)
@@ -242,10 +232,7 @@ def main() -> int:
     except Exception as error:  # Python would exit with 1, which means different
         print(f"could not compare: {error}")
         return 2
-    table = Table("layout", *QUESTIONS, title=f"{host.name}, right of asked")
-    for name, found in rows.items():
-        table.add_row(name, *cells(found))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print_table(HEADINGS, lines(rows))
     if arguments.json:
         write_results(arguments.json, rows, provenance({host.name: arguments.checkout}))
     return int(any(set(counter) != {""} for found in rows.values() for counter in found.values()))

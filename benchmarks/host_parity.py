@@ -1,7 +1,7 @@
 """Is our correction the host's own, inside the host's own loss?
 
 The program drives the real `policy_loss_function` of a Miles or slime checkout on CPU, once with the checkout's mis.py
-and once with `mis_plugins.mis`, over level x mode x rejection x veto x normalization and ragged batches. It compares
+and once with `mis_plugins.mis`. Level x mode x rejection x veto x normalization meet ragged batches. It compares
 the loss, its gradient with respect to the logits, the masks, and every metric that both name.
 
 mis.py gives no sane answer in some cases: normalization in mask mode, at geometric level, or with a fully masked
@@ -21,12 +21,9 @@ if __name__ == "__main__":
 
     run_command("host_parity:main", extra="local")
 
-import argparse
 import importlib
 import itertools
-import json
 import math
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_checkout import HOSTS, CannotCompare, Host, load_host, run_ranks, start_groups
+from host_checkout import CannotCompare, Host, build_parser, load_host, run_ranks, start_groups
 from parity.answers import defect, needs_scaling_by_hand, right_answer
 from parity.cases import Batch, Case, batches, config_product
 from parity.drive import OURS, Ask, Outcome, asker, drive, host_args
@@ -48,13 +45,12 @@ from parity.verdict import (
     magnitude,
     what_theirs_gave,
 )
-from provenance import as_markdown, provenance, target
-from rich.console import Console
+from provenance import as_markdown, markdown_table, provenance, write_record
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from mis_plugins.shared.numerals import count
+from mis_plugins.shared.table import print_table
 
 Group = tuple[str, str]
 K3_UNCLAMPED = ("mis_k3_kl",)
@@ -239,18 +235,11 @@ def _losses_over_ranks(
     return [_summed(answers) for answers in zip(*run_ranks(size, work), strict=True)]
 
 
-NUMBERS = ("runs", "loss", "gradient", "metrics", "mask tokens")
-HEADINGS = ("compared with", "group", *NUMBERS, "mis.py gave", "verdict")
+HEADINGS = tuple("compared with,group,runs,loss,gradient,metrics,mask tokens,mis.py gave,verdict".split(","))
 
 
-def summary_table(groups: dict[Group, Difference], title: str) -> Table:
-    table = Table(title=title)
-    for heading in HEADINGS:
-        table.add_column(heading, no_wrap=heading in NUMBERS)
-    for (against, name), found in groups.items():
-        verdict = "[green]equal" if found.equal else "[red]DIFFERENT"
-        table.add_row(against, name, *_figures(found), verdict)
-    return table
+def lines(groups: dict[Group, Difference]) -> list[tuple[str, ...]]:
+    return [(*group, *_figures(f), "equal" if f.equal else "DIFFERENT") for group, f in groups.items()]
 
 
 def _figures(found: Difference) -> tuple[str, ...]:
@@ -284,26 +273,18 @@ def as_json(groups: dict[Group, Difference], measured: dict[str, str]) -> dict[s
 
 def write_results(path: Path, groups: dict[Group, Difference], measured: dict[str, str]) -> None:
     """Write the differences to `path` as JSON, and as a table to a .md beside it."""
-    path.write_text(json.dumps(as_json(groups, measured), indent=1) + "\n")
-    lines = [[*HEADINGS], ["---"] * len(HEADINGS)]
-    lines += [[a, n, *_figures(f), "equal" if f.equal else "DIFFERENT"] for (a, n), f in groups.items()]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     note = (
         "Worst deviation over the runs of each row: loss and metrics relative to max(1, value), gradient relative to "
         f"its largest entry. Equal means at most {GRADIENT_TOLERANCE:g} (loss, gradient), {METRIC_TOLERANCE:g} "
         "(metrics), and identical masks."
     )
-    path.with_suffix(".md").write_text(f"{as_markdown(measured)}\n{note}\n\n{table}\n")
+    text = f"{as_markdown(measured)}\n{note}\n\n{markdown_table(HEADINGS, lines(groups))}"
+    write_record(path, as_json(groups, measured), text)
 
 
 def parse_arguments() -> Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--host", choices=sorted(HOSTS), required=True)
-    parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
+    parser = build_parser(__doc__)
     parser.add_argument("--hook", choices=("tis", "loss"), default="tis", help="which of our functions")
-    parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--limit", type=count, help="only the first N configurations")
     return parser.parse_args()
 
@@ -328,23 +309,23 @@ def _check_that_the_host_runs(host: Host) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 170)
     try:
         host = load_host(arguments.host, arguments.checkout)
         importlib.import_module(OURS.rpartition(".")[0])
         compare = compare_losses if arguments.hook == "loss" else compare_all
         groups = compare(host, arguments.limit)
     except Exception as error:
-        console.print(f"[red]could not compare:[/] {error}")
+        print(f"could not compare: {error}")
         return 2
     measured = provenance({arguments.host: arguments.checkout})
     title = (
         "policy_loss_function" if arguments.hook == "tis" else "loss_function, as --custom-loss-function-path"
     )
-    console.print(summary_table(groups, f"mis_plugins in {arguments.host}'s own {title}"))
+    print(f"mis_plugins in {arguments.host}'s own {title}")
+    print_table(HEADINGS, lines(groups))
     for (_, name), found in groups.items():
         for fault, example in found.example.items():
-            console.print(f"{name}: {fault} ({max(1, found.faults[fault])}x); e.g. {example}", markup=False)
+            print(f"{name}: {fault} ({max(1, found.faults[fault])}x); e.g. {example}")
     if arguments.json:
         write_results(arguments.json, groups, measured)
     return 0 if all(found.equal for found in groups.values()) else 1

@@ -16,9 +16,7 @@ if __name__ == "__main__":
 
     run_command("kernel_cost:main", extra="local")
 
-import argparse
-import json
-import sys
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,12 +25,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from provenance import as_markdown, provenance, target
-from rich.console import Console
-from rich.table import Table
+from provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from mis_plugins.shared.numerals import count
+from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels import native
 from true_on_policy.kernels.pin import pinned
@@ -180,48 +177,26 @@ def as_cells(row: Row) -> list[str]:
     return [row.model, row.dtype, row.workload, *milliseconds, *ratios, f"{row.goal}", met]
 
 
-HEADINGS = (
-    "model",
-    "dtype",
-    "workload",
-    "stock ms",
-    "native ms",
-    "tile ms",
-    "leaves ms",
-    "native / stock",
-    "tile / stock",
-    "leaves / native",
-)
-HEADINGS += ("goal", "native meets it")
+HEADINGS = ("model", "dtype", "workload", *(f"{kernel} ms" for kernel in ("stock", *BACKENDS, "leaves")))
+HEADINGS += ("native / stock", "tile / stock", "leaves / native", "goal", "native meets it")
 
 
 def write(path: Path, rows: list[Row]) -> None:
     found = provenance() | {"bfloat16 products of native": native.instructions()}
-    path.write_text(
-        json.dumps({"measured with": found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-    )
-    lines = [" | ".join(cells) for cells in (HEADINGS, ["---"] * len(HEADINGS), *map(as_cells, rows))]
-    body = "\n".join(f"| {line} |" for line in lines)
-    path.with_suffix(".md").write_text(f"{as_markdown(found)}\n{body}\n")
+    text = f"{as_markdown(found)}\n{markdown_table(HEADINGS, map(as_cells, rows))}"
+    write_record(path, {"measured with": found, "rows": [asdict(row) for row in rows]}, text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--calls", type=count, default=9, help="of each, after one that is not counted")
     parser.add_argument("--json", type=target, help="write the figures here, and a table beside it")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    table = Table(*HEADINGS)
-    rows = []
-    for name in options.models:
-        for dtype in DTYPES:
-            for workload in WORKLOADS:
-                rows.append(measure(name, dtype, workload, options.calls))
-                table.add_row(*as_cells(rows[-1]))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    settings = itertools.product(options.models, DTYPES, WORKLOADS)
+    rows = [measure(*setting, options.calls) for setting in settings]
+    print_table(HEADINGS, list(map(as_cells, rows)))
     if options.json:
         write(options.json, rows)
     return 0

@@ -4,7 +4,7 @@
                                             finished is not repeated
     python benchmarks/presets.py --smoke    tiny runs that only show that every preset runs, in about a minute
 
-Runs in the embedded host, one after the other, from the same warm-started policy. Ctrl-C leaves complete files.
+Runs in the embedded host, from the same warm-started policy. Ctrl-C leaves complete files.
 """
 
 from __future__ import annotations
@@ -18,32 +18,28 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-import argparse
-import hashlib
 import json
-import logging
-import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.runner import Arm, made_with, parsed, publish, run_arms, this_code, training
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from provenance import as_markdown, provenance
-from rich.progress import track
+from provenance import markdown_table, parser_of
 
 from mis_plugins.__main__ import load
 from mis_plugins.config import reading
 from mis_plugins.config.docs import header
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.folders import METRICS, SUMMARY, set_aside
-from mis_plugins.local.loop import run_rank
-from mis_plugins.local.report import COLORS, FRAME, GRID, MetricsLog, write_json
-from mis_plugins.local.train.parallel import EXIT_INTERRUPTED, launch
-from mis_plugins.shared.provenance import committed_tree
+from mis_plugins.local.folders import METRICS, SUMMARY
+from mis_plugins.local.report import MetricsLog
+from mis_plugins.shared.palette import BLACK, BLUE, FRAME, GRID, SKY
+from mis_plugins.shared.provenance import as_markdown
 
 RECIPE = (
     "--task reverse --num-digits 6 --warmup-steps 200 --num-rollout 100 --rollout-batch-size 16 "
@@ -82,10 +78,15 @@ class Case:
             return f"no hook, {BASELINES[self.name]} rollout weights"
         return header(self.file).formula
 
-    def digest(self, recipe: str, code: str) -> str:
-        """Hash everything from which a run follows: preset, recipe and code."""
-        said = code + recipe + (self.file.read_text(encoding="utf-8") if self.file else self.name)
-        return hashlib.sha256(said.encode()).hexdigest()[:12]
+    def arm(self, recipe: str, runs: Path) -> Arm:
+        """The run; its output and its warnings lie beside its numbers."""
+        output = [
+            "--output",
+            str(runs / self.name.replace(" ", "-")),
+            "--warmup-cache",
+            str(runs / "warm-start"),
+        ]
+        return training(lambda: [*recipe.split(), *self.flags, *output, "--quiet"])
 
 
 def hook(config: CorrectionConfig) -> str:
@@ -96,31 +97,16 @@ def hook(config: CorrectionConfig) -> str:
 
 
 def cases() -> list[Case]:
-    """The baselines, then every preset by name."""
-    return [*map(Case, BASELINES), *(Case(name, file) for name, file in reading.presets().items())]
+    """The baselines, then every preset by name that a dense policy can be trained with: it has no routes to read."""
+    files = {name: file for name, file in reading.presets().items() if not load(file).reads_routes}
+    return [*map(Case, BASELINES), *(Case(name, file) for name, file in files.items())]
 
 
-def run(case: Case, recipe: str, runs: Path) -> int:
-    """Run one case in its own ranks; its warnings go to a file beside its numbers."""
-    folder = runs / case.name.replace(" ", "-")
-    set_aside(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    output = ["--output", str(folder), "--warmup-cache", str(runs / "warm-start"), "--quiet"]
-    args = parse_args([*recipe.split(), *case.flags, *output])
-
-    def main() -> None:
-        logging.basicConfig(filename=folder / "warnings.log", force=True)
-        run_rank(args)
-
-    return launch(args.world_size, main)
-
-
-def read(case: Case, runs: Path) -> dict[str, Any]:
+def read(folder: Path) -> dict[str, Any]:
     """Read the numbers of a finished run.
 
     `kept` leaves out the tokens that OPSM masks. `ess` is `kept` where the run reports none, since every weight is 1.
     """
-    folder = runs / case.name.replace(" ", "-")
     summary = json.loads((folder / SUMMARY).read_text())
     rows = MetricsLog(folder / METRICS).read()
     passing = 1.0 if summary["kept_fraction"] is None else summary["kept_fraction"]
@@ -141,30 +127,29 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> flo
     return fmean(values) if values else otherwise
 
 
-def measure(selected: Sequence[Case], recipe: str, runs: Path, path: Path, code: str | None) -> int:
-    """Run what the json lacks or holds of another file, recipe or code, and write it anew after each run.
-
-    Args:
-        code: a name of it; None, of code that no commit holds, repeats every run.
+def measure(options: Namespace, selected: Sequence[Case], recipe: str) -> int:
+    """Run the selected cases, and write what the results hold of others and what is finished of these.
 
     Returns:
         0, or the exit code of the run that failed or was interrupted.
     """
+    target = options.results / "presets"
+    measured_with = made_with("python benchmarks/presets.py")
+    arms = {case: case.arm(recipe, options.runs) for case in selected}
+    code = run_arms(list(arms.values()), options.processes, this_code())
+    path = target.with_suffix(".json")
     found = json.loads(path.read_text())["presets"] if path.is_file() else {}
-    digests = {case.name: code and case.digest(recipe, code) for case in selected}
-    held = {name for name, one in found.items() if one["digest"] and one["digest"] == digests.get(name)}
-    missing = [case for case in selected if case.name not in held]
-    # No refresh thread: the ranks are forked, and a fork must not copy a lock that a thread holds.
-    for case in track(missing, "presets", auto_refresh=False):
-        exit_code = run(case, recipe, runs)
-        if exit_code:
-            said = "interrupted" if exit_code == EXIT_INTERRUPTED else "failed"
-            print(f"{case.name}: {said}", file=sys.stderr)
-            return exit_code
-        found[case.name] = {"formula": case.formula, **read(case, runs), "digest": digests[case.name]}
-        present = {one.name: found[one.name] for one in cases() if one.name in found}
-        write_json(path, {"recipe": recipe, "measured_with": provenance(), "presets": present})
-    return 0
+    for case, arm in arms.items():
+        if arm.finished:
+            found[case.name] = {"formula": case.formula, **read(arm.folder)}
+    present = {one.name: found[one.name] for one in cases() if one.name in found}
+    if present:
+        content = {"recipe": recipe, "measured_with": measured_with, "presets": present}
+        publish(target, content, markdown(content), {"": partial(plot, present)})
+    return code
+
+
+HEADINGS = ("preset", "trainer", "rollout", "k3", "ESS", "kept", "formula")
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -188,33 +173,35 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         f"    {content['recipe']}",
         "",
-        "| preset | trainer | rollout | k3 | ESS | kept | formula |",
-        "|---|---|---|---|---|---|---|",
     ]
-    rows = [_row(name, one) for name, one in presets.items()]
-    return "\n".join([*head, *rows, "", as_markdown(content["measured_with"])])
+    table = markdown_table(HEADINGS, (_row(name, one) for name, one in presets.items()))
+    return "\n".join([*head, table, as_markdown(content["measured_with"])])
 
 
-def _row(name: str, one: Mapping[str, Any]) -> str:
+def _row(name: str, one: Mapping[str, Any]) -> list[str]:
     numbers = [f"{one[key]:.2f}" for key in ("trainer_final", "rollout_final")]
     numbers += [f"{one['k3_kl']:.3f}", *(f"{one[key]:.2f}" for key in ("ess", "kept"))]
-    return f"| {name} | {' | '.join(numbers)} | {one['formula'].replace('|', chr(92) + '|')} |"
+    return [name, *numbers, one["formula"].replace("|", "\\|")]
 
 
 def plot(presets: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """A line a preset: rewards of both policies on the left, what is kept and its effective size on the right."""
-    figure = Figure(figsize=(11, 1.2 + 0.2 * len(presets)), layout="constrained", facecolor="white")
+    """A line a preset, best trainer first: rewards of both policies on the left, kept and effective share on the right.
+
+    A ring is wider than a dot, so that both are seen where the policies end alike.
+    """
+    ranked = dict(sorted(presets.items(), key=lambda item: -item[1]["trainer_final"]))
+    figure = Figure(figsize=(11, 1.2 + 0.2 * len(ranked)), layout="constrained", facecolor="white")
     rewards, shares = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    column = lambda key: [one[key] for one in presets.values()]  # noqa: E731
-    lines = range(len(presets))
+    column = lambda key: [one[key] for one in ranked.values()]  # noqa: E731
+    lines = range(len(ranked))
     rewards.hlines(lines, column("rollout_final"), column("trainer_final"), color=FRAME, linewidth=0.8)
-    rewards.plot(column("trainer_final"), lines, "o", color=COLORS[0], label="trainer policy")
-    rewards.plot(column("rollout_final"), lines, "o", color=COLORS[1], mfc="white", label="rollout policy")
-    shares.barh(lines, column("kept"), height=0.55, color=COLORS[2], alpha=0.45, label="tokens kept")
-    shares.plot(column("ess"), lines, "|", color=COLORS[6], markersize=9, label="effective sample size")
-    rewards.set_yticks(lines, list(presets), fontsize=8)
-    rewards.set_ylim(len(presets) - 0.4, -0.6)
-    _dress(rewards, "Final reward")
+    rewards.plot(column("rollout_final"), lines, "o", color=BLUE, mfc="none", ms=9, label="rollout policy")
+    rewards.plot(column("trainer_final"), lines, "o", color=BLUE, ms=4, label="trainer policy")
+    shares.barh(lines, column("kept"), height=0.55, color=SKY, alpha=0.5, label="tokens kept")
+    shares.plot(column("ess"), lines, "|", color=BLACK, markersize=9, label="effective sample size")
+    rewards.set_yticks(lines, list(ranked), fontsize=8)
+    rewards.set_ylim(len(ranked) - 0.4, -0.6)
+    _dress(rewards, "Final reward, one seed")
     _dress(shares, "Share of the tokens")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
@@ -230,37 +217,16 @@ def _dress(axis: Axes, title: str) -> None:
     axis.spines["bottom"].set_color(FRAME)
 
 
-def publish(path: Path) -> None:
-    """Write table and picture of what the json holds."""
-    content = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(markdown(content))
-    plot(content["presets"], path.with_suffix(".png"))
-    print(f"wrote {path.parent}")
-
-
 def main() -> int:
     """Exit code: 0, or that of the run that failed or was interrupted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "presets", nargs="*", metavar="PRESET", help="(default: all of them, and the baselines)"
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
-    parser.add_argument("--runs", type=Path, help="(default: runs/presets)")
-    parser.add_argument("--results", type=Path, help="(default: benchmarks/results)")
-    options = parser.parse_args()
+    options = parsed(parser, "presets", seeds=False)
     known = {case.name: case for case in cases()}
     unknown = [name for name in options.presets if name not in known]
     if unknown:
         parser.error(f"no preset {', '.join(unknown)}; choose from {', '.join(known)}")
-    runs = options.runs or Path("runs/presets-smoke" if options.smoke else "runs/presets")
-    results = options.results or (runs if options.smoke else Path("benchmarks/results"))
-    results.mkdir(parents=True, exist_ok=True)
-    path = results / "presets.json"
     recipe = RECIPE + (" --smoke" if options.smoke else "")
-    selected = [known[name] for name in options.presets or known]
-    exit_code = measure(selected, recipe, runs, path, committed_tree("mis_plugins"))
-    if path.is_file():
-        publish(path)
-    return exit_code
+    return measure(options, [known[name] for name in options.presets or known], recipe)

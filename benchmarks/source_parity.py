@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
     run_command("source_parity:main", extra="local")
 
-import argparse
 import ast
 import dataclasses
 import subprocess
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import yaml
+from provenance import parser_of
 from torch import Tensor
 
 from mis_plugins.config.reading import from_mapping, preset_path
@@ -163,9 +163,7 @@ def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--roll", type=Path, required=True)
     parser.add_argument("--nemo-rl", type=Path, required=True)
     options = parser.parse_args()

@@ -18,7 +18,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-import argparse
 import json
 from argparse import Namespace
 from collections.abc import Mapping
@@ -26,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments import endings
 from experiments.recipe import RECIPE, command_line
-from provenance import as_markdown, provenance
+from provenance import as_markdown, markdown_table, parser_of, provenance
 
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import ENGINE_NAMES
 from mis_plugins.local.folders import SUMMARY, set_aside
 from mis_plugins.local.loop import run_rank
-from mis_plugins.local.report import MetricsLog, plot_curves, write_json
+from mis_plugins.local.report import MetricsLog, write_json
 from mis_plugins.local.train.parallel import launch
 from mis_plugins.shared.numerals import whole
 
@@ -75,7 +75,11 @@ def read(folder: Path) -> dict[str, Any]:
         "lowest_ratio": min(row["lowest_ratio"] for row in rows),
         "highest_ratio": max(row["highest_ratio"] for row in rows),
         "seconds": round(summary["seconds"], 1),
+        "course": endings.course(folder),
     }
+
+
+HEADINGS = ("run", "trainer", "rollout", "collapsed", "k3", "equal", "lowest, highest ratio", "seconds")
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -95,26 +99,33 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         f"    {' '.join(RECIPE)} --advantage-estimator reinforce --reward-shift -1",
         "",
-        "| run | trainer | rollout | collapsed | k3 | equal | lowest, highest ratio | seconds |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    rows = [_row(name, run) for name, run in content["runs"].items()]
-    return "\n".join([*head, *rows, "", as_markdown(content["measured_with"])])
+    table = markdown_table(HEADINGS, (_row(name, run) for name, run in content["runs"].items()))
+    return "\n".join([*head, table, as_markdown(content["measured_with"])])
 
 
-def _row(name: str, run: Mapping[str, Any]) -> str:
+def _row(name: str, run: Mapping[str, Any]) -> list[str]:
     rewards = [f"{run[f'{who}_start']:.2f} -> {run[f'{who}_final']:.2f}" for who in ("trainer", "rollout")]
     equal = f"{run['equal']} of {run['tokens']}"
     ratios = f"{run['lowest_ratio']:g}, {run['highest_ratio']:g}"
-    cells = [name, *rewards, "yes" if run["collapsed"] else "no", f"{run['k3_kl']:.2g}", equal, ratios]
-    return f"| {' | '.join(cells)} | {run['seconds']:.0f} |"
+    collapsed, seconds = "yes" if run["collapsed"] else "no", f"{run['seconds']:.0f}"
+    return [name, *rewards, collapsed, f"{run['k3_kl']:.2g}", equal, ratios, seconds]
+
+
+def plot(content: Mapping[str, Any], path: Path) -> None:
+    """Draw the rewards of both runs, each with its mismatch in words: a KL of exactly 0 has no place on a log axis."""
+    runs: Mapping[str, Mapping[str, Any]] = content["runs"]
+    notes = {
+        name: f"{run['equal']:,} of {run['tokens']:,} log-probs equal\nk3 {run['k3_kl']:.2g}"
+        + (", exactly" if run["k3_kl"] == 0 else "")
+        for name, run in runs.items()
+    }
+    endings.draw({name: [run] for name, run in runs.items()}, path, notes)
 
 
 def main() -> int:
     """Train both runs and publish them; return 0, or the exit code of the run that failed or was interrupted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--engine", choices=ENGINE_NAMES, default="sglang", help="(default: %(default)s)")
     parser.add_argument("--seed", type=whole, default=1, help="(default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
@@ -148,5 +159,5 @@ def publish(folders: Mapping[str, Path], seed: int, path: Path) -> None:
     content = {"seed": seed, "measured_with": provenance(), "runs": read_runs}
     write_json(path, content)
     path.with_suffix(".md").write_text(markdown(content))
-    plot_curves(folders, path.with_suffix(".png"))
+    plot(content, path.with_suffix(".png"))
     print(f"wrote {path.parent}")

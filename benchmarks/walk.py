@@ -1,11 +1,17 @@
-"""Where does a log-prob go? One call of the TIS hook, followed from file to file.
+"""Where does a log-prob go? One call of the TIS hook, followed from its arguments to the weighted loss and the masks.
 
-A step is a call of a named function in another file of mis_plugins than the call before it. Going back to a caller that
-calls nothing there is none. A stop is a step of a reader, who opens each function once: where it is first called, and
-only if it is given tensors, itself or in what holds them. A return is a stop, or a step, in a file met before.
+A function of mis_plugins is on the way if it runs an operator that reads what was made of a log-prob. The loss or a
+mask must depend on what the operator writes. Its callers are on the way too. A helper of one line counts as any other
+function, and so does an unnamed one that stands in a table.
 
-The walk starts in the hook and ends with its answer. The host reads the metrics later, and those calls are not on it.
-An earlier call has filled the caches.
+A reader opens each function on the way once: where it first runs such an operator, its callers before it. A stop is a
+visit to a file: functions of one file that are opened one after the other are one stop. A return is a stop in a file
+met before.
+
+Checks of arguments, the places of masks, and what is recorded for warnings and metrics are not on the way: no weight
+depends on them. Rows for metrics share a tensor with rows that weights read, so that the walk is made with
+`metrics: none`. An earlier call has filled the caches. Beside the walk stand all steps of the call: a step is a call of
+a named function in another file of mis_plugins than the call before it.
 """
 
 from __future__ import annotations
@@ -15,11 +21,10 @@ if __name__ == "__main__":
 
     run_command("walk:main", extra="local")
 
-import inspect
-import json
+import itertools
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,32 +33,36 @@ from typing import Any
 
 import torch
 import yaml
-from provenance import as_markdown, provenance, target
+from provenance import as_markdown, parser_of, provenance, target, write_record
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mis_plugins
 from mis_plugins import mis
 
 PACKAGE = Path(mis_plugins.__file__).parent
 PRESETS = PACKAGE.parent / "yaml"
+SERVED = ("mis", "geometric-mis", "tis", "cis", "icepop", "sequence", "seq-mask-tis", "geometric-rs")
+GENERATED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")  # parts of a function, not functions
 
 
 @dataclass(frozen=True)
 class Stop:
     """A visit to a file.
 
-    does: the first line of the function's docstring; empty where it has none.
+    functions: those that are opened there, in order.
     returns: the walk has been to this file.
     """
 
     file: str
-    function: str
-    does: str
+    functions: tuple[str, ...]
     returns: bool
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What one call passes through: as a reader follows it, and as Python does."""
+    """What one call passes through: as a reader follows a log-prob, and as Python does."""
 
     name: str
     stops: Sequence[Stop]
@@ -78,36 +87,105 @@ def _returns(stops: Sequence[Stop]) -> int:
 
 
 @dataclass(frozen=True)
-class Visit:
-    """A function that Python enters; `given`: its arguments hold a tensor."""
+class Call:
+    """A call to be followed.
 
-    code: CodeType
-    given: bool
+    run: makes the call and answers with the tensors at the end of the walk.
+    given: the tensors at its beginning.
+    """
+
+    run: Callable[[], Iterable[Tensor]]
+    given: Sequence[Tensor]
 
 
-def follow(name: str, call: Callable[[], object]) -> Walk:
+@dataclass(frozen=True)
+class Operator:
+    """An operator that ran.
+
+    functions: functions of the package that were running, from the outermost on.
+    after: operators that wrote what this one read.
+    follows: whether it read what was made of the tensors at the beginning.
+    """
+
+    functions: Sequence[CodeType]
+    after: frozenset[int]
+    follows: bool
+
+
+class Trace(TorchDispatchMode):
+    """Every operator of a block, and on which earlier operators it depends."""
+
+    def __init__(self, given: Sequence[Tensor]):
+        super().__init__()
+        self.operators: list[Operator] = []
+        self._given = set(map(_memory, given))
+        self._writers: dict[int, set[int]] = {}
+        self._held: list[Tensor] = []  # no memory is reused meanwhile
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        read, written = _tensors((args, kwargs)), _tensors(found)
+        self._held += [*read, *written]
+        after = frozenset().union(*(self._writers.get(_memory(x), ()) for x in read))
+        follows = any(_memory(x) in self._given for x in read) or any(
+            self.operators[i].follows for i in after
+        )
+        for x in written:
+            self._writers.setdefault(_memory(x), set()).add(len(self.operators))
+        self.operators.append(Operator(_running(), after, follows))
+        return found
+
+    def towards(self, answer: Iterable[Tensor]) -> list[Operator]:
+        """Operators between the given tensors and the answer, in the order in which they ran."""
+        waiting = [i for x in answer for i in self._writers.get(_memory(x), ())]
+        needed = set[int]()
+        while waiting:
+            i = waiting.pop()
+            if i not in needed:
+                needed.add(i)
+                waiting += self.operators[i].after
+        return [self.operators[i] for i in sorted(needed) if self.operators[i].follows]
+
+
+def _memory(x: Tensor) -> int:
+    """What names the memory of a tensor and of its views."""
+    return x.untyped_storage()._cdata
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _running() -> list[CodeType]:
+    """Functions of the package that the followed call is running, from the outermost on."""
+    found, frame = list[CodeType](), sys._getframe().f_back
+    while frame is not None and frame.f_code is not follow.__code__:
+        if _is_ours(frame.f_code) and frame.f_code.co_name not in GENERATED:
+            found.append(frame.f_code)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def follow(name: str, call: Call) -> Walk:
     """The walk of one call, which has run once before."""
-    call()
+    call.run()
     with _visited() as visits:
-        call()
-    first = {visit.code: visit for visit in reversed(visits) if visit.given}
-    return Walk(
-        name,
-        stops=list(_stops([visit.code for visit in visits if first.get(visit.code) is visit])),
-        steps=list(_stops([visit.code for visit in visits])),
-    )
+        call.run()
+    with Trace(call.given) as trace:
+        answer = list(call.run())
+    opened = [code for operator in trace.towards(answer) for code in operator.functions]
+    return Walk(name, stops=list(_stops(dict.fromkeys(opened))), steps=list(_stops(visits)))
 
 
 @contextmanager
-def _visited() -> Iterator[list[Visit]]:
+def _visited() -> Iterator[list[CodeType]]:
     """Every named function of the package that Python enters meanwhile, in order."""
-    visits: list[Visit] = []
+    visits: list[CodeType] = []
     before = sys.getprofile()
 
     def enter(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "call" and _is_ours(code):
-            visits.append(Visit(code, any(map(_holds_tensors, frame.f_locals.values()))))
+        if event == "call" and _is_ours(frame.f_code) and not frame.f_code.co_name.startswith("<"):
+            visits.append(frame.f_code)
 
     sys.setprofile(enter)
     try:
@@ -116,63 +194,52 @@ def _visited() -> Iterator[list[Visit]]:
         sys.setprofile(before)
 
 
-def _holds_tensors(value: object, depth: int = 2) -> bool:
-    """Whether it is one, or one lies in it: in a list, or in an object's fields."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0 or isinstance(value, type | str):
-        return False
-    inside = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-    return any(_holds_tensors(x, depth - 1) for x in inside)
-
-
 def _is_ours(code: CodeType) -> bool:
-    return PACKAGE in Path(code.co_filename).parents and not code.co_name.startswith("<")
+    return PACKAGE in Path(code.co_filename).parents
 
 
-def _stops(visits: Sequence[CodeType]) -> Iterator[Stop]:
-    been, last = set[str](), ""
-    for code in visits:
-        file = str(Path(code.co_filename).relative_to(PACKAGE.parent))
-        if file != last:
-            yield Stop(file, code.co_qualname, _does(code), file in been)
-        been.add(file)
-        last = file
+def _stops(visits: Iterable[CodeType]) -> Iterator[Stop]:
+    """A stop for each run of functions of one file."""
+    been = set[str]()
+    for file, codes in itertools.groupby(visits, lambda code: code.co_filename):
+        path = str(Path(file).relative_to(PACKAGE.parent))
+        yield Stop(path, tuple(dict.fromkeys(code.co_qualname for code in codes)), path in been)
+        been.add(path)
 
 
-def _does(code: CodeType) -> str:
-    """The docstring's first line: the first constant of a function that has one."""
-    first = code.co_consts[0] if code.co_consts else None
-    return inspect.cleandoc(first).partition("\n")[0] if isinstance(first, str) else ""
-
-
-def hook_call(preset: str) -> Callable[[], Any]:
-    """The TIS hook on three sequences of one process, with a preset and all metrics of its config."""
+def hook_call(preset: str) -> Call:
+    """The TIS hook on three sequences of one process, with a preset, from log-probs to the loss and the masks."""
     keys = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
-    keys["mis"]["metrics"] = "full"
+    keys["mis"]["metrics"] = "none"
     args = Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
     lengths = [4, 2, 3]
     proximal = [-torch.ones(length) for length in lengths]
+    behavior = [x + 5e-4 for x in proximal]
     alone = SimpleNamespace(rank=0, size=1, group=None)
     groups = SimpleNamespace(
         cp=alone, tp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False
     )
-    return lambda: mis.compute_mis_weights_with_cp(
-        args,
-        pg_loss=torch.ones(sum(lengths)),
-        train_log_probs=proximal,
-        rollout_log_probs=[x + 5e-4 for x in proximal],
-        loss_masks=[torch.ones(length, dtype=torch.int) for length in lengths],
-        total_lengths=[length + 1 for length in lengths],
-        response_lengths=lengths,
-        parallel_state=groups,
-    )
+
+    def run() -> Iterable[Tensor]:
+        loss, masks, _ = mis.compute_mis_weights_with_cp(
+            args,
+            pg_loss=torch.ones(sum(lengths)),
+            train_log_probs=proximal,
+            rollout_log_probs=behavior,
+            loss_masks=[torch.ones(length, dtype=torch.int) for length in lengths],
+            total_lengths=[length + 1 for length in lengths],
+            response_lengths=lengths,
+            parallel_state=groups,
+        )
+        return [loss, *masks]
+
+    return Call(run, [*proximal, *behavior])
 
 
 def as_text(walk: Walk) -> str:
     """A line a stop, marked where the walk comes back to the file."""
     rows = [
-        f"{number:3} {'<-' if stop.returns else '  '} {stop.file}  {stop.function}: {stop.does}".rstrip(": ")
+        f"{number:3} {'<-' if stop.returns else '  '} {stop.file}  {', '.join(stop.functions)}"
         for number, stop in enumerate(walk.stops, 1)
     ]
     return "\n".join([walk.counted, *rows])
@@ -196,12 +263,11 @@ def write(path: Path, walks: Sequence[Walk], measured: dict[str, str]) -> None:
         }
         for walk in walks
     ]
-    path.write_text(json.dumps({"measured with": measured, "walks": listed}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(as_document(walks, measured))
+    write_record(path, {"measured with": measured, "walks": listed}, as_document(walks, measured))
 
 
 def parse_arguments() -> Namespace:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=target, help="write the walks here, and beside it a .md")
     parser.add_argument("--smoke", action="store_true", help="one preset")
     return parser.parse_args()
@@ -209,7 +275,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    presets = ["mis"] if arguments.smoke else ["mis", "geometric-mis"]
+    presets = ["mis"] if arguments.smoke else list(SERVED)
     walks = [follow(preset, hook_call(preset)) for preset in presets]
     print("\n\n".join(map(as_text, walks)))
     if arguments.json:

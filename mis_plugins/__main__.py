@@ -5,9 +5,11 @@
     python -m mis_plugins config check FILE.yaml
     python -m mis_plugins config check - < FILE.yaml
     python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
+    python -m mis_plugins config suggest DUMPS
+    python -m mis_plugins report DUMPS
 
-Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 130 interrupted; 141 nobody reads
-what it prints.
+Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
+interrupted; 141 nobody reads what it prints.
 """
 
 from __future__ import annotations
@@ -27,20 +29,22 @@ from typing import Any
 
 import yaml
 
-from mis_plugins.config import reading, writing
+from mis_plugins.config import families, reading, writing
 from mis_plugins.config.docs import header
 from mis_plugins.config.file import STDIN, keys_of, text_of
+from mis_plugins.config.loading import file_of, load, read_keys
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.errors import UserError
+from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import denominator_checks
+from mis_plugins.hosts import conflicts, denominator_checks
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
-from mis_plugins.shared.shell import REFUSED, add_version
+from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
@@ -49,9 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 the config is good, 2 it is not."""
     arguments = _parser().parse_args(argv)
     try:
-        print(arguments.run(arguments))
-    except (MisError, OSError, yaml.YAMLError) as error:
-        target = getattr(arguments, "target", "config")
+        done = arguments.run(arguments)
+        if isinstance(done, int):
+            return done
+        print(done)
+    except ModuleNotFoundError as error:
+        if not is_foreign(error):
+            raise
+        print(f"error: {not_installed(error, 'report')}", file=sys.stderr)
+        return REFUSED
+    except (UserError, OSError, yaml.YAMLError) as error:
+        target = getattr(arguments, "target", "config" if arguments.group == "config" else "report")
         print(f"{'standard input' if target == STDIN else target}: {error}", file=sys.stderr)
         return REFUSED
     return 0
@@ -65,7 +77,7 @@ def show(arguments: argparse.Namespace) -> str:
     """
     from mis_plugins.explain import six_tokens  # only this command needs torch
 
-    config = load(_file(arguments.target))
+    config = load(file_of(arguments.target))
     parts = [writing.to_yaml(writing.as_mapping(config)), "\n".join(formula(config)), describe(config)]
     return "\n\n".join([*parts, six_tokens.table(config)])
 
@@ -76,38 +88,50 @@ def check(arguments: argparse.Namespace) -> str:
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
     understood too. --host makes the flags that host's, ready to paste, and refuses what it cannot serve.
     """
-    file, host = _file(arguments.target), HOSTS.get(arguments.host)
+    file, host = file_of(arguments.target), HOSTS.get(arguments.host)
     keys = keys_of(file)  # once: it may be a pipe
-    config = _read(keys)
+    config = read_keys(keys)
     if host is not None:
         check_served(config, host, reading.spelling(argparse.Namespace(**keys)))
-    told = describe(config, host, shlex.quote(str(file.resolve())) if host and file.is_file() else "FILE")
+        conflicts.check(keys, config, host)
+    told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
     return "\n".join([told, *(f"warning: {text}" for text in _beside(keys, config, host))])
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
-    """What to beware of in the keys that stand beside `mis:`, and on a host that is named."""
+    """What to beware of in the keys beside `mis:`, on a host that is named, and at the mismatch of a real model."""
     yield from _switched(keys, config)
     yield from surprises(keys, host)
     if host is not None:
         yield from unserved(config, host)
+        yield from conflicts.warnings(keys, config, host)
     by_kept = host is not None and host.divides_by_kept(argparse.Namespace())
     split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept)
     if split is not None and not config.needs_loss_hook:
         yield split
+    yield from rungs.warnings(config)
 
 
 def path(arguments: argparse.Namespace) -> str:
     """Where a preset lies, or a file: in full, as a job that starts in another folder needs it."""
-    return str(_file(arguments.target).resolve(strict=True))
+    return str(file_of(arguments.target).resolve(strict=True))
 
 
 def names(arguments: argparse.Namespace) -> str:
-    """Every preset with its formula."""
+    """Every preset with its formula, by what it does; --family shows one family, for example start, token or verl."""
     presets = reading.presets()
     width = max(map(len, presets))
-    lines = [f"{name:<{width}}  {header(file).formula}" for name, file in presets.items()]
-    return "\n".join([LEGEND, "", *lines])
+
+    def row(name: str) -> str:
+        return f"{name:<{width}}  {header(presets[name]).formula}"
+
+    if arguments.family is not None:
+        return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, presets))])
+    grouped = families.families(presets)
+    parts = (
+        "\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items()
+    )
+    return "\n\n".join([LEGEND, f"where to start: {', '.join(families.START)}", *parts])
 
 
 def from_miles(arguments: argparse.Namespace) -> str:
@@ -150,26 +174,6 @@ def from_areal(arguments: argparse.Namespace) -> str:
     return areal.translate(text_of(arguments.target)).text()
 
 
-def load(file: Path) -> CorrectionConfig:
-    """Read a file as the host does: every top-level key becomes an argument.
-
-    Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
-    """
-    return _read(keys_of(file))
-
-
-def _read(keys: Mapping[str, Any]) -> CorrectionConfig:
-    if not any(reading.is_read(key, value) for key, value in keys.items()):
-        verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
-        raise ConfigError(
-            f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
-        )
-    reading.check_names(keys)
-    mis = keys.get("mis")
-    only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
-    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
-
-
 def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     """What the file does to the host's own flags: a host sets its keys after it has read the command line."""
     if keys.get("use_tis") is False:
@@ -185,19 +189,35 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
+    elif keys.get("use_tis") and config.corrects:
+        yield (
+            "use_tis: true corrects the loss even where the command line has --get-mismatch-metrics in place of "
+            "--use-tis; to watch, give metrics-only or set it to false"
+        )
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
     yield from areal.warnings(keys)
 
 
-def _file(target: str) -> Path:
-    """A file, `-` for the standard input, or the preset of that name."""
-    file = Path(target)
-    return (
-        file
-        if target == STDIN or file.exists() or file.suffix or "/" in target
-        else reading.preset_path(target)
-    )
+def suggest(arguments: argparse.Namespace) -> str:
+    """The config to run with, as yaml, from what a run left: dumps of Miles or slime, or the neutral form.
+
+    Reads what `report` reads, tries the presets of this pack on it, and says why it proposes which.
+    """
+    from mis_plugins.report.command import suggest as proposed
+
+    return proposed(arguments)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """See the mismatch of a run: report.html, report.json and a summary, from what the run left.
+
+    Reads dumps of Miles and slime (--dump-details, --save-debug-train-data), a neutral jsonl or parquet
+    (docs/report.md), metrics.jsonl, offline wandb runs and tensorboard files.
+    """
+    from mis_plugins.report.command import run
+
+    return run(arguments)
 
 
 Command = tuple[Callable[[argparse.Namespace], str], str, str | None]  # what it runs, its name, what it takes
@@ -211,6 +231,7 @@ COMMANDS: tuple[Command, ...] = (
     (from_verl, "from-verl", "FILE"),
     (from_ms_swift, "from-ms-swift", "FILE"),
     (from_areal, "from-areal", "FILE"),
+    (suggest, "suggest", None),
 )
 
 
@@ -220,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mis_plugins", description=__doc__, formatter_class=as_written
     )
     add_version(parser)
-    groups = parser.add_subparsers(required=True, metavar="config")
+    groups = parser.add_subparsers(required=True, metavar="config|report", dest="group")
     config = groups.add_parser("config", help="presets, checks, translations", description=__doc__,
                                formatter_class=as_written)  # fmt: skip
     commands = config.add_subparsers(required=True, metavar="|".join(name for _, name, _ in COMMANDS))
@@ -238,8 +259,63 @@ def _parser() -> argparse.ArgumentParser:
                 choices=recorded(),
                 help="whose arguments and flags (default: Miles or slime on Megatron)",
             )
+        if run is names:
+            command.add_argument(
+                "--family", help="start, what presets do (token, ...), or a package (verl, ...)"
+            )
+        if run is suggest:
+            _add_sources(command)
         if run is from_verl:
             command.add_argument(
                 "overrides", nargs="*", metavar="OVERRIDE", help="algorithm.rollout_correction.KEY=VALUE"
             )
+    text = inspect.cleandoc(report.__doc__ or "")
+    reported = groups.add_parser(
+        "report", help=text.partition("\n")[0], description=text, formatter_class=as_written
+    )
+    reported.set_defaults(run=report)
+    _add_sources(reported)
+    _add_outputs(reported)
     return parser
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    """What to read, and which configs to try on it."""
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="dumps, folders of dumps, logs of metrics"
+    )
+    parser.add_argument(
+        "--config", metavar="PRESET_OR_FILE", help="what the run was corrected with (default: nothing)"
+    )
+    parser.add_argument(
+        "--sweep",
+        default="own",
+        metavar="PRESETS|GRID",
+        help="configs to try: own (this pack's presets; default), all, none, names with commas, or a grid such as "
+        "'weight.upper=1.5,2,5;weight.bound=truncate,mask'",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where a report goes, and how often it is made."""
+    parser.add_argument(
+        "--output", type=Path, default=Path("mismatch-report"), metavar="DIR", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="OTHER",
+        help="another run, beside this one",
+    )
+    parser.add_argument(
+        "--watch", action="store_true", help="read again as the run goes on; exit 3 at the first alarm"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="between two looks (default: %(default)s)",
+    )

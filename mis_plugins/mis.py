@@ -3,13 +3,21 @@
     --custom-tis-function-path       mis_plugins.mis.compute_mis_weights_with_cp   (Megatron)
     --custom-tis-function-path       mis_plugins.mis.compute_mis_weights_fsdp      (FSDP)
     --rollout-data-postprocess-path  mis_plugins.mis.normalize_rollout             (`scope: rollout`)
+    --rollout-data-postprocess-path  mis_plugins.mis.count_samples                 (metrics beside masked samples)
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, `metrics: all`)
+    --custom-megatron-before-log-prob-hook-path    mis_plugins.mis.watch_routes    (mixture of experts)
     mis_plugins.mis.report_last_step(args), by hand where a run of many ranks ends
 
-What they return depends on no earlier call; the mean of `scope: rollout` waits on the host's arguments. Only the
+Miles with `--fully-async` says by three more which version wrote each token (`docs/async.md`):
+
+    --custom-generate-function-path  mis_plugins.mis.generate_with_versions
+    --custom-convert-samples-to-train-data-path  mis_plugins.mis.convert_with_versions
+    --custom-megatron-init-path      mis_plugins.mis.carry_versions
+
+What they return depends on no earlier call; what the rollout-data hooks compute waits on the host's arguments. Only the
 recorder remembers, and a recompute inside a backward, where a hook runs again for its micro-batch, adds nothing to it.
 """
 
@@ -33,27 +41,31 @@ from mis_plugins.hosts import (
     loss_batch,
     loss_flags,
     megatron,
-    miles,
-    miles_fsdp,
     watching,
 )
+from mis_plugins.hosts.adapters import miles, miles_fsdp
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
+from mis_plugins.hosts.rollout_data import rollout_data
+from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
+from mis_plugins.hosts.versions import carrying, train_data
+from mis_plugins.hosts.versions.generate import generate
 from mis_plugins.loss.micro_batch import (
     Reduce,
-    counted,
+    compared_log_probs,
+    for_metrics,
     micro_batch_loss,
     numerator_of,
-    scored_by,
     share_of,
     uncorrected,
 )
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.layout import Placed, whole
+from mis_plugins.routing.table import Flags
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
@@ -91,7 +103,8 @@ def compute_mis_weights_with_cp(
     ranks, cp = host.parallel() if parallel_state is None else miles.groups(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, by_kept=host.divides_by_kept(args))
+    flags = WATCHING.flags(args, layout, total_lengths, pg_loss.device)
+    return _hook(args, pg_loss, batch, host.divides_by_kept(args), flags)
 
 
 def compute_mis_weights_fsdp(
@@ -114,7 +127,7 @@ def compute_mis_weights_fsdp(
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, by_kept=miles_fsdp.divides_by_kept(args))
+    return _hook(args, pg_loss, batch, miles_fsdp.divides_by_kept(args), None)
 
 
 def compute_mis_weights(
@@ -137,12 +150,13 @@ def compute_mis_weights(
 def normalize_rollout(args: Any, *rest: Any) -> None:
     """The rollout-data hook of `mis.weight.normalize.scope: rollout`: leaves the mean weight of the batch on `args`.
 
+    The samples that train are counted beside it, as `count_samples` does alone.
     slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, after the trainer's
-    log-probs and before training.
+    log-probs and before training. Miles calls it there with `args` alone; the batch is then read from its trainer.
 
     Raises:
-        InputError: Miles, which hands this hook no data; samples, which slime's documentation promises and its code
-            does not pass; a rollout without recomputed log-probs.
+        InputError: samples, which slime's documentation promises and its code does not pass; a rollout without
+            recomputed log-probs; `args` alone from another caller than Miles's trainer.
         ConfigError: without effect; context- or tensor-parallel ranks with different configs.
     """
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
@@ -152,8 +166,8 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
             "mis.weight.normalize.scope: rollout"
         )
-    data = _rollout_data(rest)
-    if data is None:
+    rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
+    if not _has_log_probs(data):
         return
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
@@ -167,25 +181,38 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
     args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
     args._mis_rollout_segment_wise = config.segment_wise_on
+    args._mis_counted = averages.count(args, rollout_id, data, ranks)
 
 
-def _rollout_data(handed: Sequence[Any]) -> Mapping[str, Any] | None:
-    """What a host hands its rollout-data hook behind `args`; None on a pipeline stage that computes no log-probs."""
-    if len(handed) != 2:
-        lacking = (
-            "(args, samples), and samples hold no trainer log-probs"
-            if handed
-            else "args alone, as Miles does"
-        )
-        raise InputError(
-            "mis.weight.normalize.scope: rollout needs the rollout batch, (args, rollout_id, rollout_data), and this "
-            f"host calls --rollout-data-postprocess-path with {lacking}; use scope: data_parallel"
-        )
-    data = handed[1]
+def count_samples(args: Any, *rest: Any) -> None:
+    """The rollout-data hook for metrics beside fully masked samples: leaves on `args` which share of a step trains.
+
+    slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
+    it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
+    means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
+    which of them trains.
+
+    Raises:
+        InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
+            trainer.
+    """
+    rollout_id, data = rollout_data(
+        rest, "mis_plugins.mis.count_samples", "drop it: metrics: all has exact means"
+    )
+    if megatron.holds_log_probs():
+        args._mis_counted = averages.count(args, rollout_id, data, current(args).parallel()[0])
+
+
+def _has_log_probs(data: Mapping[str, Any]) -> bool:
+    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes.
+
+    Raises:
+        InputError: that stage has none either.
+    """
     if data.get("log_probs"):
-        return data
+        return True
     if not megatron.holds_log_probs():
-        return None
+        return False
     raise InputError(
         "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
         f"rollout_data has none; {ONE_STEP}; or use scope: data_parallel"
@@ -215,38 +242,54 @@ def policy_loss(
     host = current(args, sum_of_sample_mean)
     asked = reading.from_args(args)
     config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
-    flags, reduce_policy = loss_flags.loss_config(args), loss_batch.policy_reducer(args, batch)
+    flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
         rollout_mean = _rollout_mean(args, config)
-        scored = scored_by(inputs, config)
-        correction = correct(scored, inputs.behavior, inputs.ragged, config, rollout_mean, numerator)
+        compared = compared_log_probs(inputs, config)
+        of_tokens = loss_batch.flags(host, args, batch, logits.device)
+        routed = WATCHING.routes(args, config, of_tokens)
+        correction = correct(
+            compared, inputs.behavior, inputs.ragged, config, rollout_mean, numerator, routed
+        )
+        WATCHING.record(correction, of_tokens)
     share = share_of(inputs, correction, config)
-    watched = correction
-    if watched is None:
+    recorded = correction
+    if recorded is None:
         # Nothing to compare with: what OPSM leaves, and advantages that are not finite, are counted all the same.
         proximal = inputs.proximal
-        watched = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
-    pg_loss = uncorrected(inputs, config, flags) if watched.config.metrics == "all" else None
-    RECORDER.record(counted(inputs, watched, share), pg_loss, inputs.written, numerator)
+        recorded = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
+    pg_loss = uncorrected(inputs, config, flags) if recorded.config.metrics == "all" else None
+    RECORDER.record(for_metrics(inputs, recorded, share), pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
-    loss, metrics = micro_batch_loss(inputs, correction, share, config, flags, *reducers)
+    loss, metrics = micro_batch_loss(inputs, recorded, share, config, flags, *reducers)
     return loss, metrics | loss_batch.passed_on(batch, sum_of_sample_mean)
 
 
-def report_step(args: Any, rollout_id: int, step_id: int, *_: Any) -> None:
+def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: Any) -> None:
+    """The before-log-prob hook: watches the routers of a mixture of experts, and the replay of the engine's routes.
+
+    Pass `--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes` beside `report_step`, which reads
+    what was seen, and `--use-rollout-routing-replay`, with which the engine returns its routes (`docs/routing.md`).
+    """
+    WATCHING.before_log_probs(args, model, store_prefix)
+
+
+def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
     """The before-train-step hook: warns of, and with `metrics: all` logs, what the step before this one added up to.
 
     Miles, slime and the embedded host call it as `(args, rollout_id, step_id, model, optimizer, scheduler)`, on every
     rank.
 
     Raises:
-        MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected.
+        MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected; `mis.routing.on_fault:
+            raise`, and the engine's routes were not replayed.
     """
     RECORDER.report(args, rollout_id, step_id, current(args).parallel()[0])
+    WATCHING.before_step(args, rollout_id, step_id, model[0] if model else None)
 
 
 def report_last_step(args: Any, *_: Any) -> None:
@@ -258,6 +301,36 @@ def report_last_step(args: Any, *_: Any) -> None:
         MisError: as `report_step`.
     """
     RECORDER.flush(args, current(args).parallel()[0])
+
+
+async def generate_with_versions(input: Any) -> Any:
+    """The generate function of Miles: its own single turn, with the version of every token on the sample.
+
+    Pass `--sglang-stream-interval 1 --sglang-incremental-streaming-output` beside it. What an evaluation generates
+    is the host's own.
+
+    Raises:
+        InputError: the engine does not name the version of each token.
+    """
+    return await generate(input)
+
+
+def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """The conversion of Miles, with what `carry_versions` reads as the `weight_versions` of each sample.
+
+    Raises:
+        ConfigError, InputError: as `hosts/versions/train_data.py` says.
+    """
+    return train_data.convert(args, samples)
+
+
+def carry_versions(args: Any) -> None:
+    """The init hook of Miles on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
+
+    Raises:
+        ConfigError: an argument of the host under which versions would say something else.
+    """
+    carrying.install(args)
 
 
 def config_in_force(args: Any) -> CorrectionConfig:
@@ -284,34 +357,46 @@ def config_in_force(args: Any) -> CorrectionConfig:
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
     watching.warn_where_corrected(args)
+    denominator_checks.check_masks(args)
     if config.rejects and config.denominator == "original":
         denominator_checks.warn_where_kept(args)
     return config
 
 
-def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool) -> Answer:
-    """by_kept: the host divides by the tokens that the returned masks keep."""
+def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool, flags: Flags | None) -> Answer:
+    """The TIS hook behind every host.
+
+    Args:
+        by_kept: the host divides by the tokens that the returned masks keep.
+        flags: routes of the tokens, where a watch knows them.
+    """
     config = config_in_force(args)
     denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"
         raise InputError(f"pg_loss: {said}, but this rank holds {tokens} tokens")
-    correction, placed = _correct(args, batch, config)
-    RECORDER.record(correction, pg_loss)
+    correction, placed = _correct(args, batch, config, flags)
+    loss = pg_loss
     if config.corrects:
         rescales = by_kept and reading.says_denominator(args)
         factor = correction.loss_factor_by_kept if rescales else correction.loss_factor
-        pg_loss = torch.where(correction.keep, pg_loss * factor, 0)
-    metrics = diagnose(correction, average=averages.average(args))
-    return pg_loss, _masks(batch, correction, placed), metrics
+        loss = torch.where(correction.keep, pg_loss * factor, 0)
+    masks = _masks(batch, correction, placed)
+    RECORDER.record(correction, pg_loss)
+    WATCHING.record(correction, flags)
+    return loss, masks, diagnose(correction, average=averages.average(args, RECORDER.step))
 
 
-def _correct(args: Any, batch: HostBatch, config: CorrectionConfig) -> tuple[Correction, Placed]:
+def _correct(
+    args: Any, batch: HostBatch, config: CorrectionConfig, flags: Flags | None = None
+) -> tuple[Correction, Placed]:
+    routed = WATCHING.routes(args, config, flags)
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()
     rollout_mean = _rollout_mean(args, config)
-    return correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean), placed
+    correction = correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean, routes=routed)
+    return correction, placed
 
 
 def _rollout_mean(args: Any, config: CorrectionConfig) -> Tensor | None:
@@ -336,5 +421,5 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
     masks = batch.loss_mask
     # Times the host's own numbers, in a copy, which bools would not be without asking.
     # Unsafe only in that nobody could backpropagate through the parts: a third less time than a split.
-    left = keep.to(masks.dtype, copy=True).mul_(masks)
-    return list(left.unsafe_split_with_sizes(list(batch.layout.response_lengths)))
+    kept = keep.to(masks.dtype, copy=True).mul_(masks)
+    return list(kept.unsafe_split_with_sizes(list(batch.layout.response_lengths)))

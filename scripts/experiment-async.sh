@@ -3,8 +3,8 @@
 #   bash scripts/experiment-async.sh            what the same committed code finished with the same settings is not repeated
 #   bash scripts/experiment-async.sh --throughput         throughput alone, put into the results that are there; wants a machine without other work
 #   bash scripts/experiment-async.sh --smoke --seeds 0    minutes, shows only that it works, in runs/async-smoke
-#   bash scripts/experiment-async.sh --tables             tables, picture and README of the results that are there
-# Results: benchmarks/results/async.{json,md,png}, and the figures in README.md
+#   bash scripts/experiment-async.sh --tables             tables and picture of the results that are there
+# Results: benchmarks/results/async.{json,md,png}
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"

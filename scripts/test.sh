@@ -11,22 +11,28 @@ export OMP_NUM_THREADS=1
 
 if [ "${1:-}" = --engines ]; then
     shift
-    PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang vllm
     export MIS_TEST_ENGINES=1 # tests/engines/conftest.py collects its tests then
+    PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang vllm & # beside the checks, which use one core
+    installer=$!
 fi
 
 ruff check .
 ruff format --check .
 pyright
 
+if [ -n "${installer:-}" ] && ! wait "$installer"; then
+    echo "error: an engine could not be installed; its reason stands above, perhaps before what pyright says" >&2
+    exit 1
+fi
+
 # Two runs: a process that has pinned kernels or trained in Megatron holds threads, and ranks forked from it may hang.
 mapfile -t pinning < <(grep -rlE --include='test_*.py' --exclude-dir=engines '^ *(from|import) true_on_policy' tests)
 run_tests() { # 5 is "no test selected", which -k may leave of one half
-    python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --durations 10 -r s \
+    python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations 10 -r s \
         --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "$@" || [ $? -eq 5 ]
 }
 run_tests "${pinning[@]}" "$@"
 run_tests tests --ignore=tests/engines "${pinning[@]/#/--ignore=}" "$@"
-if [ -n "${MIS_TEST_ENGINES:-}" ]; then # one engine at a time: each takes some 3 GB
-    TEST_WORKERS=0 run_tests tests/engines "$@"
+if [ -n "${MIS_TEST_ENGINES:-}" ]; then # two engines at a time: each takes some 3 GB
+    run_tests tests/engines "$@"
 fi

@@ -31,6 +31,16 @@ PEERS_INSTALLED = Path(
 IN_CI = os.environ.get("CI", "").lower() == "true"
 NO_DEVICE = "no CUDA device here: run `pytest -m gpu` where there is one"
 
+# Of half a minute and more, the longest first: two workers that are handed whole files then end together.
+LONG_FILES = [
+    f"test_{name}.py"
+    for name in (
+        "sglang verify training vllm readme parallel local_async async_controller local_true_on_policy local_presets "
+        "runner partials gpu_engine real_model gpu_session benchmarks shell tensor_parallel cpu_kernels local_loop "
+        "sglang_target"
+    ).split()
+]
+
 # Two test processes share two cores with forked ranks, so no test may depend on how long one example takes.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -50,12 +60,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped, and counted among the skipped, where there is no device."""
+    """Long files come first; tests marked gpu are skipped, and counted among the skipped, where there is no device."""
+    items.sort(key=_place)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+
+
+def _place(item: pytest.Item) -> int:
+    return LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES)
 
 
 def pytest_sessionstart() -> None:
@@ -89,6 +104,16 @@ def _reason(report: pytest.TestReport) -> str:
     """Without the `Skipped: ` that pytest puts before the reason."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ")
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """The metrics of each optimizer step that a host's tracking would get."""
+    from mis_plugins.hosts import tracking
+
+    found: list[dict[str, float]] = []
+    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: found.append(dict(metrics)))
+    return found
 
 
 @pytest.fixture(autouse=True)

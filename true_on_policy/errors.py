@@ -14,7 +14,7 @@ class ContractError(TrueOnPolicyError):
 
 
 class ModelError(TrueOnPolicyError):
-    """A model is neither a tiny model of this package nor a checkpoint of Qwen3 on disk."""
+    """A model is neither one of this package by name nor a checkpoint of a proven family on disk."""
 
 
 class PinError(TrueOnPolicyError):

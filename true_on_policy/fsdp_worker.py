@@ -4,7 +4,8 @@
 
 Ray calls `watch` in each worker process of the job before an actor is made there. `watch` costs nothing where Miles's
 FSDP trainer is not imported. Where it is imported, the pin follows Miles's own step, which switches SGLang's mode on,
-and comes before a model is built. The pin does what `true_on_policy.hosts.miles_init` does on Megatron.
+and comes before a model is built. The pin does what `true_on_policy.hosts.miles_init` does on Megatron; under a CPU
+contract the model that Miles builds is then brought in the engine's order.
 """
 
 from __future__ import annotations
@@ -77,12 +78,16 @@ def pin_in(module: ModuleType) -> None:
     def pinning(self: Any, args: Any) -> None:
         import torch
 
+        from true_on_policy.contract.cpu import Contract
+        from true_on_policy.hosts import fsdp_trainer
         from true_on_policy.hosts.start import start
 
         step(self, args)
         # Miles's FSDP trainer declares --deterministic-mode, and nothing in it reads the flag.
         torch.use_deterministic_algorithms(args.deterministic_mode)
-        start(args)
+        contract = start(args)
+        if isinstance(contract, Contract):
+            fsdp_trainer.align(self, contract)
 
     pinning.pins = True  # type: ignore[attr-defined]
     setattr(actor, STEP, pinning)

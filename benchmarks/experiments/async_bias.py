@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -38,17 +39,34 @@ def directions(
     rollout's gradient, where variance counts too. `norm` is the gradient's norm over the on-policy one's. The method
     `on-policy` is a second on-policy gradient of equal size: what sampling noise leaves of 1.
     """
-    versions = moved(loop, bound + 1)
-    fresh = DecodeEngine(loop.reference.config, "fp32")
-    fresh.update_weights(versions[-1], bound)
-    sets = [[loop.collect(fresh, name, i) for i in range(rollouts)] for name in ("first", "second", "third")]
-    reference = on_policy_reference(loop.args, loop.state, loop.trainer, (sets[0], sets[1])).mean
-    stale = [stale_rollout(loop, versions, index) for index in range(rollouts)]
-    cases = {
-        "on-policy": (on_policy(loop.args), sets[2]),
-        **{n: (args, stale) for n, args in methods.items()},
-    }
-    return {name: _direction(loop, args, sampled, reference) for name, (args, sampled) in cases.items()}
+    made = Stale.collect(loop, bound, rollouts)
+    found = {name: direction(loop, args, made.rollouts, made.reference) for name, args in methods.items()}
+    return {"on-policy": made.again} | found
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Rollouts that several versions wrote, beside what on-policy samples of the last version say.
+
+    reference: the on-policy gradient.
+    again: how near a second on-policy gradient of equal size comes to it.
+    """
+
+    versions: list[Weights]
+    rollouts: list[Rollout]
+    reference: Tensor
+    again: dict[str, float]
+
+    @classmethod
+    def collect(cls, loop: Loop, bound: int, rollouts: int) -> Stale:
+        versions = moved(loop, bound + 1)
+        fresh = DecodeEngine(loop.reference.config, "fp32")
+        fresh.update_weights(versions[-1], bound)
+        names = ("first", "second", "third")
+        first, second, third = ([loop.collect(fresh, name, i) for i in range(rollouts)] for name in names)
+        reference = on_policy_reference(loop.args, loop.state, loop.trainer, (first, second)).mean
+        stale = [stale_rollout(loop, versions, index) for index in range(rollouts)]
+        return cls(versions, stale, reference, direction(loop, on_policy(loop.args), third, reference))
 
 
 def moved(loop: Loop, count: int) -> list[Weights]:
@@ -98,7 +116,7 @@ def _decode(loop: Loop, versions: Sequence[Weights], pool: Pool, seeds: Mapping[
             return
 
 
-def _direction(
+def direction(
     loop: Loop, args: Namespace, rollouts: Sequence[Rollout], reference: Tensor
 ) -> dict[str, float]:
     gradients = [mean_gradient(args, loop.state, loop.trainer, [rollout]) for rollout in rollouts]

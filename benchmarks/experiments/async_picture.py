@@ -9,26 +9,44 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from mis_plugins.local.report import COLORS, FRAME, GRID, TEXT
-
-COLOR = {"standard": COLORS[0], "segment-wise": COLORS[1], "synchronous": COLORS[2], "no weights": COLORS[3]}
+from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 
 def draw(content: Mapping[str, Any], output: Path) -> None:
-    """Variance by age on top, rewards in the middle, a column a learning rate; bias and throughput below."""
+    """Variance by age on top and rewards below on one scale, a column a learning rate; then bias and the key."""
     rates = list(content["variance"])
-    figure = Figure(figsize=(4 * len(rates), 10), layout="constrained", facecolor="white")
-    axes = figure.subplots(3, len(rates), squeeze=False)
+    figure = Figure(figsize=(3.9 * len(rates) + 3, 7), layout="constrained", facecolor="white")
+    axes = figure.subplots(2, len(rates) + 1, squeeze=False, width_ratios=[1] * len(rates) + [0.8])
     for column, lr in enumerate(rates):
         _variance(axes[0][column], lr, content["variance"][lr])
         _rewards(axes[1][column], lr, content["rewards"][lr])
-    _bias(axes[2][0], content["bias"])
-    for axis, step in zip(
-        axes[2][1:], sorted({run["step_seconds"] for run in content["throughput"]["rows"]}), strict=False
-    ):
-        _throughput(axis, step, [run for run in content["throughput"]["rows"] if run["step_seconds"] == step])
+    for row in axes[:, : len(rates)]:
+        low, high = min(axis.get_ylim()[0] for axis in row), max(axis.get_ylim()[1] for axis in row)
+        for axis in row:
+            axis.set_ylim(low, high)
+    _bias(axes[0][-1], content["bias"])
+    _legend(axes[1][-1])
     figure.savefig(output, dpi=150, format="png")
+
+
+def _legend(axis: Axes) -> None:
+    """What each colour is; the last place of the picture holds no axis."""
+    axis.set_axis_off()
+    names = ("synchronous", "standard", "segment-wise", "no weights", "on-policy, again")
+    shades = [*map(color, names[:-1]), FRAME]
+    handles = [
+        Line2D([], [], color=shade, marker="o", lw=2, label=name)
+        for name, shade in zip(names, shades, strict=True)
+    ]
+    axis.legend(
+        handles=handles,
+        frameon=False,
+        fontsize=10,
+        loc="center left",
+        title="a thin line a seed, a thick one their mean",
+    )
 
 
 def _variance(axis: Axes, lr: str, runs: Sequence[Mapping[str, Any]]) -> None:
@@ -49,11 +67,11 @@ def _rewards(axis: Axes, lr: str, methods: Mapping[str, Sequence[Sequence[Sequen
 def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) -> None:
     """One thin line a seed, and their mean: over the points of the shortest, which differ little in their places."""
     for curve in curves:
-        axis.plot(*zip(*curve, strict=True), color=COLOR[name], alpha=0.3, linewidth=0.8)
+        axis.plot(*zip(*curve, strict=True), color=color(name), alpha=0.3, linewidth=0.8)
     points = list(zip(*curves, strict=False))
     mean = [(fmean(x for x, _ in point), fmean(y for _, y in point)) for point in points]
     axis.plot(
-        *zip(*mean, strict=True), color=COLOR[name], linewidth=2.2, marker="o", markersize=3, label=name
+        *zip(*mean, strict=True), color=color(name), linewidth=2.2, marker="o", markersize=3, label=name
     )
 
 
@@ -62,20 +80,17 @@ def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, floa
     for place, name in enumerate(names):
         values = [[run[name]["pooled"] for run in runs] for runs in bias.values()]
         at = [index + (place - 1.5) * 0.2 for index in range(len(values))]
-        axis.bar(at, [fmean(one) for one in values], 0.18, color=COLOR.get(name, FRAME), label=name)
+        axis.bar(
+            at,
+            [fmean(one) for one in values],
+            0.18,
+            color=FRAME if name == "on-policy" else color(name),
+            label=name,
+        )
         for x, one in zip(at, values, strict=True):
             axis.plot([x] * len(one), one, ".", color=TEXT, markersize=3)
     axis.set_xticks(range(len(bias)), list(bias))
     _dress(axis, "Cosine to the on-policy gradient", "--lr")
-
-
-def _throughput(axis: Axes, step: float, runs: Sequence[Mapping[str, Any]]) -> None:
-    names = [str(run["bound"]) for run in runs]
-    axis.bar(names, [fmean(run["tokens_a_second"]) for run in runs], color=COLORS[4])
-    for name, run in zip(names, runs, strict=True):
-        axis.plot([name] * len(run["tokens_a_second"]), run["tokens_a_second"], ".", color=TEXT, markersize=3)
-    engine = f"{step:g} s a decode step" if step else "engine at full speed"
-    _dress(axis, f"Tokens a second, {engine}", "--max-head-offpolicyness")
 
 
 def _dress(axis: Axes, title: str, x_label: str) -> None:
@@ -86,5 +101,3 @@ def _dress(axis: Axes, title: str, x_label: str) -> None:
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color(FRAME)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False, fontsize=8)

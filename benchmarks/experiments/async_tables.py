@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from mis_plugins.shared.provenance import as_markdown
+from provenance import as_markdown, markdown_table
 
 HEAD = """\
 # Segment-wise against standard decoupled PPO
@@ -76,7 +76,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     ]
     parts += [REWARDS, _rewards(content["rewards"]), *_throughput(content["throughput"])]
     shares = {lr: spread(values, "{:.1%}") for lr, values in content["recompute_share"].items()}
-    parts.append(table(("lr", "recompute, share of the runs above"), shares.items()))
+    parts.append(markdown_table(("lr", "recompute, share of the runs above"), shares.items()))
     parts += [LOGLINEAR, *(_loglinear(lr, runs) for lr, runs in content["loglinear"].items())]
     made_with = content["measured_with"], content["throughput"]["measured_with"]
     heads = ("## Measured with\n", "Throughput:\n")
@@ -101,7 +101,7 @@ def _variance(lr: str, runs: Sequence[Mapping[str, Any]]) -> str:
 
     ages = sorted({age for run in runs for age in run}, key=lambda age: (age == "all", age))
     head = ("age", "segment-wise", "standard", "standard / segment-wise", "tokens")
-    return f"--lr {lr}\n\n" + table(head, map(row, ages))
+    return f"--lr {lr}\n\n" + markdown_table(head, map(row, ages))
 
 
 def _bias(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
@@ -109,7 +109,7 @@ def _bias(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     rows = (
         (name, *(spread([run[name][kind] for run in runs], "{:.3f}") for kind in kinds)) for name in runs[0]
     )
-    return f"--lr {lr}\n\n" + table(("weights", *kinds), rows)
+    return f"--lr {lr}\n\n" + markdown_table(("weights", *kinds), rows)
 
 
 def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
@@ -119,7 +119,7 @@ def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
         return (lr, spread(starts, "{:.2f}"), *finals)
 
     names = next(iter(rewards.values()))
-    return table(("lr", "start", *names), (row(lr, methods) for lr, methods in rewards.items()))
+    return markdown_table(("lr", "start", *names), (row(lr, methods) for lr, methods in rewards.items()))
 
 
 def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
@@ -132,7 +132,7 @@ def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
 
     head = ("step", "bound", "tokens / s", "over synchronous", "at most", "waiting", "recompute")
     text = THROUGHPUT.format(rounds=len(measured["rows"][0]["waiting"]), verdict=verdict(measured))
-    return text, table(head, (row(*one) for one in gains(measured)))
+    return text, markdown_table(head, (row(*one) for one in gains(measured)))
 
 
 def gains(measured: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], list[float], list[float]]]:
@@ -169,13 +169,4 @@ def _loglinear(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> st
         return (age, *(spread([one[kind] for one in known]) for kind in ("rms", "step_rms")))
 
     ages = sorted({age for run in runs for age in run})
-    return f"--lr {lr}\n\n" + table(("age", "error", "log pi_{v+1} - log pi_v"), map(row, ages))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of markdown."""
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows), ""])
+    return f"--lr {lr}\n\n" + markdown_table(("age", "error", "log pi_{v+1} - log pi_v"), map(row, ages))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from provenance import as_markdown
+from provenance import as_markdown, markdown_table
 
 from true_on_policy.verify.links import Link
 
@@ -89,9 +89,8 @@ def _section(section: Section) -> str:
 
 def _table(result: Result) -> str:
     verdict = {True: " All hold.", False: " **Not all hold.**", None: ""}[result.holds]
-    lines = [result.columns, ("---",) * len(result.columns), *result.rows]
-    body = "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
-    return f"**{result.title}.**{verdict} {result.note}\n\n{body}\n"
+    body = markdown_table(list(map(cell, result.columns)), (list(map(cell, row)) for row in result.rows))
+    return f"**{result.title}.**{verdict} {result.note}\n\n{body}"
 
 
 def cell(value: Any) -> str:

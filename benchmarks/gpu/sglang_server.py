@@ -13,7 +13,8 @@ from pathlib import Path
 from gpu.plan import CONTRACT
 from true_on_policy.engines.environment import inherited
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.engines.sglang import Pool, SGLang, common_arguments, named
+from true_on_policy.engines.server import named
+from true_on_policy.engines.sglang.engine import Pool, SGLang, common_arguments
 from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import flash_attention, precision, sglang
 from true_on_policy.kernels.mode import load, switch_on

@@ -40,7 +40,7 @@ class StandIn:
         with self._kernels():
             return [self._score(sample) for sample in samples]
 
-    def update_weights(self, checkpoint: Path, version: int) -> None:
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         self._network, self._version = qwen3.load(checkpoint, self._machine), version
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class StrictLoader(FASTEST):
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None and _size(node, {}) > LARGEST_TREE:
-            raise ConfigError(f"its aliases (*name) repeat more than {LARGEST_TREE} values; write them out")
+            raise ConfigError(f"aliases (*name) repeat more than {LARGEST_TREE} values; write them out")
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
+from mis_plugins.config.terms import bounds, statistics
 from mis_plugins.errors import ConfigError
-from mis_plugins.terms import bounds, statistics
 
 Level = Literal["token", "segment", "segment_geometric", "sequence", "geometric"]
 Scope = Literal["micro_batch", "data_parallel", "rollout"]
@@ -34,11 +34,16 @@ LEVEL_OVER: dict[Level, Over] = {
 }
 
 
-def check_ratio_bounds(lower: float | None, upper: float | None) -> None:
-    """Refuse bounds on a ratio, which is positive, that nothing or everything would cross."""
+def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str = "null") -> None:
+    """Refuse bounds on a ratio, which is positive, that nothing or everything would cross.
+
+    Args:
+        unbounded: what the user writes for no lower bound.
+    """
     if lower is not None and not 0 < lower < math.inf:
         raise ConfigError(
-            f"{{lower}}: got {lower:g}; a ratio is never below 0, so give a number above 0 or null"
+            f"{{lower}}: got {lower:g}; a ratio is never below 0, so give a finite number above 0, or {unbounded} for "
+            "no lower bound"
         )
     if upper is not None and not 0 < upper < math.inf:
         raise ConfigError(
@@ -95,7 +100,7 @@ class WeightConfig:
             return
         if self.upper is None:
             object.__setattr__(self, "upper", DEFAULT_UPPER)  # so that saying 2 and saying nothing are equal
-        check_ratio_bounds(self.lower or None, self.upper)
+        check_ratio_bounds(self.lower or None, self.upper, unbounded="0" if self.record.has_floor else "null")
         if not self.record.has_floor:
             if self.lower is not None:
                 raise ConfigError(
@@ -297,6 +302,19 @@ class SegmentWiseConfig:
         return WeightConfig("token", bound, self.weight_floor, self.weight_cap)
 
 
+@dataclass(frozen=True)
+class RoutingConfig:
+    """The watch over the routers of a mixture of experts.
+
+    experts: whose routes the trainer uses where the host replays: the `engine`'s, or the `trainer`'s own.
+        With these the recorded routes are only compared.
+    on_fault: what a replay that did not happen does: `warn`, or `raise` at the next optimizer step.
+    """
+
+    experts: Literal["engine", "trainer"] = "engine"
+    on_fault: Literal["warn", "raise"] = "warn"
+
+
 WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # of SegmentWiseConfig, what `weight` can say too
 
 
@@ -317,6 +335,7 @@ class CorrectionConfig:
     on_all_rejected: of a micro-batch whose every sequence is rejected: `skip` trains on nothing, `keep` rejects
         nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
+    routing: how to watch the routers of a mixture of experts; null watches where a hook of the watch is given.
     """
 
     weight: WeightConfig | None = None
@@ -329,6 +348,7 @@ class CorrectionConfig:
     on_all_rejected: Literal["skip", "keep", "raise"] = "skip"
     keep_floor: float = 0.1
     segment_wise: SegmentWiseConfig | None = None
+    routing: RoutingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.segment_wise is not None:
@@ -337,6 +357,12 @@ class CorrectionConfig:
                 object.__setattr__(self, "weight", self.segment_wise.weight)
         self._check_kept()
         self._check_all_rejected()
+        normalize = self.weight and self.weight.normalize
+        if self.reads_routes and normalize and normalize.scope == "rollout":
+            raise ConfigError(
+                "{weight.normalize.scope}: rollout is computed before the routes of tokens are known, which a rule "
+                "with statistic: route reads; use data_parallel"
+            )
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
@@ -374,8 +400,8 @@ class CorrectionConfig:
         if self.on_all_rejected == "keep" and self.weight and not self.weight.record.weighs_outside:
             bound = "{segment_wise.mode}" if self.weighs_by_segment_wise else "{weight.bound}"
             raise ConfigError(
-                f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes: it has no "
-                f"bounded weight; use skip, or {bound}: clip"
+                f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes, as that bound "
+                f"leaves no bounded weight; use skip, or {bound}: clip"
             )
         if self.on_all_rejected == "keep" and self.looks_at_kept:
             raise ConfigError(
@@ -433,6 +459,11 @@ class CorrectionConfig:
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         return bool(self.reject) or (self.weight is not None and self.weight.record.drops_token)
+
+    @property
+    def reads_routes(self) -> bool:
+        """Whether a rule reads in how many layers a token was routed differently."""
+        return any(rule.record.reads_routes for rule in self.reject)
 
     def drops_below(self, unit: Unit) -> bool:
         """Whether less than such a unit can be dropped, by rules or by the bound of the weight."""

@@ -32,9 +32,9 @@ from mis_plugins.config.model import (
     WeightConfig,
     check_ratio_bounds,
 )
+from mis_plugins.config.terms.bounds import BOUNDS
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import shown
-from mis_plugins.terms.bounds import BOUNDS
 
 FLAT_KEYS = (
     "tis_level",
@@ -109,16 +109,17 @@ def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionC
     """Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog. A veto needs no `use_rs` here.
 
     Both switches leave what lies outside the bounds without a gradient; `use_mask` counts it in the denominator on
-    every host.
+    every host. A lower bound of 0 or below is none, and an unset one 1 / upper, as in Miles.
     """
     flat = {key: keys.get(key) for key in FLAT_KEYS}
     number = lambda key: _convert(float | None, flat[key], key)  # noqa: E731
-    lower, upper, veto = number("tis_lower_bound"), number("tis_upper_bound"), number("rs_veto_threshold")
+    upper, veto = number("tis_upper_bound"), number("rs_veto_threshold")
+    lower = _lower_bound(flat, "tis_lower_bound")
     if upper is None:
         raise ConfigError("tis_upper_bound: unset; every tis_mode needs it (mis.yaml has 2.0)")
     bound = _convert(FlatMode, flat["tis_mode"] or "truncate", "tis_mode")
     with _spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
-        check_ratio_bounds(lower, upper)
+        check_ratio_bounds(lower or None, upper, unbounded="0")
     with _spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
         weight = WeightConfig(
             level=_convert(FlatLevel, flat["tis_level"] or "token", "tis_level"),
@@ -151,18 +152,23 @@ def _drops_outside(flat: Mapping[str, Any]) -> bool:
 
 def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
     """`use_rs` or `use_mask`: bounds that are unset fall back to those of the weight, as in Miles."""
-    lower = _convert(float | None, flat["rs_lower_bound"], "rs_lower_bound")
+    lower = _lower_bound(flat, "rs_lower_bound")
     upper = _convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
     fallback = 1 / tis_upper if tis_lower is None else tis_lower
     with _spelled(
         lower="rs_lower_bound" if lower is not None else "rs_lower_bound (unset, from the tis_ bounds)",
         upper="rs_upper_bound" if upper is not None else "rs_upper_bound (unset, from tis_upper_bound)",
     ):
-        return RejectRule(
-            over=LEVEL_OVER[_convert(FlatLevel, flat["rs_level"] or "token", "rs_level")],
-            lower=fallback if lower is None else lower,
-            upper=tis_upper if upper is None else upper,
-        )
+        bounds = (fallback if lower is None else lower) or None, tis_upper if upper is None else upper
+        check_ratio_bounds(*bounds, unbounded="0")
+        over = LEVEL_OVER[_convert(FlatLevel, flat["rs_level"] or "token", "rs_level")]
+        return RejectRule(over=over, lower=bounds[0], upper=bounds[1])
+
+
+def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
+    """A lower bound of a ratio, which is never below 0: whatever is below 0 bounds as little as 0 does."""
+    bound = _convert(float | None, flat[key], key)
+    return None if bound is None else max(bound, 0.0)
 
 
 def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
@@ -342,7 +348,7 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
     if use_tis and not (config.corrects or config.needs_loss_hook):
         raise ConfigError(
             "--use-tis is set but nothing says how to correct: pass a preset, for example "
-            "--custom-config-path $(python -m mis_plugins config path mis)"
+            "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
         )
     return config
 
@@ -448,7 +454,7 @@ def _parse(cls: type, value: Any, path: str) -> Any:
             raise ConfigError(f"{path}.{key}: unknown key{_suggest(str(key), hints)}")
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in value:
-            raise ConfigError(f"{path}.{field.name}: missing; it has no default")
+            raise ConfigError(f"{path}.{field.name}: missing; give a value, as the key has no default")
     arguments = {key: _convert(hints[key], item, f"{path}.{key}") for key, item in value.items()}
     try:
         return cls(**arguments)

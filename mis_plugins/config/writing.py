@@ -14,6 +14,7 @@ from mis_plugins.config.model import (
     ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    RoutingConfig,
     SegmentWiseConfig,
     WeightConfig,
 )
@@ -27,9 +28,10 @@ SPELLED_OUT: dict[type, tuple[str, ...]] = {
     OpsmConfig: ("delta", "advantage", "reference"),
     ObjectiveConfig: ("old", "surrogate"),
     SegmentWiseConfig: ("enabled",),
+    RoutingConfig: ("experts", "on_fault"),
 }
 # One setting a line; everything else stands on the line of its key.
-BLOCKS = ("weight", "opsm", "objective", "segment_wise")
+BLOCKS = ("weight", "opsm", "objective", "segment_wise", "routing")
 
 Line = tuple[str, str]  # text, comment
 

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.correction.opsm import Departure
-from mis_plugins.correction.rejection import Totals
-from mis_plugins.correction.segments import SegmentStage, needs_segments, segment_stage
-from mis_plugins.correction.totals import (
-    UNREJECTED,
-    TokenStage,
-    narrowed,
-    needed_for_units,
-    over_sequences,
-    sequence_rules,
-    token_stage,
-    totals_of,
+from mis_plugins.correction.rejection import (
+    Totals,
+    kept_units,
+    passing_units,
+    reads_kept,
+    unit_rules,
+    weight_of_units,
 )
-from mis_plugins.correction.units import counted_units, kept_by_population, looks_at_kept, unit_weight
-from mis_plugins.correction.weights import normalization
+from mis_plugins.correction.segments import SegmentStage, needs_segments, segment_stage
+from mis_plugins.correction.sequence_totals import UNREJECTED, needed, needed_for_units, totals_of
+from mis_plugins.correction.token_stage import TokenStage, narrowed, token_stage
+from mis_plugins.correction.weights import unit_weight
 from mis_plugins.errors import InputError
 from mis_plugins.packing.ragged import Ragged
 
@@ -34,8 +32,9 @@ from mis_plugins.packing.ragged import Ragged
 class Verdict:
     """What each token, segment and sequence weighs, before normalization, and whether it stays.
 
-    totals: per-sequence sums and extremes, see `correction/totals.py`.
-    looked_at: those that weights and rules of sequences look at: of all valid tokens, and where some do of the kept.
+    totals: per-sequence sums and extremes, see `correction/sequence_totals.py`.
+    by_population: totals that weights and rules of sequences read: of all valid tokens, and where some ask, of the
+        kept.
     sequence_weight: bounded, at sequence and geometric level; None at the others.
     keep_sequences: what the rules over sequences leave; None where there is none.
     all_rejected: there are valid tokens and no sequence keeps one with a weight; None where that cannot be.
@@ -45,7 +44,7 @@ class Verdict:
     stage: TokenStage
     segments: SegmentStage | None
     totals: Totals
-    looked_at: Mapping[Population, Totals]
+    by_population: Mapping[Population, Totals]
     sequence_weight: Float[Tensor, " N"] | None
     keep_sequences: Bool[Tensor, " N"] | None
     all_rejected: Bool[Tensor, ""] | None
@@ -53,19 +52,20 @@ class Verdict:
     @property
     def unit_totals(self) -> Totals:
         """Totals that the weight reads, and rules that name no population of their own."""
-        return self.looked_at[self.stage.config.aggregate]
+        return self.by_population[self.stage.config.aggregate]
 
     @property
-    def kept(self) -> Float[Tensor, " N"]:
+    def kept_usable(self) -> Float[Tensor, " N"]:
         """How many usable tokens of each sequence all rules keep."""
-        return self._of_kept_sequences(kept_tokens(self.totals))
+        return self.of_kept_sequences(kept_below(self.totals))
 
     @property
-    def left(self) -> Float[Tensor, " N"]:
-        """How many tokens of each sequence stay in the mask, tokens without a weight that no rule drops included."""
-        return self._of_kept_sequences(self.totals["kept" if "kept" in self.totals else "valid"])
+    def kept_valid(self) -> Float[Tensor, " N"]:
+        """How many tokens of each sequence all rules keep, tokens without a weight included."""
+        return self.of_kept_sequences(self.totals["kept" if "kept" in self.totals else "valid"])
 
-    def _of_kept_sequences(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    def of_kept_sequences(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """A total of each sequence that the rules over sequences keep; 0 of the others."""
         return total if self.keep_sequences is None else torch.where(self.keep_sequences, total, 0)
 
 
@@ -84,11 +84,11 @@ class LogPerplexity:
 
 
 @dataclass(frozen=True)
-class Left:
+class Kept:
     """Numbers of each sequence over all ranks: how many usable tokens are kept, and the sum of their weights."""
 
-    kept: Float[Tensor, " N"]
-    applied: Float[Tensor, " N"]
+    usable: Float[Tensor, " N"]
+    weight: Float[Tensor, " N"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Correction:
     mean_weight: what the weights were divided by; None without normalization.
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
     on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
-    left: kept tokens and weights after rules and OPSM; None without OPSM, or where `metrics` does not ask.
-    departure: the numbers that OPSM compares, of each sequence; None where `left` is None.
+    after_opsm: kept tokens and weights after rules and OPSM; None without OPSM, or where `metrics` does not ask.
+    departure: the numbers that OPSM compares, of each sequence; None where `after_opsm` is None.
     nonfinite_advantages: valid tokens whose advantage is NaN or infinite; None where no loss hook knows advantages.
     """
 
@@ -111,7 +111,7 @@ class Correction:
     mean_weight: Float[Tensor, ""] | None
     rescale: Float[Tensor, " N"] | None
     on_policy: Bool[Tensor, " T"] | None = None
-    left: Left | None = None
+    after_opsm: Kept | None = None
     departure: Departure | None = None
     nonfinite_advantages: Bool[Tensor, " T"] | None = None
 
@@ -153,14 +153,21 @@ class Correction:
         return LogPerplexity(training, training - excess, excess)
 
     @cached_property
-    def live(self) -> Bool[Tensor, " N"]:
-        """Sequences with a valid token; needs metrics."""
-        return self.totals["valid"] > 0
+    def valid_count(self) -> Float[Tensor, " N"]:
+        """How many valid tokens each sequence has; without metrics one collective over context-parallel ranks."""
+        if "valid" in self.totals:
+            return self.totals["valid"]
+        return self.ragged.over_sequence((self.ragged.loss_mask,))[0][0]
 
     @cached_property
-    def live_count(self) -> Int[Tensor, ""]:
-        """How many sequences have a valid token, at least 1; needs metrics."""
-        return self.live.sum().clamp(min=1)
+    def any_valid(self) -> Bool[Tensor, " N"]:
+        """Sequences with a valid token."""
+        return self.valid_count > 0
+
+    @cached_property
+    def sequence_count(self) -> Int[Tensor, ""]:
+        """How many sequences have a valid token, at least 1."""
+        return self.any_valid.sum().clamp(min=1)
 
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:
@@ -198,6 +205,7 @@ def correct(
     config: CorrectionConfig,
     rollout_mean: Float[Tensor, ""] | None = None,
     numerator: Float[Tensor, " T"] | None = None,
+    routes: Float[Tensor, " T"] | None = None,
 ) -> Correction:
     """Importance weights and rejection masks of one micro-batch.
 
@@ -214,6 +222,7 @@ def correct(
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
         numerator: log-probs of pi_{v+1}, with segment-wise weights: they alone compare it with mu. Rules and metrics
             of the mismatch look at `proximal`.
+        routes: number of layers that routed each token otherwise than the engine, for rules with `statistic: route`.
 
     Raises:
         InputError: `scope: rollout` without its mean.
@@ -225,8 +234,9 @@ def correct(
             "computed: pass --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
         )
     assert (numerator is not None) == config.segment_wise_on
-    verdict = _verdict(proximal, behavior, ragged, config, numerator)
-    weights = _token_weights(verdict.stage, ragged, verdict.sequence_weight)
+    assert routes is not None or not config.reads_routes
+    verdict = _verdict(proximal, behavior, ragged, config, numerator, routes)
+    weights = _token_weights(verdict, ragged)
     mean = rollout_mean if normalize else None
     if config.weight and normalize and normalize.scope != "rollout":
         mean = _mean_weight(verdict, ragged, config.weight)
@@ -250,41 +260,49 @@ def mean_weight_of(
     return _mean_weight(_verdict(proximal, behavior, ragged, config, numerator), ragged, config.weight)
 
 
-def kept_tokens(totals: Totals) -> Float[Tensor, " N"]:
+def kept_below(totals: Totals) -> Float[Tensor, " N"]:
     """How many tokens of each sequence the rules over tokens and segments leave; without such, all usable ones."""
     return totals["kept"] if "kept" in totals else totals["usable"]
 
 
 def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """What turns a mean over the valid tokens of each sequence into one over the kept: n_valid / n_kept, 0 of none."""
-    return torch.where(kept > 0, valid / kept.clamp(min=1), 0)
+    return torch.where(kept > 0, valid / kept, 0)
 
 
 def _rescale(verdict: Verdict) -> Float[Tensor, " N"]:
-    scale = denominator_scale(verdict.totals["valid"], verdict.left)
+    scale = denominator_scale(verdict.totals["valid"], verdict.kept_valid)
     if verdict.stage.config.on_all_rejected != "keep" or verdict.all_rejected is None:
         return scale
     return torch.where(verdict.all_rejected, 1, scale)  # all is given back: what has no weight counts as well
 
 
 def _verdict(
-    proximal: Tensor, behavior: Tensor, ragged: Ragged, config: CorrectionConfig, numerator: Tensor | None
+    proximal: Tensor,
+    behavior: Tensor,
+    ragged: Ragged,
+    config: CorrectionConfig,
+    numerator: Tensor | None,
+    routes: Tensor | None = None,
 ) -> Verdict:
-    stage, segments = token_stage(proximal, behavior, ragged.loss_mask, config, numerator), None
+    """Tokens, then segments, then sequences: what each weighs and whether its rules keep it."""
+    stage = token_stage(proximal, behavior, ragged.loss_mask, config, numerator, routes)
+    segments = None
     if needs_segments(config):
         stage, segments = segment_stage(stage, ragged, config)
-    totals = over_sequences(stage, ragged, config)
-    looked_at: dict[Population, Totals] = {"valid": totals}
-    if config.aggregate == "kept" or looks_at_kept(sequence_rules(config), config):
-        looked_at["kept"] = totals_of(narrowed(stage), ragged, needed_for_units(sequence_rules(config)))
-    weight = config.weight if config.weight and config.weight.by_sequence else None
+    totals = totals_of(stage, ragged, needed(config))
+    by_population: dict[Population, Totals] = {"valid": totals}
+    if config.aggregate == "kept" or reads_kept(config, "sequence"):
+        names = needed_for_units(unit_rules(config, "sequence"))
+        by_population["kept"] = totals_of(narrowed(stage), ragged, names)
+    weight = weight_of_units(config, "sequence")
     verdict = Verdict(
         stage=stage,
         segments=segments,
         totals=totals,
-        looked_at=looked_at,
-        sequence_weight=unit_weight(looked_at[config.aggregate], weight) if weight else None,
-        keep_sequences=kept_by_population(looked_at, config, sequence_rules(config), weight),
+        by_population=by_population,
+        sequence_weight=unit_weight(by_population[config.aggregate], weight) if weight else None,
+        keep_sequences=kept_units(by_population, config, "sequence"),
         all_rejected=None,
     )
     if not config.can_end_empty:
@@ -294,13 +312,14 @@ def _verdict(
 
 
 def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
-    totals, keep = verdict.totals, verdict.keep_sequences
-    left = totals["applied"] if "applied" in totals else kept_tokens(totals)
+    """Whether there are valid tokens, and the weights of all kept ones add up to 0."""
+    totals = verdict.totals
+    kept = totals["kept_weight"] if "kept_weight" in totals else kept_below(totals)
     if verdict.sequence_weight is not None:
-        left = left * verdict.sequence_weight
-    left = left if keep is None else torch.where(keep, left, 0)
+        kept = kept * verdict.sequence_weight
     # Above 0 a weight is at least e^-20, and a number of tokens at least 1.
-    return left.amax() < totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
+    least = totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
+    return verdict.of_kept_sequences(kept).amax() < least
 
 
 def nothing_rejected(verdict: Verdict) -> Verdict:
@@ -322,30 +341,34 @@ def nothing_rejected(verdict: Verdict) -> Verdict:
     return replace(verdict, stage=stage, segments=segments, totals=totals, keep_sequences=keep)
 
 
-def _token_weights(
-    stage: TokenStage, ragged: Ragged, sequence_weight: Float[Tensor, " N"] | None
-) -> Float[Tensor, " T"]:
+def _token_weights(verdict: Verdict, ragged: Ragged) -> Float[Tensor, " T"]:
+    """Weight of each token before normalization: its own, or its sequence's; 1 of a usable one where there is none."""
+    stage = verdict.stage
     if stage.weight is not None:
         return stage.weight
-    if sequence_weight is None:
+    if verdict.sequence_weight is None:
         return stage.usable.float()
-    return torch.where(ragged.loss_mask, ragged.to_tokens(sequence_weight.float()), 0)
+    return torch.where(stage.loss_mask, ragged.to_tokens(verdict.sequence_weight.float()), 0)
 
 
 def _mean_weight(verdict: Verdict, ragged: Ragged, weight: WeightConfig) -> Float[Tensor, ""]:
-    """Mean of the bounded weights: over tokens at token level, each live segment or sequence once at the others."""
+    """Mean of the bounded weights: over tokens at token level, each segment or sequence once at the others.
+
+    The mean is 1 where there is nothing to normalize.
+    """
     assert weight.normalize is not None
     population = POPULATION[weight.level]
     both = torch.stack(population(verdict, weight, weight.normalize.over == "kept"))
-    return normalization(ragged.over_batch(both) if weight.normalize.scope != "micro_batch" else both.sum(-1))
+    total = ragged.over_batch(both) if weight.normalize.scope != "micro_batch" else both.sum(-1)
+    mean = total[0] / total[1].clamp(min=1)
+    return torch.where(mean > 1e-8, mean, 1)
 
 
 def _token_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
     """Sum of token weights and their number, by sequence."""
-    totals, keep = verdict.totals, verdict.keep_sequences
+    totals, kept = verdict.totals, verdict.of_kept_sequences
     if kept_only:
-        both = totals["applied"], kept_tokens(totals)
-        return both if keep is None else (torch.where(keep, both[0], 0), torch.where(keep, both[1], 0))
+        return kept(totals["kept_weight"]), kept(kept_below(totals))
     if weight.record.drops_token:
         return totals["passing_weight"], totals["passing"]
     return totals["weight"], totals["usable"]
@@ -353,21 +376,26 @@ def _token_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -
 
 def _sequence_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
     assert verdict.sequence_weight is not None
-    counted = counted_units(verdict.unit_totals, weight)
+    averaged = _averaged(verdict.unit_totals, weight)
     if kept_only:
-        counted = counted & (verdict.kept > 0)
-    return torch.where(counted, verdict.sequence_weight, 0), counted.double()
+        averaged = averaged & (verdict.kept_usable > 0)
+    return torch.where(averaged, verdict.sequence_weight, 0), averaged.double()
 
 
 def _segment_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:
     segments, keep = verdict.segments, verdict.keep_sequences
     assert segments is not None and segments.weight is not None
-    counted = counted_units(segments.totals, weight)
+    averaged = _averaged(segments.totals, weight)
     if kept_only and segments.keep is not None:
-        counted = counted & segments.keep
+        averaged = averaged & segments.keep
     if kept_only and keep is not None:
-        counted = counted & keep.index_select(0, segments.segments.owner)
-    return torch.where(counted, segments.weight, 0), counted.double()
+        averaged = averaged & keep.index_select(0, segments.segments.owner)
+    return torch.where(averaged, segments.weight, 0), averaged.double()
+
+
+def _averaged(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
+    """Units that a mean of the weights is taken over: all known ones, less those that the bound drops."""
+    return passing_units(totals, weight) if weight.record.drops_token else totals.known
 
 
 POPULATION: dict[Level, Callable[[Verdict, WeightConfig, bool], tuple[Tensor, Tensor]]] = {
@@ -377,4 +405,4 @@ POPULATION: dict[Level, Callable[[Verdict, WeightConfig, bool], tuple[Tensor, Te
     "sequence": _sequence_population,
     "geometric": _sequence_population,
 }
-"""Called with whether only what is kept counts: a sum of weights and their number, by unit."""
+"""Called with whether only kept units are averaged: a sum of weights and their number, by unit."""

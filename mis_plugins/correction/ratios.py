@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-from mis_plugins.terms.divergence import LARGEST_EXPONENT, LOG_RATIO_CLAMP
+from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,24 @@ def log_ratio(
     usable = loss_mask > nonfinite(difference)
     usable_bits = bits(usable)
     return only_(difference, usable_bits), usable, usable_bits
+
+
+def log_ratios(
+    proximal: Float[Tensor, " T"],
+    behavior: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    numerator: Float[Tensor, " T"] | None,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], Bool[Tensor, " T"], Int[Tensor, " T"]]:
+    """`log_ratio` for rules and the log ratio that the weight bounds, and where both are known.
+
+    Args:
+        numerator: log-probs of pi_{v+1}; None where the weight bounds pi_old / mu itself.
+    """
+    log_r, usable, usable_bits = log_ratio(proximal, behavior, loss_mask)
+    if numerator is None:
+        return log_r, log_r, usable, usable_bits
+    weighed, usable, usable_bits = log_ratio(numerator, behavior, usable)
+    return only_(log_r, usable_bits), weighed, usable, usable_bits
 
 
 def nonfinite(x: Tensor) -> Bool[Tensor, " *"]:
@@ -59,11 +77,6 @@ def only_(x: Float32[Tensor, " *shape"], where: Int[Tensor, " *shape"]) -> Float
     """Set x to 0 in place where the bits of `where` are 0, as `only` does in a new tensor."""
     x.view(torch.int32).bitwise_and_(where)
     return x
-
-
-def within(x: Tensor, lower: float | None, upper: float | None) -> Bool[Tensor, " *"]:
-    """lower <= x <= upper, and not NaN; None is no bound."""
-    return x.clamp(lower, upper).eq_(x).bool()
 
 
 def exp_clamped(log_ratio: Tensor) -> Tensor:

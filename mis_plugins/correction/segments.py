@@ -14,9 +14,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Population, WeightConfig
-from mis_plugins.correction.rejection import Totals
-from mis_plugins.correction.totals import TokenStage, narrowed, needed_for_units, segment_rules, totals_of
-from mis_plugins.correction.units import kept_by_population, known_log_ratio, passing_units, unit_weight
+from mis_plugins.correction.rejection import (
+    Totals,
+    kept_units,
+    passing_units,
+    unit_rules,
+    weight_of_units,
+)
+from mis_plugins.correction.sequence_totals import needed_for_units, totals_of
+from mis_plugins.correction.token_stage import TokenStage, narrowed
+from mis_plugins.correction.weights import known_log_ratio, unit_weight
 from mis_plugins.packing.ragged import Ragged, Segments
 
 
@@ -24,8 +31,8 @@ from mis_plugins.packing.ragged import Ragged, Segments
 class SegmentStage:
     """What is known of S segments.
 
-    looked_at: what each adds up to, see `correction/totals.py`: of all valid tokens, or of the kept, as weights and
-        rules ask.
+    by_population: what each adds up to, see `correction/sequence_totals.py`: of all valid tokens, or of the kept, as
+        weights and rules ask.
     totals: totals that the weights read, and rules that name no population of their own.
     keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
         nothing can be dropped.
@@ -33,14 +40,14 @@ class SegmentStage:
     """
 
     segments: Segments
-    looked_at: Mapping[Population, Totals]
+    by_population: Mapping[Population, Totals]
     totals: Totals
     keep: Bool[Tensor, " S"] | None
     weight: Float[Tensor, " S"] | None
 
 
 def needs_segments(config: CorrectionConfig) -> bool:
-    return bool(segment_rules(config)) or (config.weight is not None and config.weight.by_segment)
+    return bool(unit_rules(config, "segment")) or (config.weight is not None and config.weight.by_segment)
 
 
 def segment_stage(
@@ -50,25 +57,31 @@ def segment_stage(
 
     One collective over context-parallel ranks, and another where some look at valid tokens and some at kept ones.
     """
-    segments, rules = ragged.segments, segment_rules(config)
-    names = needed_for_units(rules) | ({"kept"} if stage.keep is not None else set())
-    populations: set[Population] = {config.weight_population, *map(config.population, rules)}
-    looked_at: dict[Population, Totals] = {
-        population: totals_of(narrowed(stage) if population == "kept" else stage, segments.ragged, names)
-        for population in sorted(populations)  # the collectives come in one order on every rank
-    }
-    of_segment = looked_at[config.weight_population]
-    weight = config.weight if config.weight and config.weight.by_segment else None
-    keep = kept_by_population(looked_at, config, rules, weight)
+    segments = ragged.segments
+    by_population = _by_population(stage, segments.ragged, config)
+    totals = by_population[config.weight_population]
+    keep = kept_units(by_population, config, "segment")
     if stage.keep is not None:
         stage = stage if keep is None else replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
-        left = of_segment["kept"] > 0
-        keep = left if keep is None else keep & left
+        kept = totals["kept"] > 0
+        keep = kept if keep is None else keep & kept
+    weight = weight_of_units(config, "segment")
     if weight is None:
-        return stage, SegmentStage(segments, looked_at, of_segment, keep, None)
-    bounded = unit_weight(of_segment, weight)
-    stage = _weighted(stage, of_segment, bounded, segments.ragged, weight)
-    return stage, SegmentStage(segments, looked_at, of_segment, keep, bounded)
+        return stage, SegmentStage(segments, by_population, totals, keep, None)
+    bounded = unit_weight(totals, weight)
+    stage = _weighted(stage, totals, bounded, segments.ragged, weight)
+    return stage, SegmentStage(segments, by_population, totals, keep, bounded)
+
+
+def _by_population(stage: TokenStage, segments: Ragged, config: CorrectionConfig) -> dict[Population, Totals]:
+    """Totals of the segments over each population of tokens that their weight or rules read."""
+    rules = unit_rules(config, "segment")
+    names = needed_for_units(rules) | ({"kept"} if stage.keep is not None else set())
+    populations: set[Population] = {config.weight_population, *map(config.population, rules)}
+    return {
+        population: totals_of(narrowed(stage) if population == "kept" else stage, segments, names)
+        for population in sorted(populations)  # the collectives come in one order on every rank
+    }
 
 
 def _weighted(

@@ -1,4 +1,4 @@
-"""Importance weights: a ratio and its bound, which is a row of `terms/bounds.py`."""
+"""Importance weights: a ratio, of a token or of a unit, and its bound, which is a row of `terms/bounds.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config.model import WeightConfig
-from mis_plugins.correction.ratios import log_bound, within
+from mis_plugins.config.model import LEVEL_OVER, WeightConfig
+from mis_plugins.correction.rejection import Totals, passing_units, unit_log_ratio
 
 
 def applied_bound(ratio: Tensor, config: WeightConfig) -> Tensor:
@@ -28,14 +28,16 @@ def bounded_weight(
     return weight if config.record.keeps_zero else torch.where(usable, weight, 0)
 
 
-def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Bool[Tensor, " *"]:
-    """`usable`, and lower <= r <= upper for a bound that gives no weight outside."""
-    if config.record.weighs_outside:
-        return usable
-    return usable & within(log_ratio, log_bound(config.floor), log_bound(config.ceiling))
+def known_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """log r of the whole unit; NaN where a valid token of the unit is unusable, so that no bound is exceeded."""
+    return torch.where(totals.known, unit_log_ratio(totals, weight), torch.nan)
 
 
-def normalization(total: Float[Tensor, " 2"]) -> Float[Tensor, ""]:
-    """The mean weight to divide by, from (sum of weights, count). 1 where there is nothing to normalize."""
-    mean = total[0] / total[1].clamp(min=1)
-    return torch.where(mean > 1e-8, mean, 1)
+def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """Ratio of the whole unit, or its geometric mean, with the log clamped; 0 where the unit is not known."""
+    return totals.mean_ratio if LEVEL_OVER[weight.level] == "mean" else totals.ratio
+
+
+def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """Bounded ratio of each unit; 0 where the unit is not known."""
+    return bounded_weight(unit_ratio(totals, weight), totals.known, passing_units(totals, weight), weight)

@@ -4,6 +4,7 @@ r_t      importance ratio of a token: pi_old(y_t) / mu(y_t), or pi_theta(y_t) / 
 q_t      segment-wise: of a token that version v wrote, pi_{v+1}(y_t) / mu(y_t); what only the weight looks at
 prod r   over the valid tokens of a sequence (or of a segment), n of them
 w_t      importance weight
+n_t      number of layers of a mixture of experts that route the token to other experts than the engine
 s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t), or over mu(y_t) in bypass
 """
 
@@ -42,14 +43,14 @@ SURROGATE: dict[str, str] = {
 
 def formula(config: CorrectionConfig) -> list[str]:
     """Every line of it."""
-    scored = scored_policy(config)
-    lines = [f"r_t    = {scored}(y_t) / mu(y_t)"]
+    trainer = trainer_policy(config)
+    lines = [f"r_t    = {trainer}(y_t) / mu(y_t)"]
     if config.aggregate == "kept":
         lines.append("prod r = product over the tokens that every rule over tokens keeps, n of them")
     if config.segment_wise and config.segment_wise.enabled:
         lines += _segment_wise(config.segment_wise)
     lines.append(f"w_t    = {_weight(config.weight, config.segment_wise_on)}")
-    rules = [_rule(rule, scored) for rule in config.reject]
+    rules = [_rule(rule, trainer) for rule in config.reject]
     lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
         lines += _objective(config.objective or ObjectiveConfig())
@@ -59,7 +60,7 @@ def formula(config: CorrectionConfig) -> list[str]:
     return [*lines, f"L      = sum_t L_t / number of {count}, of each sequence"]
 
 
-def scored_policy(config: CorrectionConfig) -> str:
+def trainer_policy(config: CorrectionConfig) -> str:
     """The policy whose log-probs weights and rules compare with those of mu."""
     return "pi_theta" if config.bypass else "pi_old"
 
@@ -102,14 +103,14 @@ def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:
     return f"{bounded} / {over}" if weight.record.weighs_outside else f"({bounded}) / {over}"
 
 
-def _rule(rule: RejectRule, scored: str) -> str:
+def _rule(rule: RejectRule, trainer: str) -> str:
     where = "_segment" if rule.unit == "segment" else ""
     whose = AMONG[rule.aggregate]
     if rule.record.factor is not None and rule.over in MULTIPLIED:
         return (
             _within(MULTIPLIED[rule.over].format(where, rule.record.factor), rule.lower, rule.upper) + whose
         )
-    each = rule.record.formula.format(scored=scored)
+    each = rule.record.formula.format(trainer=trainer)
     over = each if rule.over == "token" else f"{rule.over}{where or '_t'} {each}"
     return _within(over, rule.lower, rule.upper) + whose
 

@@ -3,6 +3,7 @@
 Sequence A: two turns of the model around one token of a tool, which the loss mask leaves out; the trainer finds its
 tokens 0.4, 1.25 and 8 times as likely as the rollout engine did. Sequence B: the engines agree to a thousandth. With
 segment-wise weights the turns of A were written four and two versions ago, and sequence B by the last and this one.
+Three layers of a mixture of experts route the last token of A otherwise than the engine, and one the last of B.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.loss.micro_batch import (
     LossConfig,
     LossInputs,
+    compared_log_probs,
     micro_batch_loss,
     numerator_of,
-    scored_by,
     share_of,
 )
 from mis_plugins.loss.objective import Clip
@@ -38,6 +39,7 @@ TARGET = (0.21, 0.52, 0.3, 0.78, 0.3999, 0.4998)  # pi_theta, after a first step
 VERSIONS = (3, 3, NO_VERSION, 5, 6, 7)
 CURRENT = 7  # the version of pi_old
 NEXT = (0.45, 0.44, math.nan, 0.25, math.nan, math.nan)  # pi_{v+1}, as a recompute stored it
+ROUTES = (0.0, 0.0, 0.0, 3.0, 0.0, 1.0)  # layers that route the token otherwise
 ADVANTAGES = (1.0, 1.0, 1.0, 1.0, -1.0, -1.0)
 CLIP = 0.2  # --eps-clip
 
@@ -63,13 +65,13 @@ def work(config: CorrectionConfig) -> Example:
     x = _inputs()
     assert x.behavior is not None
     log_probs, numerator = (
-        (scored_by(x, config), x.behavior),
+        (compared_log_probs(x, config), x.behavior),
         numerator_of(x.proximal, x.behavior, x.written, config),
     )
     normalize, mean = config.weight and config.weight.normalize, None
     if normalize and normalize.scope == "rollout":
         mean = mean_weight_of(*log_probs, x.ragged, config, numerator)
-    correction = correct(*log_probs, x.ragged, config, mean, numerator)
+    correction = correct(*log_probs, x.ragged, config, mean, numerator, torch.tensor(ROUTES))
     share = share_of(x, correction, config)
     keep = correction.keep if share.on_policy is None else correction.keep & share.on_policy
     if not config.needs_loss_hook:
@@ -110,13 +112,13 @@ def _inputs() -> LossInputs:
 
 def _token_rows(example: Example) -> Iterator[Row]:
     correction, config = example.correction, example.correction.config
-    scored, probabilities = ("pi_theta", TARGET) if config.bypass else ("pi_old", PROXIMAL)
+    trainer, probabilities = ("pi_theta", TARGET) if config.bypass else ("pi_old", PROXIMAL)
     aged, hooked = config.segment_wise_on, example.loss is not None
-    heads = ("token", "turn", scored, "mu", "r") + ("age", "q") * aged + ("w", "kept")
+    heads = ("token", "turn", trainer, "mu", "r") + ("age", "q") * aged + ("w", "kept")
     yield heads + ("A", "L") * hooked
     labels, turns = _labels()
-    for t, live in enumerate(LOSS_MASK):
-        if not live:
+    for t, valid in enumerate(LOSS_MASK):
+        if not valid:
             blank = ("",) * (len(heads) - 3)
             yield (labels[t], "tool", *blank, "masked") + ("", "") * hooked
             continue

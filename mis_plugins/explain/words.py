@@ -10,13 +10,14 @@ from mis_plugins.config.model import (
     Over,
     Population,
     RejectRule,
+    RoutingConfig,
     Scope,
     SegmentWiseConfig,
     WeightConfig,
 )
-from mis_plugins.explain.formula import scored_policy
-from mis_plugins.hosts.host import Host
-from mis_plugins.terms.bounds import Outside
+from mis_plugins.config.terms.bounds import Outside
+from mis_plugins.explain.formula import trainer_policy
+from mis_plugins.hosts.host import ROUTES_HOOK, Host
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
@@ -80,11 +81,11 @@ RECOMMENDED = (
 WHOSE_MEAN: dict[Scope, str] = {
     "micro_batch": (
         "normalize: with dynamic batches a host's micro-batch holds max_tokens_per_gpu x context-parallel size tokens, "
-        "so that mean and loss change with either; scope: rollout (slime) depends on neither"
+        "so that mean and loss change with either; scope: rollout depends on neither"
     ),
     "data_parallel": (
         "normalize: with dynamic batches a host's micro-batch holds max_tokens_per_gpu x context-parallel size tokens "
-        "on each data-parallel rank, so that mean and loss change with any of them; scope: rollout (slime) does not"
+        "on each data-parallel rank, so that mean and loss change with any of them; scope: rollout does not"
     ),
 }
 LONG, DRIFT = 2000, 1.001
@@ -99,13 +100,15 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         host: whose flags; None is Megatron's under Miles or slime.
         file: what stands behind --custom-config-path.
     """
-    scored = scored_policy(config)
-    lines = [_weight(config.weight, "pi_{v+1}" if config.segment_wise_on else scored)]
+    trainer = trainer_policy(config)
+    lines = [_weight(config.weight, "pi_{v+1}" if config.segment_wise_on else trainer)]
     lines += _segment_wise(config)
     lines += _normalization(config.weight)
-    lines += [_rule(rule, scored) for rule in config.reject]
+    lines += [_rule(rule, trainer) for rule in config.reject]
     if config.opsm:
         lines.append(_opsm(config.opsm))
+    if config.routing:
+        lines.append(_routing(config.routing))
     if config.objective:
         lines.append(_objective(config.objective))
     if config.aggregate == "kept":
@@ -130,10 +133,12 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     normalize = config.weight and config.weight.normalize
     if normalize and normalize.scope == "rollout":
         hook = f"{hook} {ROLLOUT_HOOK}"
+    watches = config.reads_routes or config.routing is not None
     steps = (host is None or host.step_hook) and (
-        config.metrics == "all" or config.on_all_rejected == "raise"
+        config.metrics == "all" or config.on_all_rejected == "raise" or watches
     )
-    return f"{hook} {STEP_HOOK}" if steps else hook
+    hook = f"{hook} {STEP_HOOK}" if steps else hook
+    return f"{hook} {ROUTES_HOOK}" if watches else hook
 
 
 def warnings(config: CorrectionConfig) -> list[str]:
@@ -217,13 +222,13 @@ def _products(config: CorrectionConfig) -> list[str]:
     ]
 
 
-def _weight(weight: WeightConfig | None, scored: str) -> str:
+def _weight(weight: WeightConfig | None, trainer: str) -> str:
     if weight is None:
         return "weight: none"
     within = f"[{weight.floor:g}, {weight.ceiling:g}]"
     where = f"in {within}" if weight.floor else f"up to {weight.ceiling:g}"
     bound = weight.record.words.format(upper=f"{weight.ceiling:g}", range=within, where=where)
-    line = f"weight: {LEVEL[weight.level]}, {scored} / mu, {bound}"
+    line = f"weight: {LEVEL[weight.level]}, {trainer} / mu, {bound}"
     if weight.normalize is None:
         return line
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
@@ -264,9 +269,11 @@ def _told(segment_wise: SegmentWiseConfig) -> str:
     return line + "; clip ratio, rules and OPSM look at pi_old as ever"
 
 
-def _rule(rule: RejectRule, scored: str) -> str:
+def _rule(rule: RejectRule, trainer: str) -> str:
     over = None if rule.record.factor is None else OVER_MULTIPLIED.get(rule.over)
-    what = (over or OVER[rule.over]).format(unit=rule.unit, statistic=rule.record.words.format(scored=scored))
+    what = (over or OVER[rule.over]).format(
+        unit=rule.unit, statistic=rule.record.words.format(trainer=trainer)
+    )
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
     bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
     return f"reject: {what} is {' or '.join(bounds)}{AMONG[rule.aggregate]}"
@@ -279,6 +286,15 @@ def _opsm(opsm: OpsmConfig) -> str:
     return (
         f"opsm: drops {unit} in sequences with mean(log {behind} - log pi_theta) above {opsm.delta:g}{whose}"
     )
+
+
+def _routing(routing: RoutingConfig) -> str:
+    whose = {
+        "engine": "routers use the engine's experts where the host replays them",
+        "trainer": "routers use the experts that their own gates pick, and the engine's are compared",
+    }
+    fault = {"warn": "is logged", "raise": "stops the job"}
+    return f"routing: {whose[routing.experts]}; a replay that did not happen {fault[routing.on_fault]}"
 
 
 def _objective(objective: ObjectiveConfig) -> str:

@@ -18,6 +18,7 @@ from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
 
 Kind = Literal["switch", "number", "text", "other"]
+COMPARISON = "bitwise"  # read by the hooks of true_on_policy.hosts
 
 
 def recorded() -> dict[str, Host]:
@@ -56,7 +57,7 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
     hosts = tuple(recorded().values()) if host is None else (host,)
     blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
     for key, value in keys.items():
-        if reading.is_read(key, value) or key in blocks:
+        if reading.is_read(key, value) or key in blocks or key == COMPARISON:
             continue
         unrecorded = host is None and any(key in other.more_arguments() for other in HOSTS.values())
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]

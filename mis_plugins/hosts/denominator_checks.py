@@ -73,6 +73,20 @@ def check_reducer(args: Any, drops: bool) -> None:
         )
 
 
+def check_masks(args: Any) -> None:
+    """Refuse our reducer beside `use_mask`: it divides by the kept tokens, and `use_mask` by all of them.
+
+    Raises:
+        ConfigError: it quotes both.
+    """
+    reducer = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    if getattr(args, "use_mask", None) and reducer == REDUCER:
+        raise ConfigError(
+            "use_mask: true counts masked tokens in the denominator, and --custom-pg-loss-reducer-function-path "
+            f"{REDUCER} divides by the kept tokens; drop the reducer, or say use_rs in place of use_mask"
+        )
+
+
 def check(args: Any) -> None:
     """Refuse `kept` where the host's own division would undo it, or another hook's would do it twice.
 

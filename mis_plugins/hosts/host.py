@@ -1,4 +1,4 @@
-"""What is known of one host, as a record: each host's file makes one, and `registry.py` holds them."""
+"""What is known of one host, as a record: each file of `adapters/` makes one, and `registry.py` finds them there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,33 @@ if TYPE_CHECKING:
 else:
     Ranks = Tensor = Any  # `config check` reads these records before every job, and needs no torch
 
+ROUTES_HOOK = (
+    "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
+)
+VERSION_FLAGS = (
+    "--fully-async --custom-generate-function-path mis_plugins.mis.generate_with_versions "
+    "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions "
+    "--custom-megatron-init-path mis_plugins.mis.carry_versions"
+)
 Batch = Mapping[str, Any]
 Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of context parallelism
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
 Recomputes = Literal["always", "never", "sometimes"]
+Sign = Literal["modules", "arguments", "nothing"]  # what tells that a host runs, the surest first
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """The function with which a host's trainer scores tokens of the whole vocabulary.
+
+    module: which looks it up at each micro-batch.
+    name: the function's name there.
+    beside_entropy: whether it returns a column of log-probs and the entropy; otherwise a log-prob for each token.
+    """
+
+    module: str
+    name: str
+    beside_entropy: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,8 @@ class Host:
         title: what sentences call it.
         package: which makes the reducer that it hands to a loss.
         runs: whether this process is one of this host's, as far as its arguments (perhaps None) and modules say.
+        told_by: what `runs` looks for. A host's own modules are sure; arguments give way to them, since another host
+            may have those too; a host that nothing tells is the one that is left.
 
     A micro-batch and its loss:
         parallel: process groups, and (size, rank) of context parallelism.
@@ -36,6 +61,8 @@ class Host:
             stands in for them, and "sometimes" leaves that to each batch.
         own_loss: dotted path of its own policy loss.
         divides_by_kept: whether it divides a sequence's loss by the tokens that the mask of the TIS hook keeps.
+        megatron: whether its trainer is Megatron-core.
+        log_probs: its trainer's function that `true_on_policy` replaces on a CPU; None where it has none.
 
     Metrics:
         reports: whether this is the rank that logs, among those that hold log-probs.
@@ -48,9 +75,12 @@ class Host:
         more_arguments: names of arguments beyond those of the records.
         config_files: arguments that name a file of its settings, beside --custom-config-path.
         tis_hook: dotted path for --custom-tis-function-path.
-        rollout_batch: whether it hands the rollout batch to the rollout-data hook.
+        rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_data.py`).
         versions: whether it says which version wrote each token.
+        version_flags: flags with which it does, where `versions` is false; "" where none do.
         step_hook: whether it calls a hook before each train step.
+        routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
+        kept_set: whether it hands the trainer the tokens that top-p left of the vocabulary.
     """
 
     name: str
@@ -61,8 +91,11 @@ class Host:
     scores: Callable[[Any, Batch, Tensor], Scores]
     own_loss: str
     reports: Callable[[Ranks], bool]
+    told_by: Sign = "modules"
     recomputes: Callable[[Any], Recomputes] = lambda args: "sometimes"
     divides_by_kept: Callable[[Any], bool] = lambda args: False
+    megatron: bool = True
+    log_probs: LogProbs | None = None
     tracking: str | None = None
     one_sample_a_rollout: bool = False
     records: tuple[str, ...] = ()
@@ -72,7 +105,10 @@ class Host:
     tis_hook: str = "mis_plugins.mis.compute_mis_weights_with_cp"
     rollout_batch: bool = False
     versions: bool = False
+    version_flags: str = ""
     step_hook: bool = True
+    routers: bool = True
+    kept_set: bool = False
 
 
 def sequences_of(batch: Batch) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.host import Batch, Host
+from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce
+from mis_plugins.routing.table import Flags
 from mis_plugins.versions.segment_wise import Written
 
 
@@ -57,6 +59,15 @@ def read(
         entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
         written=written(batch, layout.local_lengths) if reads_versions else None,
     )
+
+
+def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | None:
+    """Routes of the micro-batch's tokens; None where no watch over the routers knows them."""
+    if WATCHING.watch is None:
+        return None
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *host.parallel()[1])
+    return WATCHING.flags(args, layout, batch["total_lengths"], device)
 
 
 def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:
@@ -142,7 +153,8 @@ def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
     if not knows_versions(batch):
         return (
             f"{VERSIONS}: none here; {{segment_wise}} needs to know which version wrote each token, which this host "
-            "does not say (see docs/async.md); leave {segment_wise} out, and give its bounds as {weight}"
+            "does not say; Miles fully asynchronous does with more flags (see docs/async.md); else leave "
+            "{segment_wise} out, and give its bounds as {weight}"
         )
     if not batch.get(VERSIONS):
         return (

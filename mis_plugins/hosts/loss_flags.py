@@ -94,8 +94,11 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def loss_config(args: Any) -> LossConfig:
+def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
     """What the host's flags say of clipping, entropy and KL.
+
+    Args:
+        step: (rollout, step) that trains now, where the step hook said so.
 
     Raises:
         ConfigError: it quotes the flag.
@@ -110,4 +113,4 @@ def loss_config(args: Any) -> LossConfig:
     except ConfigError as error:
         raise error.spelled({"dual": "--eps-clip-c"}) from None
     entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)
-    return LossConfig(clip, entropy_coef, kl_type, kl_coef, averages.average(args))
+    return LossConfig(clip, entropy_coef, kl_type, kl_coef, averages.average(args, step))

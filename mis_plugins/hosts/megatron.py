@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mis_plugins.hosts.host import Parallel, Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def parallel() -> Parallel:
@@ -33,6 +36,25 @@ def holds_log_probs() -> bool:
     """Only the last pipeline stage computes log-probs."""
     mpu = _mpu()
     return mpu is None or mpu.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def pipeline() -> tuple[ProcessGroup | None, int]:
+    """The pipeline-parallel group, None where there is one stage, and the stage of this rank."""
+    mpu = _mpu()
+    if mpu is None:
+        return None, 0
+    group = mpu.get_pipeline_model_parallel_group()
+    return (group if group.size() > 1 else None), group.rank()
+
+
+def tensor() -> tuple[int, int]:
+    """Size and rank of tensor parallelism."""
+    mpu = _mpu()
+    return (
+        (1, 0)
+        if mpu is None
+        else (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank())
+    )
 
 
 def arguments() -> Any:

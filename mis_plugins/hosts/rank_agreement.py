@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks, to_device
 from mis_plugins.packing.transfer import Arrival, to_host
-
-RANK_LOST = (RuntimeError, OSError)
-"""What a collective raises where another rank has died; Miles's torchft lets the others live, and repeat the step."""
 
 
 @functools.cache
@@ -47,7 +45,7 @@ def check_agreement(
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     if extremes.tolist() != [digest, -digest]:
         raise ConfigError(
-            f"context- or tensor-parallel ranks have different mis configs; this one has {config}"
+            f"context- or tensor-parallel ranks have different mis configs; the config of this rank is {config}"
         )
 
 
@@ -74,7 +72,7 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     mine = to_device([digest, -digest, began, not began, not same_ranks], device)
     for group in groups:
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+        all_reduce(mine, group, dist.ReduceOp.MAX)
     found = to_host(mine)
     Arrival.of_copies_from(mine).wait()
     raise_if_aborted(groups)
@@ -83,8 +81,8 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
         return False
     if largest != -negated_smallest:
         raise InputError(
-            f"ranks corrected under different mis configs: this one under {list(recorded) or 'none'}; the batches of "
-            "some lack what those of others have (proximal_version, rollout_log_probs), or their config files differ"
+            f"ranks corrected under different mis configs, this rank under {list(recorded) or 'none'}; config "
+            "files differ, or batches of some ranks lack what others have (proximal_version, rollout_log_probs)"
         )
     return True
 

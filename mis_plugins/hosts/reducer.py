@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
@@ -52,7 +52,7 @@ def kept_token_mean(
         raise InputError(f"masks: {counts} tokens, but the responses have {list(response_lengths)}")
     mask = torch.cat([mask.bool() for mask in masks])
     ragged = layout.place(mask, Ranks()).ragged
-    lengths = ragged.to_tokens(_kept_tokens(mask, response_lengths))
+    lengths = ragged.to_tokens(valid_tokens(mask, response_lengths).clamp(min=1))
 
     def reduce(x: Tensor) -> Tensor:
         if x.numel() != lengths.numel():
@@ -64,11 +64,11 @@ def kept_token_mean(
     return reduce
 
 
-def _kept_tokens(mask: Bool[Tensor, " R"], response_lengths: Sequence[int]) -> Float[Tensor, " N"]:
-    """How many tokens each whole sequence keeps, at least 1: exact in float32 up to 2^24."""
+def valid_tokens(mask: Shaped[Tensor, " R"], response_lengths: Sequence[int]) -> Float[Tensor, " N"]:
+    """How many tokens the mask leaves of each whole sequence: exact in float32 up to 2^24."""
     lengths = to_device(list(response_lengths), mask.device)
     # unsafe skips a check of the lengths that would wait for the device.
-    return torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True).clamp(min=1)
+    return torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True)
 
 
 def _context_parallel() -> tuple[int, int]:

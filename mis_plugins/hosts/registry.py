@@ -1,13 +1,15 @@
-"""The hosts, and the one that runs this process."""
+"""The hosts, which are the files of `adapters/`, and the one that runs this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, get_args
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts import embedded, miles, miles_fsdp, slime
-from mis_plugins.hosts.host import Host
+from mis_plugins.hosts import adapters
+from mis_plugins.hosts.host import Host, Sign
 
 HOSTS: dict[str, Host] = {}
 
@@ -17,23 +19,34 @@ def register(host: Host) -> None:
     HOSTS[host.name] = host
 
 
-for known in (miles.HOST, slime.HOST, miles_fsdp.HOST, embedded.HOST):
-    register(known)
+def find(package: str, folder: list[str]) -> None:
+    """Serve the host of each module of a package, whose files lie in `folder`."""
+    for module in iter_modules(folder):
+        register(import_module(f"{package}.{module.name}").HOST)
+
+
+find(adapters.__name__, list(adapters.__path__))
 
 
 def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
-    """The host that runs this process: the embedded one where no other says that it does.
+    """The host that runs this process, by the surest sign of one; no order of hosts decides.
 
     Args:
         args: the host's arguments, where a hook is handed any.
         reduce: the reducer that the host hands to a loss, which says for certain whose it is.
 
     Raises:
-        InputError: `reduce` of no host that we know.
+        InputError: `reduce` of no host that we know, or two hosts whose signs are equally sure.
     """
     hosts = list(HOSTS.values()) if reduce is None else _that_made(reduce)
-    unsaid = embedded.HOST if reduce is None else hosts[0]
-    return next((host for host in hosts if host.runs(args)), unsaid)
+    running = [host for host in hosts if host.runs(args)] or hosts
+    first, *others = (host for sign in get_args(Sign) for host in running if host.told_by == sign)
+    if others and others[0].told_by == first.told_by:
+        raise InputError(
+            f"{first.title} and {others[0].title}: {first.told_by} of both say that this process is theirs; load the "
+            "modules of one host alone"
+        )
+    return first
 
 
 def _that_made(reduce: Callable[..., Any]) -> list[Host]:
@@ -42,7 +55,7 @@ def _that_made(reduce: Callable[..., Any]) -> list[Host]:
     if not hosts:
         packages = dict.fromkeys(host.package for host in HOSTS.values())
         raise InputError(
-            f"mis_plugins.mis.policy_loss: sum_of_sample_mean comes from {package or 'nowhere'}; it serves the losses "
-            f"of {', '.join(packages)}"
+            f"mis_plugins.mis.policy_loss: sum_of_sample_mean comes from {package or 'nowhere'}; the hook serves "
+            f"losses of {', '.join(packages)}"
         )
     return hosts

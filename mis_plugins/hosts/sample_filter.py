@@ -41,10 +41,11 @@ class Fault:
 def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
-    Sets `remove_sample` where rollout log-probs are missing, of another count than the response's tokens (a
-    post-processed response), not finite at a token of the loss, or there of another token than the response holds. The
-    log names those samples. They stay in their group's advantages. The hosts slice and convert the log-probs of dropped
-    samples too, and would fail there: what is missing or not finite becomes 0, all of it outside the loss by then.
+    Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens (a
+    post-processed response). Sets it too where one is not finite at a token of the loss, or is of another token than
+    the response holds there. The log names those samples. They stay in their group's advantages. The hosts slice and
+    convert the log-probs of dropped samples too, and would fail there: what is missing or not finite becomes 0, all of
+    it outside the loss by then.
 
     Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are compared
     where a sample holds both. A generate function of the user's may keep SGLang's entries, one for each response token
@@ -183,7 +184,7 @@ def _refuse_an_engine_without_log_probs(samples: list[Any], dropped: list[tuple[
         )
 
 
-def _report(dropped: list[tuple[Any, Fault]], looked_at: int) -> None:
+def _report(dropped: list[tuple[Any, Fault]], samples: int) -> None:
     if not dropped:
         return
     for sample, fault in dropped[:NAMED]:
@@ -192,7 +193,7 @@ def _report(dropped: list[tuple[Any, Fault]], looked_at: int) -> None:
     logger.warning(
         "dropped %d of %d samples from the loss: rollout log-probs %s%s",
         len(dropped),
-        looked_at,
+        samples,
         ", ".join(f"{cause} in {count}" for cause, count in causes.items()),
         f"; the first {NAMED} are named above" if len(dropped) > NAMED else "",
     )

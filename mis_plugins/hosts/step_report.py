@@ -19,7 +19,7 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,16 +30,16 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.correction.ratios import LOG_RATIO_CLAMP
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.rank_agreement import RANK_LOST, can_add_up, outlives, raise_if_aborted
+from mis_plugins.hosts.rank_agreement import can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
-from mis_plugins.metrics import slope
+from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials, watch
 from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
+from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
@@ -49,7 +49,7 @@ from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 # the sums are dear, the first one of every tenth rollout. Which that is, every rank knows, one that joins late too.
 ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
-LAST = "it was the last; end the run with mis_plugins.mis.report_last_step(args) on each of them"
+LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"
 REGROUPED = "a rank joined or left since"
 HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
@@ -213,11 +213,11 @@ class Recorder:
         first = cp is None or cp.rank() == 0
         if config.metrics == "all" and self.step is not None:
             loss = None if pg_loss is None else pg_loss.detach()
-            lags = None if written is None else written.lags
-            return partials(correction, loss, lags, counts_sequences=first)
+            ages = None if written is None else written.known_age
+            return partials(correction, loss, ages, counts_sequences=first)
         relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
         has_advantages = correction.nonfinite_advantages is not None
-        watches = relates or config.corrects or config.opsm or has_advantages
+        watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages
         return watch(correction, first, relates) if watches else None
 
     @contextmanager
@@ -286,7 +286,7 @@ class Recorder:
             if metrics := recorded.metrics():
                 tracking.log(self.args, metrics, ended.number(self.args))
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {ended}")
+            raise MisError(f"{everything_rejected(recorded.config, sums)}, in {ended}")
         return None
 
     def flush(self, args: Any, ranks: Ranks = ALONE) -> None:
@@ -315,9 +315,9 @@ class Recorder:
         sums = recorded.sums
         self._warn(recorded.config, sums, f"{ended}, this rank")
         if recorded.config.metrics == "all" and current(self.args).reports(ranks):
-            logger.warning("%s: its metrics are not logged, which takes all its ranks: %s", ended, why)
+            logger.warning("%s: the step's metrics are not logged, which takes all ranks: %s", ended, why)
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{_all_rejected(recorded.config, sums)}, in {ended}, on this rank")
+            raise MisError(f"{everything_rejected(recorded.config, sums)}, in {ended}, on this rank")
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)
@@ -345,9 +345,9 @@ RECORDER = Recorder()
 
 def _at_exit(recorder: weakref.ref[Recorder]) -> None:
     """Report the last step at exit, except after an uncaught exception, which leaves a step half done."""
-    left = recorder()
-    if left is not None and not hasattr(sys, "last_value"):
-        left.at_exit()
+    alive = recorder()
+    if alive is not None and not hasattr(sys, "last_value"):
+        alive.at_exit()
 
 
 def _ages(
@@ -355,11 +355,11 @@ def _ages(
 ) -> ByAge | None:
     if written is None:
         return None
-    scored = correction.stage.log_probs
-    applied = BehaviorWeight(correction.weights, correction.keep)
+    log_probs = correction.stage.log_probs
+    multiplied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask
-    numerator = scored.proximal if numerator is None else numerator  # of standard weights
-    return weights_by_age(numerator, scored.proximal, scored.behavior, written, mask, applied)
+    numerator = log_probs.proximal if numerator is None else numerator  # of standard weights
+    return weights_by_age(numerator, log_probs.proximal, log_probs.behavior, written, mask, multiplied)
 
 
 def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
@@ -371,98 +371,3 @@ def _check_without_hook(config: CorrectionConfig) -> None:
         raise ConfigError(f"{{on_all_rejected}}: raise needs {HOOK}").spelled({}, "mis.")
     if config.metrics == "all":
         warn_once(f"mis.metrics: all needs {HOOK}; without it there is no more than with mis.metrics: full")
-
-
-# Warnings, of what a step added up to.
-
-
-def all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    return [_all_rejected(config, sums)] if sums["all_rejected"] else []
-
-
-def few_kept(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    share = sums["kept"] / max(sums["valid"], 1)
-    if not sums["valid"] or share >= config.keep_floor:
-        return []
-    return [
-        f"{share:.1%} of {sums['valid']:.0f} tokens are kept, less than mis.keep_floor: {config.keep_floor:.0%}; "
-        "widen the bounds of mis.reject, or lower the mismatch"
-    ]
-
-
-def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    """Where the mean product is off by more than a factor of e, or the clamp acts at all."""
-    count = sums.get("product_count", 0.0)
-    size = sums.get("product_size", 0.0) / max(count, 1)
-    if not count or (size <= 1 and not sums["product_saturated"]):
-        return []
-    return [
-        f"ratios are multiplied over whole sequences or segments, and |sum of log ratios| has a mean of {size:.2f} "
-        f"over {count:.0f} of them; for {sums['product_saturated'] / count:.1%} it is above {LOG_RATIO_CLAMP:g}, where "
-        "all look alike. The longer, the further from 1 (1.001^2000 = 7.38): use a geometric mis.weight.level, or "
-        "`over: mean`"
-    ]
-
-
-def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    return slope.warnings_of(sums) if "log_prob_product" in sums else []
-
-
-def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("lacking_weights", 0.0)
-    return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs, or "
-        "knows which version wrote them: drop or refuse them before training "
-        "(mis_plugins.versions.segment_wise.admitted)"
-    ] * bool(count)
-
-
-def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("nonfinite_weights", 0.0)
-    return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as a log-prob of theirs is not finite, the trainer's or "
-        "the rollout engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose"
-    ] * bool(count)
-
-
-def nonfinite_advantages(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("nonfinite_advantages", 0.0)
-    return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens have an advantage that is NaN or infinite: they count as 0 and "
-        "learn nothing. Look at the rewards, and at what normalizes them (a group without spread, an empty one)"
-    ] * bool(count)
-
-
-def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    """Where fully masked samples lower what a host logs; `metrics: all` logs means over the others."""
-    count = sums.get("sequences", 0.0)
-    masked = count - sums.get("live", 0.0)
-    return [
-        f"{masked:.0f} of {count:.0f} sequences have no token in the loss, and without --calculate-per-token-loss the "
-        "host divides the mis_ metrics by these too: those that Miles's mis.py has read too low, and so do the others "
-        "where a whole micro-batch is masked, or a rollout function of yours may make several samples of a rollout; "
-        "mis.metrics: all logs means over the rest"
-    ] * bool(count and masked and config.metrics != "all")
-
-
-Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
-ALARMS: dict[str, Alarm] = {
-    "all_rejected": all_rejected,
-    "few_kept": few_kept,
-    "product_too_long": product_too_long,
-    "processed_log_probs": processed_log_probs,
-    "lacking_weights": lacking_weights,
-    "nonfinite_weights": nonfinite_weights,
-    "diluted": diluted,
-    "nonfinite_advantages": nonfinite_advantages,
-}
-ONCE = {"product_too_long", "processed_log_probs", "diluted"}  # of a run
-EACH_TIME = {"all_rejected"}  # the others when they begin to hold
-
-
-def _all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> str:
-    return (
-        f"every sequence of {sums['all_rejected']:.0f} of {sums['micro_batches']:.0f} micro-batches was rejected "
-        f"(mis.on_all_rejected: {config.on_all_rejected}); {sums['kept'] / max(sums['valid'], 1):.1%} of the step's "
-        "tokens are kept. Widen the bounds of mis.reject, or see which rule it is by `mis.metrics: full`"
-    )

@@ -26,6 +26,11 @@ def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
     logger.info("step %d: %s", step, named)
 
 
+def number_of(args: Any, rollout_id: int, step_id: int) -> int:
+    """What the host counts a step by, as far as its arguments tell."""
+    return rollout_id * steps_per_rollout(args) + step_id
+
+
 def steps_per_rollout(args: Any) -> int:
     """How many optimizer steps the host's arguments promise for each rollout."""
     if getattr(args, "use_dynamic_global_batch_size", False):

@@ -64,7 +64,7 @@ def unused(folder: Path, runs: Iterable[str] = (".",)) -> Path:
         return folder
     free = _numbered(folder)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank
-        print(f"{folder} holds an earlier run; this one goes to {free}", file=sys.stderr)
+        print(f"{folder} holds an earlier run; the new one goes to {free}", file=sys.stderr)
     return free
 
 

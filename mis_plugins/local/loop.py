@@ -59,6 +59,7 @@ def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
         num_kv_heads=args.num_query_groups,
         head_dim=args.kv_channels,
         ffn_size=args.ffn_hidden_size,
+        qk_norm=args.qk_layernorm,
     )
 
 

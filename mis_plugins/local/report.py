@@ -1,7 +1,8 @@
-"""What a run shows and leaves: a live table, metrics.jsonl, summary.json, curves.png, three sentences."""
+"""What a run shows and leaves: a live table, metrics.jsonl, summary.json, curves.png, a sentence."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mis_plugins.local.folders import METRICS
+from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 from mis_plugins.shared.storage import replaced
 
 
@@ -129,55 +131,16 @@ def _collapsed(start: float | None, final: float | None) -> bool:
     return start is not None and final is not None and final < start / 2
 
 
-def three_sentences(uncorrected: Summary, corrected: Summary) -> str:
-    """What a run without and a run with correction showed, whatever it was, from their numbers alone."""
-    if uncorrected["collapsed"] or corrected["collapsed"]:
-        findings = _fate("Without correction", uncorrected), _fate("With correction", corrected)
-    else:
-        findings = _nothing_collapsed(uncorrected, corrected), _cosines(uncorrected, corrected)
-    return " ".join((_mismatch(uncorrected, corrected), *findings))
-
-
-def _mismatch(uncorrected: Summary, corrected: Summary) -> str:
+def in_words(name: str, summary: Summary) -> str:
+    """One run in a sentence, from its numbers alone."""
+    fate = "collapsed" if summary["collapsed"] else "kept at least half of its reward"
     return (
-        "Rollout and trainer policy differed by a mean k3 KL per token of "
-        f"{_number(uncorrected['k3_kl'], '.2g')} in the uncorrected run and "
-        f"{_number(corrected['k3_kl'], '.2g')} in the corrected run, "
-        f"which kept {_number(corrected['kept_fraction'], '.0%')} of its tokens."
+        f"{name}: the trainer policy {fate}; its held-out reward went from {_number(summary['trainer_start'])} to "
+        f"{_number(summary['trainer_final'])}, the rollout policy's from {_number(summary['rollout_start'])} to "
+        f"{_number(summary['rollout_final'])}, at a mean k3 KL per token of {_number(summary['k3_kl'], '.2g')}, with "
+        f"{_number(summary['kept_fraction'], '.0%')} of the tokens kept and a mean cosine of "
+        f"{_number(summary['grad_cosine'])} to an on-policy gradient."
     )
-
-
-def _fate(which: str, summary: Summary) -> str:
-    verb = "collapsed" if summary["collapsed"] else "kept at least half of its reward"
-    return f"{which} the trainer policy {verb}: its {_course(summary)}."
-
-
-def _nothing_collapsed(uncorrected: Summary, corrected: Summary) -> str:
-    return (
-        f"Nothing collapsed in these {uncorrected['rollouts']} rollouts: without correction the trainer "
-        f"policy's {_course(uncorrected)}; with correction its {_course(corrected)}."
-    )
-
-
-def _course(summary: Summary) -> str:
-    trainer = f"{_number(summary['trainer_start'])} to {_number(summary['trainer_final'])}"
-    rollout = f"{_number(summary['rollout_start'])} to {_number(summary['rollout_final'])}"
-    return f"held-out reward went from {trainer}, the rollout policy's from {rollout}"
-
-
-def _cosines(uncorrected: Summary, corrected: Summary) -> str:
-    without, with_it = uncorrected["grad_cosine"], corrected["grad_cosine"]
-    if without is None or with_it is None:
-        return "The direction of the gradient was not recorded, so these rewards are all that was seen."
-    return (
-        "Shown instead is the direction of the gradient: its mean cosine to an on-policy gradient was "
-        f"{_number(without)} without correction and {_number(with_it)} with it."
-    )
-
-
-# The colours of Okabe and Ito, which stay apart for colour-blind readers (jfly.uni-koeln.de/color).
-COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-FRAME, GRID, TEXT = "#9AA0A6", "#E8EAED", "#202124"
 
 
 Histories = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]  # label to seeds to records
@@ -207,40 +170,89 @@ def plot_curves(runs: Mapping[str, Path | Sequence[Path]], output: Path) -> None
     """Draw the runs' curves over each other.
 
     Args:
-        runs: legend entry to the run's folder, or to the folders of several seeds. A thin line is one run as
-            it was, a thick one the moving mean over a twentieth of it and over the seeds.
+        runs: name of each line to the run's folder, or to the folders of several seeds. A dot is what was measured,
+            a line the moving mean over a twentieth of the run and over the seeds; it begins at the first dot.
         output: the PNG file to write.
     """
     histories = {
         label: [MetricsLog(path / METRICS).read() for path in _paths(run)] for label, run in runs.items()
     }
+    draw_histories(histories, output)
+
+
+def draw_histories(histories: Histories, output: Path) -> None:
+    """Draw the curves of runs from their records, as `plot_curves` does from their folders."""
     panels = [panel for panel in PANELS if panel.key != "grad_cosine" or _recorded(histories, panel.key)]
     figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
     axes = figure.subplot_mosaic(_mosaic([panel.key for panel in panels]), sharex=True)
     for panel in panels:
         _draw(axes[panel.key], panel, histories)
         _dress(axes[panel.key], panel, empty=not _recorded(histories, panel.key))
-    handles, labels = axes[panels[0].key].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
     with replaced(output) as partial:
         figure.savefig(partial, dpi=150, format="png")
 
 
 def _draw(axis: Axes, panel: Panel, histories: Histories) -> None:
-    for index, (label, seeds) in enumerate(histories.items()):
-        color = COLORS[index % len(COLORS)]
-        curves = [_curve(history, panel.key) for history in seeds]
-        for curve in curves:
-            axis.plot(list(curve), list(curve.values()), color=color, alpha=0.28, linewidth=0.8)
-        mean = _smooth(_mean_curve(curves))
-        dot = "o" if len(mean) == 1 else None  # one number has no line
-        axis.plot(list(mean), list(mean.values()), color=color, linewidth=2.2, label=label, marker=dot)
+    curves = {label: [_shown(one, panel.key) for one in seeds] for label, seeds in histories.items()}
+    zero = _zero_of(curves) if panel.scale == "log" else None
+    ends: list[tuple[float, float, str, str]] = []
+    for index, (label, seeds) in enumerate(curves.items()):
+        shade = color(label, index)
+        for curve in seeds:
+            axis.plot(list(curve), _lifted(curve, zero), ".", color=shade, alpha=0.35, markersize=3)
+        mean = _smooth(_mean_curve(seeds))
+        if mean:
+            line = _lifted(mean, zero)
+            axis.plot(list(mean), line, color=shade, linewidth=2)
+            ends.append((list(mean)[-1], line[-1], label, shade))
+    _name(axis, ends, panel)
+    if zero is not None and any(0.0 in curve.values() for seeds in curves.values() for curve in seeds):
+        axis.axhline(zero, color=FRAME, linewidth=0.8, linestyle=":")
+        axis.text(
+            0.01, zero, "exactly 0", transform=axis.get_yaxis_transform(), fontsize=8, color=TEXT, va="bottom"
+        )
+
+
+def _shown(history: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
+    """A curve; a gradient's cosine ends where the run has collapsed, since no direction is left to compare."""
+    curve = _curve(history, key)
+    rewards = _curve(history, "eval_trainer")
+    if key != "grad_cosine" or not rewards:
+        return curve
+    start = next(iter(rewards.values()))
+    fallen = next((rollout for rollout, reward in rewards.items() if _collapsed(start, reward)), math.inf)
+    return {rollout: value for rollout, value in curve.items() if rollout < fallen}
+
+
+def _zero_of(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> float:
+    """Where a logarithmic axis shows values of exactly 0: a decade below the smallest other."""
+    values = [value for seeds in curves.values() for curve in seeds for value in curve.values() if value > 0]
+    return 10.0 ** (math.floor(math.log10(min(values))) - 1) if values else 1.0
+
+
+def _lifted(curve: Mapping[int, float], zero: float | None) -> list[float]:
+    return [zero if zero is not None and value <= 0 else value for value in curve.values()]
+
+
+def _name(axis: Axes, ends: Sequence[tuple[float, float, str, str]], panel: Panel) -> None:
+    """Write the name of each line at its end, no two names over each other."""
+    heights = sorted(ends, key=lambda end: end[1])
+    for place, (x, y, label, shade) in enumerate(heights):
+        nudge = 9 * (place - (len(heights) - 1) / 2) if _near(heights, panel) else 0
+        axis.annotate(label, (x, y), xytext=(5, nudge), textcoords="offset points", color=shade, fontsize=9,
+                      va="center", annotation_clip=False)  # fmt: skip
+
+
+def _near(ends: Sequence[tuple[float, float, str, str]], panel: Panel) -> bool:
+    """Whether the ends of two lines are so near that their names would touch."""
+    heights = [math.log10(y) if panel.scale == "log" and y > 0 else 10 * y for _, y, _, _ in ends]
+    return any(above - below < 1 for below, above in itertools.pairwise(heights))
 
 
 def _dress(axis: Axes, panel: Panel, empty: bool) -> None:
     axis.set_title(panel.title, loc="left", fontsize=11, color=TEXT, fontweight="bold")
     axis.set_xlabel("rollout", color=TEXT)
-    axis.margins(x=0.01)
+    axis.margins(x=0.02)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.tick_params(colors=TEXT, labelsize=9, labelbottom=True)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
@@ -252,7 +264,7 @@ def _dress(axis: Axes, panel: Panel, empty: bool) -> None:
         _log_axis(axis)
     if panel.limits:
         low, high = panel.limits
-        axis.set_ylim(min(low, axis.get_ylim()[0]), high)
+        axis.set_ylim(min(low, axis.get_ylim()[0] - 0.05), high)
 
 
 def _log_axis(axis: Axes) -> None:
@@ -292,11 +304,13 @@ def _mean_curve(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
 
 
 def _smooth(curve: Mapping[int, float]) -> dict[int, float]:
-    """Centred moving mean over a twentieth of the points; narrower at the ends."""
-    values, half = list(curve.values()), len(curve) // 40
-    return {
-        rollout: fmean(values[max(0, index - half) : index + half + 1]) for index, rollout in enumerate(curve)
-    }
+    """Centred moving mean over a twentieth of the points, cut at the end; the first point is the measured one."""
+    values, widest = list(curve.values()), len(curve) // 40
+    smoothed = {}
+    for index, rollout in enumerate(curve):
+        half = min(widest, index)
+        smoothed[rollout] = fmean(values[index - half : index + half + 1])
+    return smoothed
 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
-from mis_plugins.correction.pipeline import Correction, Left, denominator_scale, nothing_rejected
+from mis_plugins.correction.pipeline import Correction, Kept, denominator_scale, nothing_rejected
 from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
 from mis_plugins.loss.objective import (
     Clip,
@@ -23,7 +23,7 @@ from mis_plugins.loss.objective import (
     policy_term,
     target_log_ratio,
 )
-from mis_plugins.metrics.token_metrics import Average, diagnose
+from mis_plugins.metrics.token_metrics import Average, diagnose, scaled_back
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import Written, proximal_t
 
@@ -72,7 +72,8 @@ class LossConfig:
     """What the host's flags say of the loss; `mis.objective` and `mis.opsm` say the rest.
 
     kl_type: the estimator of the KL term; None without a KL term.
-    average: what the host takes the mean of metrics over; None where no hook can know.
+    average: what the host takes the mean of metrics over, or the share of the step that trains; None where neither is
+        known.
     """
 
     clip: Clip
@@ -104,7 +105,7 @@ class Share:
         return torch.where(self.keep, x, 0)
 
 
-def scored_by(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
+def compared_log_probs(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
     """Log-probs that weights and rules compare with those of mu: pi_old's, or pi_theta's with `bypass`."""
     return x.target.detach() if config.bypass else x.proximal
 
@@ -130,7 +131,7 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     leaves too. OPSM costs two collectives over context-parallel ranks: one for its divergence, one for the kept tokens.
 
     Args:
-        correction: the correction of `scored_by` against the behavior policy; None where there is none.
+        correction: the correction of `compared_log_probs` against the behavior policy; None where there is none.
     """
     mask, all_rejected = x.ragged.loss_mask, None
     keep, scale = mask, mask.float()
@@ -149,10 +150,10 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
         keep, stays = keep | (nothing_left & mask), stays | (nothing_left & mask)
         scale = torch.where(nothing_left & mask, 1, scale)
         after = torch.where(nothing_left, valid, after)
-    left = scale
+    of_surrogate = scale
     if config.denominator == "kept":
-        left = x.ragged.to_tokens(denominator_scale(valid, after).float())
-    factor = torch.where(keep & stays, weights * left, 0)
+        of_surrogate = x.ragged.to_tokens(denominator_scale(valid, after).float())
+    factor = torch.where(keep & stays, weights * of_surrogate, 0)
     # Where rules reject everything, OPSM sees the tokens that `on_all_rejected` gave back.
     all_rejected = nothing_left if all_rejected is None else nothing_left | all_rejected
     return Share(keep, stays, scale, factor, all_rejected)
@@ -168,7 +169,7 @@ def given_back(correction: Correction, share: Share) -> Correction:
 
 
 @torch.no_grad()
-def counted(x: LossInputs, correction: Correction, share: Share) -> Correction:
+def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correction:
     """The correction as a step's metrics read it: with OPSM's mask, and with which advantages are not finite.
 
     OPSM with `metrics: all` costs one collective over context-parallel ranks; everything else costs none.
@@ -180,10 +181,10 @@ def counted(x: LossInputs, correction: Correction, share: Share) -> Correction:
     )
     if share.on_policy is None or correction.config.metrics != "all":
         return correction
-    left = correction.keep & correction.stage.usable
-    rows = [left, torch.where(left, correction.weights, 0), *_departure_rows(x, correction.config)]
-    kept, applied, *departure = x.ragged.over_sequence(rows)[0].unbind()
-    return replace(correction, left=Left(kept, applied), departure=Departure.of(departure))
+    kept = correction.keep & correction.stage.usable
+    rows = [kept, torch.where(kept, correction.weights, 0), *_departure_rows(x, correction.config)]
+    usable, weight, *departure = x.ragged.over_sequence(rows)[0].unbind()
+    return replace(correction, after_opsm=Kept(usable, weight), departure=Departure.of(departure))
 
 
 def _departure_rows(x: LossInputs, config: CorrectionConfig) -> list[Tensor]:
@@ -194,7 +195,7 @@ def _departure_rows(x: LossInputs, config: CorrectionConfig) -> list[Tensor]:
 
 def micro_batch_loss(
     x: LossInputs,
-    correction: Correction | None,
+    correction: Correction,
     share: Share,
     config: CorrectionConfig,
     flags: LossConfig,
@@ -209,7 +210,7 @@ def micro_batch_loss(
     term, as in the hosts, and OPSM masks the surrogate alone. `weigh_kl` gives the KL term the factor f_t too.
 
     Args:
-        correction: the correction that `share` was made of; it is only reported here.
+        correction: what is reported: the correction that `share` was made of, or one without metrics.
         config: the config, with `objective`, and OPSM where it is on.
         reduce: the host's average over the loss mask before rejection.
         reduce_policy: the host's average of the surrogate; None takes `reduce`.
@@ -229,11 +230,11 @@ def micro_batch_loss(
     with torch.no_grad():
         reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
-        if correction is not None:
-            reported |= {
-                name: reduce(value)
-                for name, value in diagnose(given_back(correction, share), average=flags.average).items()
-            }
+        if config.metrics != "none":
+            lost = x.nonfinite_advantages.to(term.clipped.dtype)
+            reported["nonfinite_advantages"] = reduce(scaled_back(lost, correction, flags.average))
+        ours = diagnose(given_back(correction, share), average=flags.average)
+        reported |= {name: reduce(value) for name, value in ours.items()}
     return loss, reported
 
 
@@ -268,18 +269,16 @@ def _host_metrics(
     """Metrics that the hosts report beside the loss, one value a token; rejected tokens count 0, as in the hosts."""
     yield "pg_clipfrac", share.kept(term.clipped)
     yield "ppo_kl", share.kept(-term.log_ratio)
-    if config.metrics != "none":
-        yield "nonfinite_advantages", x.nonfinite_advantages.to(term.clipped.dtype)
     if config.metrics in ("full", "all"):
         yield "ess_ratio", _effective_share(exp_clamped(term.log_ratio), x.ragged)
     if share.on_policy is not None:
         yield "opsm_clipfrac", (x.ragged.loss_mask & ~share.on_policy).to(term.clipped.dtype)
     if x.behavior is None:
         return
-    scored = scored_by(x, config)
-    log_ratio, _ = target_log_ratio(scored, x.behavior, x.ragged.loss_mask)
+    compared = compared_log_probs(x, config)
+    log_ratio, _ = target_log_ratio(compared, x.behavior, x.ragged.loss_mask)
     yield "train_rollout_logprob_abs_diff", share.kept(log_ratio.abs())
-    yield "train_rollout_kl", share.kept(kl_term(x.behavior, scored, x.ragged.loss_mask, "low_var_kl"))
+    yield "train_rollout_kl", share.kept(kl_term(x.behavior, compared, x.ragged.loss_mask, "low_var_kl"))
     if config.corrects:
         yield "ois", torch.where(x.ragged.loss_mask, exp_clamped(term.log_ratio), 0)
 
@@ -289,7 +288,7 @@ def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor
 
     The share is 1 on policy, and 1 / n where one token's ratio outweighs all others.
     """
-    live = torch.where(ragged.loss_mask, ratio, 0)
-    (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask,), both=(live,))
+    valid_ratio = torch.where(ragged.loss_mask, ratio, 0)
+    (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask,), both=(valid_ratio,))
     share = total.square() / (valid * squares).clamp(min=torch.finfo(torch.float32).tiny)
     return ragged.to_tokens(share.to(ratio.dtype))

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config.model import ObjectiveConfig
+from mis_plugins.config.terms.divergence import k1, k2, k3
 from mis_plugins.correction.ratios import exp_clamped, finite, widened
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.terms.divergence import k1, k2, k3
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
@@ -87,8 +87,8 @@ def policy_term(
         factor: what multiplies a token's loss: the weight, at least 0, and 0 where the token is rejected.
     """
     log_r, usable = target_log_ratio(target, old, ragged.loss_mask)
-    live = lambda x: torch.where(usable, widened(x), 0)  # noqa: E731
-    operands = Operands(usable, live(target), log_r, live(advantages.detach()), live(factor.detach()))
+    or_0 = lambda x: torch.where(usable, widened(x), 0)  # noqa: E731
+    operands = Operands(usable, or_0(target), log_r, or_0(advantages.detach()), or_0(factor.detach()))
     return TERMS[config.surrogate, config.ratio](operands, ragged, clip)
 
 
@@ -130,7 +130,10 @@ def reinforce_surrogate(target: Tensor, advantages: Tensor) -> Tensor:
 
 
 def held_back(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
-    """1 where PPO's clip removes the token's gradient: r lies beyond the bound towards which A pushes r."""
+    """1 where PPO's clip removes the token's gradient: r lies beyond the bound towards which A pushes r.
+
+    A comparison has no gradient, and neither has what is made of it.
+    """
     beyond = torch.where(advantages > 0, ratio > 1 + clip.high, (ratio < 1 - clip.low) & (advantages < 0))
     return beyond.to(ratio.dtype)
 
@@ -141,7 +144,7 @@ def held_back(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
 def token_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     ratio = exp_clamped(x.log_ratio)
     loss = x.factor * clipped_surrogate(ratio, x.advantages, clip)
-    return PolicyTerm(loss, held_back(ratio.detach(), x.advantages, clip), x.log_ratio.detach(), x.usable)
+    return PolicyTerm(loss, held_back(ratio, x.advantages, clip), x.log_ratio.detach(), x.usable)
 
 
 def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
@@ -163,7 +166,7 @@ def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     ratio = exp_clamped(mean + x.log_ratio - x.log_ratio.detach())
     loss = clipped_surrogate(ratio, gain, clip) + clipped_surrogate(ratio, cost, clip)
     loss = torch.where(known, loss, 0)
-    return PolicyTerm(loss, held_back(ratio.detach(), x.advantages, clip), mean, known)
+    return PolicyTerm(loss, held_back(ratio, x.advantages, clip), mean, known)
 
 
 def token_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mis_plugins.versions.segment_wise import Written
+from mis_plugins.packing.collectives import all_reduce
 
 AGES = 17  # ages 0, 1, ... 15, and 16 or more
 COLUMNS = (*(f"age_{age}" for age in range(AGES - 1)), f"age_{AGES - 1}_up", "no_age")
@@ -43,8 +43,8 @@ class ByAge:
         """Merge over all ranks that hold other tokens: one sum and one maximum over each group."""
         sums, maxima = self.sums.clone(), self.maxima.clone()
         for group in groups:
-            dist.all_reduce(sums, group=group)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+            all_reduce(sums, group)
+            all_reduce(maxima, group, dist.ReduceOp.MAX)
         return replace(self, sums=sums, maxima=maxima)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ByAge:
@@ -61,33 +61,55 @@ class ByAge:
                 found[name] = row
         return found
 
+    def up_to(self, oldest: int) -> list[Mapping[str, float]]:
+        """Sums for each age from 0 on; those of the oldest are of all older tokens too, and none is of unknown age.
+
+        The tensors should be on the host.
+        """
+        older = self.sums[:, oldest:AGES].sum(-1, keepdim=True)
+        columns = torch.cat([self.sums[:, :oldest], older], 1).T.tolist()
+        return [dict(zip(self.sum_names, column, strict=True)) for column in columns]
+
     def _row(self, sums: Float[Tensor, " S"], maxima: Float[Tensor, " M"]) -> Mapping[str, float]:
         names = (*self.sum_names, *self.maximum_names)
         return dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows over the tokens that `counted` marks. What a row holds at other tokens, NaN included, is ignored."""
+class TokenRows:
+    """Rows over the tokens that `where` marks. What a row holds at other tokens, NaN included, is ignored."""
 
-    counted: Bool[Tensor, " T"]
+    where: Bool[Tensor, " T"]
     sums: Mapping[str, Shaped[Tensor, " T"]]
     maxima: Mapping[str, Float[Tensor, " T"]] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def by_age(parts: Iterable[Rows], written: Written) -> ByAge:
-    """Add up each row by age, in float64, without a collective and without waiting for the device."""
-    column = torch.where(written.known, written.age.clamp(max=AGES - 1), AGES)
+def by_age(parts: Iterable[TokenRows], ages: Int[Tensor, " T"]) -> ByAge:
+    """Add up each row by age, in float64, without a collective and without waiting for the device.
+
+    Args:
+        ages: the age of each token; negative where it is not known.
+    """
+    column = torch.where(ages >= 0, ages.clamp(max=AGES - 1), AGES)
     sums, maxima = {}, {}
     for part in parts:
         # One torch.where serves all rows: unmarked tokens go to a last column, which is dropped.
-        places = torch.where(part.counted, column, len(COLUMNS))
+        places = torch.where(part.where, column, len(COLUMNS))
         for name, row in part.sums.items():
             sums[name] = _columns(row, 0).scatter_add_(0, places, row.double())[:-1]
         for name, row in part.maxima.items():
             maxima[name] = _columns(row, -torch.inf).scatter_reduce_(0, places, row.double(), "amax")[:-1]
-    return ByAge(tuple(sums), tuple(maxima), *(torch.stack(list(x.values())) for x in (sums, maxima)))
+    stacked = torch.stack(list(sums.values()))
+    largest = torch.stack(list(maxima.values())) if maxima else stacked[:0]
+    return ByAge(tuple(sums), tuple(maxima), stacked, largest)
+
+
+def no_ages(names: Iterable[str], device: torch.device) -> ByAge:
+    """Sums by age of no token."""
+    named = tuple(names)
+    sums = torch.zeros(len(named), len(COLUMNS), dtype=torch.float64, device=device)
+    return ByAge(named, (), sums, sums[:0])
 
 
 def _columns(row: Tensor, value: float) -> Float[Tensor, " A1"]:

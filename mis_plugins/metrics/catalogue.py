@@ -12,9 +12,9 @@ import math
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.metrics.metric import Metric
-from mis_plugins.metrics.partials import LAGS, Partials
+from mis_plugins.metrics.partials import Partials
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered
-from mis_plugins.metrics.step import Step, exp_clamped, exp_of, log_of, ratio_of
+from mis_plugins.metrics.step import OLDEST_AGE, Step, exp_clamped, exp_of, log_of, ratio_of
 
 QUANTILES = (25, 50, 75, 95, 99)
 
@@ -42,8 +42,8 @@ def families(config: CorrectionConfig) -> dict[str, tuple[Metric, tuple]]:
         found[prob_diff.format(bound=bound)] = of_prob_diff, (bound,)
     for rule, _ in numbered(config):
         found |= {name.replace("rule_{i}", rule): (metric, (rule,)) for name, metric in RULES.items()}
-    for lag in range(LAGS):
-        found |= {name.format(lag=lag): (metric, (lag,)) for name, metric in VERSIONS.items()}
+    for age in range(OLDEST_AGE + 1):
+        found |= {name.format(age=age): (metric, (age,)) for name, metric in VERSIONS.items()}
     return found
 
 
@@ -58,11 +58,18 @@ AMOUNTS: dict[str, Metric] = {
         do="look at the loss masks and at the sample filter.",
     ),
     "sequences": Metric(
-        lambda s: s.sums["live"],
+        lambda s: s.sums["any_valid"],
         "Number of sequences with a valid token.",
         range="at least 0.",
         bad="below the global batch size.",
         do="look for samples whose mask is all 0 (truncated, removed by a filter).",
+    ),
+    "live_sequences_fraction": Metric(
+        lambda s: s.over("any_valid", "sequences"),
+        "Share of the sequences that have a valid token.",
+        range="0 to 1.",
+        bad="below 1: the host divides what a hook returns by the other sequences too.",
+        do="as sequences. In the host's own log divide the step's mean of a name of Miles's mis.py by this share.",
     ),
     "nonfinite_train_tokens": Metric(
         lambda s: s.sums["nonfinite_train"],
@@ -75,7 +82,7 @@ AMOUNTS: dict[str, Metric] = {
         lambda s: s.sums["nonfinite_rollout"],
         "Number of valid tokens whose rollout log-prob is NaN or infinite.",
         range="0 and above.",
-        bad="above 0. Such tokens get weight 0.",
+        bad="above 0. The tokens counted get weight 0.",
         do="find out which samples (mis_plugins.mis.drop_broken_samples names them); often a custom rollout function.",
     ),
     "nonfinite_advantage_tokens": Metric(
@@ -83,7 +90,7 @@ AMOUNTS: dict[str, Metric] = {
         "Number of valid tokens whose advantage is NaN or infinite; the loss takes such an advantage as 0. The loss "
         "hook reports this metric, because no other hook receives advantages.",
         range="0 and above.",
-        bad="above 0. Such tokens learn nothing, and a warning is logged.",
+        bad="above 0. The tokens counted learn nothing, and a warning is logged.",
         do="look at the rewards, and at what normalizes them (a group without spread, an empty one).",
     ),
 }
@@ -357,7 +364,7 @@ SEQUENCES: dict[str, Metric] = {
         do="do not weigh by the product; read log_chi2_sequence.",
     ),
     "log_chi2_sequence": Metric(
-        lambda s: s.log_products[2] - log_of(s.sums["seen"]),
+        lambda s: s.log_products[2] - log_of(s.sums["any_usable"]),
         "log(1 + chi^2) of whole sequences, without a clamp: log of the mean of (prod_t r_t)^2.",
         range="any; its expectation is at least 0. Exact while |sum_t log r_t| is below 2048.",
         bad="above 0.69, which is log 2: few products carry the step. Below -0.69: the products are near 0 "
@@ -365,7 +372,7 @@ SEQUENCES: dict[str, Metric] = {
         do="geometric or token weights in place of the product.",
     ),
     "log_mean_product": Metric(
-        lambda s: s.log_products[1] - log_of(s.sums["seen"]),
+        lambda s: s.log_products[1] - log_of(s.sums["any_usable"]),
         "log of the mean over sequences of prod_t r_t, without a clamp.",
         range="any; 0 in expectation, but far below 0 in any sample once the products spread.",
         bad="below -1: nearly all sequences have a product near 0, and product weights shrink the gradient. Above"
@@ -373,7 +380,7 @@ SEQUENCES: dict[str, Metric] = {
         do="geometric or token weights in place of the product, or normalize.",
     ),
     "ess_product": Metric(
-        lambda s: exp_of(2 * s.log_products[1] - s.log_products[2] - log_of(s.sums["seen"])),
+        lambda s: exp_of(2 * s.log_products[1] - s.log_products[2] - log_of(s.sums["any_usable"])),
         "Effective sample size of the unbounded products prod_t r_t, as a share of the sequences.",
         range="1 / sequences to 1.",
         bad="below 0.5; at 1 / sequences one sequence carries the whole step. A factor that all products share does "
@@ -477,7 +484,7 @@ WEIGHTS: dict[str, Metric] = {
         do="look at log_mean_product and at the bound.",
     ),
     "applied_mean": Metric(
-        lambda s: s.over("applied", "kept"),
+        lambda s: s.over("kept_weight", "kept"),
         "Mean over kept tokens of the weight as multiplied into the loss.",
         range="0 and above.",
         bad="below 0.95 or above 1.05.",
@@ -485,7 +492,7 @@ WEIGHTS: dict[str, Metric] = {
         "normalization_factor.",
     ),
     "applied_valid_mean": Metric(
-        lambda s: s.over_valid("applied"),
+        lambda s: s.over_valid("kept_weight"),
         "Mean over valid tokens of the weight as multiplied into the loss, 0 where dropped.",
         range="0 and above.",
         bad="below 0.5: half of the gradient is gone, be it by weights or by rejection. Above 1.5: weights blow the "
@@ -493,28 +500,28 @@ WEIGHTS: dict[str, Metric] = {
         do="compare with applied_mean and kept_fraction.",
     ),
     "applied_min": Metric(
-        lambda s: s.smallest("applied"),
+        lambda s: s.smallest("kept_weight"),
         "Smallest weight as multiplied into the loss, 0 where dropped.",
         range="0 and above.",
         bad="nothing by itself.",
         do="compare with kept_fraction.",
     ),
     "applied_max": Metric(
-        lambda s: s.largest("applied"),
+        lambda s: s.largest("kept_weight"),
         "Largest weight as multiplied into the loss.",
         range="0 and above.",
         bad="above the upper bound by much: normalization has blown the weight up.",
         do="look at normalization_factor.",
     ),
     "kept_weight_min": Metric(
-        lambda s: s.smallest("kept_weight"),
+        lambda s: s.smallest("weight_of_kept"),
         "Smallest weight of a kept token, as multiplied into the loss.",
         range="0 and above.",
         bad="near 0: the token is kept, and hardly learned from.",
         do="set a lower bound, by clip, mask or a rule.",
     ),
     "ess": Metric(
-        lambda s: s.effective_share("applied", "valid"),
+        lambda s: s.effective_share("kept_weight", "valid"),
         "Effective sample size of the weights as multiplied into the loss, 0 where dropped: (sum w)^2 / (n sum w^2).",
         range="0 to 1, as a share of the valid tokens; at most kept_fraction.",
         bad="below 0.5. A factor that all weights share does not show: read weight_mean too.",
@@ -544,7 +551,7 @@ WEIGHTS: dict[str, Metric] = {
         do="look at sequence_log_ratio_mean.",
     ),
     "sequence_weight_std": Metric(
-        lambda s: s.spread("sequence_weight", "sequence_weight_squared", s.sums["seen"], unbiased=True),
+        lambda s: s.spread("sequence_weight", "sequence_weight_squared", s.sums["any_usable"], unbiased=True),
         "Standard deviation over sequences of a sequence's mean bounded weight, unbiased.",
         range="0 and above.",
         bad="above 0.5. Near 0 with sequence_weight_mean near 0: the products shrink together.",
@@ -588,21 +595,21 @@ WEIGHTS: dict[str, Metric] = {
         do="lower the mismatch.",
     ),
     "sequence_applied_mean": Metric(
-        lambda s: s.over_sequences("sequence_applied"),
+        lambda s: s.over_sequences("sequence_kept_weight"),
         "Mean over sequences of a sequence's mean weight as multiplied into the loss, 0 where a token is dropped.",
         range="0 and above.",
         bad="below 0.5, or above 1.5.",
         do="as applied_valid_mean.",
     ),
     "sequence_applied_min": Metric(
-        lambda s: s.smallest("sequence_applied"),
+        lambda s: s.smallest("sequence_kept_weight"),
         "Smallest mean of a sequence's weights as multiplied into the loss, 0 where a token is dropped.",
         range="0 and above.",
         bad="nothing by itself.",
         do="compare with kept_sequences.",
     ),
     "sequence_applied_max": Metric(
-        lambda s: s.largest("sequence_applied"),
+        lambda s: s.largest("sequence_kept_weight"),
         "Largest mean of a sequence's weights as multiplied into the loss, 0 where a token is dropped.",
         range="0 and above.",
         bad="above the upper bound by much.",
@@ -626,14 +633,14 @@ REJECTION: dict[str, Metric] = {
         do="as kept_fraction.",
     ),
     "kept_sequences": Metric(
-        lambda s: s.over("kept_sequences", "live"),
+        lambda s: s.over("kept_sequences", "any_valid"),
         "Share of the sequences that keep at least one token.",
         range="0 to 1.",
         bad="below 0.5: groups lose members, and their baseline no longer fits.",
         do="as kept_fraction.",
     ),
     "touched_sequences": Metric(
-        lambda s: s.over("touched_sequences", "live"),
+        lambda s: s.over("touched_sequences", "any_valid"),
         "Share of the sequences that lose at least one token.",
         range="0 to 1; at least 1 - kept_sequences.",
         bad="near 1 while kept_fraction is high: almost every sequence loses a few tokens.",
@@ -975,36 +982,36 @@ RULES: dict[str, Metric] = {
 }
 
 VERSIONS: dict[str, Metric] = {
-    "lag_{lag}_share": Metric(
-        lambda s, lag: ratio_of(s.lags[lag]["tokens"], sum(row["tokens"] for row in s.lags)),
+    "lag_{age}_share": Metric(
+        lambda s, age: ratio_of(s.ages[age]["tokens"], sum(row["tokens"] for row in s.ages)),
         "Share of this age among the usable tokens of known age; the last age takes all older tokens too.",
         range="0 to 1.",
         bad="a large share at old ages.",
         do="sync weights more often, or bound the staleness.",
     ),
-    "lag_{lag}_kl_k1": Metric(
-        lambda s, lag: -s.over_lag("log_ratio", lag),
+    "lag_{age}_kl_k1": Metric(
+        lambda s, age: -s.over_age("log_ratio", age),
         "kl_k1 of the tokens of this age.",
         range="any.",
         bad="a rise with the age: staleness, not the engine, makes the mismatch. Below -0.01: as kl_k1.",
         do="sync weights more often, or bound the staleness.",
     ),
-    "lag_{lag}_kl_k3": Metric(
-        lambda s, lag: s.over_lag("k3", lag),
+    "lag_{age}_kl_k3": Metric(
+        lambda s, age: s.over_age("k3", age),
         "kl_k3 of the tokens of this age.",
         range="0 and above.",
         bad="as lag_kl_k1; high at age 0: the engine, not staleness, makes the mismatch.",
         do="as lag_kl_k1, or as kl_k3.",
     ),
-    "lag_{lag}_ratio_mean": Metric(
-        lambda s, lag: s.over_lag("ratio", lag),
+    "lag_{age}_ratio_mean": Metric(
+        lambda s, age: s.over_age("ratio", age),
         "ratio_mean of the tokens of this age.",
         range="above 0.",
         bad="far from 1.",
         do="as ratio_mean.",
     ),
-    "lag_{lag}_kept_fraction": Metric(
-        lambda s, lag: s.over_lag("kept", lag),
+    "lag_{age}_kept_fraction": Metric(
+        lambda s, age: s.over_age("kept", age),
         "Share of the tokens of this age that are kept.",
         range="0 to 1.",
         bad="a fall with the age to near 0: stale tokens are generated for nothing.",

@@ -15,23 +15,25 @@ from collections.abc import Iterator, Mapping
 
 from mis_plugins.metrics import sketch, slope
 from mis_plugins.metrics.catalogue import PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import PREFIX, STEP_KEY, Metric
-from mis_plugins.metrics.partials import LAGS
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
+from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
+from mis_plugins.metrics.step import OLDEST_AGE
 
 INTRODUCTION = f"""# Metrics of `metrics: all`
 
 <!-- Made by `python -m mis_plugins.metrics.docs`: change what mis_plugins/metrics/catalogue.py and
      mis_plugins/metrics/staleness.py say of them instead. -->
 
-What the TIS hook returns, a host averages over tokens or samples and over micro-batches; the README lists those
-metrics. A maximum, a quantile, a correlation or an effective sample size is no such average. `mis.metrics: all` adds
-the metrics of this page: one number an optimizer step, exact over micro-batches, data-parallel and context-parallel
-ranks however the step is split (`tests/metrics/test_partials.py`).
-They go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`. One line of the host's log has them too, with
-or without wandb and tensorboard. They need
+What the TIS hook returns, a host averages over tokens or samples and over micro-batches; [hooks.md](hooks.md)
+lists those metrics. A maximum, a quantile, a correlation or an effective sample size is no such average.
+`mis.metrics: all` adds the metrics of this page: one number an optimizer step, exact over micro-batches,
+data-parallel and context-parallel ranks however the step is split (`tests/metrics/test_partials.py`).
+The metrics go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`. One line of the host's log has
+them too, with or without wandb and tensorboard. All of them need
 
 ```
 --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
@@ -82,17 +84,61 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         RULES,
     ),
     "Weight versions": (
-        f"lag is the age of a token, trainer version minus token version, from 0 to {LAGS - 1}. These metrics are "
+        f"age is trainer version minus the version that wrote the token, from 0 to {OLDEST_AGE}. Metrics by age are "
         "reported where the versions are known.",
         VERSIONS,
     ),
     "Segment-wise weights": (
-        "These metrics are reported where `mis.segment_wise` is on, unless `metrics` is `none`. A name without a "
-        "suffix is of all tokens. `/age_0`, `/age_1` and so on are of the tokens of one age, `/age_16_up` of all older "
-        "tokens, `/no_age` of tokens without a known version.",
+        "Metrics of segment-wise weights are reported where `mis.segment_wise` is on, unless `metrics` is `none`. A "
+        "name without a suffix is of all tokens. `/age_0`, `/age_1` and so on are of the tokens of one age, "
+        "`/age_16_up` of all older tokens, `/no_age` of tokens without a known version.",
         WEIGHT_METRICS,
     ),
+    "Routing of a mixture of experts": (
+        "Metrics of routing are reported where `mis_plugins.mis.watch_routes` watches (see [routing.md](routing.md)), "
+        "whatever `metrics` says, under the number of the step that begins. A name without a suffix is of all "
+        "layers and positions, `/layer_3` of one layer (from 0), `/position_256` of the positions of a "
+        "bucket that starts there.",
+        ROUTED,
+    ),
+    "Log ratios by routing": (
+        "Each name ends in `/same`, `/other` or `/earlier`. A token is `other` where a layer by itself routes it to "
+        "other experts than the engine did, `earlier` where this is so of a token before it in the sequence "
+        "alone, else `same`.",
+        SPLIT,
+    ),
 }
+
+HOOK_MEANS = """\
+A hook returns one value a token. The host takes their mean over all rollouts of the step, also over
+those of which no token is valid, unless `--calculate-per-token-loss` makes it a mean over tokens. A hook
+is called once a micro-batch, and is told of no other. The rollout-data hook sees the masks of a rollout before its
+steps. There
+
+```
+--rollout-data-postprocess-path mis_plugins.mis.count_samples
+```
+
+(`normalize_rollout` does the same beside its own work) counts what trains of each step, over all ranks, and every name
+that Miles's `mis.py` lacks is the mean over what trains, however the step is split. A rollout of several steps needs
+`report_step` as well, which says which of them trains. Miles (31f1ca96) hands that hook `args` alone; ours reads
+the batch from the trainer that calls it. Miles on FSDP calls no such hook. There, and without the flag, this is left:
+
+* A name of Miles's `mis.py` has its meaning there, and is too low, with the flag too. The mean over the samples with a
+  valid token is the number in the log divided by `live_sequences_fraction`, where every rollout is one sample.
+* Names in the table, and `nonfinite_advantages` of the loss hook, are scaled back within their micro-batch. Each
+  micro-batch then counts by its samples, masked ones included: equal to the mean over samples with a valid token if
+  masked samples are spread evenly or the micro-batches are alike.
+* A micro-batch without a valid token adds 0, whatever a hook returns, and lowers all names by its share of
+  the samples.
+* With a rollout or generate function of yours a rollout may be several samples, whose number no hook is told. Then
+  nothing is scaled, and all names read too low.
+
+The log says once that a step had such samples, with or without the step hook, whatever `metrics` is but `none`. The
+right column is exact in all cases. With 4 of 16 samples removed, the reductions of both hosts give
+[Miles's log](../benchmarks/results/masked_samples_miles.md) and
+[slime's](../benchmarks/results/masked_samples_slime.md) (`python benchmarks/masked_samples.py`).
+"""
 
 HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|---|"
 
@@ -103,6 +149,7 @@ def document() -> str:
         parts += [f"## {title}\n", table(metrics)]
     for title, (words, metrics) in FAMILIES.items():
         parts += [f"## {title}\n", words + "\n", table(metrics)]
+    parts += ["## Fully masked samples, and what the host logs of a hook\n", HOOK_MEANS, _hook_means()]
     parts += ["## What other packages call them\n", *_peers()]
     parts += ["## Log-probs processed on one side\n", inspect.cleandoc(slope.__doc__ or "") + "\n"]
     return "\n".join(parts)
@@ -128,6 +175,11 @@ def _elsewhere(name: str) -> str:
         if name in names.values()
     )
     return "; ".join(found)
+
+
+def _hook_means() -> str:
+    rows = (f"| `{name}` | {words} |" for name, words in BY_STEP.items())
+    return "\n".join(["| the hook's | exact, of the step |", "|---|---|", *rows]) + "\n"
 
 
 def _peers() -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 A name in `PEERS` means what our name beside it means; a name in `OTHERWISE` means something else, or has no metric of
 ours. Tests call the packages on PyPI and compare (`tests/peers/test_peers.py`). verl's `mismatch/` names, of October
-2025, belong to no release that the tests call; they were compared once.
+2025, belong to no release that the tests call: a test compares them with their successors, and that release was
+compared once.
 """
 
 from __future__ import annotations

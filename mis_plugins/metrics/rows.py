@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
+from mis_plugins.config.terms.divergence import k2, k3
+from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.correction.rejection import Totals, aggregate, passes
-from mis_plugins.correction.totals import weighs_tokens
-from mis_plugins.correction.units import known_log_ratio
-from mis_plugins.terms.divergence import k2, k3
-from mis_plugins.terms.statistics import row_of
+from mis_plugins.correction.sequence_totals import weighs_tokens
+from mis_plugins.correction.weights import known_log_ratio
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
@@ -107,13 +107,13 @@ class Tokens:
         return self.normalized if mean is None else self.normalized * mean
 
     @cached_property
-    def applied(self) -> Float[Tensor, " T"]:
+    def kept_weight(self) -> Float[Tensor, " T"]:
         """The weight as multiplied into the loss, 0 where the token is dropped."""
         return self.kept(self.normalized, 0)
 
     def lifted(self, upper: float) -> Float[Tensor, " T"]:
-        """The applied weight within [1 / upper, upper], dropped tokens at the lower end."""
-        return torch.where(self.correction.ragged.loss_mask, self.applied.clamp(1 / upper, upper), 0)
+        """The kept weight within [1 / upper, upper], dropped tokens at the lower end."""
+        return torch.where(self.correction.ragged.loss_mask, self.kept_weight.clamp(1 / upper, upper), 0)
 
     def known(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         return x.masked_fill(self._unusable, 0)
@@ -147,9 +147,9 @@ class Sequences:
         return self.correction.totals
 
     @property
-    def seen(self) -> Bool[Tensor, " N"]:
+    def any_usable(self) -> Bool[Tensor, " N"]:
         """Sequences with a usable token."""
-        return self.totals.seen
+        return self.totals.any_usable
 
     @property
     def log_ratio(self) -> Float[Tensor, " N"]:
@@ -176,8 +176,8 @@ class Sequences:
     @cached_property
     def kept(self) -> Float[Tensor, " N"]:
         """Number of usable tokens of each sequence that are kept."""
-        left = self.correction.left
-        return self.correction.verdict.kept if left is None else left.kept
+        after_opsm = self.correction.after_opsm
+        return self.correction.verdict.kept_usable if after_opsm is None else after_opsm.usable
 
     @cached_property
     def weight(self) -> Float[Tensor, " N"]:
@@ -192,13 +192,13 @@ class Sequences:
         return self._over_valid(self.totals["weighed"])
 
     @cached_property
-    def applied(self) -> Float[Tensor, " N"]:
+    def kept_weight(self) -> Float[Tensor, " N"]:
         """Mean over a sequence's valid tokens of the weights as multiplied into the loss, 0 where dropped."""
         c = self.correction
-        if c.left is not None:
-            return self._over_valid(c.left.applied)
+        if c.after_opsm is not None:
+            return self._over_valid(c.after_opsm.weight)
         if weighs_tokens(self.config):
-            total = self.totals["applied"]
+            total = self.totals["kept_weight"]
             total = total if c.keep_sequences is None else torch.where(c.keep_sequences, total, 0)
         else:
             total = self.kept if c.sequence_weight is None else self.kept * c.sequence_weight
@@ -253,8 +253,8 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "weight": lambda t: t.weight,
     "weight_squared": lambda t: t.weight.square(),
     "normalized": lambda t: t.normalized,
-    "applied": lambda t: t.applied,
-    "applied_squared": lambda t: t.applied.square(),
+    "kept_weight": lambda t: t.kept_weight,
+    "kept_weight_squared": lambda t: t.kept_weight.square(),
     "kept_log_ratio": lambda t: t.kept(t.log_ratio, 0),
 }
 
@@ -314,8 +314,8 @@ def token_maxima(t: Tokens) -> Rows:
     yield "abs_prob_diff_max", t.abs_prob_diff
     yield from _both_ends("log_ratio", t.log_ratio)
     yield from _both_ends("weight", t.weight)
-    yield from _both_ends("applied", t.applied)
-    yield "kept_weight_min", t.kept(-t.normalized, -math.inf)
+    yield from _both_ends("kept_weight", t.kept_weight)
+    yield "weight_of_kept_min", t.kept(-t.normalized, -math.inf)
     yield "kept_log_ratio_max", t.kept(t.log_ratio, -math.inf)
     yield "kept_log_ratio_min", t.kept(-t.log_ratio, -math.inf)
     for name, rule in numbered(t.config):
@@ -326,7 +326,7 @@ def token_maxima(t: Tokens) -> Rows:
 # Rows over sequences.
 
 SEQUENCE_SUMS: dict[str, SequenceRow] = {
-    "seen": lambda s: s.seen,
+    "any_usable": lambda s: s.any_usable,
     "log_ppl_diff": lambda s: s.log_ppl.excess,
     "log_ppl_abs_diff": lambda s: s.log_ppl.excess.abs(),
     "ppl_ratio": lambda s: exp_finite(s.log_ppl.excess),
@@ -341,11 +341,11 @@ SEQUENCE_SUMS: dict[str, SequenceRow] = {
     "saturated_sequences": lambda s: s.abs_log_ratio > LOG_RATIO_CLAMP,
     "sequence_weight": lambda s: s.weight,
     "sequence_weight_squared": lambda s: s.weight.square(),
-    "sequence_applied": lambda s: s.applied,
+    "sequence_kept_weight": lambda s: s.kept_weight,
 }
 
 SEQUENCE_COUNTS: dict[str, SequenceRow] = {
-    "live": lambda s: s.correction.live,
+    "any_valid": lambda s: s.correction.any_valid,
     "kept_sequences": lambda s: s.kept > 0,
     "touched_sequences": lambda s: s.kept < s.totals["valid"],
 }
@@ -357,7 +357,7 @@ def sequence_sums(s: Sequences) -> Rows:
     yield from _sequence_weight_sums(s)
     for name, rule in numbered(s.config):
         if rule.over == "token":
-            yield f"{name}_unit_count", s.seen
+            yield f"{name}_unit_count", s.any_usable
             yield from _outside_and_moments(f"{name}_unit", rule, s.mean(row_of(rule.statistic)))
             yield f"{name}_unit_touched", _loses_a_token(s.totals, rule)
 
@@ -388,7 +388,7 @@ def sequence_maxima(s: Sequences) -> Rows:
     yield from _both_ends("mean_log_ratio", s.mean_log_ratio)
     yield from _both_ends("sequence_log_ratio", s.log_ratio)
     yield from _both_ends("sequence_weight", s.weight)
-    yield from _both_ends("sequence_applied", s.applied)
+    yield from _both_ends("sequence_kept_weight", s.kept_weight)
     for name, rule in numbered(s.config):
         if rule.over == "token":
             yield from _both_ends(f"{name}_unit", s.mean(row_of(rule.statistic)))

@@ -2,16 +2,16 @@
 
 Two quantities, both from sums that add.
 
-1. *The slope of log pi_old on log mu.* If mu is sampled at temperature T and the trainer's log-probs are raw,
+1. *The slope of log pi_old on log mu*. If mu is sampled at temperature T and the trainer's log-probs are raw,
    log pi_old = T log mu + T log Z(T) - log Z(1): within one context a line of slope T. Over contexts the last terms
-   move with the entropy and pull the slope towards 1, the more the more peaked the policies are, so that the slope
-   tells on which side of 1 the temperature lies, and T itself is one to five times as far from 1. Noise of one side
+   move with the entropy and pull the slope towards 1, the more the more peaked the policies are. The slope tells
+   on which side of 1 the temperature lies; T itself is one to five times as far from 1. Noise of one side
    flattens the least squares slope of y on x and steepens the inverse of that of x on y, while a temperature moves both
    alike; hence what counts is the end of the two that is nearer to 1. A coarse engine samples from a policy that noise
    has flattened, which looks like a little of a temperature above 1; so above 1 the slope must also exceed twice the
    share of variance that is not explained, of which noise gives at most once. A cut, see below, also steepens it.
 
-2. *The mean ratio.* The mean of pi_old / mu over samples of mu is 1, whatever the two policies are, as long as mu is
+2. *The mean ratio*. The mean of pi_old / mu over samples of mu is 1, whatever the two policies are, as long as mu is
    what was sampled from and covers pi_old; and since each token's ratio less 1 has mean 0 given all tokens before it,
    the standard error of the mean needs no independence. Above 1: the engine sampled from something else than it
    reports (raw log-probs of a policy that is sampled at a temperature; log-probs of other weights). Below 1: mu is cut

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, finite
-from mis_plugins.metrics.by_age import ByAge, Rows, by_age
+from mis_plugins.metrics.by_age import ByAge, TokenRows, by_age
 from mis_plugins.metrics.metric import Metric
 from mis_plugins.metrics.step import ratio_of
 from mis_plugins.versions.loglinear import loglinear
@@ -27,7 +27,7 @@ def weights_by_age(
     behavior: Float[Tensor, " T"],
     written: Written,
     loss_mask: Bool[Tensor, " T"],
-    applied: BehaviorWeight,
+    multiplied: BehaviorWeight,
 ) -> ByAge:
     """What one micro-batch adds to `weight_metrics`.
 
@@ -38,11 +38,11 @@ def weights_by_age(
     Args:
         proximal_t: log pi_{v+1} of each token; NaN where it is not known.
         proximal: log pi_V of each token.
-        applied: the weights that multiplied the loss, and which tokens were kept.
+        multiplied: the weights that multiplied the loss, and which tokens were kept.
     """
     log_r, standard = proximal_t.double() - behavior.double(), proximal.double() - behavior.double()
     both = loss_mask & written.known & finite(log_r) & finite(standard)
-    one, weight = torch.ones_like(log_r), applied.weights.double()
+    one, weight = torch.ones_like(log_r), multiplied.weights.double()
     excess, standard_excess, weight_excess = _excess(log_r), _excess(standard), weight - 1
     ratios = {
         "tokens": one,
@@ -61,11 +61,11 @@ def weights_by_age(
     }
     nonfinite = ~finite(standard) | proximal_t.isinf()  # proximal_t is NaN where it is not known
     parts = (
-        Rows(both, ratios),
-        Rows(both & applied.keep, weights, {"largest": weight, "smallest": -weight}),
-        Rows(loss_mask & ~both, {"unknown": one, "nonfinite": nonfinite}),
+        TokenRows(both, ratios),
+        TokenRows(both & multiplied.keep, weights, {"largest": weight, "smallest": -weight}),
+        TokenRows(loss_mask & ~both, {"unknown": one, "nonfinite": nonfinite}),
     )
-    return by_age(parts, written)
+    return by_age(parts, written.known_age)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def loglinear_error_by_age(
     """
     drawn, stored = loglinear(proximal, behavior, written.age).double(), written.recomputed.double()
     error, step = drawn - stored, stored - behavior.double()
-    counted = loss_mask & written.known & (written.age >= STORED_FROM) & finite(error) & finite(step)
+    where = loss_mask & written.known & (written.age >= STORED_FROM) & finite(error) & finite(step)
     sums = {
         "tokens": torch.ones_like(error),
         "error": error,
@@ -89,7 +89,7 @@ def loglinear_error_by_age(
         "squared": error.square(),
         "step_squared": step.square(),
     }
-    return by_age([Rows(counted, sums, {"largest": error.abs()})], written)
+    return by_age([TokenRows(where, sums, {"largest": error.abs()})], written.known_age)
 
 
 def weight_metrics(measured: ByAge, segment_wise: bool = True) -> dict[str, float]:

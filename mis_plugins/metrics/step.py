@@ -13,8 +13,10 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 from mis_plugins.metrics import sketch
-from mis_plugins.metrics.partials import LAG_ROWS, POWERS, SKETCHES, WINDOW, WINDOWS, Partials
+from mis_plugins.metrics.partials import POWERS, SKETCHES, WINDOW, WINDOWS, Partials
 from mis_plugins.metrics.slope import Relation, relation
+
+OLDEST_AGE = 7  # of the metrics by age; all older tokens belong to it
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Step:
     maxima: maximum of each row. A row for a minimum is negated.
     histograms: one sketch for each of `SKETCHES` that the config has.
     log_products: for each of `POWERS`, the log of the sum over sequences of that power of a sequence's ratio.
-    lags: sums of `LAG_ROWS` by the age of a token.
+    ages: sums over usable tokens of each age up to `OLDEST_AGE`.
     """
 
     config: CorrectionConfig
@@ -33,19 +35,18 @@ class Step:
     maxima: Mapping[str, float]
     histograms: Mapping[str, Int[Tensor, " B"]]
     log_products: Mapping[int, float]
-    lags: list[Mapping[str, float]]
+    ages: list[Mapping[str, float]]
 
     @classmethod
     def of(cls, partials: Partials, config: CorrectionConfig) -> Step:
         """Totals of the merged partials of a step, which should be on the host by now."""
-        lags = partials.lags.T.tolist()
         return cls(
             config,
             partials.named_sums,
             dict(zip(partials.maximum_names, partials.maxima.tolist(), strict=True)),
             dict(zip(SKETCHES, partials.histograms.cpu().unbind(), strict=False)),  # OPSM's come last
             {p: _log_sum(row) for p, row in zip(POWERS, partials.products.tolist(), strict=True)},
-            [dict(zip(LAG_ROWS, row, strict=True)) for row in lags],
+            partials.by_age.up_to(OLDEST_AGE),
         )
 
     def over(self, name: str, count: str) -> float:
@@ -59,7 +60,7 @@ class Step:
         return self.over(name, "valid")
 
     def over_sequences(self, name: str) -> float:
-        return self.over(name, "seen")
+        return self.over(name, "any_usable")
 
     def over_units(self, name: str) -> float:
         """Mean over the units of the weight: sequences where it is one a sequence, else tokens."""
@@ -70,9 +71,9 @@ class Step:
         """Mean of a row of one rule. A row that is missing, because the rule lacks that bound, adds up to 0."""
         return ratio_of(self.sums.get(rule + row, 0.0), self.sums[rule + count])
 
-    def over_lag(self, name: str, lag: int) -> float:
+    def over_age(self, name: str, age: int) -> float:
         """Mean over the tokens of one age."""
-        return ratio_of(self.lags[lag][name], self.lags[lag]["tokens"])
+        return ratio_of(self.ages[age][name], self.ages[age]["tokens"])
 
     def effective_share(self, name: str, count: str) -> float:
         """Effective sample size of x as a share of a count: (sum x)^2 / (n sum x^2)."""

@@ -21,7 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.correction.pipeline import Correction, kept_tokens
+from mis_plugins.config.terms.divergence import k1, k3
+from mis_plugins.correction.pipeline import Correction, kept_below
 from mis_plugins.correction.ratios import (
     exp_clamped,
     exp_finite,
@@ -30,15 +31,13 @@ from mis_plugins.correction.ratios import (
     share_above,
     share_below,
 )
-from mis_plugins.correction.rejection import Totals, aggregate
-from mis_plugins.correction.totals import monotone, weighs_tokens, zero_weights
-from mis_plugins.correction.units import known_log_ratio, passing_units, unit_ratio
-from mis_plugins.correction.weights import applied_bound
+from mis_plugins.correction.rejection import Totals, aggregate, passing_units
+from mis_plugins.correction.sequence_totals import monotone, weighs_tokens, zero_weights
+from mis_plugins.correction.weights import applied_bound, known_log_ratio, unit_ratio
 from mis_plugins.packing.ragged import as_bytes
-from mis_plugins.terms.divergence import k1, k3
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
-Average = Literal["sequences", "tokens"]
+Average = Literal["sequences", "tokens"] | Tensor  # a 0-d tensor: the share of the step that trains
 
 OF_MIS_PY = frozenset(
     """training_log_ppl training_ppl rollout_log_ppl rollout_ppl kl k3_kl log_ppl_diff log_ppl_abs_diff ppl_ratio
@@ -91,19 +90,14 @@ class TokenMetrics(Mapping[str, Tensor]):
         tokens = c.ragged.loss_mask.numel()
         theirs = {name: metric for name, metric in metrics.items() if name in OF_MIS_PY}
         ours = {name: metric for name, metric in metrics.items() if name not in OF_MIS_PY}
-        values = _stacked(c, ours) if self._average is None else _stacked(c, ours) / self._share
+        values = _stacked(c, ours) if self._share is None else _stacked(c, ours) / self._share
         at_tokens = values.float().unsqueeze(1).expand(-1, tokens).unbind()  # not one operator each
         found = {name: _value(c, metric).float().expand(tokens) for name, metric in theirs.items()}
         return found | dict(zip(ours, at_tokens, strict=True))
 
     @cached_property
-    def _share(self) -> Float[Tensor, ""]:
-        """What the host adds up over what it divides by, in this micro-batch: fully masked samples add 0."""
-        c = self._correction
-        if self._average == "sequences":
-            return c.live_count / c.ragged.size
-        valid = c.totals["valid"].sum().clamp(min=1)
-        return (valid / (valid - c.live_count + c.ragged.size)).float()
+    def _share(self) -> Float[Tensor, ""] | None:
+        return _live_share(self._correction, self._average)
 
     def __getitem__(self, name: str) -> Float[Tensor, " T"]:
         if not name.startswith(self._prefix):
@@ -115,8 +109,8 @@ class TokenMetrics(Mapping[str, Tensor]):
             value = _value(self._correction, self._catalogue.token[metric])
         else:
             value = ragged.to_tokens(self._of_sequence[metric])
-        scales = self._average is not None and metric not in OF_MIS_PY
-        return (value / self._share if scales else value).float()
+        share = None if metric in OF_MIS_PY else self._share
+        return (value if share is None else value / share).float()
 
     def __iter__(self) -> Iterator[str]:
         kinds = self._catalogue.token, self._catalogue.sequence, self._catalogue.micro_batch
@@ -124,6 +118,24 @@ class TokenMetrics(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def scaled_back(
+    value: Float[Tensor, " T"], correction: Correction, average: Average | None
+) -> Float[Tensor, " T"]:
+    """A metric of a token, scaled so that fully masked samples of the micro-batch do not lower the host's mean."""
+    share = _live_share(correction, average)
+    return value if share is None else value / share
+
+
+def _live_share(c: Correction, average: Average | None) -> Float[Tensor, ""] | None:
+    """What the host adds up over what it divides by, in this step where that is known: fully masked samples add 0."""
+    if average is None or isinstance(average, Tensor):
+        return average
+    if average == "sequences":
+        return c.sequence_count / c.ragged.size
+    valid = c.valid_count.sum().clamp(min=1)
+    return (valid / (valid - c.sequence_count + c.ragged.size)).float()
 
 
 def _stacked(correction: Correction, metrics: Mapping[str, Metric]) -> Float[Tensor, "K ..."]:
@@ -141,7 +153,8 @@ def diagnose(correction: Correction, prefix: str = "mis_", average: Average | No
 
     Args:
         average: what the host takes the mean over. A host counts fully masked samples as 0; metrics that Miles's
-            `mis.py` lacks are scaled to undo that in this micro-batch. None leaves every metric unscaled.
+            `mis.py` lacks are scaled to undo that, by a share of the step or else of this micro-batch. None leaves
+            every metric unscaled.
     """
     return TokenMetrics(correction, catalogue(correction.config), prefix, average)
 
@@ -248,8 +261,8 @@ def weight_min(c: Correction) -> Float[Tensor, ""]:
 
 def kept_sequences(c: Correction) -> Float[Tensor, ""]:
     """Share of the sequences with a valid token that the rules over sequences keep."""
-    kept = c.live if c.keep_sequences is None else c.live & c.keep_sequences
-    return kept.sum() / c.live_count
+    kept = c.any_valid if c.keep_sequences is None else c.any_valid & c.keep_sequences
+    return kept.sum() / c.sequence_count
 
 
 def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
@@ -399,9 +412,9 @@ def compared(c: Correction, rule: RejectRule) -> Tensor:
     population = c.config.population(rule)
     if rule.unit == "segment":
         assert c.verdict.segments is not None
-        totals = c.verdict.segments.looked_at[population]
+        totals = c.verdict.segments.by_population[population]
         return _at_tokens(c, lambda _: _of_units(c, totals, rule))
-    return _of_units(c, c.verdict.looked_at[population], rule)
+    return _of_units(c, c.verdict.by_population[population], rule)
 
 
 def _of_units(c: Correction, totals: Totals, rule: RejectRule) -> Tensor:
@@ -466,7 +479,7 @@ def _extreme_passing(c: Correction, side: Literal["min", "max"]) -> Float[Tensor
         exists, extreme = row.abs() < torch.inf, _normalized(c, applied_bound(exp_clamped(row), weight))
     else:
         units = weight if weight and weight.by_sequence else None
-        exists = passing_units(c.verdict.unit_totals, units) if units else c.totals.seen
+        exists = passing_units(c.verdict.unit_totals, units) if units else c.totals.any_usable
         extreme = _extreme_weight(c, side)
     return torch.where(exists, extreme, torch.inf if side == "min" else -torch.inf)
 
@@ -482,8 +495,8 @@ def _smallest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 
 def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Sum and sum of squares of the weights of each sequence's kept tokens, before the common normalization."""
-    if "applied" in c.totals:
-        return c.totals["applied"], c.totals["applied_squared"]
-    kept = kept_tokens(c.totals)
+    if "kept_weight" in c.totals:
+        return c.totals["kept_weight"], c.totals["kept_weight_squared"]
+    kept = kept_below(c.totals)
     weight = torch.ones_like(kept) if c.sequence_weight is None else c.sequence_weight
     return weight * kept, weight.square() * kept

@@ -11,13 +11,14 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from mis_plugins.packing.collectives import RANK_LOST, all_reduce, discard_step
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,16 @@ class Ragged:
         -inf. Rows are read one at a time.
         """
         totals = self._totals(sums, squares, both)
-        smallest = [self._extreme(x, "amin") for x in minima]
-        rows = torch.stack(totals + smallest + [self._extreme(x, "amax") for x in maxima]).double()
+        # Extremes are scattered, in any order: segment_reduce takes three times as long on a CPU.
+        smallest = [
+            x.new_full((self.size,), torch.inf).scatter_reduce_(0, self._sequence_of_token, x, "amin")
+            for x in minima
+        ]
+        largest = [
+            x.new_full((self.size,), -torch.inf).scatter_reduce_(0, self._sequence_of_token, x, "amax")
+            for x in maxima
+        ]
+        rows = torch.stack(totals + smallest + largest).double()
         found = [x.count_nonzero() for x in counts]
         marked = torch.stack(found).double() if found else rows.new_zeros(0)
         if self.ranks.cp is None:
@@ -102,9 +111,7 @@ class Ragged:
     def over_batch(self, per_sequence: Float[Tensor, "K N"]) -> Float[Tensor, " K"]:
         """Sum over the sequences of this micro-batch and of its data-parallel peers: one collective, if any."""
         total = per_sequence.sum(-1)
-        if self.ranks.dp is not None:
-            dist.all_reduce(total, group=self.ranks.dp)
-        return total
+        return total if self.ranks.dp is None else _added(total, self.ranks.dp)
 
     def to_tokens(self, per_sequence: Shaped[Tensor, " N"]) -> Shaped[Tensor, " T"]:
         """Give each local token the value of its sequence."""
@@ -125,11 +132,6 @@ class Ragged:
         for x in both:
             totals += [reduce(wide.copy_(x)), reduce(wide.mul_(wide))]
         return totals
-
-    def _extreme(self, x: Float[Tensor, " T"], op: Literal["amin", "amax"]) -> Float[Tensor, " N"]:
-        # Extremes are scattered, in any order: segment_reduce takes three times as long on a CPU.
-        none = x.new_full((self.size,), torch.inf if op == "amin" else -torch.inf)
-        return none.scatter_reduce_(0, self._sequence_of_token, x, op)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,23 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.int8) if x.dtype == torch.bool else x
 
 
+def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor, " K"]:
+    """Sum over data-parallel ranks; this rank's own where one of a group of torchft's died: Miles repeats that step.
+
+    Raises:
+        RANK_LOST: of any other group, whose host applies the step.
+    """
+    added = total.clone()
+    try:
+        all_reduce(added, group)
+    except RANK_LOST:
+        if not hasattr(group, "errored"):
+            raise
+        discard_step(group)
+        return total
+    return added
+
+
 def _combine(
     rows: Float[Tensor, "K N"], marked: Float[Tensor, " C"], sums: int, minima: int, group: dist.ProcessGroup
 ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
@@ -180,11 +199,11 @@ def _combine(
     gathered = packed.new_empty(dist.get_world_size(group) * packed.numel())
     dist.all_gather_into_tensor(gathered, packed, group=group)
     lengths = [count * rows.shape[1] for count in (sums, minima, len(rows) - sums - minima)]
-    added, smallest, largest, counted = gathered.view(-1, packed.numel()).split([*lengths, marked.numel()], 1)
+    added, smallest, largest, counts = gathered.view(-1, packed.numel()).split([*lengths, marked.numel()], 1)
     combined = added.sum(0)
     if len(rows) > sums:
         combined = torch.cat([combined, smallest.amin(0), largest.amax(0)])
-    return combined.view_as(rows), counted.sum(0)
+    return combined.view_as(rows), counts.sum(0)
 
 
 def to_device(numbers: list[int], device: torch.device) -> Int[Tensor, " _"]:

@@ -1,15 +1,17 @@
 """Files of tensors: written whole or not at all, and read without trust in what wrote them.
 
 Tensors are mapped, not read, so that a tensor larger than memory can be compared block by block. Reading imports and
-calls nothing that a file names (`weights_only`, no pickled numpy arrays). A damaged file is a `RecordError`.
+calls nothing that a file names (`weights_only`, no pickled objects in numpy arrays). A damaged file is a `RecordError`.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +62,9 @@ def check_writable(path: Path, flag: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecordError(f"{flag} {path}: its folder cannot be made: {error.strerror}") from error
+        raise RecordError(
+            f"{flag} {path}: the folder of the file cannot be made: {error.strerror}"
+        ) from error
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise RecordError(f"{flag} {path}: may not be written")
 
@@ -88,40 +92,84 @@ def read(path: Path, function: Callable[[], T]) -> T:
 
 
 def load_pt(path: Path) -> Any:
-    """Load what `torch.save` wrote, if the file holds tensors, numbers, texts, lists and dicts alone."""
+    """Load what `torch.save` wrote, if the file holds tensors, numbers, texts, lists, dicts and numpy's arrays alone.
+
+    Arrays of plain numbers become tensors. Single numbers of numpy, and arrays of objects, stay inert stand-ins.
+    """
 
     def load() -> Any:
         mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are no archives and are read whole
         with _numbers_of_numpy():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return _with_tensors(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
 
     return read(path, load)
 
 
-class _Number:
-    """A stand-in for a number of numpy: reading calls nothing of numpy's, so that a file cannot choose what runs."""
+class _Inert:
+    """A stand-in for what numpy makes: reading calls nothing of numpy's, so that a file cannot choose what runs."""
 
-    def __init__(self, *_: Any):
-        pass
+    state: Any = None
 
-    def __setstate__(self, _: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
-# Stand-ins under the names by which files of numpy 1 and of numpy 2 ask for a number.
+def _stand_ins(name: str, *modules: str) -> tuple[type[_Inert], ...]:
+    """A class for each module under whose name files of numpy 1 or of numpy 2 ask for `name`."""
+    return tuple(type(name, (_Inert,), {"__module__": module}) for module in modules)
+
+
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_ARRAYS = _stand_ins("_reconstruct", *_MULTIARRAY)
 _NUMPY: list[Callable | tuple[Callable, str]] = [
-    type(name, (_Number,), {"__module__": module})
-    for module, name in (
-        ("numpy", "dtype"),
-        ("numpy.core.multiarray", "scalar"),
-        ("numpy._core.multiarray", "scalar"),
-    )
+    *_stand_ins("dtype", "numpy"),
+    *_stand_ins("ndarray", "numpy"),
+    *_stand_ins("scalar", *_MULTIARRAY),
+    *_ARRAYS,
 ]
+_DTYPES: dict[Any, torch.dtype] = {
+    "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "c8": torch.complex64, "c16": torch.complex128,
+    "i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64, "b1": torch.bool,
+    "u1": torch.uint8, "u2": torch.uint16, "u4": torch.uint32, "u8": torch.uint64,
+}  # fmt: skip
+
+
+def _with_tensors(value: Any) -> Any:
+    """Give what a file holds with a tensor for each array of plain numbers."""
+    if isinstance(value, _ARRAYS):
+        return _tensor(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_tensors, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _with_tensors(one)) for key, one in value.items())
+    return value
+
+
+def _tensor(array: _Inert) -> Any:
+    """The array as a tensor; the array itself where it holds anything but plain numbers, in this machine's order.
+
+    Raises:
+        RecordError: the bytes are not those of the shape.
+    """
+    if not isinstance(array.state, tuple) or len(array.state) != 5:
+        return array
+    _, shape, dtype, by_columns, data = array.state
+    order = dtype.state[1] if isinstance(dtype, _Inert) and isinstance(dtype.state, tuple) else None
+    known = _DTYPES.get(dtype.arguments[0]) if order in ("<", "|") and dtype.arguments else None
+    if known is None or not isinstance(data, bytes):
+        return array
+    if len(data) != math.prod(shape) * known.itemsize:
+        raise RecordError(f"an array of numpy has {len(data)} bytes, and its shape {shape} needs others")
+    flat = torch.frombuffer(bytearray(data), dtype=known) if data else torch.empty(0, dtype=known)
+    return flat.reshape(shape[::-1]).permute(*range(len(shape))[::-1]) if by_columns else flat.reshape(shape)
 
 
 @contextmanager
 def _numbers_of_numpy() -> Iterator[None]:
-    """Let files hold numbers of numpy, and nothing that a library such as Megatron-core has allowed torch to call."""
+    """Let files hold numbers and arrays of numpy, and nothing that a library (Megatron-core) has let torch call."""
     allowed = torch.serialization
     if not hasattr(allowed, "clear_safe_globals"):  # torch before 2.4 cannot read files with numbers of numpy
         yield

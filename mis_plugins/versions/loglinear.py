@@ -23,4 +23,4 @@ def loglinear(
 ) -> Float[Tensor, " T"]:
     """Interpolate log pi_{v+1} of each token by the token's age V - v."""
     near, far = widened(behavior), widened(proximal)
-    return torch.where(age > 1, near + (far - near) / age.clamp(min=1), far)
+    return torch.where(age > 1, near + (far - near) / age, far)

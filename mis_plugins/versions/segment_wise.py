@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.correction.ratios import exp_clamped, log_ratio, only_
-from mis_plugins.correction.weights import bounded_weight, in_bounds
+from mis_plugins.correction.rejection import in_bounds
+from mis_plugins.correction.weights import bounded_weight
 from mis_plugins.errors import InputError
 from mis_plugins.versions.loglinear import loglinear
 
@@ -54,7 +55,7 @@ class Written:
         return (self.versions > NO_VERSION) & (self.versions <= self.current)
 
     @property
-    def lags(self) -> Int[Tensor, " T"]:
+    def known_age(self) -> Int[Tensor, " T"]:
         """Age of each token; -1 where the version is not known."""
         return torch.where(self.known, self.age, -1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +18,27 @@ from asynchrony import (
     FULL,
     MEASURED,
     METHODS,
-    SEEDS,
     SETTLED,
     SMOKE,
     Cell,
     Directions,
     Plan,
-    cell_arguments,
+    cell_arm,
     cells,
     command_line,
     held,
-    measure_bias,
     measure_throughput,
-    publish,
     result,
-    run_cells,
     steady,
 )
-from experiments.async_readme import BEGIN, END, with_figures
+from experiments.async_picture import draw
 from experiments.async_tables import _throughput as throughput_table
 from experiments.async_tables import markdown, spread
-from experiments.reuse import made_of, stamp, unstamp
+from experiments.runner import SEEDS, publish
 
 from mis_plugins.config.reading import from_args
 from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.folders import METRICS, SUMMARY, add_folders, with_folders
-from mis_plugins.local.report import write_json
+from mis_plugins.local.folders import METRICS, SUMMARY
 from mis_plugins.shared import provenance
 
 
@@ -90,6 +85,10 @@ def leave_a_run(folder: Path, reward: float) -> None:
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write(content: dict[str, Any], results: Path) -> None:
+    publish(results / "async", content, markdown(content), {"": partial(draw, content)})
+
+
 @pytest.fixture
 def content(tmp_path: Path) -> dict[str, Any]:
     plan = Plan(("1e-4",), SMOKE.bounds, SMOKE.step_seconds, 2, ())
@@ -133,19 +132,6 @@ def test_figures_are_those_of_the_runs(content: dict[str, Any]) -> None:
     assert content["recompute_share"] == {"1e-4": [0.1, 0.1]}
 
 
-def test_tables_and_picture(content: dict[str, Any], tmp_path: Path) -> None:
-    publish(content, tmp_path / "results")
-    text = (tmp_path / "results/async.md").read_text()
-    assert "| 2 | 0.03 [0.03, 0.03] | 0.6 [0.6, 0.6] | 20.0 [20.0, 20.0] | 80 |" in text
-    assert "| segment-wise | 0.900 [0.900, 0.900] | 0.500 [0.500, 0.500] | 1.100 [1.100, 1.100] |" in text
-    assert "| 1e-4 | 0.50 [0.50, 0.50] | 0.75 [0.70, 0.80] | 0.75 [0.70, 0.80] | 0.75 [0.70, 0.80] |" in text
-    row = "| 0 s | 2 | 1750 [1500, 2000] | 1.25 [1.00, 1.50] | 1.67 [1.33, 2.00] | 38% [25%, 50%] | 3.1% [3.1%, 3.1%] |"
-    assert row in text and "of the mean over 2 rollouts" in text
-    assert text.count("| mis-plugins commit | 0123456789ab (modified) |") == 2
-    assert (tmp_path / "results/async.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "results/async.json").read_text())["seeds"] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("load", "rate", "expected"),
     [
@@ -167,8 +153,9 @@ def test_throughput_says_what_it_proves(load: float, rate: float, expected: str)
 def test_throughput_alone_is_put_into_the_results_that_are_there(
     content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(content, tmp_path / "results")
+    write(content, tmp_path / "results")
     rates = itertools.count(100.0)
+    monkeypatch.setattr(asynchrony, "run_arms", lambda *_: 0)
     measured = dict.fromkeys(("waiting", "recompute"), 0.5)
     monkeypatch.setattr(
         asynchrony, "_throughput", lambda *setting: {"tokens_a_second": next(rates), **measured}
@@ -197,28 +184,10 @@ def test_throughput_alone_is_put_into_the_results_that_are_there(
     )
 
 
-def test_the_readme_has_the_figures_of_the_results() -> None:
-    root = Path(__file__).resolve().parents[2]
-    text, content = (
-        (root / "README.md").read_text(),
-        json.loads((root / "benchmarks/results/async.json").read_text()),
-    )
-    assert with_figures(text, content) == text, "bash scripts/experiment-async.sh --tables"
-    assert (root / "benchmarks/results/async.md").read_text() == markdown(content)
-
-
-def test_figures_of_the_readme(content: dict[str, Any]) -> None:
-    text = with_figures(f"before\n{BEGIN}old\n{END}after\n", content)
-    assert text.startswith(f"before\n{BEGIN}|") and text.endswith(f"{END}after\n") and "old" not in text
-    assert "| 1e-4 | 0.02 / 0.4 | 0.90 / 0.90 / 0.90 / 0.90 | 0.50, then 0.75 / 0.75 / 0.75 |" in text
-    assert "falls 20 to 20 times" in text and "took 10% to 10% of" in text
-    assert "  * 0 s a decode step, a bound of 2: 1.25 [1.00, 1.50]\n" in text
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, END + BEGIN, BEGIN + BEGIN + END])
-def test_a_readme_without_marks_is_left_alone(text: str, content: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="wants one line <!-- written by"):
-        with_figures(text, content)
+def test_the_page_has_the_figures_of_the_results() -> None:
+    folder = Path(__file__).resolve().parents[2] / "benchmarks/results"
+    content = json.loads((folder / "async.json").read_text())
+    assert (folder / "async.md").read_text() == markdown(content), "bash scripts/experiment-async.sh --tables"
 
 
 def test_throughput_alone_needs_results(tmp_path: Path) -> None:
@@ -229,12 +198,16 @@ def test_throughput_alone_needs_results(tmp_path: Path) -> None:
 def test_rounds_are_of_all_settings_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, float]] = []
 
-    def run(plan: Plan, bound: int, step: float, root: Path) -> dict[str, float]:
+    def read(bound: int, step: float, root: Path) -> dict[str, float]:
         asked.append((bound, step))
         return {"tokens_a_second": float(len(asked))}
 
-    monkeypatch.setattr(asynchrony, "_throughput", run)
-    rows = measure_throughput(Plan((), (0, 2), (0.0, 0.1), 1, (), rounds=2), tmp_path)["rows"]
+    started: list[int] = []
+    monkeypatch.setattr(asynchrony, "_throughput", read)
+    monkeypatch.setattr(asynchrony, "run_arms", lambda arms, processes, code: started.append(len(arms)) or 0)
+    code, found = measure_throughput(Plan(("1e-4",), (0, 2), (0.0, 0.1), 1, (), rounds=2), tmp_path)
+    assert code == 0 and started == [4, 4], "a round at a time"
+    rows = found["rows"]
     settings = [(0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1)]
     assert asked == settings * 2
     assert [(row["bound"], row["step_seconds"]) for row in rows] == settings
@@ -252,36 +225,6 @@ def test_throughput_is_of_the_rollouts_with_work_left_to_begin(bound: int) -> No
     assert steady(records[:3], bound) == records[:3], "a smoke run is too short"
 
 
-@pytest.mark.parametrize("name", ["async", "collapse"])
-def test_a_smoke_run_writes_nothing_where_a_full_one_looks(name: str) -> None:
-    def folders(line: str) -> tuple[Path, Path]:
-        parser = ArgumentParser()
-        parser.add_argument("--smoke", action="store_true")
-        add_folders(parser, name)
-        found = with_folders(parser.parse_args(line.split()), name)
-        return found.runs, found.results
-
-    assert folders("") == (Path("runs") / name, Path("benchmarks/results"))
-    assert folders("--smoke") == (Path(f"runs/{name}-smoke"),) * 2
-    assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
-
-
-def test_what_is_made_of_other_settings_or_code_is_made_again(tmp_path: Path) -> None:
-    """Runs and directions alike; and nothing of code that no commit holds is ever taken for another."""
-    cell = Cell("standard", "3e-4", 0)
-    folder = cell.folder(tmp_path)
-    full, smoke = (vars(cell_arguments(cell, plan, tmp_path)) for plan in (FULL, SMOKE))
-    assert not made_of(folder, full, "a")
-    stamp(folder, smoke, "a")
-    assert made_of(folder, smoke, "a") and not made_of(folder, full, "a")
-    stamp(folder, full, "a")
-    assert made_of(folder, full, "a") and not made_of(folder, full, "b")
-    unstamp(folder)
-    assert not made_of(folder, full, "a")
-    stamp(folder, full, None)
-    assert not made_of(folder, full, None)
-
-
 @pytest.mark.parametrize(
     "change", [{"bias_rollouts": 3}, {"flags": ("--adam-beta1", "0.8")}, {"rates": ("1e-4",)}]
 )
@@ -289,95 +232,39 @@ def test_directions_of_other_settings_are_measured_again(change: dict[str, Any],
     """Whatever their settings their file has one name; what does not concern them repeats nothing."""
     one, other = (Directions("1e-4", 0, tmp_path, plan) for plan in (FULL, replace(FULL, **change)))
     assert one.file == other.file
-    stamp(one.folder, one.settings(), "a")
-    assert made_of(other.folder, other.settings(), "a") == ("rates" in change)
+    one.arm().stamp("a")
+    assert other.arm().made("a") == ("rates" in change)
 
 
 def test_directions_at_another_bound_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Directions("1e-4", 0, tmp_path, FULL)
-    stamp(one.folder, one.settings(), "a")
+    one.arm().stamp("a")
+    assert one.arm().made("a")
     monkeypatch.setattr(asynchrony, "BOUND", BOUND + 1)
-    assert not made_of(one.folder, one.settings(), "a")
+    assert not one.arm().made("a")
 
 
-@pytest.fixture
-def shared_out(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What would have been given to processes: the function, its arguments, how many."""
-    found: list[tuple] = []
-
-    def start(function: Callable, arguments: tuple, nprocs: int, start_method: str) -> None:
-        assert start_method == "fork"
-        found.append((function, *arguments, nprocs))
-
-    monkeypatch.setattr(asynchrony, "start_processes", start)
-    return found
+def test_a_smoke_run_is_not_taken_for_a_full_one(tmp_path: Path) -> None:
+    full, smoke = (cell_arm(Cell("standard", "3e-4", 0), plan, tmp_path) for plan in (FULL, SMOKE))
+    smoke.stamp("a")
+    assert smoke.folder == full.folder and smoke.made("a") and not full.made("a")
 
 
-def test_only_the_cells_that_nothing_made_are_run(shared_out: list[tuple], tmp_path: Path) -> None:
-    """Not what the same code made of the same settings; what other code made, and what is not finished."""
-    everything = [cell_arguments(cell, FULL, tmp_path) for cell in cells(FULL, (0,))]
-    same, other, *rest = everything
-    stamp(Path(same.output), vars(same), "a")
-    stamp(Path(other.output), vars(other), "b")
-    run_cells(FULL, (0,), tmp_path, 3, "a")
-    assert shared_out == [(asynchrony._cell_share, [other, *rest], 3, "a", 3)]
-
-
-def test_only_the_directions_that_nothing_made_are_measured(shared_out: list[tuple], tmp_path: Path) -> None:
-    """All are read, by learning rate and seed."""
-    wanted = {lr: [Directions(lr, seed, tmp_path, FULL) for seed in (0, 1)] for lr in FULL.rates}
-    same, other, *rest = (one for ones in wanted.values() for one in ones)
-    for one in (same, other, *rest):
-        stamp(one.folder, one.settings(), {same: "a", other: "b"}.get(one))
-        write_json(one.file, {"of": [one.lr, one.seed]})
-    found = measure_bias(FULL, (0, 1), tmp_path, 2, "a")
-    assert shared_out == [(asynchrony._bias_share, [other, *rest], 2, "a", 2)]
-    assert found == {lr: [{"of": [lr, seed]} for seed in (0, 1)] for lr in FULL.rates}
-
-
-def test_throughput_is_what_the_steady_rollouts_of_a_run_give(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_is_what_the_steady_rollouts_of_a_run_give(tmp_path: Path) -> None:
     """By hand: 20 rollouts of 30 tokens and 4 s, of which 1 s waiting and 0.5 s recompute; the others would show."""
-    asked: list[Namespace] = []
-
-    def run(args: Namespace) -> None:
-        asked.append(args)
-        steady = {"staleness/tokens": 30, "seconds": 4.0, "wait_seconds": 1.0, "recompute/seconds": 0.5}
-        other = dict.fromkeys(steady, 1000.0)
-        rows = [other] * SETTLED + [steady] * MEASURED + [other] * 2
-        Path(args.output).mkdir(parents=True, exist_ok=True)
-        (Path(args.output) / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    monkeypatch.setattr(asynchrony, "_run", run)
-    found = asynchrony._throughput(FULL, 2, 0.05, tmp_path)
+    arm = asynchrony._throughput_arm(FULL, 2, 0.05, tmp_path)
+    steady = {"staleness/tokens": 30, "seconds": 4.0, "wait_seconds": 1.0, "recompute/seconds": 0.5}
+    other = dict.fromkeys(steady, 1000.0)
+    rows = [other] * SETTLED + [steady] * MEASURED + [other] * 2
+    (arm.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = asynchrony._throughput(2, 0.05, tmp_path)
     assert found == {"tokens_a_second": 7.5, "waiting": 0.25, "recompute": 0.125}
-    (args,) = asked
+    args = Namespace(**arm.settings)
     assert (args.asynchronous, args.max_head_offpolicyness, args.rollout_step_seconds) == (True, 2, 0.05)
-    assert args.num_rollout == SETTLED + MEASURED + 2 and args.output == str(
-        tmp_path / "throughput/bound2-step0.05"
-    )
-
-
-def test_an_interrupted_experiment_repeats_what_it_has_not_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that fails leaves no stamp, not even that of an earlier one in its folder."""
-    run: list[str] = []
-
-    def fails_second(args: Namespace) -> None:
-        run.append(args.output)
-        if len(run) == 2:
-            raise RuntimeError("killed")
-
-    monkeypatch.setattr(asynchrony, "_run", fails_second)
-    wanted = [cell_arguments(cell, FULL, tmp_path) for cell in cells(FULL, (0,))[:3]]
-    stamp(Path(wanted[1].output), vars(wanted[1]), "a")
-    with pytest.raises(RuntimeError, match="killed"):
-        asynchrony._cell_share(0, wanted, 1, "a")
-    assert [made_of(Path(one.output), vars(one), "a") for one in wanted] == [True, False, False]
+    assert args.num_rollout == SETTLED + MEASURED + 2
+    assert args.output == str(tmp_path / "throughput/bound2-step0.05")
 
 
 def test_a_tree_that_no_commit_holds_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,12 +133,12 @@ def test_an_engine_has_to_be_asked_for():
 
 
 @needs_triton
-def test_the_correction_does_not_wait_and_the_plain_one_does(dry_run):
+def test_the_correction_does_not_wait_and_a_loop_does(dry_run):
     waits = {
         row["what"]: row["waits for the device"] for row in table(dry_run["correction"], "The correction")
     }
     assert waits["ours"] == "none"
-    assert "_local_scalar_dense" in waits["plain"]
+    assert "_local_scalar_dense" in waits["a loop"]
 
 
 @needs_triton

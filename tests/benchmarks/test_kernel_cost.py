@@ -8,9 +8,11 @@ import kernel_cost
 import pytest
 
 
-@pytest.mark.parametrize("workload", ["prefill 8x64", "decode B1", "train 8x64"])
-def test_one_row(workload):
-    row = kernel_cost.measure("h256", "bf16", workload, calls=1)
+@pytest.mark.parametrize("kind", ["prefill", "decode", "train"])
+def test_one_row(kind, monkeypatch):
+    """The workload is small, because the tile backend is written in Python."""
+    monkeypatch.setitem(kernel_cost.WORKLOADS, "two of 16", (kind, 2, 16))
+    row = kernel_cost.measure("h256", "bf16", "two of 16", calls=1)
     assert min(row.stock, row.native, row.tile, row.leaves) > 0
 
 

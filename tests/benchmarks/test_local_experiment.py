@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import subprocess
-from collections.abc import Callable
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-import collapse
 import pytest
 from collapse import (
     COSINE_METHODS,
     COSINE_PRECISIONS,
-    COSINE_RANKS,
+    COSINES,
     Cell,
+    arms,
     cells,
-    mean_directions,
-    measure_cosines,
-    publish,
+    cosine_folder,
+    directions,
     read_summary,
-    run_cell,
+    result,
+    write_results,
 )
 from demo import RUNS, conclude
 from experiments.recipe import ESTIMATORS, METHODS, command_line
@@ -84,75 +81,19 @@ def test_an_interrupted_run_is_not_taken_for_a_finished_one(tmp_path: Path) -> N
     assert read_summary(tmp_path / "b") is None and read_summary(tmp_path / "c") is None
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Command lines that would have run; each succeeds."""
-    found: list[list[str]] = []
-    monkeypatch.setattr(collapse.subprocess, "run", lambda command, **_: found.append(command))
-    return found
-
-
-def test_a_run_is_repeated_for_other_settings_and_other_code_alone(
-    started: list[list[str]], tmp_path: Path
-) -> None:
-    """And always for code that no commit holds."""
-    cell = Cell("token TIS", "R-1", 0)
-    for smoke, code, runs in (
-        (False, "a", 1), (False, "a", 1), (False, "b", 2), (True, "b", 3), (True, "b", 3), (True, None, 4),
-        (True, None, 5),
-    ):  # fmt: skip
-        run_cell(cell, tmp_path, smoke, code)
-        assert len(started) == runs
-    assert started[0][1:3] == ["-m", "mis_plugins.local"] and "--smoke" in started[2]
-
-
-def test_a_run_that_fails_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though an earlier one in its folder was finished."""
-
-    def fails(command: list[str], **_: Any) -> None:
-        raise subprocess.CalledProcessError(1, command)
-
-    cell = Cell("uncorrected", "group", 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(collapse.subprocess, "run", lambda *_, **__: None)
-        run_cell(cell, tmp_path, True, "a")
-    monkeypatch.setattr(collapse.subprocess, "run", fails)
-    run_cell(cell, tmp_path, True, "a")
-    for code in ("b", "b", "a"):
-        with pytest.raises(subprocess.CalledProcessError):
-            run_cell(cell, tmp_path, True, code)
-
-
-def test_directions_are_measured_again_for_other_settings_and_other_code_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers = itertools.count()
-
-    def launched(ranks: int, main: Callable[[], None]) -> int:
-        assert ranks == COSINE_RANKS
-        write_json(tmp_path / "cosines/group-seed0/cosines.json", {"on-policy": {"reward": next(numbers)}})
-        return 0
-
-    monkeypatch.setattr(collapse, "launch", launched)
-    asked = [(True, "a"), (True, "a"), (True, "b"), (False, "b"), (False, "b"), (False, None)]
-    found = [measure_cosines(0, "group", tmp_path, smoke, code) for smoke, code in asked]
-    assert [one["on-policy"]["reward"] for one in found] == [0, 0, 1, 2, 2, 3]
-    monkeypatch.setattr(collapse, "launch", lambda *_: 1)
-    with pytest.raises(RuntimeError, match="failed for group, seed 0"):
-        measure_cosines(0, "group", tmp_path, False, "c")
-    with pytest.raises(RuntimeError):
-        measure_cosines(0, "group", tmp_path, False, "b")
-
-
 def test_the_tables_hold_every_seed(tmp_path: Path) -> None:
     seeds = (0, 1, 2)
     for cell in cells(seeds):
         leave_a_run(cell.folder(tmp_path / "runs"), 0.1 + 0.3 * cell.seed)
     precision = {method: 0.5 for method in COSINE_METHODS} | {"k3_kl": 1e-3}
     one = {"on-policy": {"agreement": 0.9, "reward": 0.5}, **{name: precision for name in COSINE_PRECISIONS}}
-    directions = {estimator: mean_directions([one, one]) for estimator in ESTIMATORS}
+    for folder in (cosine_folder(seed, name, tmp_path / "runs") for name in ESTIMATORS for seed in seeds):
+        folder.mkdir(parents=True)
+        write_json(folder / COSINES, one)
     made_with = {"command": "bash scripts/experiment-collapse.sh", "torch": "9.9"}
-    publish(tmp_path / "runs", tmp_path / "results", seeds, directions, made_with)
+    options = Namespace(runs=tmp_path / "runs", results=tmp_path / "results", seeds=seeds)
+    numbers = result(options.runs, seeds, directions(options.runs, seeds))
+    write_results(options, {"measured_with": made_with, **numbers})
     table = (tmp_path / "results/collapse.md").read_text()
     row = (
         "| 0.90, 0.90, 0.90 | 0.10, 0.40, 0.70 | 0.50, 0.50, 0.50 | 0.05, 0.20, 0.35 | 2 of 3 | 0.25 | 0.5 |"
@@ -172,10 +113,22 @@ def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert Cell("token TIS", "R-1", 0) in everything
 
 
+def test_arms_are_the_runs_and_the_directions(tmp_path: Path) -> None:
+    full, smoke = (arms(Namespace(runs=tmp_path, seeds=(0,), smoke=smoke)) for smoke in (False, True))
+    assert len(full) == 12 == len({arm.folder for arm in full})
+    for one, other in zip(full, smoke, strict=True):
+        one.stamp("a")
+        assert one.made("a") and not other.made("a"), "settings of a full run"
+    assert set(full[-1].settings) == set(COSINE_METHODS)
+
+
 def test_the_demonstration_says_what_it_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, final in zip(RUNS, (0.1, 0.8), strict=True):
         leave_a_run(tmp_path / name, final)
-    conclude(tmp_path)
+    conclude(tmp_path, {"mis-plugins commit": "abc"})
     said = " ".join(capsys.readouterr().out.split())
     assert "from 0.90 to 0.10" in said and "from 0.90 to 0.80" in said
     assert (tmp_path / "curves.png").exists() and str(tmp_path) in said
+    held = json.loads((tmp_path / "demo.json").read_text())
+    assert held["measured_with"] == {"mis-plugins commit": "abc"} and held["runs"].keys() == RUNS.keys()
+    assert all("eval_trainer" in rows[0] for rows in held["runs"].values())

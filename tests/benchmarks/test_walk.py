@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,77 +13,105 @@ import torch
 import walk
 
 COMMAND = Path(walk.__file__)
+MOST_STOPS, MOST_RETURNS = 16, 5
 
 FILES = {
     "first.py": """
 def hook(x, second, third):
-    \"\"\"Begin.
+    check(x)
+    doubled = second["twice"](x)
+    aside(doubled)
+    second["twice"](x)
+    third["deaf"](x)
+    return third["named"]["row"](helper(doubled))
 
-    More of it.
-    \"\"\"
-    second["twice"](x)
-    aside(x)
-    second["twice"](x)
-    third["deaf"](3)
-    return [value for value in (lambda: [third["held"]([x])])()]
+
+def check(x):
+    return (x + 1).sum()
 
 
 def aside(x):
-    return x
+    return x * 3
+
+
+def helper(x):
+    return x - 1
 """,
-    "second.py": "def twice(x):\n    return inner(x)\n\n\ndef inner(x):\n    return x\n",
-    "third.py": "def deaf(number):\n    return number\n\n\ndef held(xs):\n    return xs\n",
+    "second.py": "def twice(x):\n    return inner(x)\n\n\ndef inner(x):\n    return x.mul_(2)\n",
+    "third.py": "def deaf(x):\n    return x.shape\n\n\nnamed = {'row': lambda x: x.neg()}\n",
 }
 
 
 @pytest.fixture
-def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> walk.Call:
     """Three files of a package of which the walk is told that it is ours."""
     package = tmp_path / "ours"
     monkeypatch.setattr(walk, "PACKAGE", package)
     first, second, third = ({"__name__": name} for name in FILES)
     for space, (name, source) in zip((first, second, third), FILES.items(), strict=True):
         exec(compile(source, str(package / name), "exec"), space)
-    return lambda: first["hook"](torch.ones(1), second, third)  # type: ignore[operator]
+    given = torch.ones(1)
+    return walk.Call(lambda: [first["hook"](given, second, third)], [given])  # type: ignore[operator]
 
 
-def test_each_function_that_is_given_a_tensor_is_one_stop(hook: Callable[[], object]):
-    """`inner` is in the file of its caller, and the second call of `twice` opens nothing new."""
-    found = walk.follow("example", hook)
-    assert [(Path(x.file).name, x.function, x.returns) for x in found.stops] == [
-        ("first.py", "hook", False),
-        ("second.py", "twice", False),
-        ("first.py", "aside", True),
-        ("third.py", "held", False),
+def test_a_stop_is_a_file_in_which_what_was_given_is_changed_on_its_way_to_the_answer(call: walk.Call):
+    """`check` and `aside` compute what the answer does not depend on, `deaf` runs no operator, `row` has no name."""
+    found = walk.follow("example", call)
+    assert [(Path(x.file).name, x.functions, x.returns) for x in found.stops] == [
+        ("first.py", ("hook",), False),
+        ("second.py", ("twice", "inner"), False),
+        ("first.py", ("helper",), True),
+        ("third.py", ("<lambda>",), False),
     ]
-    assert [x.does for x in found.stops] == ["Begin.", "", "", ""]
     assert (found.files, found.returns) == (3, 1)
 
 
-def test_every_call_of_another_file_is_one_step(hook: Callable[[], object]):
-    steps = walk.follow("example", hook).steps
-    assert [x.function for x in steps] == ["hook", "twice", "aside", "twice", "deaf"]
-    assert [x.returns for x in steps] == [False, False, True, True, False]
+def test_every_call_of_another_file_is_one_step(call: walk.Call):
+    steps = walk.follow("example", call).steps
+    assert [x.functions for x in steps] == [
+        ("hook", "check"),
+        ("twice", "inner"),
+        ("aside",),
+        ("twice", "inner"),
+        ("deaf",),
+        ("helper",),
+    ]
+    assert [x.returns for x in steps] == [False, False, True, True, False, True]
 
 
-def test_nothing_is_followed_afterwards(hook: Callable[[], object]):
+def test_what_was_given_to_somebody_else_is_not_followed(call: walk.Call):
+    other = torch.ones(1)
+    assert walk.follow("example", walk.Call(call.run, [other])).stops == []
+
+
+def test_nothing_is_followed_afterwards(call: walk.Call):
     before = sys.getprofile()
-    walk.follow("example", hook)
+    walk.follow("example", call)
     assert sys.getprofile() is before
 
 
+@pytest.mark.parametrize("preset", walk.SERVED)
+def test_the_walk_does_not_grow(preset: str):
+    """From the hook to its answer; docs/architecture.md tells the walk of `mis`."""
+    found = walk.follow(preset, walk.hook_call(preset))
+    assert found.stops[0].functions[0] == "compute_mis_weights_with_cp"
+    assert any("token_stage" in stop.functions for stop in found.stops)
+    assert len(found.stops) <= MOST_STOPS and found.returns <= MOST_RETURNS, walk.as_text(found)
+
+
 def test_smoke(tmp_path: Path):
-    """From the hook to its answer, with as many stops in the figures as in the text."""
+    """There are as many stops in the figures as in the text."""
     path = tmp_path / "walk.json"
     command = [sys.executable, str(COMMAND), "--smoke", "--json", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(COMMAND.parents[1])}
     ran = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     (found,) = json.loads(path.read_text())["walks"]
-    functions = [stop["function"] for stop in found["stops"]]
-    assert functions[0] == "compute_mis_weights_with_cp" and functions[-1] == "_masks"
-    assert {"correct", "token_stage", "Ragged.over_sequence", "diagnose"} <= set(functions)
-    assert found["returns"] == sum(stop["returns"] for stop in found["stops"])
-    counted = f"mis: {len(functions)} stops in {found['files']} files, {found['returns']} returns"
+    stops = found["stops"]
+    assert found["returns"] == sum(stop["returns"] for stop in stops)
+    assert {"correct", "totals_of", "Ragged.over_sequence"} <= {
+        x for stop in stops for x in stop["functions"]
+    }
+    counted = f"mis: {len(stops)} stops in {found['files']} files, {found['returns']} returns"
     assert ran.stdout.startswith(counted)
     document = path.with_suffix(".md").read_text()
     assert document.startswith("```\npython benchmarks/walk.py --smoke") and counted in document

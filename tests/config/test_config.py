@@ -21,9 +21,9 @@ from mis_plugins.config.model import (
     WeightConfig,
 )
 from mis_plugins.config.reading import correcting_keys, from_args, from_flat, from_mapping, spelling
+from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
 from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError
-from mis_plugins.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
 
 MILES_YAML = {
     "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,

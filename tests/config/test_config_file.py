@@ -43,8 +43,8 @@ UNREADABLE = {
     "no date": ("mis: !!timestamp foo", "line 1: 'foo' reads as YAML's timestamp"),
     "brackets": ("mis: " + "[" * 100_000, "nested more than 64 levels"),
     "dashes": ("- " * 60_000, "nested more than 64 levels"),
-    "aliases": (ALIASES, "its aliases .* repeat more than"),
-    "merges": (MERGES, "its aliases .* repeat more than"),
+    "aliases": (ALIASES, "aliases .* repeat more than"),
+    "merges": (MERGES, "aliases .* repeat more than"),
     "4 MB": (BIG, f"more than {LARGEST_FILE} bytes, which no config has"),
 }
 

@@ -15,7 +15,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import row_sums
 from true_on_policy.contract.gpu import (
     CHOICES,
-    FAMILIES,
+    GPU_FAMILIES,
     LAYOUTS,
     MODELS,
     RANKS,
@@ -129,7 +129,7 @@ def test_names_of_models_ignore_case() -> None:
     assert model_contract("Qwen3-4b", "fsdp") == model_contract("qwen3-4B", "fsdp")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", GPU_FAMILIES)
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_family_that_no_host_knows_says_what_is_missing(name: str, backend: str) -> None:
     contract = gpu_contract(name, backend)
@@ -198,7 +198,7 @@ def test_the_environment_is_checked_name_by_name() -> None:
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", GPU_FAMILIES)
 def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["contract", "show", name, "--backend", backend]) == 0
     printed = capsys.readouterr().out

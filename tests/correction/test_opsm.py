@@ -137,8 +137,8 @@ def test_an_unknown_divergence_counts_as_far(value: float):
     ]
     reference = flat(batch, "reference")
     reference[[1, 5, 10]] = value  # a valid token of the first two, a masked one of the third
-    live = [True, True, False, True]
-    assert kept(batch, OpsmConfig(DELTA), reference) == [[False] * 4, live, live]
+    valid = [True, True, False, True]
+    assert kept(batch, OpsmConfig(DELTA), reference) == [[False] * 4, valid, valid]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

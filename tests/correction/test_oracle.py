@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -22,7 +23,12 @@ from batches import (
 )
 from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, call, run
 from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from tolerances import DECISION
+
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.correction.pipeline import correct
+from mis_plugins.packing.ragged import Ragged
 
 REJECTS = ("none", "token", "sum", "mean", "min", "max", "sum and min")
 NORMALIZE = (None, "valid", "kept")
@@ -61,9 +67,25 @@ def test_flat_keys(batch: Batch, flat: dict):
     },
 )
 def test_non_finite_rollout_log_probs(batch: Batch, config: dict):
-    """A live token whose rollout log-prob is NaN or infinite: weight 0, out of every mean, fails its rules."""
+    """A valid token whose rollout log-prob is NaN or infinite: weight 0, out of every mean, fails its rules."""
     outcome = check(batch, config)
     assert all(torch.isfinite(x).all() for rows in outcome.metrics.values() for x in rows)
+
+
+@given(batches() | broken_batches(), st.data())
+def test_rules_over_routes(batch: Batch, data: st.DataObject):
+    """Numbers of layers that route a token otherwise, handed for every token, the masked and the broken ones too."""
+    over = data.draw(st.sampled_from(["token", "sum", "mean", "min", "max"]))
+    unit = {} if over == "token" else {"unit": data.draw(st.sampled_from(["sequence", "segment"]))}
+    rule = {"statistic": "route", "over": over, "upper": data.draw(st.sampled_from([0.45, 1.3, 4.2])), **unit}
+    rows = [[float(data.draw(st.integers(0, 3))) for _ in range(n)] for n in batch.response_lengths]
+    samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
+    config = {"weight": None, "reject": [rule]}
+    expected = oracle.correct(samples, config)
+    ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
+    log_probs, routes = (torch.cat(batch.proximal), torch.cat(batch.behavior)), torch.tensor(sum(rows, []))
+    found = correct(*log_probs, Ragged(ends, batch.flat_mask), from_mapping(config), routes=routes)
+    assert found.keep.tolist() == sum(expected.keep, [])
 
 
 def product() -> list[tuple]:
@@ -169,6 +191,6 @@ def test_loss_is_loss_times_weight(batch: Batch, config: dict):
     """The returned loss is the host's, times the weight, token by token; nothing else has a gradient."""
     loss_in, loss, _, metrics = call(batch, config)
     (weights,) = torch.autograd.grad(loss.sum(), loss_in, retain_graph=True)
-    live = batch.flat_mask
-    torch.testing.assert_close(loss[live], (loss_in * weights)[live], rtol=0, atol=0)
+    valid = batch.flat_mask
+    torch.testing.assert_close(loss[valid], (loss_in * weights)[valid], rtol=0, atol=0)
     assert not any(value.requires_grad for value in metrics.values())

@@ -45,8 +45,8 @@ def test_equal_policies_change_nothing(batch: Batch, config: dict):
             bool((x[m.bool()] == 0).all())
             for x, m in zip(outcome.metrics[name], batch.loss_masks, strict=True)
         ), name
-    scale, live = host_scale("ess_mb", batch.samples), batch.flat_mask
-    ess = torch.cat(outcome.metrics["mis_ess_mb"])[live]
+    scale, valid = host_scale("ess_mb", batch.samples), batch.flat_mask
+    ess = torch.cat(outcome.metrics["mis_ess_mb"])[valid]
     torch.testing.assert_close(ess, torch.full_like(ess, scale), rtol=EPS, atol=0)
 
 
@@ -169,12 +169,12 @@ def test_a_masked_tail_changes_not_one_bit(batch: Batch, config: dict, extra: in
                      loss_masks=[pad(x, extra, 0) for x in batch.loss_masks])  # fmt: skip
     short, long = run(batch, config), run(longer, config)
     for i, n in enumerate(batch.response_lengths):
-        live = batch.loss_masks[i].bool()
-        assert same_bytes(short.weights[i][live], long.weights[i][:n][live])
+        valid = batch.loss_masks[i].bool()
+        assert same_bytes(short.weights[i][valid], long.weights[i][:n][valid])
         assert same_bytes(short.masks[i], long.masks[i][:n])
         assert not long.masks[i][n:].any()
         for name in short.metrics:
-            assert same_bytes(short.metrics[name][i][live], long.metrics[name][i][:n][live]), name
+            assert same_bytes(short.metrics[name][i][valid], long.metrics[name][i][:n][valid]), name
 
 
 def pad(x: torch.Tensor, extra: int, value: float) -> torch.Tensor:

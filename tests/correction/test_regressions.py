@@ -81,9 +81,9 @@ def test_b5_garbage_under_the_mask(value: float, side: str, level: str):
     expected, found = run(clean, **settings), run(dirty, **settings)
     assert_all_same(expected.weights, found.weights, "weights")
     assert_all_same(expected.masks, found.masks, "masks")
-    live = clean.flat_mask
+    valid = clean.flat_mask
     for name, rows in found.metrics.items():
-        assert same_bytes(torch.cat(rows)[live], torch.cat(expected.metrics[name])[live]), name
+        assert same_bytes(torch.cat(rows)[valid], torch.cat(expected.metrics[name])[valid]), name
     lengths = clean.response_lengths
     assert same_bytes(
         host_loss(expected.loss, expected.masks, lengths), host_loss(found.loss, found.masks, lengths)
@@ -100,10 +100,10 @@ def test_b5_a_host_that_guards_its_loss_stays_guarded():
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_b6_a_fully_masked_sequence_leaves_the_mean_alone(level: str):
-    """mis.py, sequence level: it counts in the mean; 4 live beside 4 dead sequences get weights doubled."""
-    live = [[0.9, 1.1], [1.3], [0.7, 0.8], [1.0]]
-    alone = run(ratio_batch(live), **flat(tis_level=level, **NO_REJECTION))
-    both = run(ratio_batch(live + live, [[1] * len(r) for r in live] + [[0] * len(r) for r in live]),
+    """mis.py, sequence level: it counts in the mean; 4 valid beside 4 dead sequences get weights doubled."""
+    valid = [[0.9, 1.1], [1.3], [0.7, 0.8], [1.0]]
+    alone = run(ratio_batch(valid), **flat(tis_level=level, **NO_REJECTION))
+    both = run(ratio_batch(valid + valid, [[1] * len(r) for r in valid] + [[0] * len(r) for r in valid]),
                **flat(tis_level=level, **NO_REJECTION))  # fmt: skip
     assert_all_same(alone.weights, both.weights[:4], "weights")
 

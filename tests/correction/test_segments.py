@@ -66,7 +66,7 @@ def test_a_turn_is_dropped_alone():
 
 
 def test_neighbouring_sequences_are_not_one_turn():
-    """The last token of one sequence and the first of the next, both live."""
+    """The last token of one sequence and the first of the next, both valid."""
     weights = run(ratio_batch([[2.0], [3.0]]), {"weight": {"level": "segment", "upper": 10.0}}).weights
     torch.testing.assert_close(torch.cat(weights), torch.tensor([2.0, 3.0]), rtol=weight_rtol(2.0), atol=0)
 

@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from mis_plugins.shared import progress
 from mis_plugins.shared.storage import RecordError, replaced
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.diff import tensors as comparison
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, digest, provenance
 from true_on_policy.diff.module_recorder import record
@@ -148,15 +148,6 @@ def test_an_interrupt_is_told_in_a_word(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(comparison, "first_mismatch", interrupted)
     assert diff(a, a) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_a_long_comparison_tells_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-):
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
-    a = dump_all(tmp_path / "a", BASE)
-    assert diff(a, a) == EQUAL
-    assert "1 of 2 tensors compared" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [".", "/proc/none/out.json"])
@@ -441,7 +432,7 @@ def test_nothing_in_a_dump_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     """In a pickle, in a value next to a tensor, and in a pickled numpy array."""
     monkeypatch.setenv("MALICE", str(tmp_path / "executed"))
     good = dump_all(tmp_path / "good", {"x.output": X})
-    for number, value in enumerate((Malice(), [X, Malice()])):
+    for number, value in enumerate((Malice(), [X, Malice()], np.array([Malice()], dtype=object))):
         bad = dump_all(tmp_path / f"bad{number}", {"x.output": value})
         assert diff(good, bad) == NOT_COMPARABLE
     np.savez(tmp_path / "bad.npz", x=np.array([Malice()], dtype=object))
@@ -491,17 +482,6 @@ def test_no_control_characters_reach_the_terminal(tmp_path: Path, capsys: Captur
     a, b = dump_all(tmp_path / "a", {"x\x1b[2J.output": X}), dump_all(tmp_path / "b", {"x\x1b[2J.output": Y})
     assert diff(a, b) == DIFFERENT
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_tables_with_and_without_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
-    a, b = dump_all(tmp_path / "a", BASE), dump_all(tmp_path / "b", CASES["another value"][0])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    diff(a, b)
-    assert "layers.0.mlp.output" in capsys.readouterr().out
-    for module in ("rich.console", "rich.table", "rich.text"):
-        monkeypatch.setitem(sys.modules, module, None)
-    diff(a, b)
-    assert "layers.0.mlp.output  different  2 of 6 values differ" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------ records of log-probs
@@ -675,6 +655,44 @@ def test_a_number_of_numpy_hides_nothing_in_a_dump(number: Any, tmp_path: Path, 
     rewards = saved(tmp_path / "m.pt", miles_dump(raw_reward=[number, number]))
     assert main(["diff", str(rewards)]) == EQUAL
     assert "Traceback" not in capsys.readouterr().err
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+    np.arange(6, dtype=np.int64)[::2],
+    np.array([True, False]),
+    np.array(0.5),
+    np.arange(3, dtype=np.float16),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda x: f"{x.dtype}{list(x.shape)}")
+def test_an_array_of_numpy_in_a_dump_is_compared(array: np.ndarray, tmp_path: Path):
+    """Bit by bit with a tensor of its numbers, and with an array that differs in one of them."""
+    folders = [tmp_path / name for name in ("array", "tensor", "other")]
+    other = array.copy()
+    other.flat[0] = not other.flat[0]
+    for folder, value in zip(folders, (array, torch.from_numpy(array.copy()), other), strict=True):
+        folder.mkdir()
+        saved(folder / "step=0___rank=0___dump_index=1___name=x.pt", {"value": value})
+    assert diff(folders[0], folders[1]) == diff(folders[0], folders[0]) == EQUAL
+    assert diff(folders[0], folders[2]) == DIFFERENT
+
+
+def test_log_probs_of_a_rollout_in_arrays_of_numpy(tmp_path: Path):
+    dump = miles_dump()
+    of_arrays = miles_dump(rollout_log_probs=[x.numpy() for x in dump["rollout_data"]["rollout_log_probs"]])
+    a, b = (saved(tmp_path / f"{name}.pt", x) for name, x in (("a", dump), ("b", of_arrays)))
+    assert main(["diff", str(a), str(b)]) == EQUAL
+
+
+@pytest.mark.parametrize("order", [">f4", object, "U3"])
+def test_an_array_of_anything_else_stays_inert(order: Any, tmp_path: Path):
+    file = saved(
+        tmp_path / "step=0___rank=0___dump_index=1___name=x.pt", {"value": np.array([1, 2]).astype(order)}
+    )
+    assert main(["diff", str(file), str(file)]) == NOT_COMPARABLE
 
 
 def test_an_npz_that_is_named_like_a_dump(tmp_path: Path, capsys: Capture):
@@ -993,18 +1011,39 @@ def test_a_batch_of_three_on_pinned_kernels_is_equal(qwen: Path, tmp_path: Path)
     assert diff(alone, batch) == EQUAL
 
 
+def both_recorded(model: Path, folder: Path, dtype: str = "fp32", order: NormOrder | None = None) -> Megatron:
+    """Record the first sequence of both trainers on pinned kernels, in `hf` and in `megatron`."""
+    hf, megatron = HuggingFace(model, dtype, order), Megatron(model, dtype, order)
+    with torch.no_grad(), pinned(Contract(dtype=dtype)):
+        with record(hf.model, folder / "hf"):
+            hf.model(input_ids=IDS[:1])
+        with record(megatron.model, folder / "megatron"):
+            megatron.logits([IDS[0].tolist()])
+    assert diff(folder / "hf", folder / "megatron", "--model", model) == EQUAL
+    return megatron
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen2.5"])
+def test_families_without_a_norm_of_query_and_key_are_paired_too(family: str, tmp_path: Path):
+    model = checkpoint(family, tmp_path / "model", torch.float32, seed=0)
+    both_recorded(model, tmp_path)
+    found = report(tmp_path / "hf", tmp_path / "megatron", heads=Heads.of(model))
+    assert len(found.rows) == 3 * 14 + 5  # those of Qwen3 without the two norms
+
+
+def test_a_mixture_of_experts_is_paired_too(tmp_path: Path):
+    model = checkpoint("tiny-qwen3-moe", tmp_path / "model", torch.bfloat16, seed=0)
+    both_recorded(model, tmp_path, "bf16", ORDERS["sglang"])
+    found = report(tmp_path / "hf", tmp_path / "megatron", heads=Heads.of(model))
+    assert any(row.key.name == "model.layers.2.mlp.output" for row in found.rows)
+
+
 def test_hugging_face_and_megatron(qwen: Path, tmp_path: Path):
     """Under pinned kernels every tensor of the table is equal, so the table pairs what belongs together."""
-    hf, megatron = HuggingFace(qwen, "fp32"), Megatron(qwen, "fp32")
-    with torch.no_grad(), pinned(Contract()):
-        with record(hf.model, tmp_path / "hf"):
-            hf.model(input_ids=IDS[:1])
-        with record(megatron.model, tmp_path / "megatron"):
-            megatron.logits([IDS[0].tolist()])
-    assert diff(tmp_path / "hf", tmp_path / "megatron", "--model", qwen) == EQUAL
+    megatron = both_recorded(qwen, tmp_path)
     assert diff(tmp_path / "megatron", tmp_path / "hf", "--model", qwen) == EQUAL
     found = report(tmp_path / "hf", tmp_path / "megatron", heads=Heads.of(qwen))
-    assert len(found.rows) == 3 * 15 + 5  # three layers; ids, embedding, last norm's input and output, logits
+    assert len(found.rows) == 3 * 16 + 5  # three layers; ids, embedding, last norm's input and output, logits
     with torch.no_grad(), record(megatron.model, tmp_path / "stock"):
         megatron.logits([IDS[0].tolist()])
     assert report(tmp_path / "hf", tmp_path / "stock", heads=Heads.of(qwen)).exit_code == DIFFERENT

@@ -19,8 +19,8 @@ from test_settings import HOST
 
 from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import DEEP_GEMM, WHY, GpuContract, model_contract
-from true_on_policy.doctor import command as doctor
-from true_on_policy.doctor.command import ANY, EXIT, MODE_FILES, Check, checks, diagnose
+from true_on_policy.doctor import diagnosis as doctor
+from true_on_policy.doctor.diagnosis import ANY, EXIT, MODE_FILES, Check, checks, diagnose
 from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
 from true_on_policy.engines.server import free_port
 from true_on_policy.kernels import gpu
@@ -337,7 +337,39 @@ def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["doctor", "--engine", url, "--trainer-dump", str(tmp_path / "trainer.json")]) == 1
-    assert capsys.readouterr().out.count("Connection refused") == 1
+    out = capsys.readouterr().out
+    assert out.count("Connection refused") == 1 and "reason 1" not in out
+    (line,) = [line for line in out.splitlines() if line.startswith("engine: ")]
+    assert line.endswith("Connection refused>") and url in line
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+def test_an_engine_that_was_not_asked_leaves_the_trainers_rows(backend: str) -> None:
+    contract, gone = CONTRACTS[backend], Observation({}, {ALL: "gone"})
+    trainer = Observation({"TF32": "off"}, {ALL: "no --trainer-dump"})
+    rows = diagnose(contract, trainer, gone)
+    shown, notes = doctor.asked(rows, gone)
+    assert [row.check for row in shown] == [row.check for row in rows if row.check.trainer is not None]
+    assert {row.engine for row in shown} == {"(not asked)", "-"}
+    cells = {row.check.name: (row.trainer, row.engine) for row in shown}
+    assert cells["TF32"] == ("off", "(not asked)") and cells["top-k"] == ("(no --trainer-dump)", "-")
+    unasked, hidden = sum(row.check.engine is not None for row in rows), len(rows) - len(shown)
+    assert notes == [
+        f"engine: could not be asked, so that {unasked} rows could not be checked, of which {hidden} ask the engine "
+        "alone and are not shown: gone"
+    ]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        Observation({"TF32": "off"}, {ALL: "no --engine-dump"}),
+        Observation({}, {ALL: "x", PREFILLED: "a reason"}),
+    ],
+)
+def test_an_engine_that_told_anything_keeps_every_row(engine: Observation) -> None:
+    rows = diagnose(CONTRACTS["fsdp"], Observation({}, {ALL: "no --trainer-dump"}), engine)
+    assert doctor.asked(rows, engine) == (rows, [])
 
 
 def test_a_long_reason_of_several_rows_is_told_once() -> None:
@@ -434,3 +466,13 @@ def test_what_was_pinned_for_a_moment_is_undone(accelerated, monkeypatch, capsys
     )
     main(["doctor"])
     assert done == [CONTRACTS["megatron"], "undone"]
+
+
+def test_wrong_model_is_refused_before_torch_is_imported():
+    script = (
+        "import sys; from true_on_policy.__main__ import main; "
+        "code = main(['doctor', '--model', 'qwen3-9000B']); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and "qwen3-9000B" in done.stderr, done.stderr

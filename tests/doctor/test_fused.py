@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from true_on_policy.contract.gpu import model_contract
-from true_on_policy.doctor.command import checks, diagnose
+from true_on_policy.doctor.diagnosis import checks, diagnose
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.observe.fused import CHOSEN, FUSED, Fused, chosen, of_host
 from true_on_policy.observe.process import Observation, observe

@@ -21,9 +21,9 @@ from test_products import model
 
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import WHY, Size
-from true_on_policy.engines import sglang_settings
 from true_on_policy.engines.handover import FOLDER
-from true_on_policy.engines.sglang_settings import MODE, SPLITS, observe, written
+from true_on_policy.engines.sglang import settings as sglang_settings
+from true_on_policy.engines.sglang.settings import MODE, SPLITS, observe, written
 from true_on_policy.kernels import gpu_probes
 from true_on_policy.observe.dumps import load_engine
 from true_on_policy.observe.process import KERNELS, PRODUCTS

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.metrics.catalogue import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
 from mis_plugins.metrics.docs import FAMILIES, cells_of, document
+from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import Metric
 from mis_plugins.metrics.peer_names import PEERS
+from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
+from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY: dict[str, Metric] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS
+EVERY: dict[str, Metric] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS | ROUTED | SPLIT
 
 
 def test_the_committed_document_is_the_generated_one():
@@ -31,35 +36,31 @@ def test_every_metric_stands_in_one_section():
     listed = [name for metrics in SECTIONS.values() for name in metrics]
     assert sorted(listed) == sorted(METRICS)
     families = [metrics for _, metrics in FAMILIES.values()]
-    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS]
+    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS, ROUTED, SPLIT]
+
+
+def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():
+    """The rows name step metrics that exist, and every name that a config can give."""
+    rules = [{"over": over, "lower": 0.5, "upper": 2.0} for over in ("token", "mean")] * 2
+    vetoes = [{"over": "min", "lower": 1e-4}] * 2
+    weights = [
+        {"level": level, "bound": bound, "upper": 2.0}
+        for level in ("token", "segment", "sequence", "geometric")
+        for bound in ("truncate", "clip", "zero")
+    ]
+    configs = [from_mapping({"weight": weight, "reject": rules + vetoes}) for weight in weights]
+    found = {name for config in configs for name in _hook_names(config) - OF_MIS_PY}
+    named = {name.removeprefix("mis_") for name in BY_STEP} - {"nonfinite_advantages"}
+    assert {re.sub(r"_[2-9]$", "_{i}", name) for name in found} == named
+    said = {name for words in BY_STEP.values() for name in re.findall("`(.*?)`", words)}
+    assert said <= set(EVERY)
+
+
+def _hook_names(config: CorrectionConfig) -> set[str]:
+    kinds = catalogue(config)
+    return {*kinds.token, *kinds.sequence, *kinds.micro_batch}
 
 
 def test_what_the_peers_have_is_ours_too():
     ours = {name for names in PEERS.values() for name in names.values()}
     assert ours <= set(EVERY)
-
-
-def test_metrics_that_are_named_in_advice_exist():
-    """A word with an underscore in advice is a metric, a setting or a family."""
-    known = {*EVERY, *(re.sub(r"_p\{percent\}|_\{\w+\}", "", name) for name in EVERY)}
-    settings = {
-        "segment_wise",
-        "fresh_tokens",
-        "keep_floor",
-        "on_all_rejected",
-        "abs_prob_diff",
-        "log_prob",
-        "filter_samples",
-    }
-    for name, metric in EVERY.items():
-        text = " ".join(cells_of(metric))
-        words = {word.strip("`.,;:()") for word in text.split()}
-        named = {word for word in words if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", word)}
-        families = {
-            word for word in named if word.startswith(("rule_i_", "pi_old", "sum_t", "mean_t", "prod_t"))
-        }
-        unknown = {word for word in named - known - settings - families if word not in SYMBOLS}
-        assert not unknown, (name, unknown)
-
-
-SYMBOLS = {"r_t", "w_t", "loss_t", "log_r", "prob_diff", "pi_old", "pi_v", "pi_theta"}

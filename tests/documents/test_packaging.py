@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -78,12 +79,13 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     }
     data = {
         str(path.relative_to(ROOT))
-        for pattern in ("engines/*.sh", "engines/*.txt", "kernels/*.c")
+        for pattern in ("engines/*.sh", "engines/*/packages.txt", "kernels/*.c", "verify/*.txt")
         for path in (ROOT / "true_on_policy").glob(pattern)
     }
     records = {str(path.relative_to(ROOT)) for path in (ROOT / "mis_plugins/hosts/records").glob("*.txt")}
     presets = {f"mis_plugins/presets/{name}" for name in PRESETS}
-    assert held == modules | data | presets | records | {"mis_plugins/py.typed"}
+    others = {"mis_plugins/explain/rungs.json", "mis_plugins/py.typed"}
+    assert held == modules | data | presets | records | others
 
 
 def test_base_install_needs_little(wheel: Path) -> None:
@@ -93,6 +95,15 @@ def test_base_install_needs_little(wheel: Path) -> None:
     needs = metadata.get_all("Requires-Dist") or []
     assert [need for need in needs if "extra ==" not in need] == ["torch", "pyyaml", "jaxtyping"]
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
+
+
+def test_the_long_description_has_no_dead_link(wheel: Path) -> None:
+    """No address of the project is published, so that a picture or a path of the checkout would lead nowhere."""
+    with ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        text = archive.read(name).decode()
+    assert "# mis-plugins" in text and "![" not in text
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith("https:")] == []
 
 
 def test_yaml_folder_does_not_shadow_pyyaml() -> None:

@@ -1,4 +1,4 @@
-"""Every command of the README runs, as it stands or with the arguments that a comment before its block adds.
+"""Every command of the README and of docs/ runs, as it stands or with what a comment before its block adds.
 
 <!-- ci: --smoke -->                     each command of the next bash block is run with --smoke added
 <!-- ci: syntax only, because REASON --> the next bash block is only parsed
@@ -26,6 +26,7 @@ SYNTAX_ONLY = re.compile(r"syntax only, because \S.*")
 class Block:
     body: str
     note: str
+    page: str = ""
 
     @property
     def parsed_only(self) -> bool:
@@ -40,16 +41,20 @@ class Block:
         return "\n".join(f"{line.split('  #')[0]} {self.note}" for line in lines if line and line[0] != "#")
 
 
-def blocks(text: str) -> list[Block]:
-    return [Block(found["body"], found["note"] or "") for found in BLOCK.finditer(text)]
+def blocks(text: str, page: str = "") -> list[Block]:
+    return [Block(found["body"], found["note"] or "", page) for found in BLOCK.finditer(text)]
 
 
-BLOCKS = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {"README": README} | {
+    path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
+}
+BLOCKS = [block for page, text in PAGES.items() for block in blocks(text, page)]
 RUN = [block for block in BLOCKS if not block.parsed_only]
 
 
 def name(block: Block) -> str:
-    return block.body.splitlines()[0][:60]
+    return f"{block.page}: {block.body.splitlines()[0][:60]}"
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=name)
@@ -66,7 +71,7 @@ def test_note_is_understood(block: Block) -> None:
 @pytest.mark.parametrize("block", RUN, ids=name)
 def test_command_runs(block: Block) -> None:
     if not (Path(sys.prefix) / ".mis-plugins-install").exists():
-        pytest.skip("the README's commands run in the environment that scripts/test.sh makes")
+        pytest.skip("the pages' commands run in the environment that scripts/test.sh makes")
     environment = {"MIS_VENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.script],
@@ -88,3 +93,33 @@ def test_blocks_are_found_with_their_notes() -> None:
     plain, smoke, parsed = blocks(text)
     assert [plain.script, smoke.script] == ["ls\n", "a    b --smoke\nc --smoke"]
     assert [plain.parsed_only, smoke.parsed_only, parsed.parsed_only] == [False, False, True]
+
+
+MOST_WORDS, MOST_LINES, LONGEST = 1200, 160, 30
+
+
+def prose(text: str) -> str:
+    """A page without its blocks, tables, headings and pictures."""
+    text = re.sub(r"^```.*?^```$", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^(\||#|!|<!--).*$", "\n", text, flags=re.MULTILINE)
+
+
+def sentences(text: str) -> list[str]:
+    parts = re.split(r"\n\s*\n|\n(?=[*-] |\d\. )|(?<=[.!?:;])\s+", prose(text))
+    return [" ".join(part.split()) for part in parts if part.strip()]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= MOST_WORDS and len(README.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("page", ["README", "choose", "opsm", "index"])
+def test_sentences_of_a_page_for_newcomers_are_short(page: str) -> None:
+    assert [one for one in sentences(PAGES[page]) if len(one.split()) > LONGEST] == []
+
+
+def test_a_long_sentence_of_a_page_is_seen() -> None:
+    long = " ".join(["word"] * (LONGEST + 1))
+    assert [
+        len(one.split()) for one in sentences(f"Short.\n\n* {long}.\n| {long} |\n```\n{long}\n```\n")
+    ] == [1, 32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +12,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # From top to bottom, as docs/architecture.md draws them. `former` holds old addresses and is imported by users alone.
 FLOORS = {
-    "mis_plugins": "former __main__ local mis explain hosts loss metrics versions correction config terms packing "
-    "shared errors __version__",
+    "mis_plugins": "former __main__ local report mis explain hosts routing loss metrics versions correction config "
+    "packing shared errors __version__",
     "true_on_policy": "former __main__ doctor verify fsdp_worker trainers hosts engines observe models diff flags "
     "kernels contract bitwise errors",
 }
 # The embedded host is imported where it runs, as Miles and slime are: within a function.
-LAZY = {("mis_plugins.hosts.embedded", "mis_plugins.local")}
+LAZY = {("mis_plugins.hosts.adapters.embedded", "mis_plugins.local")}
 OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
+# The report reads files alone: it knows no host, and only the door imports it.
+READ_BY_REPORT = {
+    "report",
+    "config",
+    "packing",
+    "correction",
+    "metrics",
+    "explain",
+    "shared",
+    "errors",
+}
 ENTRIES = 18
+RECORD = re.compile(r"true_on_policy\.engines\.\w+\.record")
 
 
 def modules(package: str) -> Iterator[tuple[str, ast.Module]]:
@@ -66,6 +79,33 @@ def test_correction_and_bits_meet_in_few_rooms() -> None:
         if room(name) != ("mis_plugins", "local") and room(target)[1] not in OPEN_TO_TRUE_ON_POLICY
     ]
     assert not strangers
+
+
+def test_report_knows_no_host() -> None:
+    """Rooms that run a host neither serve the report nor read it."""
+    ours = [
+        (name, target)
+        for name, tree in modules("mis_plugins")
+        for target in imported(tree)
+        if room(target)[0] == "mis_plugins"
+    ]
+    given = [pair for pair in ours if room(pair[0])[1] == "report" and room(pair[1])[1] not in READ_BY_REPORT]
+    taken = [
+        pair
+        for pair in ours
+        if room(pair[1])[1] == "report" and room(pair[0])[1] not in ("report", "__main__")
+    ]
+    assert not [pair for pair in given if pair[1] != "mis_plugins.__version__"] and not taken
+
+
+def test_records_of_engines_import_the_contract_alone() -> None:
+    """`contract/sides.py`, which stands below the engines, lists their folders and reads these records."""
+    records = {
+        name: set(imported(tree)) for name, tree in modules("true_on_policy") if RECORD.fullmatch(name)
+    }
+    assert len(records) > 2
+    for name, targets in records.items():
+        assert all(target.startswith("true_on_policy.contract.specs.") for target in targets), name
 
 
 @pytest.mark.parametrize("package", FLOORS)

@@ -15,13 +15,17 @@ from pathlib import Path
 
 import pytest
 from host_flags import accepted
+from launch import alive
 
+from mis_plugins.config.file import keys_of
+from mis_plugins.config.loading import read_keys
+from mis_plugins.hosts.host import VERSION_FLAGS
 from true_on_policy.contract.gpu import check_environment, model_contract
 from true_on_policy.flags.command import HOOK, launch_flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.sh")) + [ROOT / ".ci" / "run"]
-SOURCED = {"environment.sh", "cleanup.sh", "tis_config.sh"}
+SOURCED = {"environment.sh", "cleanup.sh", "tis_config.sh", "qwen3-4b.sh"}
 CORRECTIONS = {
     "run-qwen3-4b-mis.sh": ("miles", "megatron", "sglang"),
     "run-qwen3-4b-mis-slime.sh": ("slime", "megatron", "sglang"),
@@ -31,10 +35,16 @@ TRUE_ON_POLICY = {
     "megatron": ("miles", "megatron", "sglang"),
     "fsdp": ("miles", "miles-fsdp", "sglang"),
 }
-LAUNCHES = [(script, parsers, {}) for script, parsers in CORRECTIONS.items()] + [
+ASYNC = "run-qwen2.5-1.5b-async.sh"
+LAUNCHES = [(ASYNC, ("miles", "megatron", "sglang"), {})]
+LAUNCHES += [(script, parsers, {}) for script, parsers in CORRECTIONS.items()] + [
     ("run-qwen3-4b-true-on-policy.sh", parsers, {"TRAIN_BACKEND": backend})
     for backend, parsers in TRUE_ON_POLICY.items()
 ]
+
+BLOG = "run-qwen3-blog.sh"
+BLOG_PRESETS = {f"{kind}-{i}": f"miles-blog-{kind}-{i}" for kind in ("dense", "moe") for i in range(1, 5)}
+WATCHES = {"dense-1", "moe-r3"}  # correct nothing
 
 launch_script = pytest.mark.parametrize("script", sorted(CORRECTIONS))
 
@@ -47,8 +57,8 @@ def test_syntax(script: Path) -> None:
 
 
 def test_every_launch_script_is_checked() -> None:
-    assert {script for script, _, _ in LAUNCHES} == {
-        path.name for path in (ROOT / "scripts").glob("run-*.sh")
+    assert {script for script, _, _ in LAUNCHES} | {BLOG} == {
+        path.name for path in (ROOT / "scripts").glob("run-qwen*.sh")
     }
 
 
@@ -67,7 +77,8 @@ def launch(script: str, folder: Path, **environment: str) -> subprocess.Complete
     model_args.parent.mkdir(parents=True)
     model_args.write_text("print('--num-layers 36 --swiglu')")
     executable(host / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--num-layers 36 --swiglu)")
-    paths = {"MILES_DIR": str(host), "SLIME_DIR": str(host), "MODEL_DIR": str(folder / "my models")}
+    paths = {"MILES_DIR": str(host), "SLIME_DIR": str(host), "MODEL_DIR": str(folder / "my models"),
+             "SAVE_DIR": str(folder / "my runs")}  # fmt: skip
     found_first = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / script), "--seed", "7"],
@@ -82,7 +93,8 @@ def trainer_arguments(folder: Path) -> list[str]:
     """What follows `-- python3 .../train.py`."""
     words = (folder / "ray.txt").read_text().splitlines()
     python = words.index("--") + 1
-    assert words[python : python + 2] == ["python3", f"{folder / 'a host'}/train.py"]
+    train = "train_async.py" if "--fully-async" in words else "train.py"
+    assert words[python : python + 2] == ["python3", f"{folder / 'a host'}/{train}"]
     return words[python + 2 :]
 
 
@@ -97,8 +109,44 @@ def test_launch_passes_only_flags_of_its_host(
     assert set(flags) - accepted(*parsers) == set()
     assert len(flags) == len(set(flags))
     assert arguments[-2:] == ["--seed", "7"]
-    assert str(tmp_path / "my models" / "Qwen3-4B") in arguments
+    model = "Qwen2.5-1.5B-Instruct" if script == ASYNC else "Qwen3-4B"
+    assert str(tmp_path / "my models" / model) in arguments
     assert ("--num-layers" in arguments) == ("megatron" in parsers)
+
+
+@pytest.mark.parametrize("recipe", [*BLOG_PRESETS, "moe-r3"])
+def test_each_run_of_the_blog_is_launched_with_its_own_config(recipe: str, tmp_path: Path) -> None:
+    done = launch(BLOG, tmp_path, RECIPE=recipe)
+    assert done.returncode == 0, done.stderr
+    arguments = trainer_arguments(tmp_path)
+    flags = [word for word in arguments if word.startswith("--")]
+    assert set(flags) - accepted("miles", "megatron", "sglang") == set() and len(flags) == len(set(flags))
+    preset = Path(arguments[arguments.index("--custom-config-path") + 1]).stem
+    assert preset == BLOG_PRESETS.get(recipe, "metrics-only")
+    assert ("--use-tis" in flags) != ("--get-mismatch-metrics" in flags) == (recipe in WATCHES)
+    assert ("--use-rollout-routing-replay" in flags) == (recipe == "moe-r3")
+    model = "Qwen3-4B-Base" if recipe.startswith("dense") else "Qwen3-30B-A3B-Base"
+    assert str(tmp_path / "my models" / model) in arguments
+    assert ("--ckpt-step" in flags) == recipe.startswith("moe")
+    assert {"aime24", "aime25"} < set(arguments)
+
+
+def test_the_blog_has_no_other_run(tmp_path: Path) -> None:
+    done = launch(BLOG, tmp_path, RECIPE="dense-5")
+    assert done.returncode == 2 and "RECIPE=dense-5 is none of dense-1 to dense-4" in done.stderr
+
+
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_an_asynchronous_launch_says_which_version_wrote_a_token(enabled: str, tmp_path: Path) -> None:
+    assert launch(ASYNC, tmp_path, SEGMENT_WISE=enabled).returncode == 0
+    arguments = trainer_arguments(tmp_path)
+    for flag, value in itertools.pairwise(arguments):
+        if value.startswith("mis_plugins."):
+            assert callable(pkgutil.resolve_name(value)), flag
+    words = VERSION_FLAGS.split()
+    assert set(words) <= set(arguments)
+    config = keys_of(arguments[arguments.index("--custom-config-path") + 1])
+    assert read_keys(config).segment_wise_on == (enabled == "true")
 
 
 @launch_script
@@ -107,19 +155,19 @@ def test_launch_loads_our_function_with_our_config(script: str, tmp_path: Path) 
     arguments = trainer_arguments(tmp_path)
     module, function = arguments[arguments.index("--custom-tis-function-path") + 1].rsplit(".", 1)
     assert callable(getattr(importlib.import_module(module), function))
-    assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "mis.yaml"
+    assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "tis.yaml"
     assert "--use-tis" in arguments
 
 
 @launch_script
 def test_launch_checks_the_config_for_its_own_host(script: str, tmp_path: Path) -> None:
-    """slime alone hands a hook the rollout batch; the others stop, and say so, before a job is submitted."""
+    """No hook of Miles on FSDP sees the rollout batch: its launch stops, and says so, before a job is submitted."""
     config = tmp_path / "rollout.yaml"
     config.write_text("mis: {weight: {normalize: {scope: rollout}}}")
     done = launch(script, tmp_path, MIS_CONFIG=str(config))
-    serves = "slime" in script
+    serves = "fsdp" not in script
     assert (tmp_path / "ray.txt").exists() == serves == (done.returncode == 0)
-    assert ("rollout needs the rollout batch, which Miles" in done.stderr) != serves
+    assert ("rollout needs the rollout batch, which no hook of Miles on FSDP sees" in done.stderr) != serves
 
 
 @launch_script
@@ -300,10 +348,10 @@ def test_environment_refuses_a_python_it_does_not_support(checkout: Path) -> Non
 # The rollout engines
 
 
-def install(folder: Path, *engines: str, free_kb: int) -> subprocess.CompletedProcess[str]:
-    """On a disk of our making, by a python that only writes down what it was asked."""
+def install(folder: Path, *engines: str, free_kb: int, python: str = "") -> subprocess.CompletedProcess[str]:
+    """On a disk of our making, by a python that writes down what it was asked, and does no more unless told."""
     executable(folder / "bin" / "df", f"printf 'Avail\\n{free_kb}\\n'")
-    executable(folder / "python", f'echo "$@" >>"{folder}/calls.txt"')
+    executable(folder / "python", f'echo "$@" >>"{folder}/calls.txt"\n{python}')
     found = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
     homes = {f"{engine}_VENV": str(folder / engine) for engine in ("SGLANG", "VLLM")}
     return subprocess.run(
@@ -328,10 +376,27 @@ def test_with_room_each_engine_gets_its_environment(tmp_path: Path) -> None:
     assert f"-m venv {tmp_path}/VLLM" in (tmp_path / "calls.txt").read_text()
 
 
+def test_engines_are_installed_side_by_side_and_a_failure_of_one_is_the_scripts(tmp_path: Path) -> None:
+    """Each pip waits until both environments are there, and vLLM's then fails."""
+    venv = 'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit; fi'
+    both = f'until [ -d "{tmp_path}/SGLANG" ] && [ -d "{tmp_path}/VLLM" ]; do sleep 0.05; done'
+    done = install(
+        tmp_path,
+        "sglang",
+        "vllm",
+        free_kb=10 * 2**20,
+        python=f'{venv}\nif [ "$2" = pip ]; then {both}; fi\n[[ $0 != *VLLM* ]]',
+    )
+    assert done.returncode == 1
+    made = [(tmp_path / name / ".mis-plugins-engine").exists() for name in ("SGLANG", "VLLM")]
+    assert made == [True, False]
+
+
 @pytest.mark.parametrize("engines", [(), ("sglang", "trtllm")])
 def test_an_engine_that_there_is_not_is_a_usage_error(engines: tuple[str, ...], tmp_path: Path) -> None:
     done = install(tmp_path, *engines, free_kb=10 * 2**20)
     assert done.returncode == 2 and "usage: bash" in done.stderr
+    assert "/install.sh sglang|vllm ..." in done.stderr
     assert not (tmp_path / "calls.txt").exists()
 
 
@@ -341,15 +406,9 @@ def test_what_a_script_started_ends_with_it(ends: str) -> None:
     done = subprocess.run(["bash", "-ec", script], stdout=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode == 0) == (ends == "true")
     deadline = time.monotonic() + 20
-    while running(int(done.stdout)) and time.monotonic() < deadline:
+    while alive(int(done.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running(int(done.stdout))
-
-
-def running(process: int) -> bool:
-    """Whether it exists and is no zombie."""
-    stat = Path(f"/proc/{process}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    assert not alive(int(done.stdout))
 
 
 def test_ci_runs_the_engines_too() -> None:

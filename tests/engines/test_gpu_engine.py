@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import Size
-from true_on_policy.engines.sglang import SGLang
+from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.kernels.pin import pinned
 
 pytestmark = pytest.mark.timeout(2400)  # each of three servers may take 600 s to start

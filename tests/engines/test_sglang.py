@@ -36,7 +36,7 @@ from true_on_policy.doctor.engine_http import (
 )
 from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
-from true_on_policy.engines.sglang import SGLang
+from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.flags.releases import FILES, RELEASES, declares
 from true_on_policy.kernels import gpu

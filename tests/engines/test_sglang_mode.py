@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("deep_gemm")
     (folder / "deep_gemm.py").write_text(deep_gemm_source(SWITCHES[0], before=True), encoding="utf-8")
-    paths = (ROOT, ROOT / "tests" / "support", HERE / "stand_in", folder)
+    paths = (ROOT, ROOT / "tests" / "support", HERE / "sglang" / "stand_in", folder)
     done = subprocess.run(
         [
             interpreter("sglang"),
@@ -49,19 +49,19 @@ def test_a_pin_stands_and_is_undone(seen: dict):
 def test_its_flag_lies_after_a_nested_context(seen: dict):
     facts = seen["a_nested_context"]
     assert facts["lie"] == ["on", False, False, False]
-    assert facts["again"].startswith("SGLang: its flag says on, but aten::mm runs stock")
+    assert facts["again"].startswith("SGLang: the flag of the mode says on, but aten::mm runs stock")
     assert facts["after"] == OFF and facts["restored"]
 
 
 def test_a_failing_context_leaves_it_on_and_with_bmm(seen: dict):
     facts = seen["a_failing_context"]
     assert facts["left"] == facts["still"] == ["on", True, True, True]
-    assert "its mode is on with aten::bmm" in facts["pinned"] and facts["restored"]
+    assert "SGLang: the mode is on with aten::bmm" in facts["pinned"] and facts["restored"]
 
 
 def test_an_enable_that_half_happens_is_undone(seen: dict):
     facts = seen["half_an_enable"]
-    assert "its batch-invariant mode cannot be enabled" in facts["message"]
+    assert "SGLang: the batch-invariant mode cannot be enabled" in facts["message"]
     assert facts["after"] == OFF and facts["restored"]
 
 

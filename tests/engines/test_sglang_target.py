@@ -17,7 +17,7 @@ from test_sglang import REQUESTS, joined
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.engines.sglang import SGLang
+from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace

@@ -12,7 +12,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.vllm import VLLM, Pool
+from true_on_policy.engines.vllm.engine import VLLM, Pool
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.hf import HuggingFace

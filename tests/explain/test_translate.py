@@ -172,8 +172,9 @@ def test_verl_levels_bound_the_ratio_itself(level: str, over: str, lower: float 
     assert found == (RejectRule(over=over, lower=lower or 0.8, upper=1.25),)  # type: ignore[arg-type]
 
 
-def test_verl_a_lower_bound_of_0_is_none():
-    found = rules_of(rollout_rs="token", rollout_rs_threshold=2, rollout_rs_threshold_lower=0.0)
+@pytest.mark.parametrize("lower", [0.0, -0.5])
+def test_verl_a_lower_bound_that_no_ratio_falls_below_is_none(lower: float):
+    found = rules_of(rollout_rs="token", rollout_rs_threshold=2, rollout_rs_threshold_lower=lower)
     assert found == (RejectRule(upper=2.0),)
 
 
@@ -229,6 +230,10 @@ VETO = (RejectRule(over="min", lower=1e-4),)
         ),
         (
             {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0},
+            CorrectionConfig(WeightConfig("token", "zero", 0.0, 2.0)),
+        ),
+        (
+            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": -0.5},
             CorrectionConfig(WeightConfig("token", "zero", 0.0, 2.0)),
         ),
         (
@@ -691,7 +696,7 @@ def test_ms_swift_threshold_and_metrics():
     assert ms_swift.translate("log_rollout_offpolicy_metrics: true").config() == CorrectionConfig()
     nothing = ms_swift.translate(f"{MODE}: null")
     assert nothing.config() == CorrectionConfig(metrics="none")
-    assert nothing.notes == ("ms-swift corrects nothing with these.",)
+    assert nothing.notes == ("ms-swift corrects nothing with these arguments.",)
 
 
 def test_ms_swift_off_policy_mask():
@@ -775,6 +780,59 @@ def test_miles_what_differs_is_told():
         "keep them in your file: num_rollout",
     ):
         assert words in told
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("loss_type: dapo", "loss_type: dapo averages over all tokens: --calculate-per-token-loss."),
+        ("loss_type: dr_grpo", "loss_type: dr_grpo has no flag in the hosts; their loss stays."),
+        ("importance_sampling_level: sequence", "sequence is --advantage-estimator gspo of the hosts."),
+    ],
+)
+def test_ms_swift_the_objective_beside_the_correction_is_named(keys: str, words: str) -> None:
+    text = f"rollout_importance_sampling_mode: token_truncate\n{keys}"
+    assert words in " ".join(ms_swift.translate(text).notes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("token-mean", "token-mean averages over all tokens; here --calculate-per-token-loss"),
+        ("seq-mean-token-mean", "as the hosts do without --calculate-per-token-loss"),
+        ("seq-mean-token-sum", "seq-mean-token-sum is no host's way"),
+    ],
+)
+def test_verl_the_reduction_of_the_loss_is_named(mode: str, words: str) -> None:
+    override = f"actor_rollout_ref.actor.loss_agg_mode={mode}"
+    script = f"python -m verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token {override}"
+    assert words in " ".join(verl.translate(script).notes)
+
+
+@pytest.mark.parametrize("lowest", [0, 0.0, -0.5])
+@pytest.mark.parametrize("switch", ["use_rs", "use_mask"])
+def test_miles_a_lower_bound_of_0_bounds_nothing(switch: str, lowest: float, tmp_path: Path):
+    """Miles's mis.py: `weights.clamp(0, upper)` raises nothing, and `weights >= 0` rejects nothing."""
+    keys = {"use_tis": True, switch: True, "tis_upper_bound": 3.0, "tis_lower_bound": lowest}
+    unset = keys | {"tis_lower_bound": None}
+    for mode in ("clip", "mask"):
+        config = read_back(miles.translate(keys | {"tis_mode": mode}), tmp_path)
+        assert config.weight is not None and config.weight.floor == 0
+        assert config.weight == WeightConfig(bound=mode, lower=0, upper=3)
+        assert config.reject == (RejectRule(upper=3.0),)  # falls back to tis_lower_bound, as in mis.py
+        assert miles.translate(unset | {"tis_mode": mode}).config().reject == (
+            RejectRule(lower=1 / 3, upper=3),
+        )
+    own = read_back(miles.translate(unset | {"rs_lower_bound": lowest}), tmp_path)
+    assert own.weight == WeightConfig(upper=3.0) and own.reject == (RejectRule(upper=3.0),)
+
+
+@pytest.mark.parametrize("name", ["tis_lower_bound", "rs_lower_bound"])
+def test_miles_the_way_to_no_lower_bound_is_told(name: str):
+    """Advice names 0, because null is 1 / upper."""
+    keys = {"use_tis": True, "use_rs": True, "tis_mode": "mask", "tis_upper_bound": 3.0, name: float("nan")}
+    with pytest.raises(ConfigError, match=rf"^{name}: got nan; .* or 0 for no lower bound$"):
+        miles.translate(keys)
 
 
 @pytest.mark.parametrize(

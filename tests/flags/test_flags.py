@@ -277,8 +277,11 @@ def test_a_setting_that_breaks_it_is_refused(rule, tmp_path: Path) -> None:
 def test_the_environment_tells_the_engines_product(value: str, gemm: str, tmp_path: Path) -> None:
     args = host_args("megatron", config(tmp_path))
     contract = check_host(args, {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": value})
+    default = check_host(args, {})
+    assert isinstance(contract, GpuContract)
+    assert isinstance(default, GpuContract)
     assert (contract.engine_gemm, contract.trainer_gemm) == (gemm, "triton_persistent")
-    assert check_host(args, {}).engine_gemm == "triton_persistent"
+    assert default.engine_gemm == "triton_persistent"
 
 
 # Settings of the hosts with which every word of the launch is parsed, and the contract holds all the same nowhere.
@@ -361,7 +364,7 @@ def test_groups_that_change_nothing_or_cannot_be_read_stop_nothing(
         file.write_text(text)
     args = host_args("megatron", config(tmp_path), sglang_config=str(file))
     assert check_host(args) == CONTRACTS["megatron"]
-    assert ("its groups are not checked" in caplog.text) == (text is None or "actor" not in text)
+    assert ("the groups are not checked" in caplog.text) == (text is None or "actor" not in text)
 
 
 def test_every_fault_is_a_line(tmp_path: Path) -> None:
@@ -378,7 +381,7 @@ def test_a_host_without_a_flag_is_told_which_release_has_it(tmp_path: Path) -> N
     args = host_args("fsdp", config(tmp_path))
     delattr(args, "sglang_true_on_policy_contract")
     with pytest.raises(
-        ContractError, match="it has no --sglang-true-on-policy-contract; seen in sgl-project"
+        ContractError, match="the host has no --sglang-true-on-policy-contract; seen in sgl-project"
     ):
         check_host(args)
 

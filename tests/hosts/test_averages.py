@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from batches import host_args, make_batch
 from drive import one_rank
+from launch import run_ranks
 from test_partials import corrected
 from test_recorder import ARGS
 
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.errors import InputError
+from mis_plugins.hosts import averages
 from mis_plugins.hosts.averages import average
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
+from mis_plugins.packing.ragged import Ranks
 
 Rows = list[tuple[list[float], list[float], list[int]]]
 LIVE: Rows = [([-1.0, -2.0], [-1.5, -2.0], [1, 1]), ([-0.5, -0.7, -3.0], [-0.9, -0.2, -1.0], [1, 0, 1])]
@@ -109,6 +117,120 @@ def test_lists_without_a_host_are_left_alone():
         assert [float(x) for part in value for x in part] == plain[name].tolist()
 
 
+# ------------------------------------------------------------------------------------ counted by the rollout-data hook
+
+
+def counted(steps: Sequence[Sequence[Rows]], step: tuple[int, int] | None, **settings: object) -> list[dict]:
+    """What the host logs of each step, when `count_samples` saw the rollout first, as slime hands it.
+
+    step: whether the step hook says which step trains, and of which rollout.
+    """
+    args = host_args(**settings)
+    mis.count_samples(args, 7, handed(steps))
+    found = []
+    for number, micro_batches in enumerate(steps):
+        with patch.object(mis.RECORDER, "step", step and (step[0], number)):
+            found.append(logged(micro_batches, **vars(args)))
+    return found
+
+
+def handed(steps: Sequence[Sequence[Rows]]) -> dict[str, Any]:
+    """slime's rollout batch of these steps; its samples lie in another order than its micro-batches take them."""
+    micro_batches = [rows for step in steps for rows in step]
+    samples = [row for rows in micro_batches for row in rows]
+    place = list(reversed(range(len(samples))))
+    masks = [torch.tensor(samples[i][2]) for i in place]
+    numbers = iter(place)
+    return {
+        "loss_masks": masks,
+        "rollout_mask_sums": torch.tensor([float(mask.sum()) for mask in masks]),
+        "micro_batch_indices": [[next(numbers) for _ in rows] for rows in micro_batches],
+        "num_microbatches": [len(step) for step in steps],
+        "global_batch_sizes": [sum(map(len, step)) for step in steps],
+    }
+
+
+def without_masked(split: Sequence[Rows]) -> list[Rows]:
+    """Micro-batches without their fully masked samples, and without those that hold no other."""
+    return [left for rows in split if (left := [row for row in rows if any(row[2])])]
+
+
+UNEVEN = [LIVE[:1] + MASKED, LIVE[1:]]
+DEAD_LAST = [LIVE[:1], LIVE[1:], MASKED]
+
+
+@pytest.mark.parametrize("settings", [{}, PER_TOKEN, {"custom_generate_function_path": "mine.generate"}])
+@pytest.mark.parametrize("split", [[LIVE + MASKED], UNEVEN, [MASKED[:1], LIVE, MASKED[1:]], DEAD_LAST])
+def test_counted_samples_dilute_none_of_our_names(split: list[Rows], settings: dict):
+    """However masked samples are spread; names of `mis.py` keep the meaning that they have there."""
+    alone = logged(without_masked(split), **settings)
+    (found,), plain = counted([split], None, **settings), logged(split, **settings)
+    assert of(found, theirs=False) == pytest.approx(of(alone, theirs=False), rel=1e-5)
+    assert of(found, theirs=True) == of(plain, theirs=True)
+
+
+def test_each_step_of_a_rollout_has_its_own_share():
+    steps = [UNEVEN, [LIVE], DEAD_LAST]
+    for found, step in zip(counted(steps, (7, 0)), steps, strict=True):
+        assert of(found, theirs=False) == pytest.approx(
+            of(logged(without_masked(step)), theirs=False), rel=1e-5
+        )
+
+
+@pytest.mark.parametrize("step", [None, (6, 0)])
+def test_a_step_that_nothing_names_is_scaled_within_its_micro_batches(step: tuple[int, int] | None):
+    """No step hook, or the count of another rollout."""
+    steps = [UNEVEN, DEAD_LAST]
+    assert counted(steps, step) == [logged(step) for step in steps]
+
+
+@pytest.mark.parametrize("settings", [{}, PER_TOKEN])
+def test_a_step_without_a_valid_token_is_finite(settings: dict):
+    assert set(counted([[MASKED]], None, **settings)[0].values()) == {0.0}
+
+
+def test_a_rollout_of_several_samples_counts_once():
+    """Three samples of two rollouts, one of them masked: two of two rollouts train."""
+    data = {
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([0, 0]), torch.tensor([1, 0])],
+        "rollout_mask_sums": torch.tensor([2.0, 2.0, 1.0]),
+        "micro_batch_indices": [[0], [1, 2]], "num_microbatches": [2], "global_batch_sizes": [2],
+    }  # fmt: skip
+    args = host_args()
+    mis.count_samples(args, 0, data)
+    assert average(args) == 1
+
+
+def test_hosts_without_a_schedule_train_equal_parts_in_order():
+    """The embedded host."""
+    masks = [torch.tensor(mask) for mask in ([0], [1], [1], [1, 1])]
+    args = host_args(global_batch_size=2, rollout_batch_size=4, n_samples_per_prompt=1)
+    mis.count_samples(args, 3, {"loss_masks": masks})
+    assert [average(args, (3, step)) for step in (0, 1)] == [0.5, 1]
+
+
+def count_on_rank(rank: int) -> list[float]:
+    """Rank 0 holds both samples that train of step 0; of step 1 each rank has one, and one that is masked."""
+    rows = [[LIVE, LIVE[:1] + MASKED[:1]], [MASKED, LIVE[1:] + MASKED[1:]]][rank]
+    data = handed([[part] for part in rows]) | {"global_batch_sizes": [4, 4]}
+    group = torch.distributed.group.WORLD
+    return averages.count(host_args(), 0, data, Ranks(None, group, None)).shares.tolist()
+
+
+def test_ranks_count_together(tmp_path: Path):
+    assert run_ranks(2, 1, count_on_rank, tmp_path, megatron=False) == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [((), "args alone, and not from Miles's train_actor"), (([],), r"\(args, samples\)")]
+)
+def test_a_host_that_hands_no_rollout_is_told(given: tuple, said: str):
+    with pytest.raises(
+        InputError, match=f"count_samples needs the rollout batch.*{said}.*metrics: all has exact means"
+    ):
+        mis.count_samples(host_args(), *given)
+
+
 # ------------------------------------------------------------------------------------------------------- the warning
 
 
@@ -131,7 +253,27 @@ def test_masked_samples_are_told_with_what_they_do(caplog: pytest.LogCaptureFixt
     assert "mis.metrics: all" in said[0]
 
 
-@pytest.mark.parametrize(("rows", "metrics"), [(LIVE, "full"), (LIVE + MASKED, "all")])
+def test_with_exact_numbers_beside_them_the_diluted_ones_are_told_too(caplog: pytest.LogCaptureFixture):
+    step(LIVE + MASKED, CONFIG | {"metrics": "all"})
+    said = [x.getMessage() for x in caplog.records if "have no token in the loss" in x.getMessage()]
+    assert len(said) == 1 and "the numbers under train/mis_step/ are means over the rest" in said[0]
+
+
+@pytest.mark.parametrize("metrics", ["core", "full", "all"])
+@pytest.mark.parametrize("has_hook", [True, False])
+def test_a_run_that_only_watches_is_told(caplog: pytest.LogCaptureFixture, metrics: str, has_hook: bool):
+    """Without the step hook as well, where each rank tells of its own micro-batches, one late."""
+    recorder, config = Recorder(), from_mapping({"metrics": metrics})
+    if has_hook:
+        recorder.report(ARGS, 1, 0)
+    for _ in range(2):
+        recorder.record(corrected(make_batch(LIVE + MASKED), config))
+    if has_hook:
+        recorder.flush(ARGS)
+    assert caplog.text.count("have no token in the loss") == 1
+
+
+@pytest.mark.parametrize(("rows", "metrics"), [(LIVE, "full"), (LIVE, "all"), (LIVE + MASKED, "none")])
 def test_nothing_to_tell(caplog: pytest.LogCaptureFixture, rows: Rows, metrics: str):
     step(rows, CONFIG | {"metrics": metrics})
     assert "no token in the loss" not in caplog.text

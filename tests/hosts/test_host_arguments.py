@@ -79,6 +79,11 @@ def test_who_knows_a_key(key: str, known: tuple[str, ...]):
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_comparison_s_key_is_no_surprise(host: str):
+    assert not list(surprises({"bitwise": {"on_difference": "raise"}}, REGISTERED[host]))
+
+
 def test_what_the_embedded_host_and_areal_know_is_no_surprise():
     keys = {
         "max_head_offpolicyness": 2,
@@ -170,9 +175,9 @@ def test_a_pipe_has_no_path():
 @pytest.mark.parametrize(
     ("mis", "refused", "said"),
     [
-        ({"weight": {"normalize": {"scope": "rollout"}}}, ("miles", "fsdp"),
-         "mis.weight.normalize.scope: rollout needs the rollout batch, which Miles"),
-        ({"segment_wise": {}}, HOSTS, " does not say which version wrote each token"),
+        ({"weight": {"normalize": {"scope": "rollout"}}}, ("fsdp",),
+         "mis.weight.normalize.scope: rollout needs the rollout batch, which no hook of Miles on FSDP sees"),
+        ({"segment_wise": {}}, ("slime", "fsdp"), " does not say which version wrote each token"),
         ({"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise"}, ("fsdp",),
          "mis.on_all_rejected: raise needs a hook before each train step, which Miles on FSDP does not call; use skip"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from mis_plugins import mis
 from mis_plugins.__main__ import main
-from mis_plugins.hosts import embedded, registry
+from mis_plugins.errors import InputError
+from mis_plugins.hosts import adapters, registry
+from mis_plugins.hosts.adapters import embedded, miles, slime
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Batch, Host, Scores
 from mis_plugins.packing.ragged import Ranks
@@ -89,10 +92,51 @@ def test_which_host_runs(logged: Sequence[Mapping[str, float]]):
     assert registry.current() is embedded.HOST
 
 
+def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file beside the others that makes a record is all that the registry asks for."""
+    monkeypatch.setattr(registry, "HOSTS", {})
+    (tmp_path / "late_host.py").write_text("from test_made_up_host import MADE_UP as HOST\n")
+    monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
+    registry.find(adapters.__name__, list(adapters.__path__))
+    assert list(registry.HOSTS) == ["embedded", "miles", "fsdp", "slime", "made-up"]
+    assert registry.HOSTS["made-up"] == MADE_UP and registry.current() is registry.HOSTS["embedded"]
+
+
+BY_MODULE = {"made_up": "made-up", slime.TRACKING: "slime", miles.TRACKING: "miles", "argparse": "embedded"}
+
+
+@pytest.mark.parametrize("order", list(permutations(["embedded", "miles", "fsdp", "slime", "made-up"])))
+def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: pytest.MonkeyPatch):
+    """slime has --train-backend too: its process with fsdp is slime's, and Miles's is that of Miles on FSDP."""
+    known = registry.HOSTS | {"made-up": MADE_UP}
+    monkeypatch.setattr(registry, "HOSTS", {name: known[name] for name in order})
+    fsdp = flags(train_backend="fsdp")
+    assert (
+        registry.current(fsdp).name
+        == registry.current(fsdp, reducer({"loss_masks": []}, "miles")).name
+        == "fsdp"
+    )
+    assert registry.current(flags(), reducer({"loss_masks": []}, "miles")).name == "miles"
+    for module, name in BY_MODULE.items():
+        with monkeypatch.context() as loaded:
+            loaded.setitem(sys.modules, module, ModuleType(module))
+            assert registry.current(flags()).name == name
+            assert registry.current(fsdp).name == ("fsdp" if name in ("miles", "embedded") else name)
+
+
+def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):
+    for module in (miles.TRACKING, slime.TRACKING):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(
+        InputError, match="^Miles and slime: modules of both say that this process is theirs; load"
+    ):
+        registry.current()
+
+
 def test_config_check(logged: Sequence[Mapping[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture):
     file = tmp_path / "config.yaml"
     file.write_text("mis: {weight: {upper: 2.0}, metrics: all}")
-    assert list(recorded()) == ["miles", "slime", "fsdp", "made-up"]
+    assert list(recorded()) == ["miles", "fsdp", "slime", "made-up"]
     assert main(["config", "check", str(file), "--host", "made-up"]) == 0
     told = capsys.readouterr().out
     assert "which the made-up host does not call" in told and "report_step" not in told

@@ -25,7 +25,8 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
-from mis_plugins.hosts import miles, slime, tracking
+from mis_plugins.hosts import tracking
+from mis_plugins.hosts.adapters import miles, slime
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorder
@@ -96,40 +97,28 @@ def test_each_step_is_reported_once_and_the_last_by_flush(tracked: list[dict]):
     ]
 
 
-@pytest.mark.parametrize(
-    "value", [-800.0, -1e30, torch.finfo(torch.float32).min]
-)  # engines clamp -inf to the last
+BOUNDED = ("ratio", "k1", "k2", "k3", "binary_kl", "abs_prob_diff")
+LOOKED_AT = [
+    {"weight": None, "reject": [{"statistic": name, "over": over, "upper": 0.5} | unit for name in BOUNDED]}
+    for over in ("token", "sum", "mean", "min", "max")
+    for unit in ({"unit": "sequence"}, {"unit": "segment"})[: 1 + (over != "token")]
+]
+BOUNDING = [
+    {"weight": {"level": level, "bound": "clip"}} for level in ("token", "segment", "sequence", "geometric")
+]
+LOWEST = torch.finfo(torch.float32).min  # engines clamp -inf to it
+
+
+@pytest.mark.parametrize("value", [-800.0, -1e19, -1e30, LOWEST])
 @pytest.mark.parametrize("side", ["proximal", "behavior"])
-@pytest.mark.parametrize("level", ["token", "segment", "sequence", "geometric"])
-def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, level: str, tracked: list[dict]):
-    """e^800 is no float: what cannot be shown must not stop the job either."""
+@pytest.mark.parametrize("config", BOUNDING + LOOKED_AT, ids=str)
+def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, config: dict, tracked: list[dict]):
+    """e^800 is no float, nor is the square of -1e30: what cannot be shown must not stop the job either."""
     batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]])
     getattr(batch, side)[0][2] = value
     recorder = Recorder()
     recorder.report(ARGS, 0, 0)
-    config = from_mapping({"weight": {"level": level, "bound": "clip"}, "metrics": "all"})
-    recorder.record(corrected(batch, config), torch.ones(5))
-    recorder.report(ARGS, 0, 1)
-    assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
-
-
-@pytest.mark.parametrize("value", [-1e19, -1e30, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("side", ["proximal", "behavior"])
-@pytest.mark.parametrize("unit", ["sequence", "segment"])
-@pytest.mark.parametrize("over", ["token", "sum", "mean", "min", "max"])
-def test_no_log_prob_is_too_small_for_what_a_rule_looks_at(
-    value: float, side: str, unit: str, over: str, tracked: list[dict]
-):
-    """The square of -1e30 is no float32; whatever a rule looks at can be shown."""
-    batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]])
-    getattr(batch, side)[0][2] = value
-    units = {} if over == "token" else {"unit": unit}
-    bounded = {name: {"upper": 0.5} for name in ("ratio", "k1", "k2", "k3", "binary_kl", "abs_prob_diff")}
-    rules = [{"statistic": name, "over": over, **units, **bounds} for name, bounds in bounded.items()]
-    recorder = Recorder()
-    recorder.report(ARGS, 0, 0)
-    config = from_mapping({"weight": None, "reject": rules, "metrics": "all"})
-    recorder.record(corrected(batch, config), torch.ones(5))
+    recorder.record(corrected(batch, from_mapping(config | {"metrics": "all"})), torch.ones(5))
     recorder.report(ARGS, 0, 1)
     assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
 
@@ -402,10 +391,14 @@ def test_without_the_hook_metrics_all_says_what_is_missing(caplog: pytest.LogCap
     assert recorder.copy is not None and not recorder.copy.recorded.partials.histograms.numel()
 
 
-def test_metrics_alone_leave_nothing_to_watch():
+def test_metrics_alone_leave_samples_to_count_and_without_metrics_nothing():
     recorder = Recorder()
-    recorder.record(micro_batch([[1.0]], {"weight": None}))
+    recorder.record(micro_batch([[1.0]], {"weight": None, "metrics": "none"}))
     assert not recorder.pending and recorder.copy is None
+    recorder.record(micro_batch([[1.0]], {"weight": None}))
+    assert recorder.copy is not None
+    counts = {"valid", "kept", "micro_batches", "all_rejected", "sequences", "any_valid"}
+    assert set(recorder.copy.wait().sums) == counts
 
 
 # -------------------------------------------------------------------------------------------------------------- cost
@@ -423,9 +416,9 @@ def test_operators_do_not_grow_with_the_sequences_and_none_waits(name: str):
     counts = []
     for sequences in (2, 50):
         c = micro_batch([[1.0, 1.5, 0.7]] * sequences, CONFIGS[name])
-        loss, lags = torch.ones(3 * sequences), torch.zeros(3 * sequences, dtype=torch.long)
+        loss, ages = torch.ones(3 * sequences), torch.zeros(3 * sequences, dtype=torch.long)
         c.keep  # noqa: B018  (the hook has made it already)
-        asked = partial(partials, c, loss, lags), partial(watch, c), partial(watch, c, relates=True)
+        asked = partial(partials, c, loss, ages), partial(watch, c), partial(watch, c, relates=True)
         found = list(map(tallies.tally, asked))
         assert not any(tally.waits or tally.copies or tally.collectives for tally in found)
         counts.append([tally.operators for tally in found])
@@ -449,14 +442,16 @@ def test_fake_tensors_can_be_recorded(name: str):
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 
-def handed(batch: Batch, cp: int, cp_rank: int, ranks: Ranks) -> HostBatch:
+def corrected_on(batch: Batch, cp: int, cp_rank: int, ranks: Ranks, config: dict) -> Correction:
+    """The correction of a rank's part of a batch."""
     local, _ = batch.shard(cp, cp_rank, None)
     layout = (
         whole(batch.response_lengths)
         if cp == 1
         else zigzag(batch.total_lengths, batch.response_lengths, cp, cp_rank)
     )
-    return HostBatch(local.proximal, local.behavior, batch.loss_masks, layout, ranks)
+    host = HostBatch(local.proximal, local.behavior, batch.loss_masks, layout, ranks)
+    return correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config))
 
 
 def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
@@ -467,10 +462,9 @@ def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[lis
     sys.modules[module.__name__] = module
     group = lambda g: g if g.size() > 1 else None  # noqa: E731
     ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
-    recorder, parsed = Recorder(), from_mapping(config)
+    recorder = Recorder()
     recorder.report(ARGS, 0, 0, ranks)
-    host = handed(batches[rank // cp], cp, rank % cp, ranks)
-    recorder.record(correct(host.proximal, host.behavior, host.place().ragged, parsed))
+    recorder.record(corrected_on(batches[rank // cp], cp, rank % cp, ranks, config))
     try:
         recorder.flush(ARGS, ranks)
     except MisError as error:
@@ -534,8 +528,7 @@ def joined(rank: int, groups_changed: bool, on_all_rejected: str) -> tuple[list[
     config = VETO | {"metrics": "all", "on_all_rejected": on_all_rejected}
 
     def record(ratio: float, among: Ranks) -> None:
-        host = handed(ratio_batch([[ratio, 1.0]]), 1, 0, among)
-        recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+        recorder.record(corrected_on(ratio_batch([[ratio, 1.0]]), 1, 0, among, config))
 
     recorder = Recorder()
     if rank == 0:
@@ -560,7 +553,9 @@ def test_a_rank_that_joins_has_nothing_to_add(tmp_path: Path, groups_changed: bo
     assert [(row["train/step"], row["train/mis_step/tokens"]) for row in logged] == [(2, 4.0)]
     assert nothing == silence == []
     assert any("rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches" in x for x in words)
-    assert any("rollout 0, step 0: its metrics are not logged" in x and "joined or left" in x for x in words)
+    assert any(
+        "rollout 0, step 0: the step's metrics are not logged" in x and "joined or left" in x for x in words
+    )
     assert any("raised: " in x and "on this rank" in x for x in words) == (on_all_rejected == "raise")
 
 
@@ -604,8 +599,7 @@ def under_two_configs(rank: int) -> str:
     ranks = Ranks(dp=dist.group.WORLD)
     recorder, config = Recorder(), EVERYTHING | ({"reject": VETO["reject"]} if rank else {})
     recorder.report(ARGS, 0, 0, ranks)
-    host = handed(ratio_batch([[1.0]]), 1, 0, ranks)
-    recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+    recorder.record(corrected_on(ratio_batch([[1.0]]), 1, 0, ranks, config))
     with pytest.raises(InputError) as raised:
         recorder.flush(ARGS, ranks)
     return str(raised.value)
@@ -614,7 +608,7 @@ def under_two_configs(rank: int) -> str:
 def test_ranks_that_corrected_differently_do_not_wait_for_each_other(tmp_path: Path):
     for message in run_ranks(2, 1, under_two_configs, tmp_path):
         assert message.startswith(
-            "ranks corrected under different mis configs: this one under [CorrectionConfig("
+            "ranks corrected under different mis configs, this rank under [CorrectionConfig("
         )
 
 
@@ -626,8 +620,7 @@ def in_another_order(rank: int) -> list[float]:
     recorder.report(ARGS, 0, 0, ranks)
     of_config = [(EVERYTHING | {"keep_floor": 0.1}, 1), (EVERYTHING | {"keep_floor": 0.2}, 10)]
     for config, tokens in reversed(of_config) if rank else of_config:
-        host = handed(ratio_batch([[1.0] * tokens]), 1, 0, ranks)
-        recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+        recorder.record(corrected_on(ratio_batch([[1.0] * tokens]), 1, 0, ranks, config))
     recorder.flush(ARGS, ranks)
     return [row["train/mis_step/tokens"] for row in module.logged]
 
@@ -701,8 +694,7 @@ def lose_a_cell(config: dict, cells: Cells | Plain) -> None:
     """One step, at whose report a cell is lost."""
     recorder, ranks = Recorder(), Ranks(dp=cells)
     recorder.step = (0, 0)
-    host = handed(ratio_batch([[0.01, 1.0]]), 1, 0, ranks)
-    recorder.record(correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config)))
+    recorder.record(corrected_on(ratio_batch([[0.01, 1.0]]), 1, 0, ranks, config))
     recorder.report(ARGS, 1, 0, ranks)
 
 
@@ -716,7 +708,9 @@ def test_where_a_rank_is_lost_the_others_report_alone(
     assert tracked == []
     assert "rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches was rejected" in caplog.text
     said = "aborted" if aborts else "Connection closed by peer"
-    assert f"its metrics are not logged, which takes all its ranks: a rank was lost ({said})" in caplog.text
+    assert (
+        f"the step's metrics are not logged, which takes all ranks: a rank was lost ({said})" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("succeed", [0, 1, 2])
@@ -745,5 +739,6 @@ def test_under_miles_one_rank_of_one_cell_logs(
     module = SimpleNamespace(get_parallel_state=lambda: state)
     monkeypatch.setitem(sys.modules, miles.PARALLEL, module)
     monkeypatch.setitem(sys.modules, miles.TRACKING, sys.modules[slime.TRACKING])
+    monkeypatch.delitem(sys.modules, slime.TRACKING)
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
     assert len(tracked) == ((cell, tp, cp) == (0, 0, 0))

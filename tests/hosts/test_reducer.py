@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Batch, batches, make_batch
+from batches import Batch, batches, host_args, make_batch
 from drive import same_bytes
 from hypothesis import given
 from launch import run_ranks
 from tolerances import sum_rtol
 
+from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.local.cli.loading import load_function
 
@@ -192,3 +193,16 @@ def test_lengths_that_do_not_fit():
         kept_token_mean([], [], [])
     with pytest.raises(InputError, match="total_lengths"):
         kept_token_mean(batch.total_lengths[:-1], batch.response_lengths, batch.loss_masks)
+
+
+def test_masks_that_stay_in_the_denominator_are_refused_beside_it():
+    """`use_mask` counts masked tokens, and the reducer would divide by the others: `use_rs` is what it goes with."""
+    keys = {"tis_upper_bound": 2.0, "rs_upper_bound": 2.0}
+    reducer = {"custom_pg_loss_reducer_function_path": "mis_plugins.mis.kept_token_mean"}
+    with pytest.raises(
+        ConfigError, match="use_mask: true counts masked tokens .* say use_rs in place of use_mask"
+    ):
+        mis.config_in_force(host_args(**keys, **reducer, use_mask=True))
+    assert mis.config_in_force(host_args(**keys, use_mask=True)).rejects
+    assert mis.config_in_force(host_args(**keys, **reducer, use_rs=True)).rejects
+    assert not mis.config_in_force(host_args(**keys, **reducer, use_mask=True, use_tis=False)).rejects

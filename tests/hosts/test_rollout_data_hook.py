@@ -28,14 +28,32 @@ def rollout_data(batch: Batch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def miles(args: SimpleNamespace) -> None:
-    """`miles/backends/megatron_utils/actor.py`."""
+MILES = """
+def train_actor(hook, args, rollout_id, rollout_data):
+    hook(args)
+"""
+
+
+def miles(args: SimpleNamespace, data: dict[str, Any] | None = None) -> None:
+    """A stand-in of `miles/backends/megatron_utils/actor.py`, whose trainer holds the batch and hands `args` alone."""
+    trainer: dict[str, Any] = {"__name__": "miles.backends.megatron_utils.actor"}
+    exec(MILES, trainer)
+    trainer["train_actor"](hook, args, 3, example() if data is None else data)
+
+
+def another(args: SimpleNamespace) -> None:
+    """A host that hands `args` alone from a function that is not known."""
     hook(args)
 
 
+def example() -> dict[str, Any]:
+    """A rollout whose ratios have the mean 2 over the valid tokens."""
+    return rollout_data(ratio_batch([[1.0, 3.0], [2.0, 5.0]], [[1, 1], [1, 0]]))
+
+
 def slime(args: SimpleNamespace) -> None:
-    """`slime/backends/megatron_utils/actor.py`; the ratios' mean over the valid tokens is 2."""
-    hook(args, 3, rollout_data(ratio_batch([[1.0, 3.0], [2.0, 5.0]], [[1, 1], [1, 0]])))
+    """`slime/backends/megatron_utils/actor.py`."""
+    hook(args, 3, example())
 
 
 def slime_as_documented(args: SimpleNamespace) -> None:
@@ -43,9 +61,11 @@ def slime_as_documented(args: SimpleNamespace) -> None:
     hook(args, [[SimpleNamespace(rollout_log_probs=[-1.0], response_length=1)]])
 
 
-def test_slime_hands_what_is_needed():
+@pytest.mark.parametrize("call", [slime, miles])
+def test_the_mean_of_the_rollout_is_left_for_the_hook(call: Any):
     args = host_args(mis=ROLLOUT)
-    slime(args)
+    call(args)
+    assert args._mis_counted.rollout_id == 3
     torch.testing.assert_close(
         args._mis_rollout_mean, torch.tensor(2.0).double(), rtol=normalized_rtol(5.0), atol=0
     )
@@ -53,7 +73,7 @@ def test_slime_hands_what_is_needed():
 
 @pytest.mark.parametrize(
     ("call", "said"),
-    [(miles, "args alone, as Miles does; use scope: data_parallel"),
+    [(another, "args alone, and not from Miles's train_actor, where the batch could be read; use scope: data_parallel"),
      (slime_as_documented, r"\(args, samples\), and samples hold no trainer log-probs; use scope: data_parallel")],
 )  # fmt: skip
 def test_what_others_hand_is_not_enough(call: Any, said: str):
@@ -74,7 +94,7 @@ def test_slime_with_one_step_a_rollout_is_told_the_ways_out():
         hook(host_args(mis=ROLLOUT), 3, data)
 
 
-@pytest.mark.parametrize("call", [miles, slime, slime_as_documented])
+@pytest.mark.parametrize("call", [miles, another, slime, slime_as_documented])
 @pytest.mark.parametrize("settings", [{"mis": MICRO_BATCH}, {"mis": ROLLOUT, "use_tis": False}])
 def test_a_hook_without_effect_is_refused(call: Any, settings: dict):
     """Under every host alike, before it looks at what it was handed."""

@@ -201,8 +201,8 @@ def test_the_three_faults(log_probs: list, length: int, data: st.DataObject):
     elif len(log_probs) != length:
         assert fault and fault.cause == "of another count"
     else:
-        live = [x for x, counts in zip(log_probs, mask or [1] * length, strict=True) if counts]
-        broken = [x for x in live if x is None or math.isnan(x) or math.isinf(x)]
+        valid = [x for x, counts in zip(log_probs, mask or [1] * length, strict=True) if counts]
+        broken = [x for x in valid if x is None or math.isnan(x) or math.isinf(x)]
         assert (fault is not None) == bool(broken)
         if fault:
             assert fault.cause == "not finite" and fault.detail.startswith(f"{len(broken)} of {length} ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +58,16 @@ def turn(library: ModuleType, on: bool) -> None:
         library.enable_batch_invariant_mode() if on else library.disable_batch_invariant_mode()
 
 
+@contextmanager
+def standing() -> Iterator[None]:
+    """A pin that is undone whatever becomes of the body."""
+    undo = megatron.pin(CONTRACT)
+    try:
+        yield
+    finally:
+        undo()
+
+
 def stands() -> bool:
     """Whether Triton's products run, by what the dispatcher says and by the bits of one."""
     return {megatron.settings()[f"aten::{name}"] for name in mode.SHARED} == {OURS}
@@ -76,11 +86,8 @@ def test_a_pin_stands_and_is_undone(library: ModuleType):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_its_kernels_are_batch_invariant(library: ModuleType, dtype: str):
-    undo = megatron.pin(CONTRACT)
-    try:
+    with standing():
         assert list(aten_failures(dtype, SHAPES, CPU)) == []
-    finally:
-        undo()
 
 
 def test_a_bias_is_added_before_the_sum_is_rounded(library: ModuleType):
@@ -88,12 +95,9 @@ def test_a_bias_is_added_before_the_sum_is_rounded(library: ModuleType):
     x, weight = torch.ones(3, 2).bfloat16(), torch.tensor([[256.0, 1.0]]).bfloat16()
     bias = torch.ones(1).bfloat16()
     product = next(row for row in biased().operations if row.name == "q, k, v product")
-    undo = megatron.pin(CONTRACT)
-    try:
+    with standing():
         assert F.linear(x, weight, bias).flatten().tolist() == [258.0] * 3
         assert (F.linear(x, weight) + bias).flatten().tolist() == [256.0] * 3
-    finally:
-        undo()
     assert product.bits.endswith("+ bias in fp32, then rounded")
 
 
@@ -104,11 +108,8 @@ def biased() -> GpuContract:
 def test_log_softmax_of_bf16_is_summed_in_fp32(library: ModuleType):
     """A sum of 3000 ones in bfloat16 would end at 256."""
     logits = torch.zeros(2, 3000).bfloat16()
-    undo = megatron.pin(CONTRACT)
-    try:
+    with standing():
         found = torch.log_softmax(logits, -1)
-    finally:
-        undo()
     assert found.dtype == torch.bfloat16
     assert ulps(found, logits.float().log_softmax(-1).bfloat16()).max() <= 1
 
@@ -140,11 +141,8 @@ def test_one_bit_in_the_first_row_of_a_batch_is_found(
         return result
 
     monkeypatch.setattr(library, kernel, nudged)
-    undo = megatron.pin(CONTRACT)
-    try:
+    with standing():
         assert next(aten_failures("bf16", SHAPES, CPU)).kernel == found
-    finally:
-        undo()
 
 
 def test_its_own_contexts_nest_and_fail_inside_a_pin(library: ModuleType):
@@ -172,7 +170,7 @@ def test_a_flag_without_overrides_is_refused(library: ModuleType, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(library, "_batch_invariant_MODE", True)
         with pytest.raises(
-            PinError, match="flag says on, but aten::mm runs stock.*call megatron.core.*disable_"
+            PinError, match="flag of the mode says on, but aten::mm runs stock.*call megatron.core.*disable_"
         ):
             megatron.pin(CONTRACT)
 
@@ -181,7 +179,7 @@ def test_overrides_without_a_flag_are_refused(library: ModuleType, monkeypatch):
     turn(library, on=True)
     with monkeypatch.context() as patch:
         patch.setattr(library, "_batch_invariant_MODE", False)
-        with pytest.raises(PinError, match=f"its flag says off, but aten::mm runs {OURS}"):
+        with pytest.raises(PinError, match=f"the flag of the mode says off, but aten::mm runs {OURS}"):
             megatron.pin(CONTRACT)
     turn(library, on=False)
 
@@ -195,7 +193,7 @@ def test_an_enable_that_half_happens_is_undone(library: ModuleType, monkeypatch)
     assert library.is_batch_invariant_mode_enabled() and registrations() != before
     turn(library, on=False)
     with pytest.raises(
-        PinError, match="Megatron-core: its batch-invariant mode cannot be enabled .*callable"
+        PinError, match="Megatron-core: the batch-invariant mode cannot be enabled .*callable"
     ):
         megatron.pin(CONTRACT)
     assert not library.is_batch_invariant_mode_enabled() and registrations() == before
@@ -213,7 +211,9 @@ def test_an_undo_that_leaves_an_operator_says_so(library: ModuleType, monkeypatc
     undo = megatron.pin(CONTRACT)
     with monkeypatch.context() as patch:
         patch.setattr(library, "disable_batch_invariant_mode", lambda: None)
-        with pytest.raises(PinError, match="its undo leaves aten::mm to .*batch_invariant_kernels.py"):
+        with pytest.raises(
+            PinError, match="undoing the mode leaves aten::mm to .*batch_invariant_kernels.py"
+        ):
             undo()
     undo()
 
@@ -255,13 +255,10 @@ def test_our_cpu_kernels_and_the_mode_refuse_each_other(library: ModuleType):
     with pinned(Contract()):
         with pytest.raises(PinError, match=r"aten::mm is overridden already by .*kernels/cpu.py"):
             megatron.pin(CONTRACT)
-    undo = megatron.pin(CONTRACT)
-    try:
+    with standing():
         with pytest.raises(PinError, match="aten::mm is overridden already .*batch_invariant_kernels.py"):
             with pinned(Contract()):
                 pass
-    finally:
-        undo()
 
 
 def test_this_version_has_no_deep_gemm_of_its_own(library: ModuleType, monkeypatch):
@@ -287,7 +284,7 @@ def test_later_versions_are_told_which_products(library: ModuleType, monkeypatch
     with suppress(ModuleNotFoundError):
         library.enable_batch_invariant_mode()
     with pytest.raises(
-        PinError, match="its mode is on with 'te_native'.*Set --batch-invariant-backend triton"
+        PinError, match="the mode is on with 'te_native'.*Set --batch-invariant-backend triton"
     ):
         megatron.pin(CONTRACT)
     turn(library, on=False)

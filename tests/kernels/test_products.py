@@ -16,7 +16,7 @@ from torch import Tensor
 
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 from true_on_policy.contract.row_sums import engine_order, megatron_order
-from true_on_policy.engines import sglang_settings
+from true_on_policy.engines.sglang import settings as sglang_settings
 from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import gpu, gpu_probes
 from true_on_policy.kernels import megatron as mode

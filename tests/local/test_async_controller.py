@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch import alive
 from tolerances import FP32_LOG_PROB
 
 from mis_plugins.errors import InputError
@@ -592,12 +593,3 @@ def test_a_worker_outlives_no_trainer(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
     assert done.returncode == -signal.SIGKILL
     until(lambda: not alive(int(done.stdout)))
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs: a zombie that nobody waits for does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"

@@ -491,7 +491,6 @@ def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
         ("--async --rollout-step-seconds -1", "--rollout-step-seconds: got -1; give 0 or more"),
         ("--async --rollout-steps-per-update -1", "--rollout-steps-per-update: got -1; give 0 or more"),
         ("--async --grad-cosine-every 2", "--grad-cosine-every with --async"),
-        ("--async --rollout-engine hf", "--async with --rollout-engine hf: only the local engine steps"),
         ("--async --true-on-policy", "--async with --true-on-policy"),
         (
             "--async --max-concurrent-rollouts 0",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,22 +33,27 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 11], [2], [9, 9, 9, 9]]
 NO_EOS = -1
 
 
+def transformers_sizes(config: ModelConfig) -> dict[str, Any]:
+    """The sizes of a config under the names of transformers."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+
+
 @pytest.fixture(scope="module")
 def hf() -> torch.nn.Module:
     """A Qwen3 with random weights, large enough that its distributions are far from uniform."""
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=CONFIG.vocab_size,
-            hidden_size=CONFIG.hidden_size,
-            intermediate_size=CONFIG.ffn_size,
-            num_hidden_layers=CONFIG.num_layers,
-            num_attention_heads=CONFIG.num_heads,
-            num_key_value_heads=CONFIG.num_kv_heads,
-            head_dim=CONFIG.head_dim,
-            rms_norm_eps=CONFIG.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": CONFIG.rope_theta},
-            tie_word_embeddings=False,
+            **transformers_sizes(CONFIG), head_dim=CONFIG.head_dim, tie_word_embeddings=False
         )
     ).eval()
     with torch.no_grad():
@@ -85,6 +92,18 @@ def test_decoding_gives_the_log_probs_of_transformers(hf, weights, temperature: 
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         expected = hf_log_probs(hf, prompt, generation.tokens, temperature)
         torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0, atol=FP32_LOG_PROB)
+
+
+def test_without_qk_norm_the_decoder_is_a_llama() -> None:
+    config = replace(CONFIG, qk_norm=False)
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**transformers_sizes(config))).eval()
+    built = DecodeEngine(config, "fp32")
+    built.update_weights({name: 3 * weight for name, weight in llama.state_dict().items()}, version=0)
+    llama.load_state_dict({name: 3 * weight for name, weight in llama.state_dict().items()})
+    for prompt, one in zip(PROMPTS, generate(built), strict=True):
+        ours = torch.tensor(one.log_probs)
+        torch.testing.assert_close(ours, hf_log_probs(llama, prompt, one.tokens), rtol=0, atol=FP32_LOG_PROB)
 
 
 def test_scoring_gives_the_log_probs_of_transformers(hf, weights) -> None:

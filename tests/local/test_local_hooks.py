@@ -195,7 +195,7 @@ def look_at_masks(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]
 
 
 def test_the_sample_filter_takes_broken_samples_out_of_the_loss(tmp_path: Path) -> None:
-    """Called once a rollout, whatever the ranks; what it removes has no live token on any of them."""
+    """Called once a rollout, whatever the ranks; what it removes has no valid token on any of them."""
     hooks = {"--rollout-sample-filter-path": "break_some", "--rollout-data-postprocess-path": "look_at_masks"}
     flags = " ".join(f"{flag} {__name__}.{name}" for flag, name in hooks.items())
     assert run(f"{flags} {FAILURES} --context-parallel-size 2", tmp_path) == 0

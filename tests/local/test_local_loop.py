@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mis_plugins.config.reading import preset_path
+from mis_plugins.config.terms.divergence import k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.cli.parser import build_parser
@@ -34,7 +35,6 @@ from mis_plugins.local.train.parallel import (
     ParallelState,
     launch,
 )
-from mis_plugins.terms.divergence import k3
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
 NOBODY = GroupInfo(0, 1, None)
@@ -74,7 +74,10 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--get-mismatch-metrics", "--get-mismatch-metrics needs --custom-tis-function-path"),
         (f"--use-tis --use-rollout-logprobs --custom-tis-function-path {MIS}", "--use-tis with --use-rollout-logprobs"),
         (f"--custom-tis-function-path {MIS}", "--custom-tis-function-path has no effect without --use-tis"),
-        (f"--custom-config-path {preset_path('mis')}", "--custom-config-path: its mis: has no effect without a hook"),
+        (
+            f"--custom-config-path {preset_path('mis')}",
+            "--custom-config-path: `mis:` in the file has no effect without a hook",
+        ),
         ("--lr -1", "--lr: got -1.0; give a finite number, at least 0"),
         ("--lr nan", "--lr: got nan"),
         ("--eps-clip -0.2", "--eps-clip: got -0.2"),

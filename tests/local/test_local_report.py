@@ -1,4 +1,4 @@
-"""What a run leaves: whole lines, whole files, a picture of every run, sentences true to the numbers."""
+"""What a run leaves: whole lines, whole files, a picture of every run, a sentence true to the numbers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
 from mis_plugins.local import report
 from mis_plugins.local.report import (
-    COLORS,
     METRICS,
     LiveTable,
     MetricsLog,
-    Summary,
+    in_words,
     plot_curves,
     summarize,
-    three_sentences,
     write_json,
 )
+from mis_plugins.shared.palette import VERMILLION, color
 
 
 def records(final: float, count: int = 40, **more: float) -> list[dict[str, float]]:
@@ -124,72 +122,10 @@ def test_a_run_without_evaluations_has_not_collapsed() -> None:
     assert summarize([])["rollouts"] == 0
 
 
-def run(start: float, final: float, cosine: float | None = None) -> Summary:
-    return Summary(
-        rollouts=200,
-        seconds=60.0,
-        trainer_start=start,
-        trainer_final=final,
-        rollout_start=0.61,
-        rollout_final=0.62,
-        collapsed=final < start / 2,
-        k3_kl=0.43,
-        kept_fraction=0.52,
-        grad_cosine=cosine,
-    )
-
-
-def sentences(text: str) -> list[str]:
-    return text.removesuffix(".").split(". ")
-
-
-@pytest.mark.parametrize(
-    ("uncorrected", "corrected", "second", "third"),
-    [
-        (
-            run(0.95, 0.2),
-            run(0.94, 0.85),
-            "Without correction the trainer policy collapsed: its held-out reward went from 0.95 to 0.20, "
-            "the rollout policy's from 0.61 to 0.62",
-            "With correction the trainer policy kept at least half of its reward: its held-out reward went "
-            "from 0.94 to 0.85, the rollout policy's from 0.61 to 0.62",
-        ),
-        (
-            run(0.95, 0.2),
-            run(0.94, 0.1),
-            "Without correction the trainer policy collapsed",
-            "With correction the trainer policy collapsed: its held-out reward went from 0.94 to 0.10",
-        ),
-        (
-            run(0.95, 0.9),
-            run(0.94, 0.1),
-            "Without correction the trainer policy kept at least half of its reward",
-            "With correction the trainer policy collapsed",
-        ),
-        (
-            run(0.95, 0.9, cosine=0.44),
-            run(0.94, 0.85, cosine=0.73),
-            "Nothing collapsed in these 200 rollouts: without correction the trainer policy's held-out "
-            "reward went from 0.95 to 0.90",
-            "Shown instead is the direction of the gradient: its mean cosine to an on-policy gradient was "
-            "0.44 without correction and 0.73 with it",
-        ),
-        (
-            run(0.95, 0.9),
-            run(0.94, 0.85),
-            "Nothing collapsed",
-            "The direction of the gradient was not recorded",
-        ),
-    ],
-)
-def test_three_sentences_say_what_the_numbers_say(uncorrected, corrected, second: str, third: str) -> None:
-    said = sentences(three_sentences(uncorrected, corrected))
-    assert len(said) == 3
-    assert said[0] == (
-        "Rollout and trainer policy differed by a mean k3 KL per token of 0.43 in the uncorrected run and "
-        "0.43 in the corrected run, which kept 52% of its tokens"
-    )
-    assert said[1].startswith(second) and said[2].startswith(third)
+@pytest.mark.parametrize(("final", "fate"), [(0.2, "collapsed"), (0.85, "kept at least half of its reward")])
+def test_a_run_in_words_says_what_the_numbers_say(final: float, fate: str) -> None:
+    said = in_words("corrected", summarize(records(final)))
+    assert f"the trainer policy {fate}" in said and "from 0.90 to" in said and "75% of the tokens" in said
 
 
 def test_the_picture_shows_every_run(tmp_path: Path) -> None:
@@ -200,56 +136,15 @@ def test_the_picture_shows_every_run(tmp_path: Path) -> None:
     }
     plot_curves(runs, tmp_path / "curves.png")
     pixels = (imread(tmp_path / "curves.png")[..., :3] * 255).round().astype(int)
-    for color in COLORS[:2]:
-        assert (pixels == [int(color[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum() > 1000
+    for shade in (VERMILLION, color("two seeds", 1)):
+        assert (pixels == [int(shade[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum() > 1000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "one", "three", "two"]
-
-
-def test_a_single_number_is_seen_and_rollouts_are_whole() -> None:
-    """A gradient compared once, in a run of three rollouts."""
-    axis = Figure().subplots()
-    report._draw(axis, report.PANELS[-1], {"smoke": [[{"rollout": 0, "grad_cosine": 0.8}, {"rollout": 2}]]})
-    report._dress(axis, report.PANELS[-1], empty=False)
-    axis.set_xlim(0, 2)
-    assert [line.get_marker() for line in axis.lines] == ["None", "o"]
-    assert all(tick == round(tick) for tick in axis.get_xticks())
-
-
-def test_a_picture_of_nothing_says_so(tmp_path: Path) -> None:
-    plot_curves({"not begun": tmp_path / "none"}, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 0
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_picture_of_a_mismatch_that_is_zero_throughout(tmp_path: Path) -> None:
     plot_curves({"equal": log(tmp_path / "equal", records(0.8, k3_kl=0.0))}, tmp_path / "curves.png")
     assert imread(tmp_path / "curves.png").ndim == 3
-
-
-def test_the_live_table_is_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    with LiveTable("uncorrected", total=3, console=Console(file=stream, force_terminal=False)) as table:
-        for record in records(0.5, count=3):
-            table.add(record)
-    title, headings, *rows = stream.getvalue().splitlines()
-    assert title == "uncorrected"
-    assert headings.split() == "rollout reward trainer reward rollout k3 KL kept seconds".split()
-    assert [row.split() for row in rows] == [
-        ["0", "0.900", "0.450", "5.00e-01", "0.750", "0.25"],
-        ["1", "-", "-", "5.00e-01", "0.750", "0.25"],
-        ["2", "0.500", "0.250", "5.00e-01", "0.750", "0.25"],
-    ]
-    assert len({len(row) for row in (headings, *rows)}) == 1
-
-
-def test_the_live_table_on_a_terminal_shows_the_last_rollouts_and_the_progress() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=100, height=40, color_system=None)
-    with LiveTable("uncorrected", total=40, completed=20, console=console) as table:
-        for record in records(0.5)[20:]:
-            table.add(record)
-    final = stream.getvalue().rsplit("rollout  ", 1)[-1]
-    assert "40/40" in final and " 39 " in final and " 20 " not in final
 
 
 def test_the_table_is_left_on_an_interrupt() -> None:

@@ -70,6 +70,7 @@ def weights(output: Path) -> dict[str, bytes]:
         "--rollout-engine local",
         "--rollout-engine local --context-parallel-size 2",
         "--rollout-engine hf --data-parallel-size 2 --rollout-temperature 0.7",
+        "--rollout-engine hf --no-qk-layernorm",
     ],
 )
 def test_every_log_prob_is_the_trainers_where_stock_kernels_differ(flags: str, tmp_path: Path) -> None:

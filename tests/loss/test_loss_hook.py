@@ -7,7 +7,6 @@ asks the real ones.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 import random
@@ -28,7 +27,7 @@ import tallies
 import torch
 import torch.distributed as dist
 from drive import one_rank, same_bytes, spread
-from launch import run_ranks
+from launch import run_ranks, told
 from loss_oracle import Response, Spec
 from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, normalized_rtol, sum_rtol
 from torch import Tensor
@@ -260,12 +259,14 @@ class Expected:
     def decides(self) -> bool:
         """Whether rules and OPSM each drop something and not everything; OPSM by token a part of a sequence."""
         kept = [sum(row) for row in self.corrected.keep]
-        left = [sum(map(bool, x.factor)) for x in self.frozen]
+        learned = [sum(map(bool, x.factor)) for x in self.frozen]
         valid = [len(x.valid) for x in self.frozen]
         opsm, by_rule = self.question.mis.get("opsm"), "reject" in self.question.mis
-        if opsm and not any(a < b and (a or opsm.get("advantage")) for a, b in zip(left, kept, strict=True)):
+        if opsm and not any(
+            a < b and (a or opsm.get("advantage")) for a, b in zip(learned, kept, strict=True)
+        ):
             return False
-        return sum(left) > 0 and (not by_rule or sum(kept) < sum(valid))
+        return sum(learned) > 0 and (not by_rule or sum(kept) < sum(valid))
 
     @property
     def margin(self) -> float:
@@ -324,13 +325,8 @@ def questions() -> Iterator[Question]:
         yield Question(config, spec, kl, 0.01 if unbiased else 0.0)
 
 
-@pytest.mark.parametrize("question", list(questions()), ids=str)
-def test_composition(question: Question):
-    """Loss and gradient are those of the formulas, whatever is combined with whatever."""
-    steps = map(random_step, itertools.count())
-    candidates = (Expected(step, question) for step in steps)
-    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
-    found = call(expected.step, question.mis, **question.settings)
+def assert_loss_and_gradient(found: Outcome, expected: Expected) -> None:
+    """The loss is the formula's, and its gradient the formula's finite differences, not all of them near 0."""
     atol = expected.rtol * expected.magnitude
     assert abs(found.loss.item() - expected(expected.step.responses)) <= atol
     slopes = loss_oracle.gradient(expected, expected.step.responses, FINITE_STEP)
@@ -339,6 +335,16 @@ def test_composition(question: Question):
     for found_slope, slope in zip(found.gradient.tolist(), flat, strict=True):
         assert abs(found_slope - slope) <= atol
     assert any(abs(slope) > 10 * atol for slope in flat)
+
+
+@pytest.mark.parametrize("question", list(questions()), ids=str)
+def test_composition(question: Question):
+    """Loss and gradient are those of the formulas, whatever is combined with whatever."""
+    steps = map(random_step, itertools.count())
+    candidates = (Expected(step, question) for step in steps)
+    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
+    found = call(expected.step, question.mis, **question.settings)
+    assert_loss_and_gradient(found, expected)
 
 
 # --------------------------------------------------------------------------------------------- flags of the host
@@ -495,7 +501,7 @@ def test_bypass_asks_for_no_log_probs_of_the_proximal_policy():
 def test_an_unknown_host_is_named():
     batch = random_step(0).batch()
     with pytest.raises(
-        InputError, match=r"sum_of_sample_mean comes from elsewhere; it serves .*miles, slime"
+        InputError, match=r"sum_of_sample_mean comes from elsewhere; the hook serves losses of .*miles, slime"
     ):
         drive(flags(), batch, torch.cat(random_step(0).rows("target")), "elsewhere")
 
@@ -643,6 +649,14 @@ def test_core_has_no_metric_of_its_own():
     assert reported == {"all": True, "full": True, "core": False, "none": False}
 
 
+def in_a_step(step: Step, *more: Any, **settings: Any) -> Outcome:
+    """`call` as the one micro-batch of an optimizer step, which is reported."""
+    mis.report_step(flags(), 0, 0)
+    found = call(step, *more, **settings)
+    mis.report_step(flags(), 0, 1)
+    return found
+
+
 def masked_out(step: Step) -> Step:
     empty = [dataclasses.replace(x, mask=[False] * len(x.mask)) for x in step.responses]
     return Step(empty, step.behavior)
@@ -658,8 +672,8 @@ def test_the_teacher_kl_is_passed_on():
     step = random_step(0)
     batch = step.batch() | {"opd_reverse_kl": [torch.full_like(x, 0.25) for x in step.rows("target")]}
     found = drive(flags(), batch, torch.cat(step.rows("target"))).metrics
-    live = sum(any(x.mask) for x in step.responses)
-    assert_close(found["opd_reverse_kl"], torch.tensor(0.25 * live))
+    valid = sum(any(x.mask) for x in step.responses)
+    assert_close(found["opd_reverse_kl"], torch.tensor(0.25 * valid))
 
 
 def test_rejected_tokens_leave_metrics_of_the_host_and_stay_in_ours():
@@ -694,7 +708,7 @@ ROBUST = [
 @pytest.mark.parametrize("value", GARBAGE)
 def test_nothing_under_the_mask_counts(config: dict, value: float):
     step, kl = random_step(2), {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
-    hide = lambda row, mask: [x if live else value for x, live in zip(row, mask, strict=True)]  # noqa: E731
+    hide = lambda row, mask: [x if valid else value for x, valid in zip(row, mask, strict=True)]  # noqa: E731
     hidden = Step(
         [
             dataclasses.replace(
@@ -761,18 +775,18 @@ def test_an_advantage_that_is_no_number_teaches_nothing(
 @pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
 @pytest.mark.parametrize("metrics", ["all", "full", "none"])
 def test_an_advantage_that_is_no_number_is_counted_and_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, metrics: str, without: Sequence[str]
+    logged: list[dict], caplog: pytest.LogCaptureFixture, metrics: str, without: Sequence[str]
 ):
     """Whatever the config, and without rollout log-probs too."""
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     step = random_step(5)
     lost = sum(bool(x.valid) for x in step.responses[1:])
+    valid = sum(len(x.valid) for x in step.responses)
+    divided_by = sum(max(len(x.valid), 1) for x in step.responses)
     for number, advantages in enumerate((step, without_advantages(step, math.nan), step)):
         mis.report_step(flags(), 0, number)
         found = call(advantages, {"metrics": metrics}, without=without, calculate_per_token_loss=True).metrics
         reported = found["nonfinite_advantages"].item() if metrics != "none" else None
-        assert reported in (None, lost * (number == 1))
+        assert reported is None or reported == pytest.approx(lost * (number == 1) * divided_by / valid)
         assert caplog.text.count(f"{lost} of") == (number == 2)
     mis.report_step(flags(), 0, 3)
     assert "an advantage that is NaN or infinite" in caplog.text
@@ -795,7 +809,7 @@ def share_of(step: Step, config: dict) -> loss.Share:
     in_force = loss_flags.config_in_force(args, reading.from_args(args))
     inputs = loss_batch.read(current(args, reduce), args, batch, logits, in_force)
     assert inputs.behavior is not None
-    correction = correct(loss.scored_by(inputs, in_force), inputs.behavior, inputs.ragged, in_force)
+    correction = correct(loss.compared_log_probs(inputs, in_force), inputs.behavior, inputs.ragged, in_force)
     return loss.share_of(inputs, correction, in_force)
 
 
@@ -820,6 +834,34 @@ def test_what_weighs_nothing_is_not_left():
     assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
 
 
+KEPT = {
+    "weight": None,
+    "denominator": "kept",
+    "opsm": {"delta": 0.05},
+    "reject": [{"over": "token", "upper": 1.05}],
+}
+
+
+def test_what_everything_rejected_gives_back_is_given_to_nobody_else():
+    """Entropy and KL keep the denominator of the kept tokens, in float32, where OPSM leaves some."""
+    keeps, skips = (share_of(random_step(5), KEPT | {"on_all_rejected": fate}) for fate in ("keep", "skip"))
+    assert not keeps.all_rejected and keeps.factor.dtype == torch.float32
+    assert torch.equal(keeps.scale, skips.scale) and (keeps.scale > 1).any()
+    assert torch.equal(keeps.factor, skips.factor)
+
+
+def test_one_token_left_is_not_nothing():
+    """OPSM leaves one token of the micro-batch, which `on_all_rejected: keep` must not take for none."""
+    step = all_bad(random_step(5))
+    place = next(i for i, x in enumerate(step.responses) if any(x.mask))
+    one = step.responses[place]
+    first = one.mask.index(True)
+    advantages = [1.0 if t == first else a for t, a in enumerate(one.advantages)]
+    step.responses[place] = dataclasses.replace(one, advantages=advantages)
+    share = share_of(step, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
+    assert not share.all_rejected and int((share.factor > 0).sum()) == 1
+
+
 def test_metrics_alone_leave_the_loss_to_the_host():
     """A lost rollout log-prob weighs 0 in a correction, and there is none."""
     step = random_step(3)
@@ -837,9 +879,7 @@ def all_bad(step: Step) -> Step:
 def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
     """Whatever the metrics, and without rollout log-probs too; a step with something left goes on."""
     config = {"opsm": {"delta": 0.05}, "on_all_rejected": "raise", "metrics": metrics}
-    mis.report_step(flags(), 0, 0)
-    call(random_step(5), config)
-    mis.report_step(flags(), 0, 1)
+    in_a_step(random_step(5), config)
     bad = all_bad(random_step(5))
     if without:  # OPSM then compares with the proximal policy
         responses = [dataclasses.replace(x, old=[p + 5 for p in x.old]) for x in bad.responses]
@@ -853,21 +893,15 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
 
 @pytest.mark.parametrize("lost", [lambda step: step, lambda step: without_advantages(step, math.nan)])
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_both_denominators_are_reported(
-    monkeypatch: pytest.MonkeyPatch, ratio: str, lost: Callable[[Step], Step]
-):
+def test_both_denominators_are_reported(logged: list[dict], ratio: str, lost: Callable[[Step], Step]):
     """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens.
 
     Of a ratio of the sequence too, where advantages differ from token to token.
     """
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}], "opsm": {"delta": 0.05},
               "objective": {"ratio": ratio}, "metrics": "all"}  # fmt: skip
     step = lost(random_step(5))
-    mis.report_step(flags(), 0, 0)
-    found = call(step, config, calculate_per_token_loss=True)
-    mis.report_step(flags(), 0, 1)
+    found = in_a_step(step, config, calculate_per_token_loss=True)
     valid = sum(sum(x.mask) for x in step.responses)
     share = share_of(step, config)
     kept = int((share.keep & share.on_policy).sum()) if share.on_policy is not None else 0
@@ -877,14 +911,10 @@ def test_both_denominators_are_reported(
         assert_close(torch.tensor(logged[0][name] * count), torch.tensor(total).double())
 
 
-def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(monkeypatch: pytest.MonkeyPatch):
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(logged: list[dict]):
     config, step = {"objective": {"ratio": "sequence", "old": "behavior"}, "metrics": "all"}, random_step(5)
     step.behavior[0][step.responses[0].mask.index(True)] = math.nan
-    mis.report_step(flags(), 0, 0)
-    found = call(step, config, calculate_per_token_loss=True)
-    mis.report_step(flags(), 0, 1)
+    found = in_a_step(step, config, calculate_per_token_loss=True)
     valid = sum(sum(x.mask) for x in step.responses)
     total = torch.tensor(logged[0]["loss_original_denominator"] * valid)
     assert_close(total, found.metrics["pg_loss"].double())
@@ -894,15 +924,9 @@ def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(monkeypatch: pytest
     "correction", [{}, {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}]}]
 )
 @pytest.mark.parametrize("opsm", [{"delta": 0.05}, {"delta": 0.05, "advantage": "sequence"}])
-def test_metrics_of_sequences_count_what_opsm_masks(
-    monkeypatch: pytest.MonkeyPatch, correction: dict, opsm: dict
-):
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
+def test_metrics_of_sequences_count_what_opsm_masks(logged: list[dict], correction: dict, opsm: dict):
     config, step = correction | {"opsm": opsm, "metrics": "all"}, random_step(7)
-    mis.report_step(flags(), 0, 0)
-    call(step, config)
-    mis.report_step(flags(), 0, 1)
+    in_a_step(step, config)
     share = share_of(step, config)
     lengths = [len(x.mask) for x in step.responses]
     rows = zip(share.factor.split(lengths), step.rows("mask"), strict=True)
@@ -937,12 +961,8 @@ def broken(step: Step) -> Step:
 
 @pytest.mark.parametrize("config", WATCHED, ids=str)
 @pytest.mark.parametrize("change", [lambda step: step, broken])
-def test_what_opsm_looks_at_is_reported(
-    monkeypatch: pytest.MonkeyPatch, config: dict, change: Callable[[Step], Step]
-):
+def test_what_opsm_looks_at_is_reported(logged: list[dict], config: dict, change: Callable[[Step], Step]):
     """Of a step of three micro-batches, against the second implementation; a sequence counts in each it belongs to."""
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     steps = [change(random_step(seed)) for seed in (7, 8, 9)]
     mis.report_step(flags(), 0, 0)
     for step in steps:
@@ -964,19 +984,13 @@ def test_what_opsm_looks_at_is_reported(
     assert not found
 
 
-def test_without_opsm_nothing_of_it_is_reported(monkeypatch: pytest.MonkeyPatch):
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
-    mis.report_step(flags(), 0, 0)
-    call(random_step(7), TIS | {"metrics": "all"})
-    mis.report_step(flags(), 0, 1)
+def test_without_opsm_nothing_of_it_is_reported(logged: list[dict]):
+    in_a_step(random_step(7), TIS | {"metrics": "all"})
     assert logged and not [name for name in logged[0] if name.startswith("opsm_")]
 
 
-def test_metrics_count_what_keep_gave_back(monkeypatch: pytest.MonkeyPatch):
+def test_metrics_count_what_keep_gave_back(logged: list[dict]):
     """Rules leave one sequence and OPSM masks that one: the loss is of everything, and so are the metrics."""
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
     config = {
         "weight": None,
@@ -1009,14 +1023,12 @@ def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
     assert bool(share.all_rejected) and 0 < int((share.factor > 0).sum()) < int(share.keep.sum())
 
 
-def test_the_uncorrected_loss_is_that_of_the_objective(monkeypatch: pytest.MonkeyPatch):
+def test_the_uncorrected_loss_is_that_of_the_objective(logged: list[dict]):
     """In bypass it compares pi_theta with mu; where nothing is corrected it is the loss."""
-    logged: list[dict] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: logged.append(dict(metrics)))
     step = random_step(5)
-    mis.report_step(flags(), 0, 0)
-    found = call(step, {"objective": {"old": "behavior"}, "metrics": "all"}, calculate_per_token_loss=True)
-    mis.report_step(flags(), 0, 1)
+    found = in_a_step(
+        step, {"objective": {"old": "behavior"}, "metrics": "all"}, calculate_per_token_loss=True
+    )
     valid = sum(sum(x.mask) for x in step.responses)
     assert_close(torch.tensor(logged[0]["loss_uncorrected"] * valid), found.metrics["pg_loss"].double())
 
@@ -1118,12 +1130,6 @@ def test_recompute_gives_the_same_bits():
         loss = checkpoint(call_it, logits, use_reentrant=False) if recompute else call_it(logits)
         answers.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
     assert all(map(same_bytes, *answers))
-
-
-def test_dotted_path():
-    """The last dot, then an import: what every host does with the path."""
-    module, _, name = "mis_plugins.mis.policy_loss".rpartition(".")
-    assert getattr(importlib.import_module(module), name) is mis.policy_loss
 
 
 # ------------------------------------------------------------------------------------ the embedded host, over ranks
@@ -1286,11 +1292,7 @@ def test_context_parallel_ranks_with_different_configs(what: str, tmp_path: Path
 
     def work(rank: int) -> str:
         args = flags(mis=DIFFERENT[what][rank], rollout_temperature=1.0, true_on_policy=False)
-        try:
-            embedded_outcome(args, step, 2)
-        except MisError as error:
-            return str(error)
-        return "no error"
+        return told(lambda: embedded_outcome(args, step, 2))
 
     assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
 
@@ -1306,3 +1308,21 @@ def test_a_masked_sample_does_not_dilute_our_metrics():
     assert found["mis_kl"] == pytest.approx(alone["mis_kl"].item())
     for name in ("mis_kept_fraction", "mis_ratio_max_mb", "mis_ess_mb"):
         assert found[name].item() / (size + 1) == pytest.approx(alone[name].item() / size)
+
+
+@pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_masked_sample_does_not_dilute_the_share_of_advantages_that_are_no_number(
+    per_token: bool, without: Sequence[str]
+):
+    """With and without rollout log-probs, as the host divides by all samples, or by at least 1 token of each."""
+    step = without_advantages(random_step(3), math.nan)
+    masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
+    among = Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
+    settings = {"rollout_function_path": None, "calculate_per_token_loss": per_token}
+    alone, found = (
+        call(x, {"metrics": "core"}, without=without, **settings).metrics["nonfinite_advantages"].item()
+        for x in (step, among)
+    )
+    size = sum(max(len(x.valid), 1) for x in step.responses) if per_token else len(step.responses)
+    assert alone > 0 and found / (size + 1) == pytest.approx(alone / size)

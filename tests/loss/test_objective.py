@@ -150,12 +150,24 @@ def test_only_the_target_learns(terms: tuple[str, str]):
     """Advantages and factor are constants, whoever hands them over; CISPO's ratio is one too."""
     batch = random_responses(3)
     rows = {name: flat(batch, name).requires_grad_() for name in ("target", "advantages", "factor")}
-    loss = term_of(batch, Spec(*terms), **rows).loss
+    term = term_of(batch, Spec(*terms), **rows)
+    assert not term.log_ratio.requires_grad and not term.clipped.requires_grad
     target, advantages, factor = rows.values()
-    found = torch.autograd.grad(loss.sum(), (target, advantages, factor), allow_unused=True)
+    found = torch.autograd.grad(term.loss.sum(), (target, advantages, factor), allow_unused=True)
     assert [gradient is None for gradient in found] == [False, True, True]
     ratio = torch.ones(2, requires_grad=True)
     assert not cispo_surrogate(ratio, torch.ones(2), torch.ones(2), Clip(0.2, 0.28)).requires_grad
+
+
+@pytest.mark.parametrize("terms", [terms for terms in TERMS if terms[0] == "cispo"])
+def test_a_ratio_on_its_bound_is_inside(terms: tuple[str, str]):
+    """Equal policies are not clipped, however narrow the range."""
+    batch = random_responses(3)
+    target, ragged = flat(batch, "target"), ragged_of(batch)
+    rows = {"advantages": flat(batch, "advantages"), "factor": flat(batch, "factor")}
+    config = objective(Spec(*terms))
+    term = policy_term(target, target.clone(), **rows, ragged=ragged, config=config, clip=Clip(0.0, 0.0))
+    assert not term.clipped.any()
 
 
 @pytest.mark.parametrize("terms", TERMS)

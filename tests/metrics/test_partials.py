@@ -70,7 +70,7 @@ def split(batch: Batch, parts: Sequence[Sequence[int]], config: CorrectionConfig
             _, owned = piece.shard(cp, rank, None)
             local = shard(c, owned)
             mine = loss_of(batch, part, owned) if loss is not None else None
-            found.append(partials(local, mine, lags_of(batch, part, owned), counts_sequences=rank == 0))
+            found.append(partials(local, mine, ages_of(batch, part, owned), counts_sequences=rank == 0))
     return found
 
 
@@ -80,10 +80,10 @@ def loss_of(batch: Batch, part: Sequence[int], owned: list[list[int]]) -> Tensor
     return torch.cat([losses[i][piece] for i, piece in zip(part, owned, strict=True)])
 
 
-def lags_of(batch: Batch, part: Sequence[int], owned: list[list[int]]) -> Tensor:
-    """Versions from one unknown to one beyond the last bucket."""
-    lags = (torch.arange(sum(batch.response_lengths)) % 11 - 1).split(batch.response_lengths)
-    return torch.cat([lags[i][piece] for i, piece in zip(part, owned, strict=True)])
+def ages_of(batch: Batch, part: Sequence[int], owned: list[list[int]]) -> Tensor:
+    """Ages from one that is not known to one beyond the last column."""
+    ages = (torch.arange(sum(batch.response_lengths)) % 19 - 1).split(batch.response_lengths)
+    return torch.cat([ages[i][piece] for i, piece in zip(part, owned, strict=True)])
 
 
 def merged(parts: Sequence[Partials]) -> Partials:
@@ -132,7 +132,8 @@ def assert_same(many: Partials, one: Partials, batch: Batch, config: CorrectionC
         if name not in SPLIT_DEPENDENT:
             assert abs(x - y) <= EPS64 * terms * max(scale.get(name, 0.0), scale["any"], abs(y)), name
     torch.testing.assert_close(many.products, one.products, rtol=EPS64 * terms, atol=0)
-    torch.testing.assert_close(many.lags, one.lags, rtol=0, atol=EPS64 * terms * scale["any"])
+    by_age = many.by_age.sums, one.by_age.sums
+    torch.testing.assert_close(*by_age, rtol=0, atol=EPS64 * terms * scale["any"])
     found, expected = finalize(many, config), finalize(one, config)
     assert found.keys() == expected.keys()
 
@@ -175,6 +176,23 @@ def test_the_oracle_agrees(batch: Batch, config: dict):
     unknown = {name for name in found if name not in wanted and not NOT_OF_THE_ORACLE.match(name)}
     of_kept = "kept" in {config.get("aggregate"), *(rule.get("aggregate") for rule in config["reject"])}
     assert not unknown or of_kept
+
+
+@given(exact_batches(), st.data())
+def test_the_oracle_agrees_on_rules_over_routes(batch: Batch, data: st.DataObject):
+    rows = [[float(data.draw(st.integers(0, 3))) for _ in range(n)] for n in batch.response_lengths]
+    rule = {"statistic": "route", "over": data.draw(st.sampled_from(["token", "sum", "max"])), "upper": 1.5}
+    config = {"weight": None, "reject": [rule], "metrics": "full"}
+    samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
+    wanted, everything = step_oracle.step_metrics(samples, config, oracle.correct(samples, config))
+    parsed, ends = from_mapping(config), torch.tensor([0, *batch.response_lengths]).cumsum(0)
+    log_probs, routes = (torch.cat(batch.proximal), torch.cat(batch.behavior)), torch.tensor(sum(rows, []))
+    made = correct(*log_probs, Ragged(ends, batch.flat_mask), replace(parsed, metrics="all"), routes=routes)
+    found = finalize(partials(replace(made, config=parsed)), parsed)
+    of_rule = [name for name in wanted if name.startswith("rule_1_")]
+    assert of_rule
+    for name in of_rule:
+        assert_metric(name, found.get(name, math.nan), wanted[name], everything)
 
 
 NOT_OF_THE_ORACLE = re.compile(r"lag_|all_rejected|slope|implied_temperature|ratio_mean_error|.*_p\d\d$")
@@ -335,14 +353,23 @@ def test_without_correction_a_lost_log_prob_leaves_the_loss_as_it_is():
     assert [found[name] for name in losses] == [2.0] * 3
 
 
-def test_lags_are_split_by_version():
+def test_the_mismatch_is_split_by_age():
     batch = ratio_batch([[1.0, 2.0, 4.0, 1.0]])
     config = from_mapping({"weight": None})
-    found = finalize(partials(corrected(batch, config), lags=torch.tensor([0, 1, 99, -1])), config)
-    assert [found[f"lag_{lag}_share"] for lag in (0, 1, 2, 7)] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
+    found = finalize(partials(corrected(batch, config), ages=torch.tensor([0, 1, 99, -1])), config)
+    assert [found[f"lag_{age}_share"] for age in (0, 1, 2, 7)] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
     assert found["lag_1_kl_k1"] == pytest.approx(-math.log(2), rel=1e-6)
     assert found["lag_7_ratio_mean"] == pytest.approx(4, rel=1e-6)
-    assert "lag_2_kl_k1" not in found
+    assert "lag_2_kl_k1" not in found and "lag_8_share" not in found
+
+
+def test_all_older_tokens_belong_to_the_oldest_age():
+    """Ages 7, 12 and 40 are one metric, and age 6 another."""
+    batch = ratio_batch([[1.0, 2.0, 4.0, 8.0]])
+    config = from_mapping({"weight": None})
+    found = finalize(partials(corrected(batch, config), ages=torch.tensor([6, 7, 12, 40])), config)
+    assert (found["lag_6_share"], found["lag_7_share"]) == (0.25, 0.75)
+    assert found["lag_7_ratio_mean"] == pytest.approx(14 / 3, rel=1e-6)
     assert "lag_0_share" not in finalize(partials(corrected(batch, config)), config)
 
 

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import EPS64
 
-from mis_plugins.metrics.sketch import LARGEST, RELATIVE_ERROR, SIZE, SMALLEST, edges, histograms, quantile
+from mis_plugins.metrics.sketch import (
+    LARGEST,
+    LONG,
+    RELATIVE_ERROR,
+    SIZE,
+    SMALLEST,
+    edges,
+    histograms,
+    quantile,
+)
 
 CPU = torch.device("cpu")
 
@@ -90,3 +99,21 @@ def test_a_ratio_is_off_by_a_factor_that_grows_with_its_logarithm(log_ratio: flo
     bound = math.exp(RELATIVE_ERROR * abs(max(nearby, key=abs)) + SMALLEST)
     assert 1 / bound <= min(factors) and max(factors) <= bound
     assert max(factors) > bound**0.9  # and is no smaller
+
+
+def test_long_rows_fall_into_the_buckets_of_short_ones():
+    """A long row is looked up in a table: every edge, its neighbors, both zeros and both infinities."""
+    ends = edges(torch.device("cpu"))
+    up, down = (torch.nextafter(ends, ends.new_tensor(way)) for way in (math.inf, -math.inf))
+    odd = ends.new_tensor([0.0, -0.0, math.inf, -math.inf, 5e-324, -5e-324, 1e300, -1e300])
+    random = torch.randn(LONG, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([ends, up, down, odd, random, random * 1e-8, random * 1e5]).unsqueeze(0)
+    assert x.shape[1] >= LONG
+    marks = torch.ones_like(x, dtype=torch.bool)
+    parts = [
+        histograms(part, mark, ends)
+        for part, mark in zip(x.split(LONG // 2, 1), marks.split(LONG // 2, 1), strict=True)
+    ]
+    assert torch.equal(histograms(x, marks, ends), torch.stack(parts).sum(0))
+    nan = x.masked_fill(x > 1, math.nan)
+    assert torch.equal(histograms(nan, x <= 1, ends), histograms(x, x <= 1, ends))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from batches import make_batch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
@@ -39,6 +40,8 @@ from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import on_policy
 from mis_plugins.correction.pipeline import Correction
+from mis_plugins.errors import ConfigError
+from mis_plugins.explain.translate import areal as from_areal
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import Clip, kl_term, target_log_ratio
@@ -436,6 +439,64 @@ def test_areal_metrics(batch: Rows, chosen: dict):
     assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
 
 
+@st.composite
+def areal_blocks(draw: Callable) -> dict:
+    """Any `actor.rejection_sampling`, with any of its keys left to AReaL's defaults."""
+    lower, upper = st.none() | st.sampled_from([-1.0, 0.0]) | st.floats(0.3, 0.99), st.floats(1.01, 3.0)
+    values = {key: st.sampled_from(choices) for key, choices in from_areal.CHOICES.items()}
+    keys = draw(st.fixed_dictionaries({}, optional=values | {"lower": lower, "upper": upper}))
+    if keys.get("metric", "ratio") != "ratio":
+        keys |= {"upper": draw(st.floats(0.01, 1.0)), "lower": draw(st.none() | st.floats(-1.0, 0.005))}
+    return keys
+
+
+def areal_unserved(config: Any) -> bool:
+    """What `config from-areal` refuses and AReaL takes: see `test_areal_k3_differs` and the clamp beside it."""
+    clamps_by_another = config.action == "clamp" and config.level == "sequence" and config.agg != "mean"
+    return config.metric == "kl_k3" or bool(clamps_by_another and config.lower)
+
+
+def test_areal_block_has_these_keys_defaults_and_choices():
+    assert vars(areal.settings()) == from_areal.DEFAULTS
+    assert {key: tuple(areal.choices_of(key)) for key in from_areal.CHOICES} == from_areal.CHOICES
+
+
+@given(batch=rows(dead=True), block=areal_blocks(), packed=st.booleans())
+def test_areal_yaml_is_translated(batch: Rows, block: dict, packed: bool):
+    """Random files of AReaL's through `config from-areal`: its own weights and mask, or refused by both."""
+    text = yaml.safe_dump({"actor": {"use_decoupled_loss": True, "rejection_sampling": block}})
+    try:
+        config = areal.settings(**block)
+    except ValueError:
+        with pytest.raises(ConfigError, match="rejection_sampling"):
+            from_areal.translate(text)
+        return
+    if areal_unserved(config):
+        with pytest.raises(ConfigError, match=r"actor\.rejection_sampling"):
+            from_areal.translate(text)
+        return
+    mapping = {"weight": None, "reject": []} | dict(from_areal.translate(text).mis)
+    keep_away(batch, mapping)
+    weights, mask, _ = areal.correction(batch, config, packed)
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+
+
+@few
+@given(batch=rows(), block=areal_blocks())
+def test_areal_yaml_is_translated_into_the_loss(batch: Rows, block: dict):
+    """The file's loss, which AReaL divides by the tokens that were valid before rejection."""
+    try:
+        config = areal.settings(**block)
+    except ValueError:
+        assume(False)
+    assume(not areal_unserved(config))
+    mapping = dict(from_areal.translate(yaml.safe_dump({"actor": {"rejection_sampling": block}})).mis)
+    keep_away(batch, mapping)
+    objective = {"surrogate": "clip"} | dict(mapping.get("objective") or {})
+    target, tokens = token_losses(batch, ours(batch, mapping), objective, CLIP)
+    assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
+
+
 # -------------------------------------------------------------------------------------------------- OpenRLHF
 
 
@@ -578,6 +639,53 @@ def test_every_metric_is_listed_under_its_own_name():
             assert listed or name in words, (peer, name)
             ours = re.sub(r"rule_\d+", "rule_{i}", metric) if isinstance(metric, str) else None
             assert ours is None or ours in listed or ours in words, (peer, name, metric)
+
+
+@pytest.fixture(scope="module")
+def logged_by_verl() -> set[str]:
+    """Every name that the installed verl logs of its correction, over its levels and rules."""
+    of_rules = VERL_OPTIONS | {
+        "rollout_rs_threshold": ",".join("0.5_1.5" if x.endswith("k1") else "1.5" for x in OPTIONS)
+    }
+    behavior = [[-1.0, -2.0, -0.5], [-0.2, -3.0]]
+    batch = Rows(
+        make_batch([([b + 0.3 for b in row], row, [1] * len(row)) for row in behavior]),
+        [torch.tensor(row) for row in behavior],
+        torch.ones(2, dtype=torch.float64),
+    )
+    settings = [
+        {"rollout_is": level, "rollout_is_threshold": bound, "rollout_is_batch_normalize": normalize} | rules
+        for level in (None, "token", "sequence")
+        for bound in (2.0, "0.5_2.0")
+        for normalize in (False, True)
+        for rules in ({}, of_rules)
+    ]
+    return {name for chosen in settings for name in verl.correction(batch, chosen)[2]}
+
+
+def test_verl_names_are_those_that_it_logs(logged_by_verl: set[str]):
+    """None is missing in the table of names, and none stands there that it does not log."""
+    listed = [name for name in PEERS["verl"] if name.startswith("rollout_corr/")]
+    words = " ".join(OTHERWISE["verl"])
+    assert {
+        x for x in logged_by_verl if not any(is_named(x, name) for name in listed) and x not in words
+    } == set()
+    assert {name for name in listed if not any(is_named(x, name) for x in logged_by_verl)} == set()
+
+
+def test_verl_mismatch_names_are_of_an_earlier_release(logged_by_verl: set[str]):
+    """verl 0.9.1 writes none of them; each means what its successor means, but where the table says otherwise."""
+    assert not any(name.startswith("mismatch/") for name in logged_by_verl)
+    assert not [path for path in verl.sources() if '"mismatch/' in path.read_text(encoding="utf-8")]
+    before = {name for name in PEERS["verl"] if name.startswith("mismatch/")}
+    same = {name: f"rollout_corr/{re.sub('^mismatch/(mismatch_)?', '', name)}" for name in before}
+    # Before the bound, where verl 0.9.1 reports weights after it; or of names that it has no more.
+    other = {
+        f"mismatch/rollout_is_{name}"
+        for name in ("mean", "max", "min", "masked_fraction", "veto_fraction", "p{percent}")
+    }
+    assert {name for name in before if PEERS["verl"].get(same[name]) != PEERS["verl"][name]} == other
+    assert "rollout_is_* is taken before the bound" in OTHERWISE["verl"]["mismatch/*"]
 
 
 def is_named(name: str, template: str) -> bool:

@@ -200,8 +200,8 @@ def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
 
 
 def test_a_wrong_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    for model, why in (("nope", "choose one of tiny-qwen3"), (str(tmp_path), "llama; the contract covers")):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    for model, why in (("nope", "choose one of tiny-qwen3"), (str(tmp_path), "mistral; the contract covers")):
         words = f"verify --engine hf --trainer hf --model {model}"
         code = HIDE.format(names={"torch"}, words=words.split(), command=VERIFY[0], extra=None)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

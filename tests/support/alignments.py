@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.fusions import fused_softmax
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -22,6 +23,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from true_on_policy.contract import rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.engines.protocol import Sample
@@ -34,6 +36,7 @@ from true_on_policy.verify.links import Evidence, LogProbs, conclusion
 
 CONTRACT = Contract(dtype="bf16")
 ORDER = ORDERS["sglang"]
+AGREED_ROPE = rope.rotated
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 Trained = Callable[[Path, Sequence[Sample]], LogProbs]
 
@@ -102,6 +105,23 @@ def own_core_attention(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
         return [trainer.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
 
 
+def rope_in_float32(t: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Rope of queries and keys in bf16 as Miles's fork of Megatron-core rotates them."""
+    return AGREED_ROPE(t.float(), *args, **options).to(t.dtype)
+
+
+def without_rope(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
+    """A trainer that leaves rope as an installed Megatron-core has it, and that is Miles's fork."""
+    with patch.object(rope, "rotated", rope_in_float32):
+        return aligned(checkpoint, samples)
+
+
+def with_rope(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
+    """A trainer that rotates as agreed, on Miles's fork of Megatron-core."""
+    with patch.object(rope_utils, rope.NAME, rope_in_float32):
+        return aligned(checkpoint, samples)
+
+
 def by_formula(
     formula: Callable[[Tensor, Tensor, float], Tensor], checkpoint: Path, samples: Sequence[Sample]
 ) -> LogProbs:
@@ -145,6 +165,7 @@ ALL_ORDERS = [NormOrder(*rounds) for rounds in product((False, True), repeat=2)]
 COMPLETE: dict[str, Trained] = {
     **{trainer.__name__: partial(aligned, trainer=trainer) for trainer in TRAINERS},
     AGREES: partial(by_formula, FORMULAS[AGREES]),
+    "Megatron, on a fork that rotates in float32": with_rope,
 }
 # One thing is left out: none of these may be.
 LEFT_OUT: dict[str, Trained] = {
@@ -162,5 +183,15 @@ LEFT_OUT: dict[str, Trained] = {
 LEFT_OUT |= {
     "HuggingFace, eager attention": eager,
     "Megatron, its own core attention": own_core_attention,
+    "Megatron, rope in float32": without_rope,
     **{name: partial(by_formula, formula) for name, formula in FORMULAS.items() if name != AGREES},
+}
+# What leaves each row of the contract out.
+OF_ROW = {
+    "products": "Megatron, stock mm",
+    "attention": "Megatron, its own core attention",
+    "norm and residual": f"Megatron, {ORDERS['megatron']}",
+    "rope": "Megatron, rope in float32",
+    "sums over K": "Megatron, sums on a tree",
+    "log-prob": "vocab_parallel_cross_entropy",
 }

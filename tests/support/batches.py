@@ -125,7 +125,7 @@ def sequences(draw: Callable, max_length: int, dtypes: tuple, mask_type: torch.d
 
 
 def masks(length: int) -> st.SearchStrategy[list[int]]:
-    """All live, none live, or turns of a tool between turns of the model."""
+    """All valid, none valid, or turns of a tool between turns of the model."""
     turns = st.lists(st.integers(0, 1), min_size=length, max_size=length)
     return st.one_of(st.just([1] * length), st.just([0] * length), turns, turns)
 
@@ -158,11 +158,11 @@ def poisoned(batch: Batch, proximal: float, behavior: float) -> Batch:
 
 @st.composite
 def broken_batches(draw: Callable) -> Batch:
-    """A batch where some live tokens carry no finite rollout log-prob."""
+    """A batch where some valid tokens carry no finite rollout log-prob."""
     batch = draw(batches(min_sequences=2))
     behavior = [b.clone() for b in batch.behavior]
-    live = [(i, t) for i, m in enumerate(batch.loss_masks) for t in m.nonzero().flatten().tolist()]
-    hits = draw(st.lists(st.sampled_from(live), min_size=1, max_size=2)) if live else []
+    valid = [(i, t) for i, m in enumerate(batch.loss_masks) for t in m.nonzero().flatten().tolist()]
+    hits = draw(st.lists(st.sampled_from(valid), min_size=1, max_size=2)) if valid else []
     for i, t in hits:
         behavior[i][t] = draw(garbage)
     return replace(batch, behavior=behavior)
@@ -249,6 +249,9 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
     return config
 
 
+flat_lowers = st.none() | st.just(0.0) | lowers
+
+
 @st.composite
 def flat_configs(draw: Callable) -> dict:
     """Miles's flat keys, where mis.py itself gives a sane answer."""
@@ -257,8 +260,8 @@ def flat_configs(draw: Callable) -> dict:
     use_rs = draw(st.booleans())
     return {
         "use_tis": True, "use_rs": use_rs, "tis_level": level, "tis_mode": mode,
-        "tis_lower_bound": draw(st.none() | lowers), "tis_upper_bound": draw(uppers), "tis_batch_normalize": normal,
-        "rs_level": draw(st.sampled_from(FLAT_LEVELS)), "rs_lower_bound": draw(st.none() | lowers),
+        "tis_lower_bound": draw(flat_lowers), "tis_upper_bound": draw(uppers), "tis_batch_normalize": normal,
+        "rs_level": draw(st.sampled_from(FLAT_LEVELS)), "rs_lower_bound": draw(flat_lowers),
         "rs_upper_bound": draw(st.none() | uppers),
         "rs_veto_threshold": draw(st.sampled_from([None, 1e-4])) if use_rs else None,
     }  # fmt: skip
@@ -266,7 +269,8 @@ def flat_configs(draw: Callable) -> dict:
 
 def nested(flat: dict) -> dict:
     """What flat keys mean, in the words of the nested config."""
-    lower = flat["tis_lower_bound"] or 1.0 / flat["tis_upper_bound"]
+    fallback = 1.0 / flat["tis_upper_bound"] if flat["tis_lower_bound"] is None else flat["tis_lower_bound"]
+    lower = fallback if flat["rs_lower_bound"] is None else flat["rs_lower_bound"]
     weight = {"level": flat["tis_level"], "bound": flat["tis_mode"], "upper": flat["tis_upper_bound"]}
     if flat["tis_mode"] != "truncate":
         weight["lower"] = flat["tis_lower_bound"]
@@ -275,7 +279,7 @@ def nested(flat: dict) -> dict:
     reject = []
     if flat["use_rs"]:
         over = {"token": "token", "sequence": "sum", "geometric": "mean"}[flat["rs_level"]]
-        reject.append({"over": over, "lower": flat["rs_lower_bound"] or lower,
+        reject.append({"over": over, "lower": lower or None,
                        "upper": flat["rs_upper_bound"] or flat["tis_upper_bound"]})  # fmt: skip
     if flat["rs_veto_threshold"] is not None:
         reject.append({"over": "min", "lower": flat["rs_veto_threshold"]})

@@ -1,4 +1,4 @@
-"""What every preset must say, written a second time: ours, and verl's own as its class methods make them."""
+"""What every preset must say, written a second time: verl's as the fields that its own class methods set."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from mis_plugins.config.model import (
     CorrectionConfig,
     Level,
     NormalizeConfig,
-    ObjectiveConfig,
     OpsmConfig,
     RejectRule,
+    RoutingConfig,
     SegmentWiseConfig,
     WeightConfig,
 )
@@ -41,10 +41,6 @@ def mean_ratio(lower: float | None, upper: float) -> RejectRule:
 NOTHING = CorrectionConfig()
 RAW = weigh("token", "none")
 MILES_GEOMETRIC = mean_ratio(0.99, 1.001)
-# "0.999_1.001" bounds exp(k1) = 1 / r.
-VERL_GEOMETRIC = mean_ratio(1 / 1.001, 1 / 0.999)
-VERL_K3 = RejectRule("k3", "mean", upper=0.01)
-CLIP, REINFORCE = ObjectiveConfig("clip", "behavior"), ObjectiveConfig("reinforce", "behavior")
 
 DOCUMENTED = {
     "tis": corrected(truncated(2.0)),
@@ -56,12 +52,14 @@ DOCUMENTED = {
     "opsm": CorrectionConfig(opsm=OpsmConfig(1e-4, "token", "behavior")),
     "segment-wise": CorrectionConfig(segment_wise=SegmentWiseConfig(weight_cap=5.0)),
     "metrics-only": NOTHING,
+    "route": corrected(truncated(2.0), RejectRule("route", upper=0.5), routing=RoutingConfig("trainer")),
     "mis": corrected(
         truncated(2.0, over="valid"),
         RejectRule(over="token", lower=0.5, upper=2.0),
         RejectRule(over="min", lower=1e-4),
     ),
     "geometric-mis": corrected(truncated(2.0, over="kept"), MILES_GEOMETRIC),
+    "geometric-mis-wide": corrected(truncated(2.0, over="valid"), mean_ratio(0.8, 1.25)),
     "miles-blog-dense-1": NOTHING,
     "miles-blog-dense-2": corrected(truncated(2.0)),
     "miles-blog-dense-3": corrected(truncated(2.0), MILES_GEOMETRIC),
@@ -70,29 +68,6 @@ DOCUMENTED = {
     "miles-blog-moe-2": corrected(truncated(1.5, over="valid"), MILES_GEOMETRIC),
     "miles-blog-moe-3": corrected(truncated(1.5), MILES_GEOMETRIC),
     "miles-blog-moe-4": corrected(truncated(1.5)),
-    "verl-decoupled-token-is": corrected(truncated(2.0)),
-    "verl-decoupled-seq-is": corrected(truncated(2.0, "sequence")),
-    "verl-decoupled-token-icepop": corrected(zeroed(0.5, 5.0)),
-    "verl-decoupled-seq-is-rs": corrected(
-        truncated(2.0, "sequence"), RejectRule(over="sum", lower=0.5, upper=2.0)
-    ),
-    "verl-decoupled-geo-rs": corrected(None, VERL_GEOMETRIC),
-    "verl-decoupled-geo-rs-seq-tis": corrected(truncated(2.0, "sequence"), VERL_GEOMETRIC),
-    "verl-decoupled-geo-rs-token-tis": corrected(truncated(2.0), VERL_GEOMETRIC),
-    "verl-decoupled-k3-rs": corrected(None, VERL_K3),
-    "verl-decoupled-k3-rs-seq-tis": corrected(truncated(2.0, "sequence"), VERL_K3),
-    "verl-decoupled-k3-rs-token-tis": corrected(truncated(2.0), VERL_K3),
-    "verl-bypass-ppo-clip": corrected(None, objective=CLIP),
-    "verl-bypass-ppo-clip-geo-rs": corrected(None, VERL_GEOMETRIC, objective=CLIP),
-    "verl-bypass-ppo-clip-k3-rs": corrected(None, VERL_K3, objective=CLIP),
-    "verl-bypass-pg-is": corrected(truncated(2.0, "sequence"), objective=REINFORCE),
-    "verl-bypass-pg-token-icepop": corrected(zeroed(0.5, 5.0), objective=REINFORCE),
-    "verl-bypass-pg-geo-rs": corrected(None, VERL_GEOMETRIC, objective=REINFORCE),
-    "verl-bypass-pg-geo-rs-seq-tis": corrected(
-        truncated(2.0, "sequence"), VERL_GEOMETRIC, objective=REINFORCE
-    ),
-    "verl-bypass-pg-geo-rs-token-tis": corrected(truncated(2.0), VERL_GEOMETRIC, objective=REINFORCE),
-    "verl-disabled": NOTHING,
     "ms-swift-token-truncate": corrected(truncated(2.0)),
     "ms-swift-token-mask": corrected(zeroed(0.0, 2.0)),
     "ms-swift-sequence-truncate": corrected(truncated(2.0, "geometric")),

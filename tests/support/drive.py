@@ -58,9 +58,18 @@ def run(batch: Batch, config: dict | None = None, **settings: object) -> Outcome
 
 
 def assert_matches_oracle(
-    outcome: Outcome, batch: Batch, expected: oracle.Corrected, full: bool = True, per_token: bool = False
+    outcome: Outcome,
+    batch: Batch,
+    expected: oracle.Corrected,
+    full: bool = True,
+    per_token: bool = False,
+    counted: Sequence[oracle.Sample] | None = None,
 ) -> None:
-    """Masks exactly, weights and (under `metrics: full`) every metric that the oracle knows to float32 rounding."""
+    """Masks exactly, weights and (under `metrics: full`) every metric that the oracle knows to float32 rounding.
+
+    Args:
+        counted: the samples of the whole step, over all ranks, where a rollout-data hook has counted them.
+    """
     samples = batch.samples
     rtol = normalized_rtol(max(spread(s) for s in samples))
     for i, sample in enumerate(samples):
@@ -69,26 +78,35 @@ def assert_matches_oracle(
             applied = expected.weights[i][t] * expected.scale[i] if expected.keep[i][t] else 0.0
             assert_close(outcome.weights[i][t].item(), applied, rtol, 0.0, f"weight {i}:{t}")
     if full:
-        assert_metrics_match(outcome.metrics, batch, expected, per_token)
+        assert_metrics_match(outcome.metrics, batch, expected, per_token, counted)
 
 
 def assert_batch_metrics_match(
-    outcome: Outcome, batch: Batch, config: dict, expected: oracle.Corrected, per_token: bool = False
+    outcome: Outcome,
+    batch: Batch,
+    config: dict,
+    expected: oracle.Corrected,
+    per_token: bool = False,
+    counted: Sequence[oracle.Sample] | None = None,
 ) -> None:
     """Those with one number a micro-batch: at worst (sum w)^2 / sum w^2, four weights' relative errors."""
     rtol = 4 * normalized_rtol(max(spread(s) for s in batch.samples))
     for name, value in oracle.batch_metrics(batch.samples, config, expected).items():
-        value *= oracle.host_scale(name, batch.samples, per_token)
+        value *= oracle.host_scale(name, counted or batch.samples, per_token)
         for found in torch.cat(outcome.metrics[f"mis_{name}"]).unique().tolist():
             assert_close(found, value, rtol, 0.0, name)
 
 
 def assert_metrics_match(
-    metrics: dict[str, list[Tensor]], batch: Batch, expected: oracle.Corrected, per_token: bool = False
+    metrics: dict[str, list[Tensor]],
+    batch: Batch,
+    expected: oracle.Corrected,
+    per_token: bool = False,
+    counted: Sequence[oracle.Sample] | None = None,
 ) -> None:
     for name, rows in expected.metrics.items():
         assert f"mis_{name}" in metrics, name
-        scale = oracle.host_scale(name, batch.samples, per_token)
+        scale = oracle.host_scale(name, counted or batch.samples, per_token)
         for i, sample in enumerate(batch.samples):
             largest = max(
                 [abs(x) for t in sample.usable for x in (sample.proximal[t], sample.behavior[t])], default=0.0

@@ -22,7 +22,7 @@ class Response:
 
     @property
     def valid(self) -> list[int]:
-        return [t for t, live in enumerate(self.mask) if live]
+        return [t for t, valid in enumerate(self.mask) if valid]
 
     @property
     def learned(self) -> list[float]:
@@ -146,10 +146,10 @@ def opsm_keep(response: Response, behavior: Row, delta: float, by_sequence: bool
     if not response.valid:
         return [False] * len(response.mask)
     gaps = [behavior[t] - response.target[t] for t in response.valid]
-    left = not math.fsum(gaps) / len(gaps) <= delta  # NaN counts as far
+    far = not math.fsum(gaps) / len(gaps) <= delta  # NaN counts as far
     mean = math.fsum(response.learned[t] for t in response.valid) / len(response.valid)
     keep = []
-    for t, live in enumerate(response.mask):
+    for t, valid in enumerate(response.mask):
         advantage = mean if by_sequence else response.learned[t]
-        keep.append(bool(live) and not (advantage < 0 and left))
+        keep.append(bool(valid) and not (advantage < 0 and far))
     return keep

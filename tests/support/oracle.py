@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 CLAMP = 20.0
 MEAN_FLOOR = 1e-8
@@ -33,23 +34,24 @@ class Sample:
     pools: dict[str, list[bool]] = field(default_factory=dict)
     aggregate: str = "valid"
     numerator: Sequence[float] | None = None
+    routes: Sequence[float] | None = None  # how many layers route each token otherwise than the engine
 
-    @property
+    @cached_property
     def valid(self) -> list[int]:
-        return [t for t, live in enumerate(self.mask) if live]
+        return [t for t, valid in enumerate(self.mask) if valid]
 
-    @property
+    @cached_property
     def log_ratios(self) -> Tokens:
         return [p - b for p, b in zip(self.proximal, self.behavior, strict=True)]
 
-    @property
+    @cached_property
     def weighed(self) -> Tokens:
         """What weighs a token by itself."""
         if self.numerator is None:
             return self.log_ratios
         return [p - b for p, b in zip(self.numerator, self.behavior, strict=True)]
 
-    @property
+    @cached_property
     def usable(self) -> list[int]:
         return [t for t in self.valid if math.isfinite(self.log_ratios[t] + self.weighed[t])]
 
@@ -89,7 +91,7 @@ def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sam
     bounded = [bounded_weights(s, weight) for s in batch]
     keep, pool, restored = [kept_tokens(s, config) for s in batch], config, False
     if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
-        keep, restored = [[bool(live) for live in s.mask] for s in batch], True
+        keep, restored = [[bool(valid) for valid in s.mask] for s in batch], True
         pool = {**config, "reject": []}
     factor = 1.0
     if normalizes(weight):
@@ -102,15 +104,15 @@ def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sam
 
 def all_rejected(batch: Sequence[Sample], weights: list[Tokens], keep: list[list[bool]]) -> bool:
     rows = list(zip(batch, weights, keep, strict=True))
-    live = any(s.valid for s in batch)
-    return live and not any(k[t] and w[t] > 0 for s, w, k in rows for t in s.usable)
+    any_valid = any(s.valid for s in batch)
+    return any_valid and not any(k[t] and w[t] > 0 for s, w, k in rows for t in s.usable)
 
 
 def denominator_scale(sample: Sample, keep: list[bool], config: dict) -> float:
-    left = sum(keep[t] for t in sample.usable)
+    kept = sum(keep[t] for t in sample.usable)
     if config.get("denominator", "original") == "original":
         return 1.0
-    return len(sample.valid) / left if left else 0.0
+    return len(sample.valid) / kept if kept else 0.0
 
 
 # ---------------------------------------------------------------------------------------------- ratios and weights
@@ -213,10 +215,22 @@ def binary_kl(proximal: float, behavior: float) -> float:
 
 def token_statistic(sample: Sample, t: int, name: str) -> float:
     """Of one token; of a ratio the logarithm."""
-    p, b = math.exp(sample.proximal[t]), math.exp(sample.behavior[t])
     x = sample.log_ratios[t]
-    return {"ratio": x, "k1": -x, "k2": x * x / 2, "k3": k3(x), "binary_kl": binary_kl(p, b), "prob_diff": p - b,
-            "abs_prob_diff": abs(p - b), "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
+    match name:
+        case "ratio":
+            return x
+        case "k1":
+            return -x
+        case "k2":
+            return x * x / 2
+        case "k3":
+            return k3(x)
+        case "route":
+            assert sample.routes is not None
+            return sample.routes[t]
+    p, b = math.exp(sample.proximal[t]), math.exp(sample.behavior[t])
+    return {"binary_kl": binary_kl(p, b), "prob_diff": p - b, "abs_prob_diff": abs(p - b),
+            "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
 
 
 def unit_of(rule: dict) -> str:
@@ -273,10 +287,10 @@ def inside(sample: Sample, t: int, weight: dict | None) -> bool:
 def kept_tokens(sample: Sample, config: dict) -> list[bool]:
     rules = config.get("reject", [])
     return [
-        bool(live)
+        bool(valid)
         and inside(sample, t, config.get("weight"))
         and all(passes(sample, t, rule) for rule in rules)
-        for t, live in enumerate(sample.mask)
+        for t, valid in enumerate(sample.mask)
     ]
 
 
@@ -288,7 +302,7 @@ def normalizes(weight: dict | None) -> bool:
 
 
 def normalizer(samples: Sequence[Sample], config: dict) -> float:
-    """Mean of the bounded weights over live units: tokens, or sequences at the other levels."""
+    """Mean of the bounded weights over units with a valid token: tokens, or sequences at the other levels."""
     weight, level = config["weight"], config["weight"]["level"]
     over = weight["normalize"].get("over", "valid")
     units = []
@@ -299,9 +313,9 @@ def normalizer(samples: Sequence[Sample], config: dict) -> float:
             if over == "kept"
             else [inside(sample, t, weight) for t in range(len(tokens))]
         )
-        live = {members(sample, t, UNITS[level])[0]: tokens[t] for t in sample.valid
+        by_unit = {members(sample, t, UNITS[level])[0]: tokens[t] for t in sample.valid
                 if has_weight(sample, t, level) and enters[t]}  # fmt: skip
-        units += list(live.values())
+        units += list(by_unit.values())
     mean = math.fsum(units) / len(units) if units else 0.0
     return mean if mean > MEAN_FLOOR else 1.0
 
@@ -360,7 +374,7 @@ def mismatch_metrics(sample: Sample, t: int) -> dict[str, float]:
 
 def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights, factor) -> dict[str, float]:
     unit = UNITS[weight["level"]]
-    empty = not members(sample, t, unit)  # all of its tokens dropped before it was looked at
+    empty = not members(sample, t, unit)  # all of its tokens dropped before the rule
     log_ratio = 0.0 if empty else unit_log_ratio(sample, t, weight["level"])
     ratio = math.exp(clamp(log_ratio))
     found = {"tis_weight_before_bound": 0.0 if empty else ratio, "tis_weight_after_bound": bounded_tokens[t]}
@@ -405,7 +419,7 @@ def rule_metrics(sample: Sample, t: int, rule: dict) -> dict[str, float]:
 
 def metric_names(config: dict) -> list[str]:
     """The names that mis.py and this project share for this config, without the prefix `mis_`."""
-    probe = Sample([0.0], [0.0], [True])
+    probe = Sample([0.0], [0.0], [True], routes=[0.0])
     return sorted(token_metrics(probe, 0, config, [1.0], [1.0], [True], 1.0))
 
 
@@ -421,12 +435,12 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
               if passing(s, t, weight)]  # fmt: skip
     restored = config.get("on_all_rejected") == "keep" and any(map(any, corrected.keep)) and not any(
         any(kept_tokens(s, config)) for s in batch)  # fmt: skip
-    live = [restored or sequence_kept(s, config) for s in batch if s.valid]
+    stay = [restored or sequence_kept(s, config) for s in batch if s.valid]
     return {
         "ess_mb": math.fsum(applied) ** 2 / squares if squares else 0.0,
         "ratio_min_mb": min(ratios, default=0.0), "ratio_max_mb": max(ratios, default=0.0),
         "weight_min_mb": min(passed, default=0.0), "weight_max_mb": max(passed, default=0.0),
-        "kept_sequences_mb": sum(live) / len(live) if live else 0.0,
+        "kept_sequences_mb": sum(stay) / len(stay) if stay else 0.0,
         "nonfinite_train_mb": float(sum(not math.isfinite(s.proximal[t]) for s in batch for t in s.valid)),
         "nonfinite_rollout_mb": float(sum(not math.isfinite(s.behavior[t]) for s in batch for t in s.valid)),
     }  # fmt: skip
@@ -449,7 +463,7 @@ def host_scale(name: str, batch: Sequence[Sample], per_token: bool = False) -> f
 
 
 def sequence_kept(sample: Sample, config: dict) -> bool:
-    """What the rules over sequences, and a mask bound at a level above the token, say of a live sequence."""
+    """What rules over sequences, and a mask bound at a level above the token, say of a sequence with a valid token."""
     t, weight = sample.valid[0], config.get("weight")
     rules = [rule for rule in config.get("reject", []) if unit_of(rule) == "sequence"]
     return all(passes(sample, t, rule) for rule in rules) and (

@@ -16,7 +16,7 @@ class Token:
     recomputed: float | None
     version: int
     current: int
-    live: bool = True
+    valid: bool = True
 
     @property
     def age(self) -> int:
@@ -47,9 +47,9 @@ def numerator(token: Token, spec: Spec) -> float | None:
 
 def weight(token: Token, spec: Spec) -> tuple[float, bool]:
     """w_t, and whether the token stays."""
-    log_prob = numerator(token, spec) if token.live else None
+    log_prob = numerator(token, spec) if token.valid else None
     if log_prob is None:
-        return 0.0, token.live and spec.mode != "mask"
+        return 0.0, token.valid and spec.mode != "mask"
     ratio = math.exp(max(-20.0, min(20.0, log_prob - token.behavior)))
     cap = math.inf if spec.cap is None else spec.cap
     floor = (1 / cap if spec.floor is None else spec.floor) if spec.mode != "truncate" else 0.0

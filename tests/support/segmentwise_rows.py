@@ -34,7 +34,7 @@ def tokens(draw: Callable, age: st.SearchStrategy[int]) -> Token:
         recomputed=None if stored is None else behavior + stored,
         version=draw(st.just(-1) | age.map(lambda a: CURRENT - a)),
         current=CURRENT,
-        live=draw(st.booleans()),
+        valid=draw(st.booleans()),
     )
 
 

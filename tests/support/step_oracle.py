@@ -52,14 +52,16 @@ class Everything:
         self.p = pick([s.proximal for s in samples])[self.usable]
         self.q = pick([s.behavior for s in samples])[self.usable]
         self.x = self.p - self.q
+        routed = all(s.routes is not None for s in samples)
+        self.routes = pick([s.routes for s in samples])[self.usable] if routed else None
         self.c = np.clip(self.x, -CLAMP, CLAMP)
         self.keep = pick(corrected.keep).astype(bool)
         self.bounded = pick(corrected.bounded)
         self.weights = pick(corrected.weights)
         self.applied = np.where(self.keep, self.weights, 0)
         self.owner = np.array([i for i, _ in places], dtype=int)
-        self.live = [i for i, s in enumerate(samples) if s.valid]
-        self.seen = [i for i, s in enumerate(samples) if s.usable]
+        self.valid_sequences = [i for i, s in enumerate(samples) if s.valid]
+        self.usable_sequences = [i for i, s in enumerate(samples) if s.usable]
         self.gaps: list[float] = [1.0]  # distances of decisions that only metrics make from their bounds
         self.sizes: dict[
             str, float
@@ -75,16 +77,22 @@ class Everything:
 
     def each(self, values: np.ndarray) -> np.ndarray:
         """Mean over the valid tokens of each sequence that has a usable one."""
-        return np.array([values[self.of(i)].mean() for i in self.seen])
+        return np.array([values[self.of(i)].mean() for i in self.usable_sequences])
 
     def mean_x(self) -> np.ndarray:
         return np.array(
-            [np.mean([self.samples[i].log_ratios[t] for t in self.samples[i].usable]) for i in self.seen]
+            [
+                np.mean([self.samples[i].log_ratios[t] for t in self.samples[i].usable])
+                for i in self.usable_sequences
+            ]
         )
 
     def sum_x(self) -> np.ndarray:
         return np.array(
-            [math.fsum(self.samples[i].log_ratios[t] for t in self.samples[i].usable) for i in self.seen]
+            [
+                math.fsum(self.samples[i].log_ratios[t] for t in self.samples[i].usable)
+                for i in self.usable_sequences
+            ]
         )
 
 
@@ -118,9 +126,14 @@ def log_mean_exp(x) -> float:
 
 
 def counts(s: Everything) -> dict[str, float]:
-    wrong = lambda rows: float(sum(not math.isfinite(rows[i][t]) for i in s.live for t in s.samples[i].valid))  # noqa: E731
+    def wrong(rows) -> float:
+        return float(
+            sum(not math.isfinite(rows[i][t]) for i in s.valid_sequences for t in s.samples[i].valid)
+        )
+
     return {
-        "tokens": float(len(s.usable)), "sequences": float(len(s.live)),
+        "tokens": float(len(s.usable)), "sequences": float(len(s.valid_sequences)),
+        "live_sequences_fraction": len(s.valid_sequences) / len(s.samples) if s.samples else math.nan,
         "nonfinite_train_tokens": wrong([x.proximal for x in s.samples]),
         "nonfinite_rollout_tokens": wrong([x.behavior for x in s.samples]),
     }  # fmt: skip
@@ -152,7 +165,7 @@ def by_token(s: Everything) -> dict[str, float]:
 
 def by_sequence(s: Everything) -> dict[str, float]:
     m, total = s.mean_x(), s.sum_x()
-    usable = [(s.samples[i], s.samples[i].usable) for i in s.seen]
+    usable = [(s.samples[i], s.samples[i].usable) for i in s.usable_sequences]
     train = np.array([-np.mean([x.proximal[t] for t in known]) for x, known in usable])
     rollout = np.array([-np.mean([x.behavior[t] for t in known]) for x, known in usable])
     first, second = log_mean_exp(total), log_mean_exp(2 * total)
@@ -179,7 +192,7 @@ def percentile_data(s: Everything) -> dict[str, np.ndarray]:
 
 def kept(s: Everything) -> dict[str, float]:
     n, weights, applied = len(s.usable), s.each(s.bounded), s.each(s.applied)
-    keeps = [s.keep[s.of(i)] & s.usable[s.of(i)] for i in s.live]
+    keeps = [s.keep[s.of(i)] & s.usable[s.of(i)] for i in s.valid_sequences]
     x = np.zeros(n)
     x[s.usable] = s.x
     return {
@@ -221,12 +234,12 @@ def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
         known = oracle.has_weight(samples[i], t, level)
         return oracle.unit_log_ratio(samples[i], t, level) if known else math.nan
 
-    each = [np.array([ratio_of(i, t) for t in samples[i].usable]) for i in s.seen]
+    each = [np.array([ratio_of(i, t) for t in samples[i].usable]) for i in s.usable_sequences]
     if level in LEVEL_OF_TOKENS:
         unit = np.concatenate(each) if each else np.zeros(0)
         totals = [np.nansum(np.exp(np.clip(x, -CLAMP, CLAMP))) for x in each]
         with np.errstate(divide="ignore"):
-            raw = np.log([x / len(samples[i].valid) for i, x in zip(s.seen, totals, strict=True)])
+            raw = np.log([x / len(samples[i].valid) for i, x in zip(s.usable_sequences, totals, strict=True)])
     else:
         unit = raw = np.array([np.nan if np.isnan(x).all() else np.nanmax(x) for x in each])
     s.gaps += [*nearest(unit, lower, upper), *nearest(raw, lower, upper)]
@@ -254,8 +267,11 @@ def binary_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
 
 
-def statistic_of(rule: dict, p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    x = p - q
+def statistic_of(rule: dict, s: Everything) -> np.ndarray:
+    if rule.get("statistic") == "route":
+        assert s.routes is not None
+        return s.routes
+    p, q, x = s.p, s.q, s.x
     return {
         "ratio": x, "k1": -x, "k2": x**2 / 2, "k3": k3(x), "binary_kl": binary_kl(p, q),
         "prob_diff": np.exp(p) - np.exp(q), "abs_prob_diff": np.abs(np.exp(p) - np.exp(q)),
@@ -270,7 +286,7 @@ def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
         None if rule.get(k) is None else math.log(rule[k]) if logs else rule[k] for k in ("lower", "upper")
     )
     low, high = -math.inf if low is None else low, math.inf if high is None else high
-    tokens = statistic_of(rule, s.p, s.q)
+    tokens = statistic_of(rule, s)
     over, places = rule.get("over", "token"), units(s, rule.get("unit", "sequence"))
     groups = [tokens[of_usable] for of_usable, _ in places]
     valid = np.array([n for _, n in places])
@@ -318,7 +334,7 @@ def units(s: Everything, kind: str) -> list[tuple[np.ndarray, int]]:
 
 
 def losses(s: Everything, loss: Sequence[Sequence[float]]) -> dict[str, float]:
-    valid = np.array([loss[i][t] for i in s.live for t in s.samples[i].valid], dtype=float)
+    valid = np.array([loss[i][t] for i in s.valid_sequences for t in s.samples[i].valid], dtype=float)
     total = float(np.sum(valid * s.applied))
     return {
         "loss_uncorrected": mean(valid),
@@ -331,15 +347,20 @@ def departures(
     responses: Sequence[Response], behavior: Sequence[Sequence[float]], opsm: dict
 ) -> dict[str, np.ndarray]:
     """What OPSM looks at: one number a sequence that has a valid token and finite log-probs, by the metric's name."""
-    live = [(x, b) for x, b in zip(responses, behavior, strict=True) if x.valid]
+    taking_part = [(x, b) for x, b in zip(responses, behavior, strict=True) if x.valid]
 
     def gaps(rows: Sequence[tuple]) -> np.ndarray:
-        pairs = zip(rows, live, strict=True)
+        pairs = zip(rows, taking_part, strict=True)
         return np.array([np.mean([p[t] - q[t] for t in x.valid]) for (p, q), (x, _) in pairs])
 
-    mismatch, staleness = gaps([(b, x.old) for x, b in live]), gaps([(x.old, x.target) for x, _ in live])
-    divergence = staleness if opsm.get("reference") == "proximal" else gaps([(b, x.target) for x, b in live])
-    advantage = np.array([np.mean([x.learned[t] for t in x.valid]) for x, _ in live])
+    mismatch, staleness = (
+        gaps([(b, x.old) for x, b in taking_part]),
+        gaps([(x.old, x.target) for x, _ in taking_part]),
+    )
+    divergence = (
+        staleness if opsm.get("reference") == "proximal" else gaps([(b, x.target) for x, b in taking_part])
+    )
+    advantage = np.array([np.mean([x.learned[t] for t in x.valid]) for x, _ in taking_part])
     found = {
         "divergence": divergence, "divergence_negative": divergence[advantage < 0],
         "divergence_positive": divergence[advantage > 0], "mismatch": mismatch, "staleness": staleness,

@@ -42,12 +42,13 @@ class Case:
     @property
     def layouts(self) -> tuple[tuple[int, int], ...]:
         """The tied model has six heads, and 333 tokens, which no two ranks share evenly."""
-        return LAYOUTS if self.model == "tiny-qwen3" else LAYOUTS[:2]
+        return LAYOUTS[:2] if self.model == "tiny-qwen3-tied" else LAYOUTS
 
 
 CASES = [
     *(Case("tiny-qwen3", dtype, order, leaves) for dtype in DTYPES for order in ORDERS for leaves in (1, 4)),
     *(Case("tiny-qwen3-tied", dtype, "sglang", leaves) for dtype in DTYPES for leaves in (1, 4)),
+    *(Case(model, dtype, "sglang", 4) for model in ("tiny-llama", "tiny-qwen2.5") for dtype in DTYPES),
     *(Case("tiny-qwen3", dtype, "sglang", 4, "tile") for dtype in DTYPES),
 ]
 

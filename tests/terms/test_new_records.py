@@ -14,25 +14,25 @@ import yaml
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.config.terms.bounds import BOUNDS, Bound
+from mis_plugins.config.terms.statistics import STATISTICS, Statistic
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.words import describe
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.terms.bounds import BOUNDS, Bound
-from mis_plugins.terms.statistics import STATISTICS, Statistic
 
 SQUARE = Statistic(
-    value=lambda log_ratio, proximal, behavior: (proximal.exp() - behavior.exp()).square(),
+    value=lambda token: (token.proximal.exp() - token.behavior.exp()).square(),
     low=0,
     high=1,
-    formula="({scored} - mu)^2",
-    words="squared probability difference ({scored} - mu)^2",
+    formula="({trainer} - mu)^2",
+    words="squared probability difference ({trainer} - mu)^2",
     reads_probabilities=True,
 )
 INVERSE = Statistic(
-    value=lambda log_ratio, proximal, behavior: -log_ratio,
+    value=lambda token: -token.log_ratio,
     low=0,
     high=math.inf,
     formula="1 / r_t",

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from alignments import COMPLETE, CONTRACT, LEFT_OUT, ORDER, equal_share
+from alignments import COMPLETE, CONTRACT, LEFT_OUT, OF_ROW, ORDER, equal_share
 
-from true_on_policy.engines.hf import HuggingFace as Engine
+from true_on_policy.contract.dense_order import ALIGNMENTS
+from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
@@ -45,6 +46,13 @@ def test_with_all_of_them_every_log_prob_is_the_engines(sampled, tiny, what):
 @pytest.mark.parametrize("what", LEFT_OUT)
 def test_without_one_of_them_they_differ(sampled, tiny, what):
     assert equal_share(sampled, LEFT_OUT[what](tiny, sampled)) < 1.0
+
+
+def test_each_row_of_the_contract_is_left_out_and_told():
+    assert list(OF_ROW) == [row.name for row in ALIGNMENTS] and set(OF_ROW.values()) <= set(LEFT_OUT)
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    for row in ALIGNMENTS:
+        assert f"| {row.name} | {row.bits} | {row.megatron} | {row.pinned} |" in page
 
 
 @pytest.mark.parametrize("trainer", [HuggingFace, Megatron])

@@ -13,17 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import alive
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.engines import sglang, sglang_plugin, vllm, vllm_plugin
+from true_on_policy.contract.stated import CONTRACT
+from true_on_policy.engines import sglang_plugin, vllm_plugin
 from true_on_policy.engines.environment import inherited, interpreter
-from true_on_policy.engines.handover import CONTRACT
-from true_on_policy.engines.hf import HuggingFace
+from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import Server, free_port
-from true_on_policy.engines.stand_in import sgl_kernel
-from true_on_policy.engines.vllm import VLLM
+from true_on_policy.engines.server import Server, _telling, free_port
+from true_on_policy.engines.sglang import engine as sglang
+from true_on_policy.engines.sglang import plugin
+from true_on_policy.engines.sglang.stand_in import sgl_kernel
+from true_on_policy.engines.vllm import engine as vllm
+from true_on_policy.engines.vllm.engine import VLLM
+from true_on_policy.errors import PinError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
 
@@ -61,18 +66,12 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def running(process: int) -> bool:
-    """Whether it exists and is no zombie."""
-    stat = Path(f"/proc/{process}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
 def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
     assert server.post("/echo", {"tokens": [1, 2]}, SOON) == {"tokens": [1, 2]}
     child, left = server.output().split()[1:]
-    assert running(int(child)) and Path(left).exists()
+    assert alive(int(child)) and Path(left).exists()
     server.close()
-    assert not running(int(child)) and not Path(left).exists()
+    assert not alive(int(child)) and not Path(left).exists()
     with socket.socket() as prober:
         assert prober.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0
     server.close()  # a second time does nothing
@@ -108,7 +107,7 @@ def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, sys, time\n"
-        "from true_on_policy.engines.server import Server, free_port\n"
+        "from true_on_policy.engines.server import Server, _telling, free_port\n"
         "port = free_port()\n"
         "Server('fake', [sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, port)\n"
         "print(Server, flush=True); time.sleep(600)\n".replace("print(Server,", "print(os.getpid(),")
@@ -121,9 +120,9 @@ def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     deadline = time.monotonic() + SOON
-    while running(child) and time.monotonic() < deadline:
+    while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running(child)
+    assert not alive(child)
 
 
 def children(process: int) -> list[int]:
@@ -229,8 +228,16 @@ def test_a_float32_survives_json_as_the_same_bits():
 def test_the_plugins_do_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(CONTRACT, raising=False)
     sglang_plugin.activate()
+    sglang_plugin.allow()
     vllm_plugin.activate()
     assert not {"sglang", "vllm"} & set(sys.modules)
+
+
+def test_an_engine_that_did_not_take_the_contract_up_is_ended():
+    with pytest.raises(PinError, match="did not take up; start SGLang with --enable-deterministic-inference"):
+        plugin._taken_up(None, None)
+    with pinned(Contract()):
+        plugin._taken_up(None, None)
 
 
 # The stand-in for the kernel wheel
@@ -273,5 +280,14 @@ def test_the_stand_in_writes_each_request_its_slots():
 
 
 def test_every_other_name_of_the_stand_in_says_what_it_is():
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel.fused_experts: this is mis-plugins' stand-in"):
+    said = r"sgl_kernel.fused_experts: mis-plugins' stand-in for CPU does not hold the operator"
+    with pytest.raises(NotImplementedError, match=said):
         sgl_kernel.fused_experts()
+
+
+def test_the_resource_trackers_traceback_does_not_hide_the_servers() -> None:
+    own = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nPinError: contract.backend\n'
+    place = '  File "lib/multiprocessing/resource_tracker.py", line 239, in main\n'
+    tracker = f"Traceback (most recent call last):\n{place}KeyError: '/mp-1'\n"
+    assert _telling(own + "Killed\n" + tracker).splitlines()[:3] == own.splitlines()
+    assert "KeyError" in _telling(tracker)  # with nothing better to tell

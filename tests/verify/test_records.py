@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +12,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from torch import Tensor
 
+import true_on_policy.engines
 from true_on_policy.__main__ import main
+from true_on_policy.contract import sides
 from true_on_policy.contract.families import FAMILIES, Family, Proof, Shape
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.models import hf_decoder
 
+ROOT = Path(__file__).parents[2]
 FUSED = NormOrder(rounds_sum=True, rounds_normalized=False)  # neither vLLM's nor Hugging Face's
 SHAPE = Shape(64, 96, 2, 4, 2, 16, 160, tied=False)
 FEW = ("--tokens", "20")
@@ -45,6 +48,36 @@ def asked() -> Iterator[list[NormOrder | None]]:
         yield orders
 
 
+RECORD = """
+from true_on_policy.contract.specs import HUGGING_FACE, EngineSpec, at
+
+ENGINE = EngineSpec(start=at("builtins:print"), order=HUGGING_FACE, packages=("torch",))
+"""
+
+
+def test_an_engine_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "late_engine"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "record.py").write_text(RECORD)
+    monkeypatch.setattr(true_on_policy.engines, "__path__", [*true_on_policy.engines.__path__, str(tmp_path)])
+    found = sides.engines()
+    assert found.pop("late_engine").packages == ("torch",)
+    assert found == ENGINES and list(ENGINES) == ["hf", "sglang", "vllm"]
+
+
+def test_records_of_engines_need_no_torch_and_start_nothing() -> None:
+    """The command line offers its choices before anything heavy is imported."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from true_on_policy.contract.sides import ENGINES\n"
+        "print(sorted(name for name in sys.modules if name.startswith('true_on_policy.engines.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    names = [f"true_on_policy.engines.{name}{part}" for name in ENGINES for part in ("", ".record")]
+    assert done.stdout.strip() == str(names), done.stderr
+
+
 def test_a_new_engine_and_a_new_trainer_are_their_records(
     asked: list[NormOrder | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,37 +93,25 @@ def test_a_new_engine_and_a_new_trainer_are_their_records(
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["verify", "--engine", "none", "--trainer", "other"])
-    assert "'hf', 'fused'" in capsys.readouterr().err
+    assert "'hf', 'sglang', 'vllm', 'fused'" in capsys.readouterr().err
 
 
-class BiasAfter(torch.nn.Linear):
-    """Adds the bias to the rounded product, as Megatron does."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.nn.functional.linear(input, self.weight) + self.bias
-
-
-def made_up(name: str, model_type: str, aligned: list[NormOrder]) -> Family:
-    """A family of the GPU contract that a record makes provable on CPU, with an alignment that notes its orders."""
+def made_up(aligned: list[NormOrder]) -> Family:
+    """A family that no record describes, with an alignment that notes its orders."""
 
     def align(model: Any, order: NormOrder) -> None:
         aligned.append(order)
         hf_decoder.align(model, order)
-        for module in model.modules():
-            if getattr(module, "bias", None) is not None:
-                module.__class__ = BiasAfter
 
-    return replace(FAMILIES[name], proof=Proof(model_type, f"dense {name}", {"tiny-new": SHAPE}, align))
+    proof = Proof("mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
+    return Family("mistral", ("MistralForCausalLM",), False, False, None, proof=proof)
 
 
-@pytest.mark.parametrize(("name", "model_type"), [("llama", "llama"), ("qwen2.5-dense", "qwen2")])
 @pytest.mark.parametrize("trainer", ["hf", "megatron"])
-def test_a_new_family_is_its_record(
-    name: str, model_type: str, trainer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Neither normalizes query and key, and one has biases there; the engine follows the order of the trainer."""
+def test_a_new_family_is_its_record(trainer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The engine follows the order of the trainer."""
     aligned: list[NormOrder] = []
-    with patch.dict(FAMILIES, {name: made_up(name, model_type, aligned)}):
+    with patch.dict(FAMILIES, mistral=made_up(aligned)):
         command = ["verify", "--engine", "hf", "--trainer", trainer, "--model", "tiny-new", "--dtype", "bf16"]
         assert main([*command, "--norm-order", "trainer", *FEW]) == 0
     assert capsys.readouterr().out.endswith("verdict: equal\n")
@@ -99,4 +120,7 @@ def test_a_new_family_is_its_record(
 
 def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
-    assert "got 'tiny-new'; choose one of tiny-qwen3, tiny-qwen3-tied, or" in capsys.readouterr().err
+    assert (
+        "got 'tiny-new'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-llama, "
+        "tiny-qwen3-moe, tiny-qwen3-moe-64, smollm2-135m, or" in capsys.readouterr().err
+    )

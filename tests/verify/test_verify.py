@@ -19,7 +19,7 @@ from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.families import tiny_models
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
-from true_on_policy.engines.hf import HuggingFace as Engine
+from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.pin import active_backend
 from true_on_policy.models.tiny import checkpoint, read_config, updated
@@ -54,6 +54,58 @@ def test_engine_and_trainer_agree(
 
 def test_the_other_shape_and_the_backend_without_a_compiler():
     assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied", "--backend", "tile") == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "dtype", "norm_order"),
+    [
+        ("tiny-llama", "megatron", "fp32", "engine"),
+        ("tiny-llama", "megatron", "bf16", "engine"),
+        ("tiny-qwen2.5", "megatron", "bf16", "engine"),
+        ("tiny-qwen2.5", "megatron", "bf16", "trainer"),
+    ],
+)
+def test_families_without_a_norm_of_query_and_key_agree(
+    model: str, trainer: str, dtype: str, norm_order: str
+):
+    """Qwen2.5 has biases on query, key and value, which Megatron's own layer adds to the rounded product."""
+    assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order, "--model", model) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "dtype", "norm_order"),
+    [
+        ("tiny-qwen3-moe", "megatron", "bf16", "engine"),
+        ("tiny-qwen3-moe", "megatron", "fp32", "trainer"),
+        ("tiny-qwen3-moe-64", "megatron", "bf16", "engine"),
+        ("tiny-qwen3-moe", "hf", "bf16", "trainer"),
+    ],
+)
+def test_mixtures_of_experts_agree(model: str, trainer: str, dtype: str, norm_order: str):
+    assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order, "--model", model) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "message"),
+    [
+        ("tiny-qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob: False is not covered for qwen3-moe"),
+        ("tiny-qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers: [0] is not covered for qwen3-moe"),
+        ("tiny-llama", {"attention_bias": True}, "attention_bias: True is not covered for llama"),
+        ("tiny-llama", {"mlp_bias": True}, "mlp_bias: True is not covered for llama"),
+        ("tiny-qwen3", {"attention_bias": True}, "attention_bias: True is not covered for qwen3-dense"),
+        ("tiny-qwen2.5", {"use_sliding_window": True}, "use_sliding_window: True is not covered"),
+        ("tiny-llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope of type 'llama3'"),
+        ("tiny-qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope of type 'yarn'"),
+        ("tiny-llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
+    ],
+)
+def test_a_model_that_departs_from_its_family_is_refused_by_the_fields_name(
+    model: str, field: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = checkpoint(model, tmp_path, torch.float32, seed=0) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | field))
+    assert run("--trainer", "hf", "--model", str(tmp_path)) == 2
+    assert f"--model {tmp_path}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -137,6 +189,7 @@ def test_the_certificate_says_what_ran(tmp_path: Path):
     assert said["engine"]["name"] == "hf" and said["trainer"] == "megatron"
     assert said["machine"]["packages"]["torch"] == torch.__version__
     assert said["commit"] == commit()
+    assert len(said["weights"]) == 64 and said["prompts"] is None
     assert said["machine"]["cpu"] and said["machine"]["threads"] == torch.get_num_threads()
     assert said["contract"]["backend"] == "native"
     assert said["situations"]["sampled_tokens"] >= int(FEW)
@@ -192,13 +245,6 @@ def test_the_control_is_stock_on_both_sides_and_drawn_as_such(
 SIDES = ("engine", "trainer")
 
 
-def test_a_title_names_the_ranks_of_a_side_that_has_several():
-    one = verification.Plan("sglang", "megatron", "tiny-qwen3", "bf16", 60, "native", "engine", 1, 1, 4, 0)
-    assert one.title == "sglang against megatron, tiny-qwen3, bf16"
-    two = dataclasses.replace(one, trainer_tensor_parallel=4, engine_tensor_parallel=2)
-    assert two.title == "sglang on 2 ranks against megatron on 4 ranks, tiny-qwen3, bf16"
-
-
 class Scoring(Engine):
     """Scores a sample by its prompt."""
 
@@ -236,12 +282,16 @@ def test_a_target_without_permission_is_told_before_the_work(
     ("arguments", "message"),
     [
         (
-            ("--model", "tiny-llama"),
-            "--model: got 'tiny-llama'; choose one of tiny-qwen3, tiny-qwen3-tied, or",
+            ("--model", "tiny-gemma"),
+            "--model: got 'tiny-gemma'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-llama, "
+            "tiny-qwen3-moe, tiny-qwen3-moe-64, smollm2-135m, or",
         ),
         (("--tokens", "0"), "--tokens: got 0; compare one at least"),
         (("--json", "."), "--json .: is a folder; name a file"),
-        (("--picture", "/proc/none/out.png"), "--picture /proc/none/out.png: its folder cannot be made"),
+        (
+            ("--picture", "/proc/none/out.png"),
+            "--picture /proc/none/out.png: the folder of the file cannot be made",
+        ),
         (("--picture", "out.xyz"), "--picture out.xyz: end its name in .png"),
         (
             ("--trainer", "megatron", "--trainer-tensor-parallel", "2"),
@@ -356,6 +406,8 @@ def test_a_difference_outweighs_a_situation_that_was_not_met(
         engine={},
         trainer="hf",
         model="m",
+        weights="",
+        prompts=None,
         contract=Contract(),
         order=ORDERS["sglang"],
         links=[Link("a", link, 1, None, 0.0)],

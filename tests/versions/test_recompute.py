@@ -326,6 +326,14 @@ def test_too_few_log_probs_or_too_many(count: int):
         recompute(pool, 4, 100, each(lambda sequences, counts: [[-1.0] * count]))
 
 
+@pytest.mark.parametrize("count", [2, 0])
+def test_too_few_batches_or_too_many(count: int):
+    pool = Pool()
+    pool.add(response(3, 2))
+    with pytest.raises(ValueError, match="argument 2 is (shorter|longer) than argument 1"):
+        recompute(pool, 4, 100, lambda batches: [[[-1.0] * 2]] * count)
+
+
 def test_the_longest_is_asked_for_first():
     """First-fit fills batches best from the longest on."""
     pool = Pool()

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
 from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, tokens, written_of
 from tolerances import weight_rtol
-from torch import Tensor
 
-from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.loss.micro_batch import LossConfig, LossInputs, micro_batch_loss, share_of
-from mis_plugins.loss.objective import Clip
+from mis_plugins.errors import InputError
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.versions.loglinear import loglinear
@@ -36,7 +33,7 @@ from mis_plugins.versions.segment_wise import (
 
 
 def ragged_of(row: Sequence[Token]) -> Ragged:
-    return whole([len(row)]).place(flat(row, "live", torch.bool), Ranks()).ragged
+    return whole([len(row)]).place(flat(row, "valid", torch.bool), Ranks()).ragged
 
 
 @given(rows, specs)
@@ -58,7 +55,7 @@ def test_loglinear(row: list[Token]):
 def test_weight(row: list[Token], spec: Spec):
     config = config_of(spec)
     answer = behavior_weight(
-        numerator_of(row, config), flat(row, "behavior"), flat(row, "live", torch.bool), config
+        numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool), config
     )
     for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
         value, stays = oracle.weight(token, spec)
@@ -66,23 +63,12 @@ def test_weight(row: list[Token], spec: Spec):
         assert weight == pytest.approx(value, rel=weight_rtol(2.0), abs=0)
 
 
-def test_the_rows_decide_every_way():
-    """What the strategies above draw reaches every branch of the oracle."""
-    base = Token(-1.0, -1.0, -1.0, 3, CURRENT)
-    far = replace(base, recomputed=-1.0 + math.log(8))
-    assert oracle.weight(far, Spec())[0] == 5.0
-    assert oracle.weight(far, Spec(mode="zero")) == (0.0, True)
-    assert oracle.weight(far, Spec(mode="mask"))[1] is False
-    assert oracle.weight(replace(far, version=9), Spec()) == (1.0, True)
-    assert oracle.weight(replace(far, recomputed=None), Spec()) == (0.0, True)
-
-
 @given(rows, specs)
 def test_is_the_pipeline_on_other_log_probs(row: list[Token], spec: Spec):
     """`correct` with the same bounds makes the same weights and masks of it, so that it serves packed batches."""
     config = config_of(spec)
     numerator, behavior = numerator_of(row, config), flat(row, "behavior")
-    answer = behavior_weight(numerator, behavior, flat(row, "live", torch.bool), config)
+    answer = behavior_weight(numerator, behavior, flat(row, "valid", torch.bool), config)
     piped = correct(numerator, behavior, ragged_of(row), CorrectionConfig(config.weight, metrics="none"))
     assert same_bytes(answer.weights, piped.weights) and torch.equal(answer.keep, piped.keep)
 
@@ -107,10 +93,10 @@ def test_off_is_standard(row: list[Token]):
 @given(rows)
 def test_fresh_tokens_at_the_behavior_policy_weigh_one(row: list[Token]):
     config = SegmentWiseConfig(fresh_tokens="behavior", mode="mask")
-    live = flat(row, "live", torch.bool)
-    answer = behavior_weight(numerator_of(row, config), flat(row, "behavior"), live, config)
+    valid = flat(row, "valid", torch.bool)
+    answer = behavior_weight(numerator_of(row, config), flat(row, "behavior"), valid, config)
     for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
-        if token.version >= 0 and token.age in (0, 1) and token.live:
+        if token.version >= 0 and token.age in (0, 1) and token.valid:
             assert weight == 1.0 and keep
 
 
@@ -135,12 +121,12 @@ def test_clip_ratio_is_left_alone(row: list[Token], spec: Spec):
 @given(rows, st.sampled_from(["truncate", "mask"]))
 def test_masked_garbage_changes_nothing(row: list[Token], mode: str):
     config = SegmentWiseConfig(mode=mode)  # type: ignore[arg-type]
-    live = flat(row, "live", torch.bool)
-    clean = behavior_weight(numerator_of(row, config), flat(row, "behavior"), live, config)
+    valid = flat(row, "valid", torch.bool)
+    clean = behavior_weight(numerator_of(row, config), flat(row, "behavior"), valid, config)
     poisoned = [
-        token if token.live else replace(token, proximal=math.nan, behavior=math.inf) for token in row
+        token if token.valid else replace(token, proximal=math.nan, behavior=math.inf) for token in row
     ]
-    answer = behavior_weight(numerator_of(poisoned, config), flat(poisoned, "behavior"), live, config)
+    answer = behavior_weight(numerator_of(poisoned, config), flat(poisoned, "behavior"), valid, config)
     assert same_bytes(clean.weights, answer.weights) and torch.equal(clean.keep, answer.keep)
 
 
@@ -177,57 +163,6 @@ def test_loglinear_is_exact_on_a_line():
     assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
 
 
-# The loss: only the behavior weight knows of pi_{v+1}.
-
-CLIP = Clip(0.2, 0.3)
-
-
-def losses(row: Sequence[Token], config: SegmentWiseConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """A loss a token as the loss hook makes it, its gradient, and what is logged."""
-    target = (flat(row, "proximal") + 0.25 * torch.sin(torch.arange(len(row)))).requires_grad_()
-    behavior = flat(row, "behavior")
-    advantages = torch.where(torch.arange(len(row)) % 3 == 0, -1.0, 1.5)
-    x = LossInputs(ragged_of(row), target, flat(row, "proximal"), behavior, None, advantages, None)
-    whole_config = CorrectionConfig(config.weight, metrics="none", objective=ObjectiveConfig())
-    numerator = proximal_t(x.proximal, behavior, written_of(row), config)
-    correction = correct(numerator, behavior, x.ragged, whole_config)
-    share = share_of(x, correction, whole_config)
-    each: list[Tensor] = []
-
-    def reduce(value: Tensor) -> Tensor:
-        each.append(value.detach())
-        return value.sum()
-
-    loss, logged = micro_batch_loss(x, correction, share, whole_config, LossConfig(CLIP), reduce)
-    loss.backward()
-    assert target.grad is not None
-    return each[0], target.grad, logged
-
-
-@given(rows.filter(bool), specs)
-def test_loss(row: list[Token], spec: Spec):
-    """w_t of pi_{v+1}, times the surrogate of pi_theta / pi_V."""
-    found, _, _ = losses(row, config_of(spec))
-    for i, (token, value) in enumerate(zip(row, found.tolist(), strict=True)):
-        weight, stays = oracle.weight(token, spec)
-        ratio, advantage = math.exp(0.25 * math.sin(i)), -1.0 if i % 3 == 0 else 1.5
-        surrogate = -min(ratio * advantage, max(0.8, min(ratio, 1.3)) * advantage)
-        # The target's log-prob, at most 10.25 in size, is rounded before the ratio is taken.
-        expected = weight * surrogate if stays else 0.0
-        assert value == pytest.approx(expected, rel=weight_rtol(2.0 + 10.25), abs=0)
-
-
-@given(rows.filter(bool))
-def test_off_and_one_version_behind_are_the_standard_loss(row: list[Token]):
-    """Loss, gradient and metrics to the bit, and the same keys."""
-    fresh = [replace(token, version=CURRENT - i % 2) for i, token in enumerate(row)]
-    standard = losses(fresh, SegmentWiseConfig(enabled=False))
-    segment_wise = losses(fresh, SegmentWiseConfig())
-    assert same_bytes(standard[0], segment_wise[0]) and same_bytes(standard[1], segment_wise[1])
-    assert standard[2].keys() == segment_wise[2].keys()
-    assert all(same_bytes(standard[2][name], segment_wise[2][name]) for name in standard[2])
-
-
 # Samples that cannot be weighed.
 
 
@@ -253,8 +188,8 @@ def test_too_old_is_dropped():
 
 def test_masked_tokens_may_be_of_no_version():
     one = sample([-1, 8, 9])
-    live = torch.tensor([False, True, True])
-    (mask,) = admitted(["a"], [one], [live], SegmentWiseConfig())
+    valid = torch.tensor([False, True, True])
+    (mask,) = admitted(["a"], [one], [valid], SegmentWiseConfig())
     assert mask.tolist() == [False, True, True]
     assert lacking(one, SegmentWiseConfig()).tolist() == [True, False, False]
 
@@ -275,37 +210,3 @@ def test_a_version_of_the_future():
 
 def test_off_admits_everything():
     assert admitted(["a"], [sample([-1, 0, 12])], ALL, SegmentWiseConfig(enabled=False)) == ALL
-
-
-# The config.
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight_cap": -1.0}, "weight_cap: got -1"),
-        (
-            {"weight_cap": 0.5, "mode": "clip"},
-            "weight_floor: unset means 1 / weight_cap: 2, not below weight_cap",
-        ),
-        ({"weight_floor": 0.5}, "weight_floor: 0.5 has no effect with mode: truncate"),
-        ({"weight_floor": 6.0, "mode": "mask"}, "weight_floor: 6 is not below weight_cap: 5"),
-        ({"weight_cap": None, "weight_floor": 0.5}, "weight_floor: 0.5 has no effect"),
-        ({"weight_cap": None, "mode": "mask"}, "mode: mask needs a weight_cap"),
-        ({"method": "loglinear", "too_old": "drop"}, "too_old: drop has no effect with method: loglinear"),
-    ],
-)
-def test_config_errors(settings: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
-        SegmentWiseConfig(**settings)
-
-
-def test_reads_like_the_rest_of_the_config():
-    """It hangs under a path and quotes it."""
-    from mis_plugins.config.reading import _parse
-
-    assert (
-        _parse(SegmentWiseConfig, {"weight_cap": "2", "mode": "zero"}, "mis.segment_wise").weight.upper == 2.0
-    )
-    with pytest.raises(ConfigError, match=r"mis\.segment_wise\.weight_floor: 9 is not below mis\.segment_w"):
-        _parse(SegmentWiseConfig, {"weight_floor": 9, "mode": "clip"}, "mis.segment_wise")

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import loss_oracle
 import oracle
 import pytest
 import segmentwise_oracle
@@ -30,11 +29,13 @@ from test_loss_hook import (
     Outcome,
     Question,
     Step,
+    assert_loss_and_gradient,
     assert_same,
     embedded_batch,
     embedded_outcome,
     flags,
     hosts,  # noqa: F401
+    in_a_step,
     outcome_of,
     random_step,
     reducer,
@@ -42,8 +43,6 @@ from test_loss_hook import (
 from test_loss_hook import drive as drive_batch
 from tolerances import (
     DECISION,
-    FINITE_STEP,
-    finite_difference_atol,
     normalized_rtol,
     step_atol,
     step_weight_atol,
@@ -56,7 +55,7 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import loss_batch, loss_flags, tracking
+from mis_plugins.hosts import loss_batch, loss_flags
 from mis_plugins.hosts.registry import current
 from mis_plugins.loss import micro_batch
 from mis_plugins.metrics.staleness import weight_metrics
@@ -95,8 +94,8 @@ class Aged(Step):
         rows = zip(self.responses, self.behavior, self.stored, self.versions, strict=True)
         return [
             [
-                Token(old, mu, kept, version, CURRENT, bool(live))
-                for old, mu, kept, version, live in zip(x.old, b, s, v, x.mask, strict=True)
+                Token(old, mu, kept, version, CURRENT, bool(valid))
+                for old, mu, kept, version, valid in zip(x.old, b, s, v, x.mask, strict=True)
             ]
             for x, b, s, v in rows
         ]
@@ -108,7 +107,7 @@ def aged(step: Step, seed: int, oldest: int = 5) -> Aged:
     versions, stored = [], []
     for x, mu in zip(step.responses, step.behavior, strict=True):
         wrote = sorted(rng.randint(CURRENT - oldest, CURRENT) for _ in x.mask)
-        versions.append([v if live else -1 for v, live in zip(wrote, x.mask, strict=True)])
+        versions.append([v if valid else -1 for v, valid in zip(wrote, x.mask, strict=True)])
         kept = [b + rng.gauss(0, 0.3) if CURRENT - v >= 2 else None for b, v in zip(mu, wrote, strict=True)]
         stored.append(kept)
     return Aged(step.responses, step.behavior, versions, stored)
@@ -185,14 +184,7 @@ def test_composition(question: Question):
     candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
     expected = next(e for e in candidates if e.margin > DECISION and e.decides)
     found = call(expected.step, question.mis, **question.settings)
-    atol = expected.rtol * expected.magnitude
-    assert abs(found.loss.item() - expected(expected.step.responses)) <= atol
-    slopes = loss_oracle.gradient(expected, expected.step.responses, FINITE_STEP)
-    atol += finite_difference_atol(expected.magnitude)
-    flat = [slope for row in slopes for slope in row]
-    for found_slope, slope in zip(found.gradient.tolist(), flat, strict=True):
-        assert abs(found_slope - slope) <= atol
-    assert any(abs(slope) > 10 * atol for slope in flat)
+    assert_loss_and_gradient(found, expected)
 
 
 @pytest.mark.parametrize("mis_config", [c for c in CORRECTIONS if c.get("denominator") != "kept"], ids=str)
@@ -284,7 +276,7 @@ def test_without_a_weight_of_tokens_versions_change_nothing(config: dict):
 def test_masked_versions_change_nothing():
     step = aged(random_step(6), 6)
     wild = [
-        [v if live else 10**6 for v, live in zip(row, x.mask, strict=True)]
+        [v if valid else 10**6 for v, valid in zip(row, x.mask, strict=True)]
         for row, x in zip(step.versions, step.responses, strict=True)
     ]
     assert_same(call(step, ON[0]), call(dataclasses.replace(step, versions=wild), ON[0]))
@@ -439,6 +431,7 @@ def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict, lost: tuple[s
                  r"\(--use-rollout-logprobs means mis\.objective\.old: behavior\)$"),
         ({"behav_imp_weight_cap": 1.2}, r"^behav_imp_weight_cap: with mis\.objective\.old: behavior .*set "
                                         r"behav_imp_weight_cap: null \(--use-rollout-logprobs means"),
+        ({"mis": {"segment_wise": {}}}, r"^mis\.segment_wise: a weight .* belongs to mis\.objective\.old: proximal"),
         ({"use_decoupled_loss": True}, r"^use_decoupled_loss: with mis\.objective\.old: behavior"),
         (FLAT, r"^tis_upper_bound: with mis\.objective\.old: behavior"),
         ({"mis": {"weight": {"upper": 2}, "objective": {"old": "behavior"}}}, r"^mis\.weight: with .*null$"),
@@ -516,12 +509,6 @@ def test_the_interpolation_needs_nothing_stored():
     assert_same(drive(flags(mis=config), batch | {"recomputed_log_probs": None}, step), call(step, config))
 
 
-def test_a_flag_that_excludes_it():
-    message = r"mis\.segment_wise: a weight .* belongs to mis\.objective\.old: proximal"
-    with pytest.raises(ConfigError, match=message):
-        call(aged(random_step(0), 0), {"segment_wise": {}}, use_rollout_logprobs=True)
-
-
 @pytest.mark.parametrize(
     ("use_tis", "flag"),
     [(True, "--use-tis"), (False, "--get-mismatch-metrics, and to watch use_tis: false in the file")],
@@ -540,13 +527,6 @@ def test_the_tis_hook_cannot_serve_it(use_tis: bool, flag: str):
 # ------------------------------------------------------------------------------------------------------- metrics
 
 
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = []
-    monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: found.append(dict(metrics)))
-    return found
-
-
 def cut(step: Aged, part: slice) -> Aged:
     return Aged(step.responses[part], step.behavior[part], step.versions[part], step.stored[part])
 
@@ -563,9 +543,9 @@ def test_a_step_reports_its_weights_by_age(metrics: str, logged: list[dict[str, 
     call(cut(step, slice(2, None)), config)
     mis.report_step(flags(), 0, 1)
     (found,) = logged
-    live = [token for row in step.tokens for token in row if token.live]
+    valid = [token for row in step.tokens for token in row if token.valid]
     for age in (None, 0, 1, 2, 5):
-        part = [token for token in live if age is None or token.age == age]
+        part = [token for token in valid if age is None or token.age == age]
         suffix = "" if age is None else f"/age_{age}"
         assert found[f"staleness/tokens{suffix}"] == len(part) > 0
         rows = [
@@ -594,16 +574,14 @@ def test_a_step_reports_its_weights_by_age(metrics: str, logged: list[dict[str, 
 def test_what_is_dropped_is_no_applied_weight(logged: list[dict[str, float]]):
     """Rules and OPSM take tokens from what is averaged, not from the ratios beside it."""
     step, config = aged(random_step(9), 9), CAP | {"reject": [{"over": "token", "upper": 1.1}]}
-    mis.report_step(flags(), 0, 0)
-    call(step, config)
-    mis.report_step(flags(), 0, 1)
-    live = [token for row in step.tokens for token in row if token.live]
-    kept = [token for token in live if math.exp(token.proximal - token.behavior) <= 1.1]
+    in_a_step(step, config)
+    valid = [token for row in step.tokens for token in row if token.valid]
+    kept = [token for token in valid if math.exp(token.proximal - token.behavior) <= 1.1]
     tops = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in kept]
     weights = [
         min(math.exp(top - t.behavior), 1.2) for t, top in zip(kept, tops, strict=True) if top is not None
     ]
-    assert 0 < len(kept) < len(live) and logged[0]["staleness/tokens"] == len(live)
+    assert 0 < len(kept) < len(valid) and logged[0]["staleness/tokens"] == len(valid)
     mean = math.fsum(weights) / len(weights)
     assert logged[0]["behav_imp_weight/avg"] == pytest.approx(mean, abs=step_weight_atol(len(weights), 2.0))
 
@@ -612,16 +590,14 @@ def test_what_is_dropped_is_no_applied_weight(logged: list[dict[str, float]]):
 def test_the_mismatch_is_split_by_lag(enabled: bool, logged: list[dict[str, float]]):
     """`metrics: all`, whichever weights are in force; of pi_old against mu, so that staleness shows."""
     step = aged(random_step(9), 9)
-    mis.report_step(flags(), 0, 0)
-    call(step, switched(CAP, enabled) | {"metrics": "all"})
-    mis.report_step(flags(), 0, 1)
+    in_a_step(step, switched(CAP, enabled) | {"metrics": "all"})
     (found,) = logged
     assert "behav_imp_weight/avg" in found
     assert ("behav_imp_weight/var/segment_wise" in found) == enabled
-    live = [token for row in step.tokens for token in row if token.live]
+    valid = [token for row in step.tokens for token in row if token.valid]
     for lag in range(6):
-        part = [token.proximal - token.behavior for token in live if token.age == lag]
-        assert found[f"lag_{lag}_share"] == pytest.approx(len(part) / len(live))
+        part = [token.proximal - token.behavior for token in valid if token.age == lag]
+        assert found[f"lag_{lag}_share"] == pytest.approx(len(part) / len(valid))
         mean = -math.fsum(part) / len(part)
         assert found[f"lag_{lag}_kl_k1"] == pytest.approx(mean, abs=step_weight_atol(len(part), 3.0))
 
@@ -638,9 +614,9 @@ def test_switched_off_the_standard_weights_are_reported_by_age(
         mis.report_step(flags(), 0, 1)
     (found,) = logged
     assert not [name for name in found if "segment_wise" in name] and "segment-wise" not in caplog.text
-    live = [token for row in step.tokens for token in row if token.live]
+    valid = [token for row in step.tokens for token in row if token.valid]
     for age in (None, 0, 1, 2, 5):
-        part = [token.proximal - token.behavior for token in live if age is None or token.age == age]
+        part = [token.proximal - token.behavior for token in valid if age is None or token.age == age]
         suffix, atol = "" if age is None else f"/age_{age}", step_weight_atol(len(part), 1.3**2)
         weights = [min(math.exp(x), 1.3) for x in part]
         assert found[f"behav_imp_weight/avg{suffix}"] == pytest.approx(
@@ -667,7 +643,7 @@ def test_a_weight_that_is_not_known_is_warned_of(
 ):
     step = aged(random_step(9), 9)
     lost = dataclasses.replace(step, stored=[[None] * len(row) for row in step.stored])
-    old = sum(token.live and token.age >= 2 for row in step.tokens for token in row)
+    old = sum(token.valid and token.age >= 2 for row in step.tokens for token in row)
     mis.report_step(flags(), 0, 0)
     found = call(lost, CAP)
     with caplog.at_level(logging.WARNING, "mis_plugins"):
@@ -689,7 +665,7 @@ def test_a_log_prob_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(
     logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture, method: str
 ):
     step = aged(random_step(9), 9)
-    i, t, token = next((i, t, x) for i, row in enumerate(step.tokens) for t, x in enumerate(row) if x.live)
+    i, t, token = next((i, t, x) for i, row in enumerate(step.tokens) for t, x in enumerate(row) if x.valid)
     assert math.isfinite(token.behavior)
     step.behavior[i][t] = -math.inf
     mis.report_step(flags(), 0, 0)

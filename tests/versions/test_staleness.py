@@ -31,18 +31,18 @@ from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, behavi
 
 
 def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
-    numerator, behavior, live = (
+    numerator, behavior, valid = (
         numerator_of(row, config),
         flat(row, "behavior"),
-        flat(row, "live", torch.bool),
+        flat(row, "valid", torch.bool),
     )
-    applied = behavior_weight(numerator, behavior, live, config)
-    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), live, applied)
+    applied = behavior_weight(numerator, behavior, valid, config)
+    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, applied)
 
 
 def errors(row: Sequence[Token]) -> ByAge:
-    live = flat(row, "live", torch.bool)
-    return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), live)
+    valid = flat(row, "valid", torch.bool)
+    return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), valid)
 
 
 def groups(row: Sequence[Token]) -> dict[str, list[Token]]:
@@ -64,9 +64,9 @@ def tolerance(name: str, terms: int) -> float:
 
 
 def expected_weights(row: Sequence[Token], spec: Spec) -> dict[str, float]:
-    live = [token for token in row if token.live]
-    known = [token for token in live if oracle.numerator(token, spec) is not None]
-    found = {"staleness/tokens": float(len(known)), "staleness/unknown": float(len(live) - len(known))}
+    valid = [token for token in row if token.valid]
+    known = [token for token in valid if oracle.numerator(token, spec) is not None]
+    found = {"staleness/tokens": float(len(known)), "staleness/unknown": float(len(valid) - len(known))}
     kept = [w for w, stays in (oracle.weight(token, spec) for token in known) if stays]
     if kept:
         found["behav_imp_weight/avg"] = math.fsum(kept) / len(kept)
@@ -104,11 +104,11 @@ def test_weights(row: list[Token], spec: Spec):
 
 def test_the_smallest_weights_count_as_others_do():
     """Two tokens of e^-20: each is half of what counts."""
-    behavior, live = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    behavior, valid = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     numerator = behavior - 20
     written = Written(torch.tensor([3, 3]), numerator, current=5)
-    applied = behavior_weight(numerator, behavior, live, SegmentWiseConfig())
-    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, live, applied))
+    applied = behavior_weight(numerator, behavior, valid, SegmentWiseConfig())
+    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, applied))
     assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
 
 
@@ -117,7 +117,7 @@ def test_loglinear_error(row: list[Token]):
     counted = [
         token
         for token in row
-        if token.live and token.version >= 0 and token.age >= 2 and token.recomputed is not None
+        if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
     ]
     metrics = error_metrics(errors(row))
     if not counted:
@@ -204,9 +204,9 @@ def test_the_last_age_holds_all_above():
     for token in tokens:
         written = replace(written_of([token]), current=token.current)
         one = torch.tensor([-1.0])
-        live = torch.tensor([True])
-        applied = behavior_weight(one, one, live, SegmentWiseConfig())
-        found.append(weights_by_age(one, one, one, written, live, applied))
+        valid = torch.tensor([True])
+        applied = behavior_weight(one, one, valid, SegmentWiseConfig())
+        found.append(weights_by_age(one, one, one, written, valid, applied))
     metrics = weight_metrics(functools.reduce(ByAge.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
@@ -227,18 +227,18 @@ def test_nothing_at_all():
 
 def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
     """NaN stands for a log pi_{v+1} that nobody stored; an infinite one was."""
-    numerator, one, live = (
+    numerator, one, valid = (
         torch.tensor([math.nan, -math.inf, -1.0]),
         torch.full((3,), -1.0),
         torch.ones(3).bool(),
     )
-    applied = behavior_weight(numerator, one, live, SegmentWiseConfig())
-    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), live, applied).groups[""]
+    applied = behavior_weight(numerator, one, valid, SegmentWiseConfig())
+    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, applied).groups[""]
     assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
 
 
 def test_everything_masked():
-    row = [replace(token, live=False) for token in row_of([0, 3])]
+    row = [replace(token, valid=False) for token in row_of([0, 3])]
     assert weight_metrics(measured(row, SegmentWiseConfig()))["staleness/tokens"] == 0.0
 
 
@@ -249,13 +249,13 @@ def test_nothing_waits_for_the_device(method: str, mode: str):
     config = SegmentWiseConfig(method=method, mode=mode)  # type: ignore[arg-type]
     with FakeTensorMode():
         proximal, behavior, recomputed = torch.zeros(3, 5)
-        live, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
+        valid, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
         written = Written(versions, recomputed, CURRENT)
         numerator = proximal_t(proximal, behavior, written, config)
-        applied = behavior_weight(numerator, behavior, live, config)
-        sums = weights_by_age(numerator, proximal, behavior, written, live, applied)
-        loglinear_error_by_age(proximal, behavior, written, live).merge(
-            loglinear_error_by_age(proximal, behavior, written, live)
+        applied = behavior_weight(numerator, behavior, valid, config)
+        sums = weights_by_age(numerator, proximal, behavior, written, valid, applied)
+        loglinear_error_by_age(proximal, behavior, written, valid).merge(
+            loglinear_error_by_age(proximal, behavior, written, valid)
         )
         with pytest.raises(DataDependentOutputException):
             weight_metrics(sums)

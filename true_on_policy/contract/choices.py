@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from true_on_policy.contract.families import covered, proven, tiny_models
+from true_on_policy.contract.model_config import departure
+from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.errors import ModelError
 
 BackendName = Literal["native", "tile"]
@@ -15,27 +18,39 @@ Side = Literal["engine", "trainer"]
 
 
 def check_model(name: str) -> None:
-    """See that `--model` names a tiny model, or a folder with a checkpoint of a family that is proven.
+    """See that `--model` names a tiny or a pretrained model, or a checkpoint's folder of a family that is proven.
 
     Raises:
         ModelError: it does not.
     """
-    if name in tiny_models():
+    if name in tiny_models() or name in PRETRAINED:
         return
     folder = Path(name)
     if not (folder / "config.json").exists():
         raise ModelError(
-            f"--model: got {name!r}; choose one of {', '.join(tiny_models())}, or a folder of a checkpoint"
+            f"--model: got {name!r}; choose one of {', '.join((*tiny_models(), *PRETRAINED))}, or a checkpoint's folder"
         )
-    family = _family(folder / "config.json")
-    if family not in proven():
-        raise ModelError(f"--model {name}: {family}; the contract covers {covered()} alone")
+    check_config(f"--model {name}", _stated(folder / "config.json"))
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"--model {name}: no *.safetensors there")
 
 
-def _family(file: Path) -> str:
+def check_config(where: str, stated: Mapping[str, Any]) -> None:
+    """See that a config.json states a model of a proven family, without what the family's record does not describe.
+
+    Raises:
+        ModelError: the family is not proven, or a field of the config departs from the family.
+    """
+    if stated["model_type"] not in proven():
+        raise ModelError(f"{where}: {stated['model_type']}; the contract covers {covered()} alone")
+    family, _ = proven()[stated["model_type"]]
+    if refusal := departure(family, stated):
+        raise ModelError(f"{where}: {refusal}")
+
+
+def _stated(file: Path) -> dict[str, Any]:
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["model_type"])
+        stated = json.loads(file.read_text(encoding="utf-8"))
+        return stated | {"model_type": str(stated["model_type"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"--model: {file}: no model_type can be read: {error!r}") from error

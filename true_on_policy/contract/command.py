@@ -7,7 +7,7 @@ from typing import get_args
 
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.gpu import (
-    FAMILIES,
+    GPU_FAMILIES,
     LAYOUTS,
     NOT_COVERED,
     WHY,
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     actions = parser.add_subparsers(required=True, metavar="show")
     show = actions.add_parser("show", help="print one", description=__doc__)
-    show.add_argument("family", help=f"one of {', '.join(FAMILIES)}")
+    show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
     show.add_argument("--backend", choices=get_args(TrainBackend), default="megatron", help="the trainer")
     show.set_defaults(run=run)
 

@@ -24,24 +24,28 @@ class Shapes:
         attention: (query heads, key-value heads, head_dim) of each kind of layer.
         hidden: widths that are normalized (hidden size, head_dim).
         activated: widths that go through the activation.
+        chosen: (experts, experts of a token, hidden size) of each kind of layer with experts.
     """
 
     linear: tuple[tuple[int, int], ...] = ((64, 96), (100, 37))
     attention: tuple[tuple[int, int, int], ...] = ((4, 2, 32),)
     hidden: tuple[int, ...] = (64,)
     activated: tuple[int, ...] = (100,)
+    chosen: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, model: Any, ranks: int = 1) -> Shapes:
         """Return the shapes of one tensor-parallel rank with fused weights: qkv, o, gate and up, down, and LM head.
 
+        In a mixture of experts, gate, up and down are an expert's, and the router's product comes last.
+
         Args:
             model: the sizes of the model under Hugging Face's names: a config of Hugging Face, or a `gpu.Size`.
             ranks: the number of tensor-parallel ranks.
         """
-        hidden, width = model.hidden_size, model.head_dim
+        hidden, width, experts = model.hidden_size, model.head_dim, getattr(model, "num_experts", None)
         heads, groups = model.num_attention_heads // ranks, max(model.num_key_value_heads // ranks, 1)
-        inner = model.intermediate_size // ranks
+        inner = (model.moe_intermediate_size if experts else model.intermediate_size) // ranks
         return cls(
             linear=(
                 (hidden, (heads + 2 * groups) * width),
@@ -49,10 +53,12 @@ class Shapes:
                 (hidden, 2 * inner),
                 (inner, hidden),
                 (hidden, ceil(model.vocab_size / ranks)),
+                *([(hidden, experts)] if experts else []),
             ),
             attention=((heads, groups, width),),
             hidden=(hidden, width),
             activated=(inner,),
+            chosen=((experts, model.num_experts_per_tok, hidden),) if experts else (),
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from true_on_policy.contract.sides import at
+from true_on_policy.contract.specs import at
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one tiny model, and whether its head is tied to its embedding."""
+    """The sizes of one tiny model, and whether its head is tied to its embedding.
+
+    Attributes:
+        ffn: the width of the MLP; in a mixture of experts, of each expert.
+        experts, top_k: how many experts a layer has, and how many of them a token takes; 0 in a dense model.
+    """
 
     hidden: int
     ffn: int
@@ -39,6 +44,8 @@ class Shape:
     tied: bool
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
+    experts: int = 0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Family:
         host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
         missing: what keeps the family from being launched; empty where nothing does.
         proof: what `verify` needs; None where the family is not proven on CPU.
+        experts: whether every layer is a mixture of experts.
     """
 
     name: str
@@ -79,6 +87,7 @@ class Family:
     host_contract: str | None
     missing: tuple[str, ...] = ()
     proof: Proof | None = None
+    experts: bool = False
 
 
 _NO_CONTRACT = (
@@ -105,6 +114,11 @@ FAMILIES = {
     ),
     "qwen2.5-dense": Family(
         *("qwen2.5-dense", ("Qwen2ForCausalLM",), False, True, None),
+        proof=Proof(
+            model_type="qwen2",
+            title="dense Qwen2.5",
+            tiny={"tiny-qwen2.5": Shape(128, 256, 3, 4, 2, 32, 320, tied=True)},
+        ),
         missing=(
             _NO_CONTRACT,
             "SGLang 0.5.23 aligns embedding, MLP and final norm of Qwen2 (models/qwen2.py), not its layers' norms",
@@ -121,6 +135,11 @@ FAMILIES = {
     ),
     "llama": Family(
         *("llama", ("LlamaForCausalLM",), False, False, None),
+        proof=Proof(
+            model_type="llama",
+            title="dense Llama",
+            tiny={"tiny-llama": Shape(128, 256, 3, 4, 2, 32, 320, tied=True, rope_theta=1e5, norm_eps=1e-5)},
+        ),
         missing=(
             _NO_CONTRACT,
             "SGLang 0.5.23's models/llama.py does not read rl_on_policy_target: its norms, residual and q, k stay as "
@@ -128,7 +147,28 @@ FAMILIES = {
             _NARROW_ROPE,
         ),
     ),
+    "qwen3-moe": Family(
+        *("qwen3-moe", ("Qwen3MoeForCausalLM",), True, False, None),
+        experts=True,
+        proof=Proof(
+            model_type="qwen3_moe",
+            title="Qwen3-MoE",
+            tiny={
+                "tiny-qwen3-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2),
+                "tiny-qwen3-moe-64": Shape(128, 32, 6, 4, 2, 32, 320, tied=False, experts=64, top_k=8),
+            },
+            align=at("true_on_policy.models.hf_experts:align"),
+        ),
+        missing=(
+            _NO_CONTRACT,
+            "radixark/Megatron-LM has a contract on its branch feat/true_on_policy_qwen_moe, and miles-main has none",
+            "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
+        ),
+    ),
 }
+
+# The GPU contract has no row for experts.
+GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}
 
 
 def proven() -> dict[str, tuple[Family, Proof]]:
@@ -143,4 +183,5 @@ def tiny_models() -> dict[str, tuple[Family, Shape]]:
 
 def covered() -> str:
     """The proven families in words."""
-    return " and ".join(proof.title for _, proof in proven().values())
+    *others, last = (proof.title for _, proof in proven().values())
+    return f"{', '.join(others)} and {last}" if others else last

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from true_on_policy.contract.families import FAMILIES, Family, Size
+from true_on_policy.contract.families import GPU_FAMILIES, Family, Size
 from true_on_policy.contract.operations import Operation, operations
 from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
@@ -23,7 +23,8 @@ ModeName = Literal["megatron", "sglang"]
 
 NOT_COVERED = {
     "MoE": (
-        "no row for the router, top-k ties, the grouped product and the order in which experts' outputs are added",
+        "no row for the router, top-k ties, the grouped product and the order in which experts' outputs are added on "
+        "GPUs; on CPU, `verify` proves Qwen3-MoE",
         "Miles v0.1.0 and radixark/Megatron-LM miles-main have no contract for it; the branch "
         "feat/true_on_policy_qwen_moe of the latter holds one",
         "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
@@ -89,7 +90,7 @@ class GpuContract:
     """The agreement between a rollout engine and a trainer on GPUs.
 
     Attributes:
-        family: one of FAMILIES.
+        family: one of GPU_FAMILIES.
         backend: a TrainBackend.
         dtype: the dtype of products and attention; bf16 alone has kernels on both sides.
         attention: an AttentionName; the hosts' trainers have fa3 alone.
@@ -144,7 +145,7 @@ class GpuContract:
         others = (name for name in CHOICES["attention"] if name != self.attention)
         (gemm,) = (name for name in CHOICES["engine_gemm"] if name != self.engine_gemm)
         whose, holds = (
-            ("both sides'", "they read one variable")
+            ("both sides'", "engine and trainer read one variable")
             if self.mode == "sglang"
             else ("engine's", "where the doctor finds the trainer's digest")
         )
@@ -189,11 +190,11 @@ def family(name: str) -> Family:
     Raises:
         ContractError: there is no such family; for MoE, the message says why it is not covered.
     """
-    if name in FAMILIES:
-        return FAMILIES[name]
+    if name in GPU_FAMILIES:
+        return GPU_FAMILIES[name]
     if "moe" in name.lower():
         raise ContractError(f"family: {name!r} is not covered: {'; '.join(NOT_COVERED['MoE'])}")
-    raise ContractError(f"family: got {name!r}; choose one of {', '.join(FAMILIES)}")
+    raise ContractError(f"family: got {name!r}; choose one of {', '.join(GPU_FAMILIES)}")
 
 
 def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:

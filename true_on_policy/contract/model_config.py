@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.contract.gpu import FAMILIES, NOT_COVERED, Family, Size
+from true_on_policy.contract.families import GPU_FAMILIES, Family, Size
+from true_on_policy.contract.gpu import NOT_COVERED
 from true_on_policy.errors import ContractError
 
 
@@ -19,19 +20,17 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
     """
     stated = _stated(config)
     architectures = stated.get("architectures") or ()
-    known = [family for family in FAMILIES.values() if set(family.architectures) & set(architectures)]
+    known = [family for family in GPU_FAMILIES.values() if set(family.architectures) & set(architectures)]
     if not known:
         moe = any("Moe" in name for name in architectures)
-        covered = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
+        covered = ", ".join(name for family in GPU_FAMILIES.values() for name in family.architectures)
         why = f"MoE: {'; '.join(NOT_COVERED['MoE'])}" if moe else f"covered are {covered}"
         raise ContractError(
             f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}"
         )
     text = stated.get("text_config", stated)
-    if _rope(text) != "default":
-        raise ContractError(
-            f"{config}: rope of type {_rope(text)!r} is not covered: {NOT_COVERED['scaled rope'][0]}"
-        )
+    if refusal := departure(known[0], text):
+        raise ContractError(f"{config}: {refusal}")
     try:
         return known[0], stated_size(text)
     except KeyError as error:
@@ -50,10 +49,42 @@ def _stated(config: Path) -> dict[str, Any]:
     return stated
 
 
+# Fields of a config.json that change what a model computes, each with the one value that the contract covers.
+PLAIN: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "bias": False,  # read by SGLang beside attention_bias
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+# The fields of a config.json of a mixture of experts: experts in every layer, and weights that add up to one.
+WITH_EXPERTS: dict[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def departure(family: Family, stated: Mapping[str, Any]) -> str | None:
+    """Say in words which field of a config.json makes a model compute what its family's record does not describe.
+
+    None where the model is a plain one of its family: rope without scaling, biases only where the record names them.
+    """
+    if (rope := _rope(stated)) != "default":
+        return f"rope of type {rope!r} is not covered: {NOT_COVERED['scaled rope'][0]}"
+    covered = PLAIN if family.qkv_bias else {"attention_bias": False, **PLAIN}
+    covered = {**covered, **WITH_EXPERTS} if family.experts else covered
+    rope_parameters = stated.get("rope_parameters") or {}
+    found = {**rope_parameters, **stated}
+    wrong = (name for name, value in covered.items() if found.get(name, value) != value)
+    if (name := next(wrong, None)) is None:
+        return None
+    return f"{name}: {found[name]!r} is not covered for {family.name}; the contract covers {covered[name]!r}"
+
+
 def _rope(stated: Mapping[str, Any]) -> str:
     """Return the type of rope from a text model's config, as transformers 5 or 4 writes it."""
-    rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
-    return rope.get("rope_type") or rope.get("type") or "default"
+    written = (stated.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    types = [rope.get("rope_type") or rope.get("type") or "default" for rope in written]
+    return next((one for one in types if one != "default"), "default")
 
 
 def stated_size(stated: dict[str, Any]) -> Size:

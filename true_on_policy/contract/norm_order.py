@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.sides import ENGINES, TRAINERS, NormOrder
+from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.contract.specs import NormOrder
 
 ORDERS = {name: side.order for sides in (ENGINES, TRAINERS) for name, side in sides.items()}
 

@@ -104,7 +104,9 @@ def divergence(report: Report, first: Row) -> str:
             f"  ulps: {', '.join(f'{label}: {count}' for label, count in mismatch.histogram.items())}"
         )
     if report.feeds and not first.is_output:
-        lines.append("  no recorded module returned it: it was computed from those below, or from their like")
+        lines.append(
+            "  no recorded module returned the tensor: the tensors below, or others like them, gave it"
+        )
     lines += [f"  equal before it: {row.key}" for row in report.feeds]
     if not report.feeds:
         lines.append("  nothing equal was recorded before it")

@@ -25,6 +25,8 @@ from mis_plugins.shared.storage import RecordError, replaced
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.records import LOG_PROBS, NON_INTRUSIVE
 
+# Modules that hand on what they receive, which Megatron puts where a model has no norm: no other framework has them.
+PLACEHOLDERS = ("Identity", "IdentityOp", "IdentityFuncOp")
 LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)")
 
 
@@ -48,6 +50,8 @@ def record(
     recorder = Recorder(Path(folder), select or (lambda x: x))
     with ExitStack() as hooks:
         for name, module in model.named_modules():
+            if type(module).__name__ in PLACEHOLDERS:
+                continue
             if match := LAYER.fullmatch(name):
                 # Megatron's layer_number counts from 1 over all pipeline stages.
                 layer = getattr(module, "layer_number", int(match[1]) + 1) - 1

@@ -55,6 +55,8 @@ POINTS: tuple[tuple[str | None, str | None, str | None], ...] = (
     (f"{_HF}.mlp.up_proj.output", f"{_HF}.mlp.gate_up_proj.output[up]", f"{_MEGATRON}.mlp.linear_fc1.output[up]"),
     (f"{_HF}.mlp.down_proj.inputs.0", f"{_HF}.mlp.down_proj.inputs.0", f"{_MEGATRON}.mlp.linear_fc2.inputs.0"),
     (f"{_HF}.mlp.down_proj.output", f"{_HF}.mlp.down_proj.output", f"{_MEGATRON}.mlp.linear_fc2.output"),
+    (f"{_HF}.mlp.gate.output.0", f"{_HF}.mlp.gate.output(.0)", None),
+    (f"{_HF}.mlp.output", f"{_HF}.mlp.output", f"{_MEGATRON}.mlp.output"),
     ("model.norm.inputs.0", None, "decoder.final_layernorm.inputs.0"),
     ("model.norm.output", "model.norm.output(.0)", "decoder.final_layernorm.output"),
     ("lm_head.output", None, "output_layer.output"),

@@ -143,8 +143,8 @@ def _tokens(recording: Recording, passes: Sequence[Sequence[Entry]]) -> Iterator
             chain, number = chains.setdefault(name, []), numbers.setdefault(name, len(numbers))
             if position > len(chain):
                 raise RecordError(
-                    f"{recording.path}: pass {forward} begins a sequence at position {position}, and what stands "
-                    "before it was not recorded; switch the engine's prefix cache off while it records"
+                    f"{recording.path}: pass {forward} begins a sequence at position {position}, and the tokens "
+                    "before were not recorded; switch the engine's prefix cache off during the recording"
                 )
             del chain[position:]  # the engine computes again from this position, as after a preemption
             before = chain[-1] if chain else BEFORE

@@ -1,6 +1,6 @@
 """Observe a running SGLang over HTTP: what its server tells, and what its log-probs show.
 
-HTTP does not show the server's environment and kernels; `engines/sglang_settings.py` observes them from inside. The
+HTTP does not show the server's environment and kernels; `engines/sglang/settings.py` observes them from inside. The
 requests are few and short, but real: an engine that serves a training run answers them in between.
 """
 

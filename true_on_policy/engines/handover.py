@@ -1,4 +1,4 @@
-"""Hand a contract over by environment variables, from our launcher to our plugin inside an engine's processes.
+"""What our launcher and our plugin inside an engine's processes agree on, beside the contract that is handed over.
 
 Launcher and plugin both import this module, so its import loads neither an engine nor the kernels.
 """
@@ -8,25 +8,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from true_on_policy.contract.cpu import Contract
-    from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.stated import CONTRACT, ORDER, stated_contract
 
-CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
-ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine follows another order than its own
 FOLDER = (
     "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
 )
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes held
-
-
-def handed_over(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
-    """Build the variables of the handover; none for an engine that stays stock."""
-    given = {CONTRACT: contract, ORDER: order}
-    return {name: json.dumps(asdict(value)) for name, value in given.items() if value is not None}
 
 
 def asked_for() -> bool:
@@ -41,15 +29,6 @@ def pin_as_asked() -> None:
     contract = stated_contract()
     pin(contract)
     print(ACTIVE, contract.backend, flush=True)
-
-
-def stated_contract() -> Contract:
-    """Read the contract that the launcher handed over."""
-    from true_on_policy.contract.cpu import Contract, Shapes
-
-    stated = json.loads(os.environ[CONTRACT])
-    shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
-    return Contract(**stated, shapes=shapes)
 
 
 def ordered_norm() -> Callable | None:
@@ -67,7 +46,3 @@ def ordered_norm() -> Callable | None:
         return rms_norm(stream, self.weight, self.variance_epsilon, order), stream.to(x.dtype)
 
     return forward
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

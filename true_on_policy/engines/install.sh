@@ -2,7 +2,7 @@
 # Makes rollout engines' own environments, on CPU. Nothing of them enters the environment of mis-plugins.
 #   bash true_on_policy/engines/install.sh sglang             into .venv-sglang beside the package, or SGLANG_VENV
 #   bash true_on_policy/engines/install.sh sglang vllm        the other into .venv-vllm, or VLLM_VENV
-# About five minutes and 3.4 GB each (with torch's CPU build; let pip's configuration find one). A second call does
+# Some minutes and 3.4 GB each (with torch's CPU build; let pip's configuration find one). A second call does
 # nothing. PYTHON names the interpreter (default python3), 3.11 to 3.13. Ends with the paths of the environments' pythons.
 set -euo pipefail
 
@@ -11,11 +11,13 @@ torch=torch==2.13.0 # what constraints.txt pins: both sides take silu, cos, exp 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repository=$(cd "$here/../.." && pwd)
 
-check_names() {
-    local name
+check_names() { # an engine with an environment of its own has a folder here with a packages.txt
+    local name offered
+    offered=$(cd "$here" && printf '%s|' */packages.txt)
     for name in "${@:-}"; do
-        if [ ! -f "$here/$name.txt" ]; then
-            echo "usage: bash $0 sglang|vllm ...    got '$name'" >&2
+        if [ ! -f "$here/$name/packages.txt" ]; then
+            offered=${offered//\/packages.txt/}
+            echo "usage: bash $0 ${offered%|} ...    got '$name'" >&2
             exit 2
         fi
     done
@@ -26,7 +28,7 @@ folder() {
     echo "${!variable:-$repository/.venv-$1}"
 }
 
-wanted() { echo "$repository $(cat "$here/install.sh" "$here/$1.txt" "$repository/setup.py" | cksum)"; }
+wanted() { echo "$repository $(cat "$here/install.sh" "$here/$1/packages.txt" "$repository/setup.py" | cksum)"; }
 stamp() { echo "$(folder "$1")/.mis-plugins-engine"; }
 installed() { [ "$(cat "$(stamp "$1")" 2>/dev/null)" = "$(wanted "$1")" ]; }
 
@@ -72,8 +74,8 @@ install() {
     echo "installing $engine into $(folder "$engine") (once)" >&2
     "${PYTHON:-python3}" -m venv "$(folder "$engine")"
     "$python" -m pip install -qq "$torch"
-    "$python" -m pip install -qq --no-deps --requirement "$here/$engine.txt"
-    if grep -q ^torchvision= "$here/$engine.txt"; then mend_torchvision "$python"; fi
+    "$python" -m pip install -qq --no-deps --requirement "$here/$engine/packages.txt"
+    if grep -q ^torchvision= "$here/$engine/packages.txt"; then mend_torchvision "$python"; fi
     "$python" -m pip install -qq --no-deps --editable "$repository" # our plugin, by its entry point
     wanted "$engine" >"$(stamp "$engine")"
 }
@@ -87,5 +89,12 @@ for engine in "${missing[@]}"; do
     check_python
     check_disk "$engine"
 done
-for engine in "${missing[@]}"; do install "$engine"; done
+installers=() # one beside the other: pip uses one core
+for engine in "${missing[@]}"; do
+    install "$engine" &
+    installers+=($!)
+done
+failed=
+for installer in "${installers[@]}"; do wait "$installer" || failed=yes; done
+if [ -n "$failed" ]; then exit 1; fi
 for engine in "$@"; do echo "$(folder "$engine")/bin/python"; done

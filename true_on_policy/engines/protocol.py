@@ -76,8 +76,11 @@ class Engine(Protocol):
         """Compute the log-prob of each sampled token by prefill of the whole sequence, at temperature 1."""
         ...
 
-    def update_weights(self, checkpoint: Path, version: int) -> None:
-        """Take the weights of a checkpoint with equal shapes, and drop the cache of the former weights."""
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
+        """Take the weights of a checkpoint with equal shapes, and drop the cache of the former weights.
+
+        With `keep_cache` the next tokens of a sequence are computed over keys and values that the former weights left.
+        """
         ...
 
     def close(self) -> None: ...

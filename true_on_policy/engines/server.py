@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -17,8 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from true_on_policy.engines.handover import ACTIVE
 from true_on_policy.engines.protocol import EngineError
 
+START_SECONDS = 600  # 15 s on two idle cores; more than 300 were seen on overloaded ones
+GENERATE_SECONDS = 300
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 1  # SGLang checks only every five seconds whether it was asked to end
@@ -29,6 +34,27 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def named(options: Mapping[str, Any]) -> list[str]:
+    """Write options as arguments of a command line: --name value."""
+    return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def started(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Server:
+    """Start an engine's server on a free port and wait until it is healthy.
+
+    Raises:
+        EngineError: the server did not come up; its processes are gone.
+    """
+    port = free_port()
+    server = Server(name, [*command, "--port", str(port)], environment, port)
+    try:
+        server.wait_until_ready("/health", START_SECONDS)
+    except BaseException:
+        server.close()
+        raise
+    return server
 
 
 class Server:
@@ -68,7 +94,19 @@ class Server:
                 time.sleep(POLL_SECONDS)
         raise self._error(f"not ready within {seconds:g} s")
 
-    def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
+    def check_pinned(self) -> None:
+        """Check that our plugin has pinned the kernels of this engine; an engine without the plugin is ended.
+
+        Raises:
+            EngineError: the plugin is not installed in the engine's environment.
+        """
+        if ACTIVE not in self.output():
+            self.close()
+            raise EngineError(
+                f"{self.name}: runs, but never printed {ACTIVE!r}: our plugin is not installed there"
+            )
+
+    def post(self, path: str, body: Mapping[str, Any], seconds: float = GENERATE_SECONDS) -> Any:
         """Post JSON, and return the JSON answer.
 
         Raises:
@@ -106,9 +144,16 @@ class Server:
 
 
 def _telling(output: str) -> str:
-    """Pick the lines around the last traceback's message, else the last lines: a server prints much after its fault."""
+    """Pick the lines around the last traceback's message, else the last lines: a server prints much after its fault.
+
+    Python's resource tracker adds a traceback of its own when it outlives the killed process; that one tells nothing.
+    """
     lines = output.splitlines()
-    traces = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    traces = [
+        number
+        for number, (line, place) in enumerate(itertools.pairwise([*lines, ""]))
+        if "Traceback (most recent call last)" in line and "multiprocessing/resource_tracker.py" not in place
+    ]
     if not traces:
         return "\n".join(lines[-TAIL_LINES:])
     later = enumerate(lines[traces[-1] + 1 :], traces[-1] + 1)

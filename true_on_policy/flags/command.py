@@ -9,14 +9,13 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from mis_plugins.shared.numerals import whole
 from true_on_policy.contract.gpu import (
     DEEP_GEMM,
-    FAMILIES,
+    GPU_FAMILIES,
     MODELS,
     NOT_COVERED,
     PIPELINE,
@@ -35,49 +34,15 @@ from true_on_policy.contract.gpu import (
 )
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.releases import RELEASES, check_installed, releases_with
+from true_on_policy.flags import cpu
+from true_on_policy.flags.releases import RELEASES, check_installed
+from true_on_policy.flags.rules import PREFIX, Flag, Refusal, faults, plain, refuse
 from true_on_policy.flags.server_groups import groups
 
-PREFIX = "--sglang-"  # Miles puts this before SGLang's own flags
+if TYPE_CHECKING:
+    from true_on_policy.contract.cpu import Contract
+
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag is one argument of a launch.
-
-    Attributes:
-        words: the words of the flag on the command line of Miles.
-        owner: the program that declares the flag, a key of releases.FILES.
-        attribute: the name of the flag among the host's parsed arguments.
-        value: the value that the attribute must have.
-    """
-
-    words: tuple[str, ...]
-    owner: str
-    attribute: str
-    value: Any
-
-    @property
-    def name(self) -> str:
-        """The flag as its owner spells it."""
-        return self.words[0].replace(PREFIX, "--") if self.owner == "sglang" else self.words[0]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A refusal names a setting of the host with which no contract holds.
-
-    Attributes:
-        attribute: the name of the setting among the host's parsed arguments; a missing attribute is allowed.
-        allowed: the values with which a contract holds.
-        why: the reason in words, and what to set.
-    """
-
-    attribute: str
-    allowed: tuple[Any, ...]
-    why: str
-
 
 # By Miles's model_provider.py, the flags of a launch reach only layers that Megatron's own config and spec build.
 _OWN_LAYERS = "builds layers that know no --true-on-policy-contract"
@@ -104,11 +69,15 @@ REFUSALS = (
         ("raw",),
         f"Megatron-Bridge {_OWN_LAYERS}; launch without --megatron-to-hf-mode bridge",
     ),
-    Refusal("spec", (None,), f"it {_OWN_LAYERS}; launch without --spec"),
+    Refusal(
+        "spec",
+        (None,),
+        f"--spec {_OWN_LAYERS}; launch without --spec, or on a CPU with --spec {' '.join(cpu.LAYERS)}",
+    ),
     Refusal(
         "custom_model_provider_path",
         (None,),
-        f"it {_OWN_LAYERS}; launch without --custom-model-provider-path",
+        f"a model provider {_OWN_LAYERS}; launch without --custom-model-provider-path",
     ),
     Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
     Refusal("fp8", (None, False), f"{NOT_COVERED['quantized weights'][0]}; launch without --fp8-format"),
@@ -135,7 +104,7 @@ REFUSALS = (
         Refusal(
             f"sglang_{phase}_attention_backend",
             (None, "fa3"),
-            f"it takes the place of --sglang-attention-backend fa3; drop --sglang-{phase}-attention-backend",
+            f"a backend of {phase} replaces --sglang-attention-backend fa3; drop --sglang-{phase}-attention-backend",
         )
         for phase in ("prefill", "decode")
     ),
@@ -249,8 +218,12 @@ def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
 _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
-def check_host(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> GpuContract:
+def check_host(
+    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
+) -> GpuContract | Contract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
+
+    With our layers (`--spec`), and on FSDP where the environment states one, this is a CPU contract, else one for GPUs.
 
     Args:
         environment: holds the engine's GEMM as `flags --gemm` prints it; `check_environment` checks other variables.
@@ -258,19 +231,15 @@ def check_host(args: argparse.Namespace, environment: Mapping[str, str] = os.env
     Raises:
         ContractError: a setting breaks the contract, or the model is not covered; one line of the message a fault.
     """
+    if cpu.asked_for(args, environment):
+        return cpu.check(args, environment)
     contract = _asked_contract(args, environment)
-    found = _faults(args, contract)
+    asked = REFUSALS, launch_flags(contract)
+    found = faults(args, *asked)
     for where, own in groups(args):
-        found += [f"{where}: {fault}" for fault in _faults(own, contract) if fault not in found]
-    if found:
-        raise ContractError("true-on-policy cannot hold:\n" + "\n".join(f"  {fault}" for fault in found))
+        found += [f"{where}: {fault}" for fault in faults(own, *asked) if fault not in found]
+    refuse(found)
     return contract
-
-
-def _faults(args: argparse.Namespace, contract: GpuContract) -> list[str]:
-    faults = [_refused(args, rule) for rule in REFUSALS]
-    faults += [_unset(args, flag) for flag in launch_flags(contract)]
-    return [fault for fault in faults if fault]
 
 
 def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) -> GpuContract:
@@ -278,7 +247,7 @@ def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) ->
     backend = args.train_backend
     megatron = backend == "megatron"
     context = args.context_parallel_size if megatron else 1
-    if context > 1 and _plain(getattr(args, "cp_comm_type", None)) != "a2a":
+    if context > 1 and plain(getattr(args, "cp_comm_type", None)) != "a2a":
         raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {RING}; --cp-comm-type a2a")
     return gpu_contract(
         family.name,
@@ -293,29 +262,6 @@ def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) ->
 
 
 _GEMMS: dict[str, GemmName] = {"0": "triton_persistent", "1": "deep_gemm"}
-
-
-def _refused(args: argparse.Namespace, rule: Refusal) -> str:
-    found = getattr(args, rule.attribute, rule.allowed[0])
-    return "" if found in rule.allowed else f"{rule.attribute} is {found!r}: {rule.why}"
-
-
-def _unset(args: argparse.Namespace, flag: Flag) -> str:
-    words = " ".join(flag.words)
-    if not hasattr(args, flag.attribute):
-        seen = ", ".join(releases_with(flag.owner, flag.name))
-        return (
-            f"{flag.attribute} is not among the host's arguments: it has no {flag.words[0]}; seen in {seen}"
-        )
-    found = _plain(getattr(args, flag.attribute))
-    return "" if found == flag.value else f"{flag.attribute} is {found!r}; launch with {words}"
-
-
-def _plain(value: Any) -> Any:
-    """Return the word of a parsed value: Megatron turns some words into enums, and one into a list of equal words."""
-    if isinstance(value, (list, tuple)) and len(set(value)) == 1:
-        value = value[0]
-    return getattr(value, "name", value)
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -384,7 +330,7 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
         ContractError: no host carries the family, or the contract cannot hold.
     """
     model, backend = arguments.model or "qwen3-4B", arguments.backend or "megatron"
-    host_contract(FAMILIES[family_and_size(model)[0]])
+    host_contract(GPU_FAMILIES[family_and_size(model)[0]])
     context = 1 if arguments.cp is None else arguments.cp
     shared = context if backend == "megatron" and context > 0 else 1  # model_contract refuses other values
     tensor = fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp

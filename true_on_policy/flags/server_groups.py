@@ -32,7 +32,7 @@ def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]
             if group["worker_type"] != "placeholder"
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        logger.warning("sglang_config: %s cannot be read here (%r): its groups are not checked", path, error)
+        logger.warning("sglang_config: %s cannot be read here (%r): the groups are not checked", path, error)
         return
     yield from found
 

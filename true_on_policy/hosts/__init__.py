@@ -71,11 +71,15 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
 
 
 def miles_init(args: Any) -> None:
-    """Pin the trainer's kernels in the init hook of Miles on Megatron, or keep the trainer from starting.
+    """Pin the trainer's kernels in the init hook of Miles or slime on Megatron, or keep the trainer from starting.
 
     The hook first checks the host's arguments, the environment, and the configs of the hooks on other flags. After the
     pin it writes a dump for `doctor --trainer-dump`: to the file that TRUE_ON_POLICY_DUMP names, else to
     `true_on_policy/trainer.json` in the folder of `--save`. Other ranks write `trainer.rank1.json` and so on beside it.
+
+    slime is served on a CPU alone. There, with `--spec true_on_policy.trainers.host_layers layers`, the contract is the
+    one that TRUE_ON_POLICY_CONTRACT states in the environment of Ray's job. The hook then also puts the agreed formula
+    of log-probs and of rope in place, and writes no dump.
 
     Raises:
         ContractError: the contract cannot hold with an argument or a variable; the message says what to set.

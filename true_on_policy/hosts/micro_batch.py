@@ -132,8 +132,8 @@ def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.d
 def _check_dtypes(engine: Tensor, trainer: Tensor) -> None:
     if engine.dtype != trainer.dtype:
         raise ContractError(
-            f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: they have no bits in common. Miles "
-            "casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
+            f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in common. "
+            "Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
         )
 
 

@@ -1,4 +1,4 @@
-"""Start a Miles trainer before it builds its model: check its settings, pin the kernels, and write a dump.
+"""Start a host's trainer before it builds its model: check its settings, pin the kernels, and write a dump.
 
 Any exception here keeps the trainer from starting.
 """
@@ -14,9 +14,11 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.hosts import loss_flags
 from mis_plugins.hosts.registry import current
-from true_on_policy.contract.gpu import check_environment
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.gpu import GpuContract, check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
+from true_on_policy.hosts import cpu_trainer
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.kernels.pin import pin
 from true_on_policy.observe import dumps
@@ -28,17 +30,27 @@ STEP_HOOK = "true_on_policy.hosts.report_step"
 logger = logging.getLogger("true_on_policy")
 
 
-def start(args: Any) -> None:
-    """Check, pin and write the dump, as `true_on_policy.hosts.miles_init` promises."""
+def start(args: Any) -> GpuContract | Contract:
+    """Check, pin and write the dump, as `true_on_policy.hosts.miles_init` promises; the doctor reads no CPU dump.
+
+    Returns:
+        The contract that holds in this process from now on.
+    """
     path = dump_path(args)
     dumps.remove(path)
     contract = check_host(args)
+    if not isinstance(contract, GpuContract):
+        check_configs(args)
+        pin(contract)
+        cpu_trainer.align(contract, args)
+        return contract
     check_environment(contract, os.environ)
     check_configs(args)
     pin(contract)
     written = dumps.dump(path, contract, args)
     if written == path:
         logger.info("pinned; see: python -m true_on_policy doctor --trainer-dump %s", path)
+    return contract
 
 
 def check_configs(args: Any) -> None:

@@ -141,7 +141,7 @@ class Comparison:
         """Count sequences that lack the log-probs of one side, and log the first such micro-batch."""
         if sequences and not self.totals.without:
             logger.warning(
-                "%s: %d sequences without rollout_log_probs or log_probs; such are not compared, only counted. The "
+                "%s: %d sequences without rollout_log_probs or log_probs are counted and not compared. The "
                 "engine must return log-probs, and the trainer recompute them (not with --use-rollout-logprobs alone)",
                 _where(self.step),
                 sequences,

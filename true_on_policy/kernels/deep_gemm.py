@@ -57,7 +57,7 @@ def pin(contract: GpuContract) -> Undo:
                 raise RuntimeError(f"{turn.__name__}(True) has no effect")
     except Exception as error:
         undo()
-        raise PinError(f"DeepGEMM: its deterministic mode cannot be switched on ({error})") from error
+        raise PinError(f"DeepGEMM: the deterministic mode cannot be switched on ({error})") from error
     return undo
 
 

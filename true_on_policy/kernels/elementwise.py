@@ -1,7 +1,7 @@
 """Softmax, mean and the elementwise kernels with scalar tails: stock kernels, called so that no row sees another.
 
-Measured hazards of the stock kernels: a reduction over a strided dimension adds in another order, a mean with one
-output is split over threads, and silu, sigmoid and rsqrt take another code path for what is left of a vector (or of a
+Measured hazards of the stock kernels: a reduction over a strided dimension adds in another order; a mean with one
+output is split over threads; silu, sigmoid and rsqrt take another code path for what is left of a vector (or of a
 thread's share). So every tensor is made contiguous, a lonely row gets company, and the number of elements is padded.
 """
 

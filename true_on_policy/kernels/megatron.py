@@ -62,7 +62,7 @@ def pin(contract: GpuContract) -> Undo:
     undo = mode.switch_on(MODE, enable, disable)
     if has_te() and _te_gemm() != MODE.module:
         undo()
-        raise PinError(f"Megatron-core: its mode is on, but Transformer Engine multiplies by {_te_gemm()}")
+        raise PinError(f"Megatron-core: the mode is on, but Transformer Engine multiplies by {_te_gemm()}")
     return undo
 
 
@@ -118,8 +118,8 @@ def _backend(library: ModuleType, wanted: str) -> dict[str, str]:
         return {}
     if library.is_batch_invariant_mode_enabled() and library.get_batch_invariant_backend() != wanted:
         raise PinError(
-            f"Megatron-core: its mode is on with {library.get_batch_invariant_backend()!r}; enabling it again would "
-            f"keep that. Set --batch-invariant-backend {wanted}"
+            f"Megatron-core: the mode is on with {library.get_batch_invariant_backend()!r}, and enabling "
+            f"the mode again would keep that backend. Set --batch-invariant-backend {wanted}"
         )
     return {"backend": wanted}
 

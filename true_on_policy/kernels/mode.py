@@ -84,7 +84,7 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
         _check(module, key)
     except Exception as error:
         _switch_off(mode, disable, found, key)
-        raise PinError(f"{mode.library}: its batch-invariant mode cannot be enabled ({error})") from error
+        raise PinError(f"{mode.library}: the batch-invariant mode cannot be enabled ({error})") from error
     return lambda: _switch_off(mode, disable, found, key)
 
 
@@ -97,21 +97,21 @@ def _refuse_others(mode: Mode, found: dict[str, str | None], own: str) -> None:
         if file not in (None, own):
             raise PinError(
                 f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
-                "process override each other: leave that one before you pin"
+                "process override each other: leave the first before you pin"
             )
 
 
 def _contradiction(mode: Mode, flag: bool, key: str) -> str:
     runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in SHARED)
     return (
-        f"{mode.library}: its flag says {'on' if flag else 'off'}, but {runs}. A nested "
-        f"set_batch_invariant_mode leaves it so: call {mode.module}.disable_batch_invariant_mode() before you pin"
+        f"{mode.library}: the flag of the mode says {'on' if flag else 'off'}, but {runs}. A nested "
+        f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before you pin"
     )
 
 
 def _check(module: ModuleType, key: str) -> None:
     if not module.is_batch_invariant_mode_enabled():
-        raise RuntimeError("its flag stays off")
+        raise RuntimeError("the flag of the mode stays off")
     for name in SHARED:
         if holder(name, key) != module.__file__:
             raise RuntimeError(f"aten::{name} runs {described(name, key)} on {key}")
@@ -121,4 +121,6 @@ def _switch_off(mode: Mode, disable: Callable[[], None], found: dict[str, str | 
     disable()
     for name, file in _holders(key).items():
         if file != found[name]:
-            raise PinError(f"{mode.library}: its undo leaves aten::{name} to {file or 'the stock kernel'}")
+            raise PinError(
+                f"{mode.library}: undoing the mode leaves aten::{name} to {file or 'the stock kernel'}"
+            )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.expert_order import chosen, combined
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 
@@ -75,6 +76,8 @@ def failures(contract: Contract) -> Iterator[Failure]:
             "mean", (width,), lambda x: x.float().pow(2).mean(-1, keepdim=True), draw(ROWS, width)
         )
         yield from _rows("rsqrt", (width,), lambda x: torch.rsqrt(x.abs() + 1), draw(ROWS, width))
+    for shape in contract.shapes.chosen:
+        yield from _experts(*shape, draw)
     for width in contract.shapes.activated:
         yield from _rows("silu", (width,), F.silu, draw(ROWS, width))
         yield from _rows("sigmoid", (width,), torch.sigmoid, draw(ROWS, width))
@@ -130,6 +133,21 @@ def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
     mask[:, :padding] = False
     padded = attend(behind(query), behind(key), behind(value), attn_mask=mask[None, None])[:, :, padding:]
     yield from compare("attention", shape, "with and without padding on the left", padded, prefill)
+
+
+def _experts(experts: int, top_k: int, width: int, draw) -> Iterator[Failure]:
+    """Probe the choice of experts among scores that tie, and the sum of their weighted outputs."""
+    shape, tied = (experts, top_k), draw(ROWS, experts).round()
+    yield from _rows("top k among ties", shape, lambda logits: chosen(logits, top_k)[1], tied)
+    yield from _rows("combine weight", shape, lambda logits: chosen(logits, top_k)[0], tied)
+    outputs = draw(ROWS, top_k * width)
+
+    def combine(rows: Tensor) -> Tensor:
+        places = torch.arange(len(rows) * top_k).view(-1, top_k)
+        weights = torch.linspace(0.1, 0.9, top_k).expand(len(rows), -1)
+        return combined(rows.reshape(-1, width), places, weights)
+
+    yield from _rows("sum over experts", (top_k, width), combine, outputs)
 
 
 def compare(kernel: str, shape: tuple[int, ...], company: str, a: Tensor, b: Tensor) -> Iterator[Failure]:

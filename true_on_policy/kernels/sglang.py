@@ -56,8 +56,8 @@ def pin(contract: GpuContract) -> Undo:
     if holder("bmm", accelerator_key()) is not None:
         undo()
         raise PinError(
-            "SGLang: its mode is on with aten::bmm, which the trainer's rope calls and the engine's does not; "
-            "enable it with enable_bmm=False"
+            "SGLang: the mode is on with aten::bmm, which the trainer's rope calls and the engine's does not; "
+            "enable the mode with enable_bmm=False"
         )
     return undo
 

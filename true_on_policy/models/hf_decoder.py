@@ -10,7 +10,7 @@ from torch import Tensor
 
 from true_on_policy.contract.cpu import DTYPES
 from true_on_policy.contract.norm_order import add_residual, rms_norm
-from true_on_policy.contract.sides import HUGGING_FACE, NormOrder
+from true_on_policy.contract.specs import HUGGING_FACE, NormOrder
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models.tiny import family_of, model_class, read_config
 
@@ -22,7 +22,7 @@ def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tre
     """
     family, proof = family_of(read_config(checkpoint))
     model = model_class(family).from_pretrained(checkpoint, dtype=DTYPES[dtype], attn_implementation="sdpa")
-    if order is not None and order != HUGGING_FACE:
+    if order is not None and (family.experts or order != HUGGING_FACE):
         proof.align(model, order)
     if tree is not None:
         add_as(tree, model)
@@ -42,14 +42,14 @@ def align(model: Any, order: NormOrder) -> None:
     A layer of such a decoder normalizes before each of its two branches and adds each to the stream.
     """
     norm, layer = type(model.model.norm), type(model.model.layers[0])
-    ordered = {norm: _of_both(OrderedNorm, norm), layer: _of_both(OrderedLayer, layer)}
+    ordered = {norm: of_both(OrderedNorm, norm), layer: of_both(OrderedLayer, layer)}
     for module in model.modules():
         if type(module) in ordered:
             module.__class__ = ordered[type(module)]
             module.order = order
 
 
-def _of_both(ours: type, kind: type) -> type:
+def of_both(ours: type, kind: type) -> type:
     """Hugging Face's class with our forward pass."""
     return type(ours.__name__, (ours, kind), {})
 

@@ -5,6 +5,7 @@ The weights of the norms are random too: all ones hide the order in which RMSNor
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from true_on_policy.contract.choices import check_model
+from true_on_policy.contract.choices import check_config, check_model
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.families import Family, Proof, Shape, covered, proven, tiny_models
+from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
+from true_on_policy.contract.model_config import WITH_EXPERTS
 from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048
@@ -46,11 +48,22 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
         eos_token_id=1,
         pad_token_id=0,
         dtype=dtype,
+        **(_experts(shape) if shape.experts else {}),
     )
 
 
+def _experts(shape: Shape) -> dict[str, Any]:
+    """The fields of a mixture of experts, with experts in every layer."""
+    return {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "moe_intermediate_size": shape.ffn,
+        **WITH_EXPERTS,
+    }
+
+
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
-    """Write a tiny model to `folder` in Hugging Face's format, or return `name` where that is a checkpoint's folder.
+    """Write a tiny model to `folder` in Hugging Face's format; a pretrained model and a checkpoint have a folder.
 
     Raises:
         ModelError: `name` is neither a tiny model nor a checkpoint's folder.
@@ -71,7 +84,7 @@ def _draw(parameter: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a norm in [0.5, 1.5), or weights so wide that activations neither vanish nor grow."""
     if parameter.dim() == 1:
         return torch.rand(parameter.shape, generator=generator) + 0.5
-    return torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+    return torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
 
 
 def updated(source: Path, folder: Path, seed: int) -> Path:
@@ -105,15 +118,30 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
+def weights_hash(checkpoint: Path) -> str:
+    """SHA-256 of all weights of a checkpoint: name, dtype, shape and bytes of each, in the order of names.
+
+    Files that hold equal weights have one hash, whichever release of safetensors wrote them.
+    """
+    weights = read_weights(checkpoint)
+    told = hashlib.sha256()
+    for name in sorted(weights):
+        weight = weights[name].contiguous()
+        told.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        told.update(weight.view(torch.uint8).numpy().tobytes())
+    return told.hexdigest()
+
+
 def read_config(checkpoint: Path) -> Any:
     """Read the configuration of a checkpoint.
 
     Raises:
-        ModelError: the model is of no family whose order of rounding is known here.
+        ModelError: the model is of no proven family, or departs from its family's record.
     """
     config = AutoConfig.from_pretrained(checkpoint)
-    if config.model_type not in proven():
-        raise ModelError(f"{checkpoint}: {config.model_type}; the contract covers {covered()} alone")
+    check_config(str(checkpoint), config.to_dict())
+    if getattr(config, "head_dim", None) is None:  # Qwen2's config leaves it out
+        config.head_dim = config.hidden_size // config.num_attention_heads
     return config
 
 
@@ -133,6 +161,12 @@ def check_shares(config: Any, contract: Contract) -> None:
     Raises:
         ContractError: a number of ranks or leaves does not divide its part of the model.
     """
+    family, _ = family_of(config)
+    if family.experts and (contract.trainer_tensor_parallel, contract.leaves) != (1, 1):
+        raise ContractError(
+            "contract.trainer_tensor_parallel, contract.leaves: a mixture of experts is proven on one rank and one "
+            "leaf; leave both at 1"
+        )
     heads, ffn = config.num_attention_heads, config.intermediate_size
     for side in ("trainer", "engine"):
         ranks = getattr(contract, f"{side}_tensor_parallel")

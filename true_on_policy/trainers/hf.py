@@ -10,11 +10,11 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.sides import NormOrder
+from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.tiny import read_weights
+from true_on_policy.models.hf_weights import take
 from true_on_policy.trainers.protocol import sampled_log_probs
 
 
@@ -35,8 +35,7 @@ class HuggingFace:
         self.model = hf_decoder.load(checkpoint, dtype, order, tree)
 
     def load(self, checkpoint: Path) -> None:
-        # A tied head has no weights of its own.
-        self.model.load_state_dict(read_weights(checkpoint), strict=False)
+        take(self.model, checkpoint)
 
     @torch.no_grad()
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:

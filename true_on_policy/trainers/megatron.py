@@ -1,14 +1,14 @@
 """Megatron-core's own GPTModel on CPU as a trainer: packed sequences, and the weights of a Hugging Face checkpoint.
 
 Linear layers, RoPE, packing and block are Megatron's. Norm, residual and core attention are ours and enter through the
-model's spec; on a tree, so do the sums of row-parallel layers.
+model's spec; on a tree, so do the sums of row-parallel layers, and in a mixture of experts so do routing and combining.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from true_on_policy.contract import rope
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.families import Family
 from true_on_policy.contract.norm_order import add_residual, rms_norm
-from true_on_policy.contract.sides import NormOrder
+from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models.tiny import family_of, read_config, read_weights
+from true_on_policy.trainers import experts
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
+from true_on_policy.trainers.plain import DECODER
 from true_on_policy.trainers.protocol import Trainer, sampled_log_probs
 from true_on_policy.trainers.shards import Shard, padded_rows
 
@@ -68,7 +73,7 @@ class Megatron:
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self._shard = Shard(rank, ranks, config.num_key_value_heads)
-        self._vocabulary = config.vocab_size
+        self._vocabulary, self._ordered = config.vocab_size, order is not None
         self.model = _build(config, DTYPES[dtype], order, tree).to(DTYPES[dtype]).eval()
         self.load(checkpoint)
 
@@ -115,7 +120,7 @@ class Megatron:
 
     def _forward(self, **inputs: Any) -> Float[Tensor, "B T V"]:
         """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
-        with _rope_on_cpu():
+        with _rope_on_cpu(), _agreed_rope() if self._ordered else nullcontext():
             return self.model(attention_mask=None, **inputs)[..., : self._vocabulary]
 
 
@@ -136,6 +141,17 @@ class SpecNorm(torch.nn.Module):
         return rms_norm(stream, self.weight, self.eps, self.order)
 
 
+class SpecColumnParallel(ColumnParallelLinear):
+    """Megatron's column-parallel layer with its bias added before the product is rounded, as engines add it."""
+
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor, **options: Any
+    ) -> Tensor:
+        if options["allreduce_dgrad"]:  # Megatron's own product adds up the input's gradient over the ranks
+            input = copy_to_tensor_model_parallel_region(input, self.tp_group)
+        return F.linear(input, weight, bias)
+
+
 class SpecRowParallel(RowParallelLinear):
     """Megatron's row-parallel layer with a sum over K that is a tree, which the ranks share."""
 
@@ -148,8 +164,8 @@ class SpecRowParallel(RowParallelLinear):
         return self.tree.product(input_, self.weight, self.tp_group), None
 
 
-def _residual(order: NormOrder) -> Callable:
-    """Build what Megatron calls bias-dropout-add, without bias and dropout, which Qwen3 lacks."""
+def residual_add(order: NormOrder) -> Callable:
+    """Build what Megatron calls bias-dropout-add, without bias and dropout, which the proven families lack."""
 
     def build(training: bool, fused: bool) -> Callable:
         def add(branch_and_bias: tuple[Tensor, None], stream: Tensor, dropout: float) -> Tensor:
@@ -164,7 +180,12 @@ def _residual(order: NormOrder) -> Callable:
 
 def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree | None) -> GPTModel:
     family, _ = family_of(config)
-    layer: Any = get_gpt_layer_local_spec(qk_layernorm=family.qk_norm, normalization="RMSNorm")
+    layer: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_experts if family.experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=family.qk_norm,
+        normalization="RMSNorm",
+    )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SpecAttention
     if tree is not None:
@@ -173,13 +194,17 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree 
     block: Any = layer
     if order is not None:
         norm = ModuleSpec(SpecNorm, params={"order": order})
+        if family.qkv_bias:
+            attention.linear_qkv = SpecColumnParallel
         if family.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = _residual(order)
+        if family.experts:
+            layer.submodules.mlp = experts.in_order(layer.submodules.mlp)
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add(order)
         block = TransformerBlockSubmodules([layer] * config.num_hidden_layers, norm)
     return GPTModel(
-        config=_transformer_config(config, family, dtype),
+        config=_transformer_config(config, family, dtype, order is not None),
         transformer_layer_spec=block,
         vocab_size=padded_rows(config.vocab_size, mpu.get_tensor_model_parallel_world_size()),
         parallel_output=False,
@@ -190,7 +215,7 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree 
     )
 
 
-def _transformer_config(config: Any, family: Family, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(config: Any, family: Family, dtype: torch.dtype, ordered: bool) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -198,28 +223,26 @@ def _transformer_config(config: Any, family: Family, dtype: torch.dtype) -> Tran
         num_query_groups=config.num_key_value_heads,
         kv_channels=config.head_dim,
         ffn_hidden_size=config.intermediate_size,
-        normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         qk_layernorm=family.qk_norm,
         add_qkv_bias=family.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
         context_parallel_size=mpu.get_context_parallel_world_size(),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        cuda_graph_scope=[],  # Megatron's default has no effect here but a warning
+        **DECODER,
+        **(_experts(config, ordered) if family.experts else {}),
     )
+
+
+def _experts(config: Any, ordered: bool) -> dict[str, Any]:
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_pre_softmax": ordered,
+        **experts.RUNS_HERE,
+    }
 
 
 def _packed(lengths: Sequence[int]) -> PackedSeqParams:
@@ -236,6 +259,11 @@ def _packed(lengths: Sequence[int]) -> PackedSeqParams:
 def _rope_on_cpu() -> AbstractContextManager:
     """Keep Megatron's RoPE on the CPU: it moves its table to `torch.cuda.current_device()` at each use."""
     return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def _agreed_rope() -> AbstractContextManager:
+    """Rotate as agreed, whichever Megatron-core is installed: Miles's fork rotates bf16 in float32."""
+    return patch.object(rope_utils, rope.NAME, rope.rotated)
 
 
 def _one_rank() -> None:

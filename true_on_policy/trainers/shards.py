@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,11 @@ class Shard:
             source, held = ENDS[module]
             return held([weights[f"{source}.{kind}"]], self)
         _, _, index, part = module.split(".", 3)
-        sources, held = LAYER[part]
-        return held([weights[f"model.layers.{index}.{source}.{kind}"] for source in sources], self)
+        expert = re.search(r"local_experts\.(\d+)", part)
+        sources, held = LAYER[part if expert is None else part.replace(expert[0], "local_experts.*")]
+        number = expert[1] if expert else ""
+        named = [f"model.layers.{index}.{source.replace('*', number)}.{kind}" for source in sources]
+        return held([weights[name] for name in named], self)
 
     def rows(self, weight: Float[Tensor, "N *K"]) -> Float[Tensor, "_ *K"]:
         """The share that this rank holds of a weight, or of a bias, cut along its first dimension."""
@@ -73,6 +77,7 @@ def _columns(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 # Megatron's parameters within a layer, each with the Hugging Face weights that make it, and the function that does.
+# A star is the number of an expert.
 LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
     "input_layernorm": (("input_layernorm",), _whole),
     "self_attention.linear_qkv": (
@@ -85,6 +90,12 @@ LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
     "pre_mlp_layernorm": (("post_attention_layernorm",), _whole),
     "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), _rows_of_each),
     "mlp.linear_fc2": (("mlp.down_proj",), _columns),
+    "mlp.router": (("mlp.gate",), _whole),
+    "mlp.experts.local_experts.*.linear_fc1": (
+        ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
+        _rows_of_each,
+    ),
+    "mlp.experts.local_experts.*.linear_fc2": (("mlp.experts.*.down_proj",), _columns),
 }
 ENDS: dict[str, tuple[str, Held]] = {
     "embedding.word_embeddings": ("model.embed_tokens", _rows_padded),

@@ -33,6 +33,8 @@ class Certificate:
         met: the names of the situations that were met.
         not_met: the situations that could have been met and were not, each with how to meet it.
         not_of_engine: the situations that this engine cannot meet, or does not report.
+        weights: SHA-256 of the model's first weights.
+        prompts: name, SHA-256 and number of the real prompts; None where the prompts are random tokens.
         hashes: SHA-256 of the log-probs of all tokens, by who computed them.
         engine: name and versions of the engine; the packages are those of its own environment.
         commit: the commit of this project when the verification began.
@@ -41,6 +43,8 @@ class Certificate:
     engine: Mapping[str, str]
     trainer: str
     model: str
+    weights: str
+    prompts: Mapping[str, Any] | None
     contract: Contract
     order: NormOrder
     links: Sequence[Link]

@@ -17,7 +17,9 @@ from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import importing
 from true_on_policy.contract.choices import BackendName, DtypeName, Side, check_model
 from true_on_policy.contract.families import covered
+from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.verify.prompts import BUILTIN, prompt_lines
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -27,7 +29,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--engine", required=True, choices=list(ENGINES))
     parser.add_argument("--trainer", required=True, choices=list(TRAINERS))
     parser.add_argument(
-        "--model", default="tiny-qwen3", help=f"a tiny model, or a folder of a {covered()} checkpoint"
+        "--model",
+        default="tiny-qwen3",
+        help=f"a tiny model, {' or '.join(PRETRAINED)} (fetched once), or a folder of a {covered()} checkpoint",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help=f"real prompts, one a line; {BUILTIN} takes 128 of ours; else random tokens",
     )
     parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
     parser.add_argument(
@@ -58,6 +67,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_model(arguments.model)
+    if arguments.prompts:
+        prompt_lines(arguments.prompts)
     with importing():  # torch and transformers: seconds
         from true_on_policy.models import tiny  # noqa: F401
         from true_on_policy.verify import verification

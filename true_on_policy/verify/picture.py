@@ -8,10 +8,12 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from mis_plugins.shared.palette import color
 from mis_plugins.shared.storage import optional
 from true_on_policy.verify.links import Evidence
 
-FLOOR = 1e-9  # a difference of exactly 0 is drawn here on the logarithmic axis
+ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0
+FLOOR = 1e-9  # a smaller difference that is not 0 is drawn here, so that it never stands among the equal ones
 
 
 def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
@@ -25,12 +27,11 @@ def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
     for panel, name, evidence in zip(panels, ("stock", "truly on policy"), (off, on), strict=True):
         gaps = _gaps(evidence)
         equal = int((gaps == 0).sum())
-        panel.plot(
-            gaps.clamp(min=FLOOR), ".", markersize=2.5, color="tab:red" if name == "stock" else "tab:green"
-        )
+        drawn = torch.where(gaps == 0, ZERO, gaps.clamp(min=FLOOR))
+        panel.plot(drawn, ".", markersize=2.5, color=color(name))
         panel.set(title=f"{name}: {equal} of {len(gaps)} equal", xlabel="sampled token", yscale="log")
-        panel.set_yticks([FLOOR, 1e-7, 1e-5, 1e-3, 1e-1], ["0", "1e-7", "1e-5", "1e-3", "1e-1"])
-    panels[0].set(ylabel="|engine log-prob - trainer log-prob|", ylim=(FLOOR / 3, 1))
+        panel.set_yticks([ZERO, 1e-7, 1e-5, 1e-3, 1e-1], ["0", "1e-7", "1e-5", "1e-3", "1e-1"])
+    panels[0].set(ylabel="|engine log-prob - trainer log-prob|", ylim=(ZERO / 3, 1))
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

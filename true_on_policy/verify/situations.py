@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from true_on_policy.contract.sides import Ability
+from true_on_policy.contract.specs import Ability
 from true_on_policy.verify.links import Evidence
 from true_on_policy.verify.workload import BATCH_SIZES, STOCK_KEYS, TEMPERATURES
 

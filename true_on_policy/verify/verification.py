@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
+from logging import ERROR, getLogger
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,12 +25,14 @@ from mis_plugins.shared.storage import RecordError, check_writable, optional
 from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.norm_order import agreed_order
+from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
+from true_on_policy.verify.prompts import read_prompts
 from true_on_policy.verify.situations import counted, met, not_met, not_of_engine
 from true_on_policy.verify.workload import Workload, arrangements
 
@@ -77,6 +80,8 @@ def _quiet() -> None:
 
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    # Megatron reports the layer of experts that the trainer's spec names.
+    getLogger("megatron.core.transformer.transformer_layer").setLevel(ERROR)
 
 
 def _tell(what: str) -> None:
@@ -98,6 +103,7 @@ class Plan:
     engine_tensor_parallel: int
     leaves: int
     seed: int
+    prompts: str | None = None
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
@@ -137,15 +143,16 @@ class Plan:
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """Run the chain and the control; return the certificate, the control's evidence and the chain's evidence."""
     from true_on_policy.kernels.pin import pinned
-    from true_on_policy.models.tiny import check_shares, checkpoint, read_config
+    from true_on_policy.models.tiny import check_shares, read_config, weights_hash
 
     started, ran = time.monotonic(), commit()
-    source = checkpoint(plan.model, scratch / "0", DTYPES[plan.dtype], plan.seed)
+    source = _checkpoint(plan, scratch / "0")
     config = read_config(source)
+    prompts = read_prompts(plan.prompts, source) if plan.prompts else None
     contract = plan.contract(Shapes.of(config))
     check_shares(config, contract)
     order = agreed_order(contract, plan.engine, plan.trainer)
-    workload = Workload(config.vocab_size, plan.seed)
+    workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())
     _tell(f"{plan.title}: starting the engine")
     with (
         pinned(contract),
@@ -161,6 +168,8 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
         model=plan.model,
+        weights=weights_hash(source),
+        prompts=prompts and prompts.as_dict(),
         contract=contract,
         order=order,
         links=links(on),
@@ -174,6 +183,17 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         seconds=round(time.monotonic() - started, 1),
     )
     return certificate, off, on
+
+
+def _checkpoint(plan: Plan, folder: Path) -> Path:
+    """Return the folder of the model's checkpoint; a tiny model is written to `folder`."""
+    if plan.model in PRETRAINED:
+        from true_on_policy.models.pretrained import pretrained
+
+        return pretrained(plan.model, _tell)
+    from true_on_policy.models.tiny import checkpoint
+
+    return checkpoint(plan.model, folder, DTYPES[plan.dtype], plan.seed)
 
 
 def _chain(

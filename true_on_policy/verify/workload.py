@@ -23,13 +23,19 @@ class Workload:
     """Endless batches of ragged requests: sizes 1, 3 and 8, temperatures 1 and 0.7, and a prompt beyond 512 tokens.
 
     A full set ends with a batch that continues earlier sequences, so that an engine finds the prompts in its cache.
+
+    Attributes:
+        vocab: the number of tokens from which random prompts are drawn.
+        prompts: real prompts, which take the place of random ones; the long prompt is several of them in a row.
     """
 
     vocab: int
     seed: int
+    prompts: Sequence[tuple[int, ...]] = ()
 
     def __post_init__(self):
         self._random = torch.Generator().manual_seed(self.seed)
+        self._real = self._shuffled()
         self._number = 0
         self._full_sets = 0
 
@@ -52,9 +58,9 @@ class Workload:
         raise AssertionError("batches never end")
 
     def _batches(self, done: Sequence[Sample]) -> Iterator[list[Request]]:
-        yield [self._request(self._prompt(LONG_PROMPT))]
+        yield [self._request(self._long_prompt())]
         for size in cycle(BATCH_SIZES):
-            yield [self._request(self._prompt(self._length(LONGEST_PROMPT))) for _ in range(size)]
+            yield [self._request(self._short_prompt()) for _ in range(size)]
             if size == max(BATCH_SIZES):
                 self._full_sets += 1
                 yield [self._request(sample.sequence) for sample in done[-3:]]
@@ -71,7 +77,25 @@ class Workload:
     def _length(self, longest: int) -> int:
         return int(torch.randint(1, longest + 1, (), generator=self._random))
 
-    def _prompt(self, length: int) -> tuple[int, ...]:
+    def _short_prompt(self) -> tuple[int, ...]:
+        return next(self._real) if self.prompts else self._drawn(self._length(LONGEST_PROMPT))
+
+    def _long_prompt(self) -> tuple[int, ...]:
+        if not self.prompts:
+            return self._drawn(LONG_PROMPT)
+        joined: tuple[int, ...] = ()
+        while len(joined) < LONG_PROMPT:
+            joined += next(self._real)
+        return joined
+
+    def _shuffled(self) -> Iterator[tuple[int, ...]]:
+        """Yield the real prompts without end, in a new order each time around."""
+        random = torch.Generator().manual_seed(self.seed)
+        while True:
+            for index in torch.randperm(len(self.prompts), generator=random).tolist():
+                yield self.prompts[index]
+
+    def _drawn(self, length: int) -> tuple[int, ...]:
         return tuple(torch.randint(self.vocab, (length,), generator=self._random).tolist())
 
 

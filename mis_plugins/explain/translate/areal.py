@@ -116,6 +116,10 @@ def _rejection(block: Any) -> dict[str, Any]:
         choice(keys[key], f"{REJECTION}.{key}", choices)
     lower = None if keys["lower"] is None else number(keys["lower"], f"{REJECTION}.lower")
     upper = number(keys["upper"], f"{REJECTION}.upper")
+    if keys["metric"] == "ratio" and lower is not None and lower <= 0:
+        raise ConfigError(
+            f"{REJECTION}.lower: got {lower:g}; AReaL needs a positive one with metric: ratio, or none"
+        )
     if keys["action"] == "clamp":
         return {"weight": _clamped(keys) | {"lower": lower or 0.0, "upper": upper}}
     by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
@@ -148,7 +152,8 @@ def _k1_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
 
 
 def _k2_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    return {"statistic": "k2", "over": over, "lower": lower, "upper": upper}
+    low = None if lower is None or lower <= 0 else lower  # no k2 lies below 0
+    return {"statistic": "k2", "over": over, "lower": low, "upper": upper}
 
 
 def _k3_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:

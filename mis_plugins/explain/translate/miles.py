@@ -30,7 +30,9 @@ def translate(keys: Mapping[str, Any]) -> Translation:
     """
     reading.check_names(keys)
     if not any(key in reading.FLAT_KEYS for key in keys):
-        spelled = "it is in our spelling already" if "mis" in keys else "no key of Miles's mis.yaml in it"
+        spelled = (
+            "the file is in our spelling already" if "mis" in keys else "no key of Miles's mis.yaml in it"
+        )
         raise ConfigError(f"nothing to translate: {spelled}")
     config = reading.from_args(argparse.Namespace(**{**keys, "use_tis": True}))
     rules = [reading.RULE_KEYS] * bool(keys.get("use_rs") or keys.get("use_mask")) + [VETO] * (
@@ -59,8 +61,8 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
         yield "rs_veto_threshold: mis.py reads it with use_rs alone; here the veto needs no switch."
     if config.rejects and not keys.get("use_mask"):
         yield (
-            "On Miles's FSDP backend the flat keys leave a sequence's loss divided by its kept tokens; this file has "
-            "it divided by all of them, as on Megatron. denominator: kept is the other."
+            "On Miles's FSDP backend the flat keys leave a sequence's loss divided by its kept tokens. Here "
+            "all tokens divide the loss, as on Megatron; write denominator: kept to divide by the kept ones."
         )
     if config.weight and config.weight.normalize:
         yield (

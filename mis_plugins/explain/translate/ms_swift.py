@@ -19,6 +19,19 @@ KL_IN_REWARD = "kl_in_reward"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
 DEFAULT_THRESHOLD = 2.0
+OVER_TOKENS = "averages over all tokens: --calculate-per-token-loss"
+BESIDE = {
+    "loss_type": {
+        "grpo": "averages each response and then all, as the hosts do without --calculate-per-token-loss",
+        "bnpo": OVER_TOKENS,
+        "dapo": OVER_TOKENS,
+    },
+    "importance_sampling_level": {
+        "token": "is what the hosts' policy loss does",
+        "sequence": "is --advantage-estimator gspo of the hosts",
+    },
+}
+"""What the user's objective is in the hosts' flags, for nothing of it stands in a correction."""
 SOURCES = {
     "weight.bound": (MODE,),
     "weight.upper": (THRESHOLD,),
@@ -74,7 +87,7 @@ def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
 def _notes(given: Mapping[str, Any]) -> Iterator[str]:
     mode = given.get(MODE)
     if mode is None and given.get(DELTA) is None:
-        yield "ms-swift corrects nothing with these."
+        yield "ms-swift corrects nothing with these arguments."
     if mode == "sequence_mask":
         yield (
             "sequence_mask: the code multiplies raw token ratios by the mask; the document's formula is the preset "
@@ -84,13 +97,16 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
     if (mode is not None or masks) and _has_kl(given) and not (masks and _weighs_kl(given)):
         yield (
             "ms-swift multiplies its KL term (beta) by the weight too, and a mask drops it; here the hosts weigh the "
-            "policy loss alone. objective: {weigh_kl: true} with the loss hook and --use-kl-loss is the same as theirs."
+            "policy loss alone. The loss hook weighs KL too with objective: {weigh_kl: true} and --use-kl-loss."
         )
     if masks:
-        yield f"{DELTA}: without rollout log-probs both compare with the trainer before the update."
+        yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
+    for key, words in BESIDE.items():
+        if key in given:
+            yield f"{key}: {given[key]} {words.get(str(given[key]), 'has no flag in the hosts; their loss stays')}."
     for key, clips in OF_CLIP.items():
         if masks and _weighs_kl(given) and given.get(key, clips[0]) not in clips:
-            yield f"{key}: {given[key]} is another policy loss than this objective, PPO's clip of token ratios."
+            yield f"{key}: {given[key]} is another policy loss than the objective written, PPO's clip of token ratios."
 
 
 def _weighs_kl(given: Mapping[str, Any]) -> bool:

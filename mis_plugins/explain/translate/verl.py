@@ -43,7 +43,7 @@ IN_SCRIPT = re.compile(r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp
 WORD = re.compile(r"(?P<mark>~|\+{0,2})(?P<path>\w+(?:\.\w+)+)(?:=(?P<value>.*))?", re.DOTALL)
 OF_SCRIPT = re.compile(
     r"algorithm\.rollout_\w+(?:\.\w+)?|actor_rollout_ref\.actor\.(?:tis_imp_ratio_cap|policy_loss\.loss_mode"
-    r"|policy_loss\.rollout_correction(?:\.\w+)?)|actor_rollout_ref\.rollout\.calculate_log_probs|trainer\.use_v1"
+    r"|policy_loss\.rollout_correction(?:\.\w+)?|loss_agg_mode)|actor_rollout_ref\.rollout\.calculate_log_probs|trainer\.use_v1"
 )
 HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
@@ -73,12 +73,12 @@ SEQUENCES_LEFT = (
 )
 AS_0_6_0 = (
     "Read as verl 0.6.0: what mask or veto rejects weighs 0 and stays in the loss mask, and rollout_is: false applies "
-    "nothing. Its main branch before 0.6.1 took it out of the mask, with rollout_is: false too, and had no veto by "
-    "default: say that with rollout_rs and rollout_token_veto_threshold."
+    "nothing. verl's main branch before 0.6.1 took rejected tokens out of the mask, with rollout_is: false too, and "
+    "had no veto by default: ask for that with rollout_rs and rollout_token_veto_threshold."
 )
 VETO_OF_0_6_0 = (
-    f"{BOOLEAN_VETO}: 1e-4 in verl 0.6.0 where it is not given, null for none. There KL and entropy of such a sequence "
-    "stay; here they go with it."
+    f"{BOOLEAN_VETO}: 1e-4 in verl 0.6.0 where it is not given, null for none. In verl KL and entropy of a vetoed "
+    "sequence stay; here they are rejected with the sequence."
 )
 AS_0_6_1 = (
     "use_policy_gradient: false with bypass_mode is of verl 0.6.1, which neither weighs nor rejects there. Leave "
@@ -97,12 +97,21 @@ OF_CAP = (
 )
 OF_LOSS = (
     "actor.policy_loss.rollout_correction is read with policy_loss.loss_mode: bypass_mode alone, in the place of "
-    "pi_old with algorithm.rollout_correction.bypass_mode: true; it is translated as both."
+    "pi_old with algorithm.rollout_correction.bypass_mode: true; the block is translated as both."
 )
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
     "corrected; here the rollout engine must return them."
 )
+
+OVER_TOKENS = (
+    "averages over all tokens; here --calculate-per-token-loss does, which refuses denominator: kept."
+)
+REDUCTIONS = {
+    "token-mean": OVER_TOKENS,
+    "seq-mean-token-mean": "averages each response and then all, as the hosts do without --calculate-per-token-loss.",
+}
+NO_REDUCTION = "is no host's way: hosts average each response and then all, or over all tokens."
 
 
 @dataclass
@@ -339,8 +348,8 @@ def _translate_normalization(draft: Draft) -> None:
     )
     if not bypass:
         draft.notes.append(
-            "scope: rollout needs its hook, which slime and the embedded host serve. Miles hands it no data: use "
-            "scope: data_parallel there, the mean of each micro-batch over the data-parallel ranks."
+            "scope: rollout needs its hook, which Miles on FSDP does not call: use scope: data_parallel there, the "
+            "mean of each micro-batch over the data-parallel ranks."
         )
 
 
@@ -365,7 +374,7 @@ def _reject_level(draft: Draft, name: str) -> None:
         raise ConfigError(f"rollout_rs_threshold: missing; rollout_rs: {name} needs it")
     upper, lower = _positive(draft.given[keys[1]], keys[1]), draft.given.get(keys[2])
     lower = 1 / upper if lower is None else number(lower, keys[2])
-    bounds = {"lower": lower, "upper": upper} if lower else {"upper": upper}
+    bounds = {"lower": lower, "upper": upper} if lower > 0 else {"upper": upper}  # no ratio is below 0
     draft.reject({"over": OVER_LEVEL[name], **bounds}, *keys)
 
 
@@ -514,7 +523,7 @@ def _boolean_bounds(given: Mapping[str, Any], mode: str) -> dict[str, float]:
     upper, lower = _positive(given["rollout_is_threshold"], "rollout_is_threshold"), given.get(BOOLEAN_LOWER)
     if mode == "truncate":
         return {"upper": upper}
-    return {"lower": 1 / upper if lower is None else number(lower, BOOLEAN_LOWER), "upper": upper}
+    return {"lower": 1 / upper if lower is None else max(number(lower, BOOLEAN_LOWER), 0.0), "upper": upper}
 
 
 def _veto(draft: Draft, threshold: Any, key: str) -> None:
@@ -531,9 +540,12 @@ def _finish(draft: Draft, tree: Any) -> None:
         if not mis.get(part) and not mis.get("reject"):
             mis.pop(part, None)
     if not mis:
-        draft.notes.append("verl corrects nothing with these; it computes its metrics.")
+        draft.notes.append("verl corrects nothing with these settings and computes metrics alone.")
     if _at(tree, "actor_rollout_ref", "rollout", "calculate_log_probs") is False:
         draft.notes.append(NO_LOG_PROBS)
+    mode = _at(tree, *ACTOR, "loss_agg_mode")
+    if mode is not None:
+        draft.notes.append(f"loss_agg_mode: {mode} {REDUCTIONS.get(str(mode), NO_REDUCTION)}")
     mis["metrics"] = "full"
     draft.notes = list(dict.fromkeys(draft.notes))
 

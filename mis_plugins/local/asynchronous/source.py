@@ -134,6 +134,7 @@ class AsynchronousRollouts:
             args.rollout_step_seconds,
             args.rollout_steps_per_update,
             args.max_concurrent_rollouts,
+            args.rollout_engine,
         )
         return Controller(
             settings,

@@ -8,13 +8,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
 import torch
 
-from mis_plugins.errors import MisError
+from mis_plugins.errors import UserError
 from mis_plugins.local.asynchronous.messages import (
     Beat,
     Begin,
@@ -30,8 +31,8 @@ from mis_plugins.local.asynchronous.messages import (
 )
 from mis_plugins.local.asynchronous.watchdog import BEAT_SECONDS, Heartbeat
 from mis_plugins.local.model.decoder import ModelConfig
-from mis_plugins.local.model.decoding import Decoding, Sampling
-from mis_plugins.local.model.engine import DecodeEngine
+from mis_plugins.local.model.decoding import Sampling
+from mis_plugins.local.model.steps import Growing, SteppedEngine, stepped
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -45,6 +46,7 @@ class WorkerSettings:
     step_seconds: a step takes at least as long; 0 is as fast as the machine.
     steps_per_update: tokens that a response gets of one version at most, before its rollout is due; 0 is no limit.
     max_concurrent: responses in flight at most, the others wait for one to end; None is no limit.
+    engine: a name of `--rollout-engine`.
     """
 
     config: ModelConfig
@@ -54,6 +56,7 @@ class WorkerSettings:
     step_seconds: float = 0.0
     steps_per_update: int = 0
     max_concurrent: int | None = None
+    engine: str = "local"
 
 
 def run(connection: Connection, settings: WorkerSettings) -> None:
@@ -63,11 +66,13 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
     voice = Voice(connection)
     Heartbeat(lambda: voice.say(Beat(voice.turns))).start()
     try:
-        Worker(connection, voice, settings).serve()
+        worker = Worker(connection, voice, settings)
+        with closing(worker.engine):
+            worker.serve()
     except (EOFError, OSError):
         pass
     except Exception as error:
-        by_user = isinstance(error, MisError)
+        by_user = isinstance(error, UserError)
         voice.say(Failed(str(error) if by_user else traceback.format_exc(), by_user))
 
 
@@ -91,7 +96,7 @@ class Batch:
     """Responses that step together. steps: those taken with the present weights."""
 
     rollout: int
-    decoding: Decoding
+    decoding: Growing
     steps: int = 0
 
 
@@ -105,7 +110,8 @@ class Worker:
 
     def __init__(self, connection: Connection, voice: Voice, settings: WorkerSettings) -> None:
         self.connection, self.voice, self.settings = connection, voice, settings
-        self.engine = DecodeEngine(settings.config, settings.precision)
+        keep_cache = settings.pause_mode == "in_place"
+        self.engine: SteppedEngine = stepped(settings.engine, settings.config, settings.precision, keep_cache)
         self.batches: list[Batch] = []
         self.waiting: list[Begin] = []
         self.paused = False

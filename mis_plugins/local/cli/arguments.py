@@ -203,18 +203,13 @@ def _check_asynchronous(args: argparse.Namespace) -> None:
     for name in ("rollout_step_seconds", "rollout_steps_per_update"):
         if getattr(args, name) < 0:
             raise ConfigError(f"{_flag(name)}: got {getattr(args, name):g}; give 0 or more")
-    if args.rollout_engine != "local":
-        raise ConfigError(
-            f"--async with --rollout-engine {args.rollout_engine}: only the local engine steps token by token in a "
-            "worker of its own; use local"
-        )
     if args.true_on_policy:
         raise ConfigError(
             "--async with --true-on-policy: what older weights sampled is off policy whatever the kernels; drop one"
         )
     if args.grad_cosine_every:
         raise ConfigError(
-            "--grad-cosine-every with --async: it would sample afresh, and say nothing of stale samples; drop one, or "
+            "--grad-cosine-every with --async: the gradient would be of fresh samples, not of stale ones; drop one, or "
             "see scripts/experiment-async.sh"
         )
 
@@ -238,7 +233,7 @@ def _check_correction(args: argparse.Namespace) -> None:
         )
     if hasattr(args, "mis") and not args.asynchronous and not any(getattr(args, name) for name in _HOOKS):
         raise ConfigError(
-            "--custom-config-path: its mis: has no effect without a hook that reads it; give --use-tis "
+            "--custom-config-path: `mis:` in the file has no effect without a hook that reads it; give --use-tis "
             "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
         )
 

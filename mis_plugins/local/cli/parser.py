@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mis_plugins.shared.numerals import finite, whole
 from mis_plugins.shared.shell import add_version
@@ -82,6 +83,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(group: argparse._ArgumentGroup, flag: str, default: int, words: str = "") -> None:
+    """Declare a whole number, whose help ends with its default."""
+    group.add_argument(
+        flag, type=whole, default=default, metavar="N", help=f"{words} (default: %(default)s)".strip()
+    )
+
+
+def _needs_async(group: argparse._ArgumentGroup, flag: str, words: str, **more: Any) -> None:
+    """Declare a flag that has no effect without `--async`, whose default stands in ASYNCHRONOUS."""
+    default = ASYNCHRONOUS[flag.removeprefix("--").replace("-", "_")]
+    shown = "no limit" if default is None else f"{default:g}" if isinstance(default, float) else default
+    group.add_argument(flag, help=f"{words} (default: {shown})", **more)
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument(
@@ -91,12 +106,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="where metrics.jsonl, summary.json and curves.png go (default: %(default)s); where an earlier run lies "
         "there and --load does not resume it, the first free one of DIR-2, DIR-3 and so on",
     )
-    group.add_argument(
-        "--seed", type=whole, default=0, help="of weights, prompts and samples (default: %(default)s)"
-    )
-    group.add_argument(
-        "--num-rollout", type=whole, default=200, help="rollouts to train on (default: %(default)s)"
-    )
+    _count(group, "--seed", 0, "of weights, prompts and samples")
+    _count(group, "--num-rollout", 200, "rollouts to train on")
     group.add_argument(
         "--smoke",
         action="store_true",
@@ -114,13 +125,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save", metavar="DIR", help="write a checkpoint here, at --save-interval and at the end"
     )
-    group.add_argument(
-        "--save-interval",
-        type=whole,
-        default=50,
-        metavar="N",
-        help="rollouts between checkpoints (default: %(default)s)",
-    )
+    _count(group, "--save-interval", 50, "rollouts between checkpoints")
     group.add_argument(
         "--load",
         metavar="DIR",
@@ -130,20 +135,8 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation")
-    group.add_argument(
-        "--eval-interval",
-        type=whole,
-        default=5,
-        metavar="N",
-        help="rollouts between evaluations of both policies (default: %(default)s)",
-    )
-    group.add_argument(
-        "--eval-prompts",
-        type=whole,
-        default=256,
-        metavar="N",
-        help="held-out prompts, one sample each (default: %(default)s)",
-    )
+    _count(group, "--eval-interval", 5, "rollouts between evaluations of both policies")
+    _count(group, "--eval-prompts", 256, "held-out prompts, one sample each")
     group.add_argument(
         "--grad-cosine-every",
         type=whole,
@@ -159,20 +152,8 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
         "task", "A string of digits to reverse, sort or add; reward 1 for exactly the right answer, else 0."
     )
     group.add_argument("--task", choices=TASK_NAMES, default="reverse", help="(default: %(default)s)")
-    group.add_argument(
-        "--num-digits",
-        type=whole,
-        default=10,
-        metavar="N",
-        help="digits of an operand (default: %(default)s)",
-    )
-    group.add_argument(
-        "--warmup-steps",
-        type=whole,
-        default=500,
-        metavar="N",
-        help="supervised steps before RL (default: %(default)s)",
-    )
+    _count(group, "--num-digits", 10, "digits of an operand")
+    _count(group, "--warmup-steps", 500, "supervised steps before RL")
     group.add_argument(
         "--warmup-lr",
         type=float,
@@ -189,16 +170,8 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout")
-    group.add_argument(
-        "--rollout-batch-size",
-        type=whole,
-        default=16,
-        metavar="N",
-        help="prompts a rollout (default: %(default)s)",
-    )
-    group.add_argument(
-        "--n-samples-per-prompt", type=whole, default=8, metavar="N", help="(default: %(default)s)"
-    )
+    _count(group, "--rollout-batch-size", 16, "prompts a rollout")
+    _count(group, "--n-samples-per-prompt", 8)
     group.add_argument("--rollout-temperature", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument(
         "--rollout-weights",
@@ -225,7 +198,7 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-sample-filter-path",
         metavar="FN",
-        help="fn(args, data) with data a list of groups of samples; it may set remove_sample",
+        help="fn(args, data) with data a list of groups of samples; may set remove_sample",
     )
 
 
@@ -239,55 +212,77 @@ def _add_asynchronous(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--async", dest="asynchronous", action="store_true", help="sample in a process of its own"
     )
-    group.add_argument(
+    _add_staleness(group)
+    _add_pace(group)
+    _add_upkeep(group)
+    _add_update_hooks(group)
+
+
+def _add_staleness(group: argparse._ArgumentGroup) -> None:
+    """Declare how far sampling may run ahead, and what new weights do to a sequence under way."""
+    _needs_async(
+        group,
         "--max-head-offpolicyness",
+        "the most versions a token may be older than the weights that train on it; 0 is synchronous",
         type=whole,
         metavar="N",
-        help="the most versions a token may be older than the weights that train on it; 0 is synchronous "
-        f"(default: {ASYNCHRONOUS['max_head_offpolicyness']})",
     )
-    group.add_argument(
+    _needs_async(
+        group,
         "--max-concurrent-rollouts",
+        "responses in flight at most; further prompts wait for one to end",
         type=whole,
         metavar="N",
-        help="responses in flight at most; the others wait for one to end (default: no limit)",
     )
-    group.add_argument(
+    _needs_async(
+        group,
         "--pause-generation-mode",
+        "what new weights do to a sequence: in_place goes on over the old keys and values, retract makes them "
+        "anew, abort ends it, to be resumed from its tokens",
         choices=PAUSE_MODES,
-        help="what new weights do to a sequence: in_place goes on over the old keys and values, retract makes them "
-        "anew, abort ends it, to be resumed from its tokens "
-        f"(default: {ASYNCHRONOUS['pause_generation_mode']})",
     )
-    group.add_argument(
+
+
+def _add_pace(group: argparse._ArgumentGroup) -> None:
+    """Declare the pace of an engine that is emulated."""
+    _needs_async(
+        group,
         "--rollout-step-seconds",
+        "a decode step takes at least as long: emulates a slow engine",
         type=finite,
         metavar="S",
-        help="a decode step takes at least as long: emulates a slow engine "
-        f"(default: {ASYNCHRONOUS['rollout_step_seconds']:g})",
     )
-    group.add_argument(
+    _needs_async(
+        group,
         "--rollout-steps-per-update",
+        "decode steps of a sequence between two updates, at most, while the trainer does not wait for it: so that "
+        "the sequences of a small model outlive updates as those of a large one do; 0: no limit",
         type=whole,
         metavar="N",
-        help="decode steps of a sequence between two updates, at most, while the trainer does not wait for it: so that "
-        "the sequences of a small model outlive updates as those of a large one do; 0: no limit "
-        f"(default: {ASYNCHRONOUS['rollout_steps_per_update']})",
     )
-    group.add_argument(
+
+
+def _add_upkeep(group: argparse._ArgumentGroup) -> None:
+    """Declare what an update recomputes at a time, and when a worker counts as stuck."""
+    _needs_async(
+        group,
         "--recompute-token-budget",
+        "tokens a forward pass when the waiting samples are scored before an update",
         type=whole,
         metavar="N",
-        help="tokens a forward pass when the waiting samples are scored before an update "
-        f"(default: {ASYNCHRONOUS['recompute_token_budget']})",
     )
-    group.add_argument(
+    _needs_async(
+        group,
         "--rollout-health-check-timeout",
+        "a worker that uses no processor time for this long is stuck, and replaced; one that computes is not, "
+        "unless a single step takes ten times as long",
         type=float,
         metavar="S",
-        help="a worker that uses no processor time for this long is stuck, and replaced; one that computes is not, "
-        f"unless a single step takes ten times as long (default: {ASYNCHRONOUS['rollout_health_check_timeout']:g})",
     )
+
+
+def _add_update_hooks(group: argparse._ArgumentGroup) -> None:
+    """Declare the user's functions around a weight update."""
     for point, when in HOOK_POINTS.items():
         group.add_argument(
             f"--{point.replace('_', '-')}-hook-path",
@@ -421,20 +416,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks", "Forked by this command, or made by torchrun.")
-    group.add_argument(
-        "--context-parallel-size",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="ranks that share each sequence (default: %(default)s)",
-    )
-    group.add_argument(
-        "--tensor-model-parallel-size",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="ranks that share each matrix (default: %(default)s)",
-    )
+    _count(group, "--context-parallel-size", 1, "ranks that share each sequence")
+    _count(group, "--tensor-model-parallel-size", 1, "ranks that share each matrix")
     group.add_argument(
         "--data-parallel-size",
         type=whole,
@@ -444,18 +427,16 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "A Qwen3-shaped decoder, under Megatron's names.")
-    group.add_argument("--hidden-size", type=whole, default=64, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--num-layers", type=whole, default=2, metavar="N", help="(default: %(default)s)")
+    group = parser.add_argument_group("model", "A Qwen3- or Llama-shaped decoder, under Megatron's names.")
     group.add_argument(
-        "--num-attention-heads", type=whole, default=4, metavar="N", help="(default: %(default)s)"
+        "--qk-layernorm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="normalize query and key, as Qwen3 does; Llama does not (default: on)",
     )
-    group.add_argument(
-        "--num-query-groups", type=whole, default=2, metavar="N", help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--kv-channels", type=whole, default=16, metavar="N", help="size of a head (default: %(default)s)"
-    )
-    group.add_argument(
-        "--ffn-hidden-size", type=whole, default=128, metavar="N", help="(default: %(default)s)"
-    )
+    _count(group, "--hidden-size", 64)
+    _count(group, "--num-layers", 2)
+    _count(group, "--num-attention-heads", 4)
+    _count(group, "--num-query-groups", 2)
+    _count(group, "--kv-channels", 16, "size of a head")
+    _count(group, "--ffn-hidden-size", 128)

@@ -1,4 +1,4 @@
-"""The forward pass of the rollout engine: a Qwen3 decoder with a KV cache, in plain torch operations.
+"""The forward pass of the rollout engine: a Qwen3 or Llama decoder with a KV cache, in plain torch operations.
 
 The decoder shares no forward code with the trainer on purpose, so that engine and trainer mismatch as in real runs.
 
@@ -21,7 +21,10 @@ from mis_plugins.errors import ConfigError, InputError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Qwen3-shaped decoder: GQA, QK-norm, RMSNorm, SwiGLU, RoPE, an untied head and no bias."""
+    """A Qwen3-shaped decoder: GQA, QK-norm, RMSNorm, SwiGLU, RoPE, an untied head and no bias.
+
+    Without `qk_norm` the decoder is Llama-shaped.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -32,6 +35,7 @@ class ModelConfig:
     ffn_size: int
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
+    qk_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -42,16 +46,16 @@ class ModelConfig:
             raise ConfigError(f"head_dim: got {self.head_dim}; RoPE rotates pairs, so make it even")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by its Hugging Face Qwen3 name; a matrix is [out, in]."""
+        """Shape of every parameter by its Hugging Face name; a matrix is [out, in]."""
         hidden, head, ffn = self.hidden_size, self.head_dim, self.ffn_size
+        norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if self.qk_norm else {}
         layer = {
             "input_layernorm": (hidden,),
             "self_attn.q_proj": (self.num_heads * head, hidden),
             "self_attn.k_proj": (self.num_kv_heads * head, hidden),
             "self_attn.v_proj": (self.num_kv_heads * head, hidden),
             "self_attn.o_proj": (hidden, self.num_heads * head),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
+            **norms,
             "post_attention_layernorm": (hidden,),
             "mlp.gate_proj": (ffn, hidden),
             "mlp.up_proj": (ffn, hidden),
@@ -115,7 +119,7 @@ class LayerWeights:
 
     input_norm: Tensor
     qkv: Tensor
-    qk_norm: Tensor
+    qk_norm: Tensor | None
     out: Tensor
     post_norm: Tensor
     gate_up: Tensor
@@ -158,7 +162,8 @@ class Decoder:
         heads, groups = self.config.num_heads, self.config.num_kv_heads
         qkv = F.linear(self._rms_norm(hidden, layer.input_norm), layer.qkv)
         qk, value = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + groups, groups), dim=2)
-        qk = _rotate(self._rms_norm(qk, layer.qk_norm), cache.cos[:, slots], cache.sin[:, slots])
+        qk = qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm)
+        qk = _rotate(qk, cache.cos[:, slots], cache.sin[:, slots])
         query, key = qk.split((heads, groups), dim=2)
         cache.keys[index, :, :, slots] = key.transpose(1, 2)
         cache.values[index, :, :, slots] = value.transpose(1, 2)
@@ -215,11 +220,14 @@ def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], index: int) 
     def joined(*names: str) -> Tensor:
         return torch.cat([held[f"model.layers.{index}.{name}.weight"] for name in names])
 
-    per_head = [("q", config.num_heads), ("k", config.num_kv_heads)]
+    def norm_of_each_head() -> Tensor:
+        counts = [("q", config.num_heads), ("k", config.num_kv_heads)]
+        return torch.cat([joined(f"self_attn.{kind}_norm").expand(count, -1) for kind, count in counts])
+
     return LayerWeights(
         input_norm=joined("input_layernorm"),
         qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=torch.cat([joined(f"self_attn.{kind}_norm").expand(count, -1) for kind, count in per_head]),
+        qk_norm=norm_of_each_head() if config.qk_norm else None,
         out=joined("self_attn.o_proj"),
         post_norm=joined("post_attention_layernorm"),
         gate_up=joined("mlp.gate_proj", "mlp.up_proj"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from mis_plugins.local.model.decoder import Decoder, LeftPadded
+from mis_plugins.local.model.decoder import LeftPadded, ModelConfig
 from mis_plugins.local.model.sampling import counter_uniform, sample
 
 
@@ -48,6 +51,18 @@ class Drawn:
     ended: list[bool]
 
 
+@runtime_checkable
+class Steps(Protocol):
+    """A decoder that is stepped: `Decoder`, or one with a cache of its own kind, which counts its slots as `used`."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def cache(self, batch: LeftPadded, max_new_tokens: int) -> Any: ...
+
+    def forward(self, tokens: Int[Tensor, "B T"], cache: Any) -> Float[Tensor, "B T V"]: ...
+
+
 class Decoding:
     """A batch of responses over one KV cache.
 
@@ -58,7 +73,7 @@ class Decoding:
         stale_cache: whether the cache holds keys and values of weights before the present ones.
     """
 
-    def __init__(self, decoder: Decoder, responses: Sequence[Unfinished], sampling: Sampling) -> None:
+    def __init__(self, decoder: Steps, responses: Sequence[Unfinished], sampling: Sampling) -> None:
         self.sampling, self.stale_cache = sampling, False
         self._decoder, self._responses = decoder, list(responses)
         self._added: list[list[int]] = [[] for _ in responses]
@@ -102,7 +117,7 @@ class Decoding:
             self._added[row].append(token)
         return drawn
 
-    def go_on(self, decoder: Decoder, *, keep_cache: bool) -> Decoding:
+    def go_on(self, decoder: Steps, *, keep_cache: bool) -> Decoding:
         """Go on with other weights, over the present KV cache or over one that the other weights compute."""
         if not keep_cache:
             return Decoding(decoder, self.unfinished, self.sampling)

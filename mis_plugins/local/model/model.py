@@ -1,7 +1,7 @@
-"""The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-shaped, on CPU.
+"""The trainer's policy: Megatron-core's ``GPTModel``, Qwen3- or Llama-shaped, on CPU.
 
 Nothing of Megatron is changed but what :func:`cpu_shims` changes. Weights enter and leave under the names of a
-Hugging Face Qwen3 checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout
+Hugging Face checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout
 all read the same dictionary.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,6 +25,7 @@ from mis_plugins.local.model.attention import PackedAttention, PackedLayout
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.train.batch import Layout
 from mis_plugins.local.train.parallel import GroupInfo, ParallelState
+from true_on_policy.trainers.plain import DECODER
 
 INIT_STD = 0.02
 
@@ -42,7 +42,7 @@ def cpu_shims() -> None:
 def build_model(config: ModelConfig, state: ParallelState, *, per_token_loss: bool) -> GPTModel:
     """An uninitialised ``GPTModel`` of this rank; its weights come through :class:`Naming`."""
     cpu_shims()
-    spec: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return GPTModel(
         config=_transformer_config(config, state, per_token_loss),
@@ -64,25 +64,12 @@ def _transformer_config(config: ModelConfig, state: ParallelState, per_token_los
         num_query_groups=config.num_kv_heads,
         kv_channels=config.head_dim,
         ffn_hidden_size=config.ffn_size,
-        normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        qk_layernorm=config.qk_norm,
         tensor_model_parallel_size=state.tp.size,
         context_parallel_size=state.cp.size,
         calculate_per_token_loss=per_token_loss,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        cuda_graph_scope=[],  # its default only warns
+        **DECODER,
     )
 
 
@@ -161,7 +148,8 @@ def shards(config: ModelConfig, tensor_parallel: int) -> dict[str, Shards]:
     }
     for index in range(config.num_layers):
         table |= _layer_shards(index, config.num_kv_heads // tensor_parallel)
-    return table
+    held = config.shapes()
+    return {name: shard for name, shard in table.items() if all(one in held for one in shard.names)}
 
 
 def _layer_shards(index: int, groups: int) -> dict[str, Shards]:

@@ -9,6 +9,7 @@ import torch
 
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
+from mis_plugins.local.model.steps import STEPPED
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.kernels.pin import pinned
@@ -24,16 +25,20 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
     """What both sides keep, float32 as the trainer is; None without ``--true-on-policy``."""
     if not args.true_on_policy:
         return None
-    from mis_plugins.local.rollout.served import FAMILY, model_shape
+    from mis_plugins.local.rollout.served import model_family, model_shape
     from true_on_policy.models.tiny import config_of
 
-    shapes = Shapes.of(config_of(FAMILY, model_shape(config), torch.float32))
+    shapes = Shapes.of(config_of(model_family(config), model_shape(config), torch.float32))
     return Contract(dtype="fp32", shapes=shapes)
 
 
 def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
-    """Our own decoder, or an engine of ``true_on_policy`` that can serve a training loop."""
-    if args.rollout_engine == "local":
+    """Our own decoder, or an engine of ``true_on_policy`` that can serve a training loop.
+
+    With ``--async`` this one only evaluates. A second server beside the worker's would take as much again, so that our
+    own decoder evaluates in its place.
+    """
+    if args.rollout_engine == "local" or (args.asynchronous and args.rollout_engine not in STEPPED):
         return DecodeEngine(config, args.rollout_weights)
     from transformers.utils import logging
 

@@ -1,7 +1,7 @@
 """One rollout: prompts, sampled responses, rewards, and the shard of them that a data-parallel rank trains on.
 
-Every random choice is derived from ``--seed``, the rollout and the sample, so that a resumed run, another layout of
-ranks or a paired run sees the same prompts and the same draws.
+Every random choice is derived from ``--seed``, the rollout and the sample. So a resumed run, another layout of ranks or
+a paired run sees the same prompts and the same draws.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _versions(
     config = _segment_wise(args)
     if config is not None:
         names = [str(sample.index) for sample in samples]
-        left = admitted(names, written, [mask.bool() for mask in masks], config)
-        masks = [mask * stays for mask, stays in zip(masks, left, strict=True)]
+        kept = admitted(names, written, [mask.bool() for mask in masks], config)
+        masks = [mask * stays for mask, stays in zip(masks, kept, strict=True)]
     versions = torch.cat([one.versions for one in written])[layout.response_index]
     recomputed = torch.cat([one.recomputed for one in written])[layout.response_index]
     data = {

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import Generation
-from true_on_policy.contract.families import FAMILIES, Shape
+from true_on_policy.contract.families import FAMILIES, Family, Shape
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.models.tiny import write_checkpoint
-
-FAMILY = FAMILIES["qwen3-dense"]
-"""What our own decoder computes."""
 
 
 class ServedEngine:
@@ -34,6 +31,7 @@ class ServedEngine:
     def __init__(self, config: ModelConfig, start: Callable[[Path], Engine]) -> None:
         self.version = -1
         self._shape = model_shape(config)
+        self._family = model_family(config)
         self._start = start
         self._folder = TemporaryDirectory(prefix="mis-weights-")
         self._engine: Engine | None = None
@@ -41,7 +39,7 @@ class ServedEngine:
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         if dist.get_rank() == 0:
             checkpoint = Path(self._folder.name) / str(version)
-            write_checkpoint(checkpoint, FAMILY, self._shape, weights)
+            write_checkpoint(checkpoint, self._family, self._shape, weights)
             if self._engine is None:
                 self._engine = self._start(checkpoint)
             self._engine.update_weights(checkpoint, version)
@@ -81,6 +79,11 @@ class ServedEngine:
         if self._engine is not None:
             self._engine.close()
         self._folder.cleanup()
+
+
+def model_family(config: ModelConfig) -> Family:
+    """The family that computes what our own decoder computes."""
+    return FAMILIES["qwen3-dense" if config.qk_norm else "llama"]
 
 
 def model_shape(config: ModelConfig) -> Shape:

@@ -1,7 +1,7 @@
 """Packed micro-batches: where each token of each sequence lies on this context-parallel rank.
 
 The layout is zigzag: a sequence of ``L`` tokens is padded to ``2 * cp`` equal chunks, and rank ``r`` holds chunks
-``r`` and ``2 * cp - 1 - r``, so that causal attention costs every rank the same. Without context parallelism nothing
+``r`` and ``2 * cp - 1 - r``. Causal attention then costs every rank the same. Without context parallelism nothing
 is padded. The log-prob of the token at position ``p`` is read from the logits at ``p - 1``.
 """
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.config.terms.divergence import k3
 from mis_plugins.local.cli.loading import load_function
 from mis_plugins.local.train.batch import Layout
 from mis_plugins.local.train.kl import kl_term
 from mis_plugins.local.train.log_probs import response_log_probs
 from mis_plugins.local.train.parallel import ParallelState
-from mis_plugins.terms.divergence import k3
 
 Metrics = dict[str, Tensor]
 

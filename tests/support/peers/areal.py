@@ -23,8 +23,16 @@ TRACKER = Peer("areal.utils.stats_tracker", BARE, ABSENT)
 
 
 def help_of(key: str) -> str:
+    return _said(key, "help")
+
+
+def choices_of(key: str) -> list[str]:
+    return _said(key, "choices")
+
+
+def _said(key: str, what: str) -> Any:
     fields = dataclasses.fields(load(CONFIG).RejectionSamplingConfig)
-    return next(field.metadata["help"] for field in fields if field.name == key)
+    return next(field.metadata[what] for field in fields if field.name == key)
 
 
 def settings(**keys: Any) -> Any:

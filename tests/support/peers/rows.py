@@ -92,7 +92,7 @@ class Rows:
 
 @st.composite
 def rows(draw: Callable, max_responses: int = 4, max_length: int = 6, dead: bool = False) -> Rows:
-    """1 to 4 responses, each with a live token unless `dead`, with holes where a tool spoke, finite everywhere."""
+    """1 to 4 responses, each with a valid token unless `dead`, with holes where a tool spoke, finite everywhere."""
     count = draw(st.integers(1, max_responses))
     drawn = [draw(responses(draw(st.integers(1, max_length)), dead)) for _ in range(count)]
     batch = make_batch([row[:3] for row in drawn])
@@ -117,9 +117,9 @@ def fixed_rows(
     log_ratios: list[list[float]], masks: list[list[int]] | None = None, advantage: float = 1.0
 ) -> Rows:
     """Rows with these log ratios; the behavior policy gives every token -2, and pi_theta is pi_old."""
-    live = [[1] * len(row) for row in log_ratios] if masks is None else masks
+    valid = [[1] * len(row) for row in log_ratios] if masks is None else masks
     batch = make_batch(
-        [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, live, strict=True)]
+        [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, valid, strict=True)]
     )
     return Rows(batch, batch.proximal, torch.full((len(log_ratios),), advantage, dtype=torch.float64))
 
@@ -146,14 +146,14 @@ def our_metrics(batch: Rows, mapping: dict) -> dict[str, float]:
 def keep_away(batch: Rows, mapping: dict, proximal: list[Tensor] | None = None) -> None:
     """Skip a batch of which rounding could take a decision either way."""
     weight = mapping.get("weight")
-    looked_at = batch.batch if proximal is None else Batch(
+    compared = batch.batch if proximal is None else Batch(
         proximal, batch.batch.behavior, batch.batch.loss_masks, batch.batch.prompts
     )  # fmt: skip
     known = {
         "weight": weight and {"bound": "truncate", "level": "token"} | weight,
         "reject": mapping.get("reject", []),
     }
-    assume(oracle.decision_margin(looked_at.samples, known) > DECISION)
+    assume(oracle.decision_margin(compared.samples, known) > DECISION)
 
 
 def assert_same_weights(batch: Rows, correction: Correction, weights: Tensor, mask: Tensor) -> None:

@@ -47,6 +47,12 @@ def folder() -> Path:
     return Path(load(PEERS["config"]).__file__ or "").parent
 
 
+def sources() -> list[Path]:
+    """Every Python file of the installed package that computes or logs."""
+    package = folder().parents[1]
+    return [path for part in ("trainer", "workers", "utils") for path in (package / part).rglob("*.py")]
+
+
 def preset_names() -> list[str]:
     """As the installed package has them."""
     return [name for name, value in vars(rollout_config()).items() if isinstance(value, classmethod)]

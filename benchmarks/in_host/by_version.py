@@ -1,0 +1,126 @@
+"""Weights of tokens whose version is known, in plain Python floats, from the log-probs that the host dumped.
+
+Nothing of `mis_plugins` is imported: these are the oracle's answers for `behav_imp_weight/*` and for the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from in_host.dumps import MicroBatch, Recorded
+
+BY_VERSION = ("segment_wise", "standard", "fresh")
+"""Losses of rows that know versions: segment-wise weights, standard ones, and rows whose bound leaves no old token."""
+RECOMPUTED_FROM = 2
+"""The age from which log pi_{v+1} must have been stored; before, the trainer's own log-prob is that or newer."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A valid token: its age, and the logarithms of pi_{v+1} / pi_v and of pi_V / pi_v."""
+
+    age: int
+    to_next: float
+    to_present: float
+
+
+def numerator(row: Recorded, t: int, loss: str) -> float:
+    """Return the log-prob that the weight of a token compares with the engine's; NaN where nobody knows it."""
+    assert row.age is not None and row.following is not None
+    if loss == "standard" or row.age[t] < RECOMPUTED_FROM:
+        return row.proximal[t]
+    stored = row.following[t]
+    return math.nan if stored is None else stored
+
+
+def factors(row: Recorded, upper: float, loss: str) -> list[float]:
+    """Return each token's weight."""
+    return [min(math.exp(numerator(row, t, loss) - mu), upper) for t, mu in enumerate(row.behavior)]
+
+
+def tokens(batches: Iterable[MicroBatch], loss: str) -> list[Token]:
+    """List the valid tokens of a step."""
+    return [
+        Token(row.age[t], numerator(row, t, loss) - row.behavior[t], row.proximal[t] - row.behavior[t])
+        for batch in batches
+        for row in batch
+        if row.age is not None
+        for t, live in enumerate(row.mask)
+        if live
+    ]
+
+
+def summary(batches: Sequence[MicroBatch], loss: str) -> dict[str, Any]:
+    """Count a step's tokens by age, the sequences of several versions, and the tokens that cannot be weighed.
+
+    `k3_next` and `k3_present` are the mean k3 to log pi_{v+1} and to log pi_V, of tokens that need a stored log-prob.
+    """
+    found = tokens(batches, "segment_wise" if loss != "standard" else loss)
+    ages = [token.age for token in found]
+    rows = [row for batch in batches for row in batch if row.age is not None]
+    old = [token for token in found if token.age >= RECOMPUTED_FROM]
+    known = [token for token in old if not math.isnan(token.to_next)]
+    return {
+        "ages": {str(age): ages.count(age) for age in sorted(set(ages))},
+        "mixed": sum(len(set(_valid(row))) > 1 for row in rows),
+        "lacking": sum(math.isnan(token.to_next) for token in found),
+        "k3_next": _k3(token.to_next for token in known),
+        "k3_present": _k3(token.to_present for token in known),
+    }
+
+
+def _valid(row: Recorded) -> list[int]:
+    assert row.age is not None
+    return [age for age, live in zip(row.age, row.mask, strict=True) if live]
+
+
+def _k3(logs: Iterable[float]) -> float | None:
+    found = [math.expm1(x) - x for x in logs]
+    return statistics.fmean(found) if found else None
+
+
+def metrics(batches: Sequence[MicroBatch], upper: float, loss: str) -> dict[str, float]:
+    """Compute what the step must log of its weights, of all tokens and by age."""
+    found = tokens(batches, loss)
+    groups = {"": found} | {
+        f"/age_{age}": [token for token in found if token.age == age]
+        for age in {token.age for token in found}
+    }
+    return {f"{name}{end}": value for end, group in groups.items() for name, value in _of(group, upper, loss)}
+
+
+def _of(group: Sequence[Token], upper: float, loss: str) -> Iterator[tuple[str, float]]:
+    ratios = [math.exp(token.to_next) for token in group]
+    weights = [min(ratio, upper) for ratio in ratios]
+    yield "behav_imp_weight/avg", statistics.fmean(weights)
+    yield "behav_imp_weight/std", statistics.pstdev(weights)
+    yield "behav_imp_weight/min", min(weights)
+    yield "behav_imp_weight/max", max(weights)
+    yield "behav_imp_weight/ess", math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+    if loss != "standard":
+        yield "behav_imp_weight/var/segment_wise", statistics.pvariance(ratios)
+    yield (
+        "behav_imp_weight/var/standard",
+        statistics.pvariance([math.exp(token.to_present) for token in group]),
+    )
+    yield "behav_kl/avg", -statistics.fmean(token.to_next for token in group)
+    yield "staleness/avg", statistics.fmean(token.age for token in group)
+    yield "staleness/tokens", len(group)
+    yield "staleness/unknown", 0
+
+
+TIMES = {
+    "recompute": "perf/mis_next_log_probs_time",
+    "log_probs": "perf/log_probs_time",
+    "training": "perf/actor_train_time",
+    "step": "perf/step_time",
+}
+
+
+def times(perf: Mapping[str, float]) -> dict[str, float]:
+    """Pick the seconds of one step that tell what the recompute costs; the host logs no recompute where none was."""
+    return {name: perf[key] for name, key in TIMES.items() if key in perf}

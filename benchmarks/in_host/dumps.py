@@ -1,0 +1,128 @@
+"""One optimizer step of a run, from what the host itself wrote: its dumps and its log."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = list[float]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A response of a dump: log-probs of both sides, advantages and the host's mask, one number a token.
+
+    age, following: with versions, how many updates ago each token was written, and log pi_{v+1}, NaN where not known.
+    """
+
+    proximal: Row
+    behavior: Row
+    advantages: Row
+    mask: list[bool]
+    age: Sequence[int] | None = None
+    following: Sequence[float | None] | None = None
+
+
+MicroBatch = list[Recorded]
+FIELDS = {"proximal": "log_probs", "behavior": "rollout_log_probs", "advantages": "advantages"}
+VERSIONS = {"age": "output_versions", "following": "recomputed_log_probs"}
+
+
+def micro_batches(details: Path, rollout: int) -> list[MicroBatch]:
+    """Read the micro-batches of a rollout that is one optimizer step, in the dump of either host."""
+    whole = details / "train_data" / f"{rollout}.pt"
+    if whole.exists():
+        return list(_of_slime(_load(whole)))
+    return list(_of_miles([_load(path) for path in sorted((details / "train_data").glob(f"{rollout}_*.pt"))]))
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=False, map_location="cpu")  # made by our own run a moment ago
+
+
+def _of_slime(dump: Mapping[str, Any]) -> Iterator[MicroBatch]:
+    samples = {
+        (row["data_parallel_rank"], row["sample_index"], row["rollout_position"]): row
+        for row in dump["samples"]
+    }
+    for shard in dump["dp_shards"]:
+        mine = [row for (rank, _, _), row in samples.items() if rank == shard["data_parallel_rank"]]
+        order = {index: place for place, index in enumerate(shard["sample_indices"])}
+        mine.sort(key=lambda row: order[row["sample_index"]])
+        for indices in shard["micro_batch_indices"]:
+            yield [_recorded(mine[i], "loss_masks") for i in indices]
+
+
+def _recorded(row: Mapping[str, Any], mask: str) -> Recorded:
+    fields = {name: row[key].double().tolist() for name, key in FIELDS.items()}
+    return Recorded(**fields, mask=[bool(valid) for valid in row[mask].tolist()])
+
+
+def _of_miles(ranks: Sequence[Mapping[str, Any]]) -> Iterator[MicroBatch]:
+    """Join the context-parallel ranks of each shard; tensor-parallel ranks repeat one another."""
+    shards: dict[tuple[int, ...], dict[int, Any]] = {}
+    for rank in ranks:
+        data = rank["rollout_data"]
+        shards.setdefault(tuple(data["sample_indices"]), {}).setdefault(rank["cp_rank"], data)
+    for parts in shards.values():
+        data = parts[0]
+        alone = [
+            [i] for i in range(len(data["total_lengths"]))
+        ]  # on FSDP Miles does not dump its micro-batches
+        for indices in data.get("micro_batch_indices", alone):
+            yield [_joined(parts, i) for i in indices]
+
+
+def _joined(parts: Mapping[int, Mapping[str, Any]], i: int) -> Recorded:
+    from oracle import zigzag
+
+    first = parts[0]
+    total, response = first["total_lengths"][i], first["response_lengths"][i]
+    fields: dict[str, Row] = {}
+    keys = FIELDS | VERSIONS if "output_versions" in first else FIELDS
+    for name, key in keys.items():
+        row = [float("nan")] * response
+        for rank, data in parts.items():
+            held = zigzag(total, response, len(parts), rank)
+            for t, value in zip(held, data[key][i].double().tolist(), strict=True):
+                row[t] = value
+        fields[name] = row
+    versions, stored = fields.pop("age", None), fields.pop("following", None)
+    own = {name: fields[name] for name in FIELDS}
+    mask = [bool(valid) for valid in first["loss_masks"][i].tolist()]
+    if versions is None or stored is None:
+        return Recorded(own["proximal"], own["behavior"], own["advantages"], mask)
+    age: Sequence[int] = [first["proximal_version"] - int(version) for version in versions]
+    following: Sequence[float | None] = [None if math.isnan(x) else x for x in stored]
+    return Recorded(own["proximal"], own["behavior"], own["advantages"], mask, age, following)
+
+
+STEP = re.compile(r"\bstep (\d+): (\{'train/.*\})")
+ROLLOUT = re.compile(r"\brollout (\d+): (\{'rollout/.*\})")
+PERF = re.compile(r"\bperf (\d+): (\{'perf/.*\})")
+VERSION = re.compile(r"new_version='(\d+)'")
+
+
+def logged(log: str, pattern: re.Pattern[str]) -> dict[int, dict[str, float]]:
+    """Read the host's numbers of each step, or of each rollout, from its log."""
+    found: dict[int, dict[str, float]] = {}
+    for number, numbers in pattern.findall(log):
+        found.setdefault(int(number), {}).update(_numbers(numbers))
+    return found
+
+
+def _numbers(text: str) -> dict[str, float]:
+    mended = re.sub(r"(?<=: )(-?)(nan|inf)\b", r"\g<1>1e999", text)
+    return {name: value for name, value in ast.literal_eval(mended).items() if isinstance(value, int | float)}
+
+
+def versions(log: str) -> list[int]:
+    """List the weight versions that the engine reported, in order."""
+    return [int(version) for version in VERSION.findall(log)]

@@ -1,0 +1,22 @@
+"""A reward that varies between the answers to one prompt: the share of even token ids, for `--custom-rm-path`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+ROLLOUT, BROKEN = 16, 5
+"""Of each rollout's samples, numbered on from rollout to rollout, the one at this place is broken."""
+
+
+async def score(args: Any, sample: Any, **unused: Any) -> float:
+    """Score one sample of the host by its response's tokens."""
+    answer = sample.tokens[-sample.response_length :] if sample.response_length else []
+    return sum(token % 2 == 0 for token in answer) / max(len(answer), 1)
+
+
+async def score_and_break(args: Any, sample: Any, **unused: Any) -> float:
+    """Score one sample, and put a NaN in place of an engine's log-prob in one sample of each rollout."""
+    if sample.index % ROLLOUT == BROKEN:
+        sample.rollout_log_probs[0] = math.nan
+    return await score(args, sample)

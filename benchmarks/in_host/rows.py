@@ -1,0 +1,183 @@
+"""What is run inside the hosts, one row each, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from in_host.launching import Sizes
+from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.engines.handover import ACTIVE
+from true_on_policy.models.tiny import read_config
+
+CORRECTION = {"--use-tis": 0, "--custom-tis-function-path": 1, "--custom-config-path": 1}
+LOSS_HOOK = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_plugins.mis.policy_loss")
+REPORT = ("--custom-megatron-before-train-step-hook-path", "mis_plugins.mis.report_step")
+FILTER = ("--rollout-sample-filter-path", "mis_plugins.mis.drop_broken_samples",
+          "--custom-rm-path", "in_host.reward.score_and_break")  # fmt: skip
+DROPPED = (
+    "dropped sample 5 of group 1: 1 of ",
+    "dropped sample 21 of group 5: 1 of ",
+    "dropped 1 of 16 samples from the loss: rollout log-probs not finite in 1",
+)
+KEPT = ("--custom-pg-loss-reducer-function-path", "mis_plugins.mis.kept_token_mean")
+GSPO = (*LOSS_HOOK, "--eps-clip", "1e-3", "--eps-clip-high", "1e-3")
+WANDB = ("--use-wandb", "--wandb-mode", "offline", "--wandb-project", "in-host", "--wandb-group", "in-host",
+         "--disable-wandb-random-suffix")  # fmt: skip
+TENSORBOARD = ("--use-tensorboard", "--tb-project-name", "tb")
+
+
+def fully_async(bound: int) -> tuple[str, ...]:
+    """List the flags under which Miles says which version wrote each token; `bound` is on a group's oldest version."""
+    return (
+        "--fully-async", "--max-weight-staleness", str(bound), "--pause-generation-mode", "in_place",
+        "--custom-generate-function-path", "mis_plugins.mis.generate_with_versions",
+        "--custom-convert-samples-to-train-data-path", "mis_plugins.mis.convert_with_versions",
+        "--custom-megatron-init-path", "mis_plugins.mis.carry_versions",
+        "--sglang-stream-interval", "1", "--sglang-incremental-streaming-output", "--sglang-disable-overlap-schedule",
+    )  # fmt: skip
+
+
+ONE_RANK = Sizes()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of a host.
+
+    Attributes:
+        config: a file of `configs/`, which the verdict's oracle reads too.
+        flags: words after those of the launch script.
+        dropped: flags of the launch script that the row does without, with the number of words after each.
+        loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
+            `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
+        train: the host's script.
+        fsdp: whether Miles trains with FSDP, one rank a share of the data, in place of Megatron.
+        rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None starts one.
+        log_holds: texts that the log must hold.
+        compared: whether the row compares the log-probs of both sides by their bits.
+        curves: kinds of trackers' files whose exact metrics must be those of the log.
+        broken: how many responses of each rollout get a NaN for a log-prob before the sample filter sees them.
+        contract: fields of the CPU contract that pins both sides; None leaves them as they are.
+    """
+
+    name: str
+    host: str
+    config: str = "token.yaml"
+    sizes: Sizes = ONE_RANK
+    flags: tuple[str, ...] = ()
+    dropped: tuple[tuple[str, int], ...] = ()
+    loss: str = "tis"
+    train: str = "train.py"
+    colocate: bool = False
+    fsdp: bool = False
+    rollouts: str | None = None
+    log_holds: tuple[str, ...] = ()
+    compared: bool = False
+    curves: tuple[str, ...] = ()
+    broken: int = 0
+    contract: Mapping[str, Any] | None = None
+
+    @property
+    def launched_with(self) -> str:
+        """Name the config that the launch script checks, as one of the TIS hook; the row's own follows and wins."""
+        return "token.yaml" if self.loss == "objective" else self.config
+
+    @property
+    def stale(self) -> bool:
+        """Whether the rollouts were sampled with other weights than those that train on them."""
+        return self.rollouts is not None or self.train == "train_async.py"
+
+    def pinned_to(self, checkpoint: Path) -> Contract | None:
+        """Return the contract of this row for a model; None where the row leaves both sides as they are."""
+        if self.contract is None:
+            return None
+        return Contract(**self.contract, shapes=Shapes.of(read_config(checkpoint), self.sizes.tensor))
+
+
+def _both(name: str, config: str = "token.yaml", sizes: Sizes = ONE_RANK, **more: Any) -> list[Row]:
+    return [Row(f"{host}-{name}", host, config, sizes, **more) for host in ("miles", "slime")]
+
+
+_BY_LOSS = tuple(CORRECTION.items())[:2]
+
+
+def _replayed(name: str, config: str = "token.yaml", sizes: Sizes = ONE_RANK, **more: Any) -> list[Row]:
+    """Build rows whose trainers take the rollouts that an engine left in another run of that host."""
+    return [replace(row, rollouts=row.host) for row in _both(f"replay-{name}", config, sizes, **more)]
+
+
+def _fully_async(name: str, loss: str, bound: int, config: str = "versions.yaml") -> Row:
+    flags = (*LOSS_HOOK, *fully_async(bound), *REPORT, *TENSORBOARD)
+    return Row(f"miles-fully-async{name}", "miles", config, Sizes(steps=8, response=96), flags, _BY_LOSS, loss,
+               "train_async.py", log_holds=("behav_imp_weight/",))  # fmt: skip
+
+
+COMPARED_ON_FSDP = (
+    "--loss-type",
+    "custom_loss",
+    "--custom-loss-function-path",
+    "true_on_policy.hosts.policy_loss",
+)
+COMPARED = (*COMPARED_ON_FSDP,
+            "--custom-megatron-before-train-step-hook-path", "true_on_policy.hosts.report_step")  # fmt: skip
+PINNED = (*COMPARED, "--custom-megatron-init-path", "true_on_policy.hosts.miles_init")
+STEPS = 20
+
+
+def _on_policy(host: str, name: str, contract: Mapping[str, Any], **sizes: int) -> Row:
+    """Build a row whose log-probs must equal the engine's to the bit, step after step."""
+    return Row(f"{host}-on-policy-{name}", host, "on_policy.yaml", Sizes(steps=STEPS, **sizes), PINNED,
+               (("--sequence-parallel", 0),), log_holds=(ACTIVE,), compared=True, contract=contract)  # fmt: skip
+
+
+ON_POLICY: tuple[Row, ...] = (
+    *_both("compared-stock", "compared.yaml", Sizes(steps=STEPS), flags=COMPARED, compared=True),
+    _on_policy("miles", "fp32", {"dtype": "fp32"}),
+    _on_policy("miles", "bf16", {"dtype": "bf16"}),
+    _on_policy("miles", "bf16-trainer-order", {"dtype": "bf16", "norm_order": "trainer"}),
+    _on_policy("miles", "fp32-cp2", {"dtype": "fp32"}, context=2),
+    _on_policy("miles", "fp32-dp2", {"dtype": "fp32"}, data=2),
+    _on_policy("miles", "fp32-tp2", {"dtype": "fp32", "trainer_tensor_parallel": 2, "leaves": 4}, tensor=2),
+    _on_policy("miles", "bf16-tp2", {"dtype": "bf16", "trainer_tensor_parallel": 2, "leaves": 4}, tensor=2),
+    replace(_on_policy("miles", "fsdp-fp32", {"dtype": "fp32"}), fsdp=True, flags=COMPARED_ON_FSDP),
+    replace(_on_policy("miles", "fsdp-bf16", {"dtype": "bf16"}), fsdp=True, flags=COMPARED_ON_FSDP),
+    _on_policy("slime", "fp32", {"dtype": "fp32"}),
+    _on_policy("slime", "bf16", {"dtype": "bf16"}),
+)
+
+ROWS: tuple[Row, ...] = (
+    *_both("tis"),
+    *_both("tis-cp2", sizes=Sizes(context=2)),
+    *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
+    *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),
+           curves=("tensorboard",)),
+    *_both("filter", flags=FILTER, broken=1, log_holds=DROPPED),
+    *_both("async", train="train_async.py"),
+    *_both("colocate", colocate=True),
+    *_replayed("cp2", sizes=Sizes(context=2)),
+    *_replayed("dp2", sizes=Sizes(data=2)),
+    *_replayed("tp2", sizes=Sizes(tensor=2)),
+    *_replayed("micro-batch-cp2", "micro_batch.yaml", Sizes(context=2)),
+    *_replayed("micro-batch", "micro_batch.yaml"),
+    *_replayed("sequence-cp2", "sequence.yaml", Sizes(context=2)),
+    *_replayed("geometric", "geometric.yaml"),
+    *_replayed("policy-loss-cp2", "sequence.yaml", Sizes(context=2), flags=LOSS_HOOK, dropped=_BY_LOSS),
+    *_replayed("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
+    _fully_async("", "segment_wise", 4),
+    _fully_async("-off", "standard", 4, "versions_off.yaml"),
+    _fully_async("-bound-0", "fresh", 0),
+    *_replayed("opsm", "opsm.yaml", flags=LOSS_HOOK, dropped=_BY_LOSS, loss="objective"),
+    *_replayed("gspo", "gspo.yaml", flags=GSPO, dropped=_BY_LOSS, loss="objective"),
+    *_replayed("kept-token-mean", "kept.yaml", flags=KEPT, loss="kept"),
+    *_replayed("wandb", "all_metrics.yaml", flags=(*REPORT, *WANDB, *TENSORBOARD),
+               log_holds=("mis_step/",), curves=("tensorboard", "wandb")),
+    Row("miles-replay-fsdp", "miles", fsdp=True, rollouts="miles"),
+    *_replayed("rollout-scope", "rollout.yaml", flags=(
+        "--rollout-data-postprocess-path", "mis_plugins.mis.normalize_rollout", "--get-mismatch-metrics")),
+    *_both("cost", "mis.yaml", Sizes(steps=4, samples=8, response=96, micro_batch_tokens=4096),
+           flags=("--custom-tis-function-path", "in_host.timed.compute"), log_holds=("timed call",)),
+    *ON_POLICY,
+)  # fmt: skip

@@ -1,0 +1,379 @@
+"""What a recorded run must show: its figures beside the float64 oracle's, from the log-probs that the host dumped.
+
+The oracle is `tests/support/oracle.py`, which imports nothing of `mis_plugins`. A record holds all that a verdict
+needs, so a committed record can be judged again without a host.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from in_host import by_version
+from in_host.by_version import BY_VERSION
+from in_host.dumps import MicroBatch, Recorded
+from mis_plugins.report.readers.curves import our_name
+
+K3_LIMIT = 1e-3
+"""Trainer and engine hold the same bf16 weights: 6e-5 to 9e-5 were seen."""
+K3_LIMIT_STALE = 1e-2
+"""Rollouts of weights that are one update old, or of another run: up to 2e-3 was seen at a learning rate of 1e-4."""
+RELATIVE, ABSOLUTE = 2e-5, 2e-6
+"""Hosts add up float32 over a few hundred tokens, and log-perplexities of about 5."""
+SPREAD = 100.0
+"""A spread is the root of a difference of squares, and a correlation a quotient of such."""
+CURVE = 1e-6
+"""Tensorboard keeps float32."""
+STEP = "train/mis_step/"
+HOOK = "train/true_on_policy_"
+GRADIENT = 1e-9
+WEIGHT_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-8
+"""Both sides have the dump's float32 log-probs; the weights themselves are float32."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One asserted line: what was compared, what was wanted and found, and whether it holds."""
+
+    what: str
+    wanted: str
+    found: str
+    holds: bool
+
+
+def judge(record: Mapping[str, Any]) -> list[Line]:
+    """Judge a record: the run as a whole, and the step whose log-probs the record holds."""
+    return [*_of_the_run(record), *_of_the_step(record)]
+
+
+def _of_the_run(record: Mapping[str, Any]) -> Iterator[Line]:
+    wanted, steps = record["sizes"]["steps"], record["steps"]
+    yield _equal("exit code of train.py", 0, record["exit"])
+    yield _equal("optimizer steps", wanted, len(steps))
+    yield _equal("weight versions of the engine", record["wanted_versions"], record["versions"])
+    yield _equal("processes left", 0, record["left"])
+    for text, held in record["log_holds"].items():
+        yield Line(f"{text!r} in the log", "True", str(held), held)
+    limit = K3_LIMIT_STALE if record["stale"] else K3_LIMIT
+    for number, step in enumerate(steps):
+        yield Line(
+            f"k3 of step {number}", f"at most {limit:g}", f"{step['k3']:.2e}", 0 <= step["k3"] <= limit
+        )
+        norm = step["metrics"].get("train/grad_norm", math.nan)
+        yield Line(f"gradient norm of step {number}", f"above {GRADIENT:g}", f"{norm:.4g}", norm > GRADIENT)
+
+    yield from _of_the_bits(record)
+    if record["loss"] in BY_VERSION:
+        yield from _of_the_versions(record["steps"], record["loss"])
+
+
+def _of_the_bits(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Compare the log-probs of both sides by bits: all equal under a contract, and some that differ without one."""
+    if not record.get("bits"):
+        return
+    pinned = record["contract"] is not None
+    wanted = "none of some" if pinned else "some"
+    for number, ((compared, different), step) in enumerate(
+        zip(record["bits"], record["steps"], strict=False)
+    ):
+        by_hook = step["metrics"].get(f"{HOOK}different", math.nan)
+        told = f"{different} of {compared} in the dump, {by_hook:g} a sample by the hook"
+        holds = compared > 0 and step["metrics"].get(f"{HOOK}compared", 0) > 0
+        holds = holds and ((different == 0 and by_hook == 0) if pinned else (different > 0 and by_hook > 0))
+        yield Line(f"log-probs of step {number} that differ", wanted, told, holds)
+
+
+def bits(batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Count the valid tokens of a step, and those whose log-probs of both sides differ in a bit."""
+    pairs = [(struct.pack("d", p), struct.pack("d", b)) for batch in batches for row in batch
+             for p, b, live in zip(row.proximal, row.behavior, row.mask, strict=True) if live]  # fmt: skip
+    return len(pairs), sum(p != b for p, b in pairs)
+
+
+def _equal(what: str, wanted: object, found: object) -> Line:
+    return Line(what, str(wanted), str(found), wanted == found)
+
+
+def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Compare loss and metrics of the recorded step with the oracle's."""
+    if not record["steps"] or not record["micro_batches"]:
+        yield Line("a recorded step", "its log-probs", "none", False)
+        return
+    number = record.get("recorded", len(record["steps"]) - 1)
+    if number >= len(record["steps"]):
+        yield Line("a recorded step", f"step {number}", f"{len(record['steps'])} steps", False)
+        return
+    metrics = record["steps"][number]["metrics"]
+    batches = [[Recorded(**row) for row in batch] for batch in record["micro_batches"]]
+    if record["loss"] in BY_VERSION and any(row.age is None for batch in batches for row in batch):
+        yield Line("versions in the dump", "of every token", "none", False)
+        return
+    expected = Expected(batches, record["config"], record["loss"], record.get("flags", ()))
+    yield _close(f"loss of step {number}", expected.loss(), metrics.get("train/loss"))
+    if record["loss"] in BY_VERSION:
+        yield from _weights_by_age(batches, record, metrics, number)
+        return
+    compared = {name: value for name, value in expected.metrics().items() if f"train/mis_{name}" in metrics
+                if record.get("micro_batched", True) or not name.endswith("_mb")}  # fmt: skip
+    yield Line(
+        "metrics compared",
+        "at least 10",
+        str(len(compared)),
+        len(compared) >= 10 or record["loss"] == "uncorrected",
+    )
+    for name, value in compared.items():
+        yield _close(f"mis_{name} of step {number}", value, metrics[f"train/mis_{name}"])
+    yield from _of_the_objective(expected, metrics, number)
+    yield from _of_the_filter(record, batches, number)
+    yield from _exact(expected, metrics, number)
+    yield from _of_the_curves(record)
+
+
+def _of_the_objective(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
+    """Compare what clip and OPSM held back with the oracle's share, which is some of the tokens and not all."""
+    for name, value in expected.held_back().items():
+        yield _close(f"{name} of step {number}", value, metrics.get(f"train/{name}"))
+        yield Line(f"{name} of step {number} decides", "above 0, below 1", f"{value:.4g}", 0 < value < 1)
+
+
+def _of_the_filter(record: Mapping[str, Any], batches: Sequence[MicroBatch], number: int) -> Iterator[Line]:
+    """Count the responses without a token in the loss, and their tokens whose log-prob the filter replaced."""
+    if not record.get("broken"):
+        return
+    gone = [row for batch in batches for row in batch if not any(row.mask)]
+    yield _equal(f"responses taken out of step {number}", record["broken"], len(gone))
+    mended = [sum(value == 0 for value in row.behavior) for row in gone]
+    yield _equal("their tokens without a log-prob", [1] * record["broken"], mended)
+
+
+def _of_the_curves(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Compare the exact metrics in the tracker's files with those of the host's log, step by step."""
+    for kind, points in (record.get("curves") or {}).items():
+        compared, wrong = 0, []
+        for number, found in points.items():
+            logged = record["steps"][int(number)]["metrics"]
+            exact = {our_name(name): value for name, value in logged.items() if name.startswith(STEP)}
+            wrong += [name for name, value in exact.items()
+                      if not math.isclose(found.get(name, math.nan), value, rel_tol=CURVE, abs_tol=CURVE)]  # fmt: skip
+            compared += len(exact)
+        told = (
+            f"{compared}, {len(wrong)} of them otherwise: {', '.join(wrong[:3])}" if wrong else str(compared)
+        )
+        yield Line(
+            f"exact metrics in the file of {kind}",
+            "at least 40, all equal",
+            told,
+            compared >= 40 and not wrong,
+        )
+
+
+def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[Line]:
+    """Look at the versions of all steps: several in a sequence and some old, each with what its weight needs."""
+    found = [step["by_version"] for step in steps]
+    oldest = max((int(age) for one in found for age in one["ages"]), default=0)
+    mixed, scored = sum(one["mixed"] for one in found), sum("recompute" in step["times"] for step in steps)
+    if loss == "fresh":
+        yield Line("age of the oldest token", "at most 1", str(oldest), oldest <= 1)
+    else:
+        yield Line("age of the oldest token", "at least 2", str(oldest), oldest >= 2)
+        yield Line("sequences of several versions", "at least 1", str(mixed), mixed >= 1)
+    yield _equal("tokens that cannot be weighed", 0, sum(one["lacking"] for one in found))
+    if loss == "standard":
+        yield _equal("steps with a recompute", 0, scored)
+    if loss == "segment_wise":
+        yield Line("steps with a recompute", "at least 1", str(scored), scored >= 1)
+        yield from _nearer(found)
+
+
+def _nearer(found: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    """One update moved pi_{v+1} from pi_v, and several moved pi_V: a wrong version would turn that round."""
+    pairs = [(one["k3_next"], one["k3_present"]) for one in found if one["k3_next"] is not None]
+    nearer, further = (math.fsum(pair[i] for pair in pairs) for i in (0, 1))
+    yield Line(
+        "k3 of old tokens to log pi_{v+1}",
+        f"below {further:.3g}, to log pi_V",
+        f"{nearer:.3g}",
+        nearer < further,
+    )
+
+
+def _weights_by_age(
+    batches: Sequence[MicroBatch], record: Mapping[str, Any], metrics: Mapping[str, float], number: int
+) -> Iterator[Line]:
+    """Compare the weights that the step hook logged, of all tokens and by age, with those of the dump."""
+    wanted = by_version.metrics(batches, record["config"]["weight"]["upper"], record["loss"])
+    for name, value in wanted.items():
+        found = metrics.get(STEP + name)
+        holds = found is not None and math.isclose(
+            value, found, rel_tol=WEIGHT_RELATIVE, abs_tol=WEIGHT_ABSOLUTE
+        )
+        yield Line(
+            f"{name} of step {number}",
+            f"{value:.7g}",
+            "not logged" if found is None else f"{found:.7g}",
+            holds,
+        )
+
+
+def _exact(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
+    """Compare the exact metrics of `metrics: all`, which are of the whole step, with the oracle's."""
+    logged = {name.removeprefix(STEP): value for name, value in metrics.items() if name.startswith(STEP)}
+    if not logged:
+        return
+    wanted = {name: value for name, value in expected.of_the_step().items() if name in logged}
+    yield Line("exact metrics compared", "at least 40", str(len(wanted)), len(wanted) >= 40)
+    for name, value in wanted.items():
+        spread = SPREAD if name.endswith(("std", "correlation")) else 1.0
+        yield _close(f"mis_step/{name} of step {number}", value, logged[name], spread)
+
+
+def _close(what: str, wanted: float, found: float | None, wider: float = 1.0) -> Line:
+    if found is None:
+        return Line(what, f"{wanted:.7g}", "not logged", False)
+    holds = math.isclose(wanted, found, rel_tol=RELATIVE * wider, abs_tol=ABSOLUTE * wider)
+    return Line(what, f"{wanted:.7g}", f"{found:.7g}", holds)
+
+
+class Expected:
+    """The oracle's answers for one optimizer step, whose target policy is the proximal policy still."""
+
+    def __init__(
+        self, batches: Sequence[MicroBatch], config: dict[str, Any], loss: str, flags: Sequence[str] = ()
+    ):
+        import oracle
+
+        self.batches, self.kind = batches, loss
+        self.objective, self.opsm = config.get("objective") or {}, config.get("opsm")
+        self.clip = {side: _number_after(flags, flag) for side, flag in CLIPS.items()}
+        self.samples = [
+            [oracle.Sample(row.proximal, row.behavior, row.mask) for row in batch] for batch in batches
+        ]
+        self.config = {key: value for key, value in config.items() if key in KEYS}
+        self.corrected = [oracle.correct(batch, self.config, self._others(batch)) for batch in self.samples]
+
+    def _others(self, batch: Any) -> list[Any]:
+        """Return the micro-batches that share the mean weight with `batch`."""
+        scope = ((self.config.get("weight") or {}).get("normalize") or {}).get("scope")
+        return [other for other in self.samples if other is not batch] if scope == "rollout" else []
+
+    def loss(self) -> float:
+        """Add up -A w over what is kept, by each response's number of valid tokens, over the number of responses."""
+        total = 0.0
+        for batch, corrected in zip(self.batches, self.corrected, strict=True):
+            for i, row in enumerate(batch):
+                factors = self._factors(row, corrected.weights[i], corrected.keep[i])
+                if self.kind == "objective":
+                    total += self._surrogate(row, factors)
+                    continue
+                counted = corrected.keep[i] if self.kind == "kept" else row.mask
+                total -= _mean(counted, [a * w for a, w in zip(row.advantages, factors, strict=True)])
+        return total / sum(map(len, self.batches))
+
+    def _factors(self, row: Recorded, weights: Sequence[float], keep: Sequence[bool]) -> list[float]:
+        """Weigh each token, with 0 where it is rejected."""
+        if self.kind == "uncorrected":
+            return [1.0] * len(weights)
+        if self.kind in BY_VERSION:
+            return by_version.factors(row, self.config["weight"]["upper"], self.kind)
+        stays = self._stays(row)
+        return [w if kept and stay else 0.0 for w, kept, stay in zip(weights, keep, stays, strict=True)]
+
+    def _stays(self, row: Recorded) -> list[bool]:
+        """Tell which tokens OPSM leaves."""
+        from loss_oracle import opsm_keep
+
+        if self.opsm is None:
+            return [True] * len(row.mask)
+        reference = row.proximal if self.opsm.get("reference") == "proximal" else row.behavior
+        by_sequence = self.opsm.get("advantage") == "sequence"
+        return opsm_keep(self._response(row, ()), reference, self.opsm["delta"], by_sequence)
+
+    def _surrogate(self, row: Recorded, factors: Sequence[float]) -> float:
+        """Average the configured surrogate over a response's valid tokens."""
+        from loss_oracle import policy_sums
+
+        response = self._response(row, factors)
+        valid = len(response.valid)
+        return policy_sums([response], self._spec(), [response])[0] / valid if valid else 0.0
+
+    def _response(self, row: Recorded, factors: Sequence[float]) -> Any:
+        from loss_oracle import Response
+
+        old = row.behavior if self.objective.get("old") == "behavior" else row.proximal
+        return Response(row.proximal, old, row.proximal, row.advantages, factors, row.mask)
+
+    def _spec(self) -> Any:
+        from loss_oracle import Spec
+
+        fields: dict[str, Any] = {name: self.objective[name] for name in SHAPE if name in self.objective}
+        fields |= {side: value for side, value in self.clip.items() if value is not None}
+        return Spec(**fields)
+
+    def held_back(self) -> dict[str, float]:
+        """Average over responses the shares that the objective's clip holds back and that OPSM masks."""
+        from loss_oracle import held_back
+
+        rows = [row for batch in self.batches for row in batch]
+        found: dict[str, float] = {}
+        if self.opsm is not None:
+            masked = [_mean(row.mask, [not stay for stay in self._stays(row)]) for row in rows]
+            found["opsm_clipfrac"] = math.fsum(masked) / len(rows)
+        if self.objective:
+            spec = self._spec()
+            shares = [_mean(row.mask, [held_back(self._response(row, ()), t, spec) and valid
+                                       for t, valid in enumerate(row.mask)]) for row in rows]  # fmt: skip
+            found["pg_clipfrac"] = math.fsum(shares) / len(rows)
+        return found
+
+    def of_the_step(self) -> dict[str, float]:
+        """Compute the exact metrics over all samples at once, where no micro-batch has a mean weight of its own."""
+        import oracle
+        from step_oracle import step_metrics
+
+        everything = [sample for batch in self.samples for sample in batch]
+        found, _ = step_metrics(everything, self.config, oracle.correct(everything, self.config))
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Average each metric as the hosts do: over a response's valid tokens, then over all responses."""
+        import oracle
+
+        totals: dict[str, float] = {}
+        for batch, samples, corrected in zip(self.batches, self.samples, self.corrected, strict=True):
+            for name, rows in corrected.metrics.items():
+                added = sum(_mean(row.mask, values) for row, values in zip(batch, rows, strict=True))
+                totals[name] = totals.get(name, 0.0) + added
+            for name, value in oracle.batch_metrics(samples, self.config, corrected).items():
+                taught = sum(any(row.mask) for row in batch)
+                totals[name] = totals.get(name, 0.0) + value * taught * oracle.host_scale(name, samples)
+        return {name: total / sum(map(len, self.batches)) for name, total in totals.items()}
+
+
+CLIPS = {"low": "--eps-clip", "high": "--eps-clip-high"}
+SHAPE = ("surrogate", "ratio")
+KEYS = ("weight", "reject", "denominator", "on_all_rejected", "aggregate")
+
+
+def _number_after(flags: Sequence[str], flag: str) -> float | None:
+    """Return the number that follows a flag of the row, or None where the row leaves the launch script's."""
+    return float(flags[flags.index(flag) + 1]) if flag in flags else None
+
+
+def _mean(mask: Sequence[bool], values: Sequence[float]) -> float:
+    """Average over the valid tokens; 0 where there is none."""
+    counted = [value for value, valid in zip(values, mask, strict=True) if valid]
+    return math.fsum(counted) / len(counted) if counted else 0.0
+
+
+def k3(batches: Sequence[MicroBatch]) -> float:
+    """Average k3 over all valid tokens of a step."""
+    logs = [p - b for batch in batches for row in batch
+            for p, b, valid in zip(row.proximal, row.behavior, row.mask, strict=True) if valid]  # fmt: skip
+    return math.fsum(math.expm1(x) - x for x in logs) / len(logs) if logs else math.nan
+
+
+def as_rows(batches: Sequence[MicroBatch]) -> list[list[dict[str, Any]]]:
+    return [[asdict(row) for row in batch] for batch in batches]

@@ -1,0 +1,1 @@
+"""The parts of mismatch.py: rungs of rollout weights, what is sampled on them, its statistics, and the page."""

@@ -1,0 +1,260 @@
+"""How far is a rollout engine from the trainer on a real model, and what does each preset keep of its rollouts?
+
+    python benchmarks/mismatch.py                    128 prompts and 20,000 tokens a rung: hours on two cores
+    python benchmarks/mismatch.py --rungs bf16 int5 --prompts 16 --tokens 1000
+    python benchmarks/mismatch.py --smoke            a tiny model and Hugging Face's engine, in half a minute
+
+The real SGLang samples on every rung, with rounded weights but for the first two, and vLLM on the last; Megatron-core
+scores in bf16 and in fp32. Every batch of eight responses is kept: after Ctrl-C the same command goes on, and one with
+more prompts or tokens adds to what is there.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("mismatch:main", extra="verify")
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from ladder import shipped
+from ladder.page import page
+from ladder.presets_at import kept_and_weighed, of_length, window_values
+from ladder.rollouts import Amount, Rollouts, sample, score, start_engine, start_trainer
+from ladder.rungs import RUNGS, Rung, write_rollout_weights
+from ladder.statistics import Pair, summary
+from provenance import parser_of, provenance
+
+from mis_plugins.errors import UserError
+from mis_plugins.local.report import write_json
+from mis_plugins.shared.numerals import count
+from true_on_policy.contract.choices import check_model
+from true_on_policy.contract.pretrained import PRETRAINED
+from true_on_policy.contract.sides import ENGINES
+from true_on_policy.engines.protocol import Engine, Sample
+from true_on_policy.models.tiny import checkpoint, read_config, weights_hash
+from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.verify.prompts import read_prompts
+
+TRAINERS = ("bf16", "fp32")
+RESULTS = Path("benchmarks/results")
+CARRIED = Path("mis_plugins/explain/rungs.json")  # within a wheel
+CUTS = (16, 64, 128, 256, 512, 1024)
+LEAST = 4  # responses, for a length to have numbers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rollout follows from besides the code; a rung of other settings is sampled anew."""
+
+    model: str
+    weights: str
+    prompts: str
+    engine: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Climb:
+    """What all rungs share: the model, its prompts, how much is asked for, where rollouts are kept, this commit."""
+
+    source: Path
+    prompts: Sequence[tuple[int, ...]]
+    end: int
+    settings: Settings
+    amount: Amount
+    runs: Path
+    commit: str
+
+    def rollouts(self, name: str) -> Rollouts:
+        """The rollouts of one rung: those that the file holds, and what is lacking."""
+        path, rung = self.runs / f"{name}.safetensors", RUNGS[name]
+        rollouts = taken_over(path, self.settings)
+        if rollouts is not None and self.amount.share(rollouts) >= 1:
+            return rollouts
+        with TemporaryDirectory(prefix="mismatch-") as scratch:
+            held = write_rollout_weights(self.source, Path(scratch) / "rollout", rung)
+            with closing(start_engine(rung.engine or self.settings.engine, held)) as engine:
+                return self._go_on(path, rung, engine, rollouts)
+
+    def _go_on(self, path: Path, rung: Rung, engine: Engine, rollouts: Rollouts | None) -> Rollouts:
+        """Sample and score batches until there is enough, each kept in the file as soon as it is scored."""
+        trainers = {dtype: start_trainer(self.source, dtype, rung.fp32_head) for dtype in TRAINERS}
+        words = {
+            "settings": _text(self.settings),
+            "engine": json.dumps(engine.versions()),
+            "commit": self.commit,
+        }
+        check_engine(path, rollouts, words["engine"])
+        began, before = time.monotonic(), self.amount.share(rollouts)
+        while rollouts is None or (share := self.amount.share(rollouts)) < 1:
+            if rollouts is not None and share > before:
+                left = (time.monotonic() - began) * (1 - share) / (share - before)
+                print(f"{path.stem}: {share:.0%} of the rung, {left / 60:.0f} min left", file=sys.stderr)
+            done = 0 if rollouts is None else len(rollouts.lengths)
+            found = sample(engine, self.prompts, done, self.settings.length, self.end)
+            more = _scored(found, trainers, words)
+            rollouts = more if rollouts is None else rollouts.followed_by(more)
+            rollouts.save(path)
+        return rollouts
+
+
+def _scored(
+    found: Sequence[tuple[int, Sample]], trainers: Mapping[str, Megatron], words: Mapping[str, str]
+) -> Rollouts:
+    samples = [one for _, one in found]
+    return Rollouts(
+        behavior=torch.cat([one.log_probs for one in samples]),
+        proximal={dtype: score(trainer, samples) for dtype, trainer in trainers.items()},
+        lengths=torch.tensor([len(one.tokens) for one in samples]),
+        prompts=torch.tensor([index for index, _ in found]),
+        words=words,
+    )
+
+
+def check_engine(path: Path, rollouts: Rollouts | None, engine: str) -> None:
+    """Refuse to mix rollouts of two versions of an engine."""
+    if rollouts is not None and rollouts.words["engine"] != engine:
+        raise UserError(
+            f"{path}: was sampled by {rollouts.words['engine']}, and the engine here is {engine}; "
+            "name another folder with --runs, or remove the file"
+        )
+
+
+def _text(settings: Settings) -> str:
+    return json.dumps(asdict(settings), sort_keys=True)
+
+
+def rung_of(rollouts: Rollouts, lengths: Sequence[int]) -> dict[str, Any]:
+    """The numbers of one rung, for the json."""
+    pairs = {
+        name: Pair(rollouts.behavior, proximal, rollouts.lengths, rollouts.prompts)
+        for name, proximal in rollouts.proximal.items()
+    }
+    cut = {length: of_length(pairs["bf16"], length) for length in lengths}
+    enough = {str(length): pair for length, pair in cut.items() if len(pair.lengths) >= LEAST}
+    return {
+        "mismatch": {name: summary(pair) for name, pair in pairs.items()},
+        "responses": {length: len(pair.lengths) for length, pair in enough.items()},
+        "presets": {length: kept_and_weighed(pair) for length, pair in enough.items()},
+        "windows": {length: window_values(pair) for length, pair in enough.items()},
+        "engine": json.loads(rollouts.words["engine"]),
+        "commit": rollouts.words["commit"],
+    }
+
+
+def taken_over(path: Path, settings: Settings) -> Rollouts | None:
+    """The rollouts of a finished rung; None where there is none, or its settings were others."""
+    if not path.exists():
+        return None
+    rollouts = Rollouts.load(path)
+    return rollouts if rollouts.words["settings"] == _text(settings) else None
+
+
+def model_folder(name: str, scratch: Path) -> Path:
+    if name in PRETRAINED:
+        from true_on_policy.models.pretrained import pretrained
+
+        return pretrained(name, lambda line: print(line, file=sys.stderr))
+    return checkpoint(name, scratch / "model", torch.float32, seed=0)
+
+
+def climb(options: Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Measure every rung that is asked for, and yield the content of the json after each."""
+    measured = provenance()  # once: the carried file that is written below is a change to the tree
+    made = _climb(options, scratch, measured["mis-plugins commit"])
+    lengths = [cut for cut in CUTS if cut < options.length] + [options.length]
+    size = f"{options.model}, {options.prompts} prompts and {options.tokens} tokens a rung at least"
+    content = {
+        "model": options.model,
+        "size": f"{size}, responses up to {options.length} tokens",
+        "lengths": lengths,
+        "rungs": {},
+    }
+    for name in options.rungs:
+        content["rungs"][name] = rung_of(made.rollouts(name), lengths)
+        yield content | {"measured_with": measured}
+
+
+def _climb(options: Namespace, scratch: Path, commit: str) -> Climb:
+    source = model_folder(options.model, scratch)
+    config = read_config(source)
+    named, prompts = _prompts(options, source, config.vocab_size)
+    settings = Settings(options.model, weights_hash(source), named, options.engine, options.length)
+    amount = Amount(options.prompts, options.tokens)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    return Climb(source, prompts, config.eos_token_id, settings, amount, options.runs, commit)
+
+
+def _prompts(options: Namespace, source: Path, vocabulary: int) -> tuple[str, Sequence[tuple[int, ...]]]:
+    """All prompts of the source, with the name that settings know them by; `--source random` draws tokens."""
+    if options.source == "random":
+        drawn = torch.randint(vocabulary, (options.prompts, 8), generator=torch.Generator().manual_seed(0))
+        return f"random {options.prompts}", [tuple(prompt) for prompt in drawn.tolist()]
+    found = read_prompts(options.source, source)
+    if len(found.tokens) < options.prompts:
+        raise UserError(
+            f"--prompts {options.prompts}: {options.source} holds {len(found.tokens)}; give fewer"
+        )
+    return f"{found.name} {found.sha256}", found.tokens
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=[*RUNGS], metavar="RUNG")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--engine", default="sglang", choices=ENGINES)
+    parser.add_argument("--source", default="builtin", help="a file of prompts, one a line, or builtin")
+    parser.add_argument("--prompts", type=count, default=128, help="how many prompts")
+    parser.add_argument("--tokens", type=count, default=20000, help="sampled on each rung, at least")
+    parser.add_argument("--length", type=count, default=1024, help="tokens of a response, at most")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model, few tokens, Hugging Face's engine"
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="where rollouts are kept (default: benchmarks/results/mismatch)"
+    )
+    parser.add_argument("--results", type=Path, help="(default: benchmarks/results)")
+    options = parser.parse_args()
+    if options.smoke:
+        options.model, options.engine, options.source = "tiny-llama", "hf", "random"
+        options.prompts, options.tokens, options.length = 8, 100, 24
+        options.rungs = [name for name in options.rungs if RUNGS[name].engine is None]
+    options.runs = options.runs or (Path("runs/mismatch-smoke") if options.smoke else RESULTS / "mismatch")
+    options.results = options.results or (options.runs if options.smoke else RESULTS)
+    options.results.mkdir(parents=True, exist_ok=True)
+    try:
+        check_model(options.model)
+        with TemporaryDirectory(prefix="mismatch-model-") as scratch:
+            for content in climb(options, Path(scratch)):
+                publish(content, options.results / "mismatch.json")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def publish(content: dict[str, Any], path: Path) -> None:
+    """Write json, page and the part that is shipped, of the rungs that are finished."""
+    shipped.write(CARRIED if path.parent == RESULTS else path.with_name(CARRIED.name), content)
+    rungs = {
+        name: {key: one[key] for key in one if key != "windows"} for name, one in content["rungs"].items()
+    }
+    write_json(path, {**content, "rungs": rungs})
+    path.with_suffix(".md").write_text(page(content), encoding="utf-8")
+    print(f"{', '.join(content['rungs'])}: wrote {path} and {path.with_suffix('.md')}")

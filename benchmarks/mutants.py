@@ -1,0 +1,235 @@
+"""Mutants of a Python file: copies in which one expression or statement is replaced by a wrong one.
+
+Annotations, docstrings, decorators, assertions and the texts of errors are left alone: no test should depend on them.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+RENAMED = {
+    "min": "max",
+    "max": "min",
+    "amin": "amax",
+    "amax": "amin",
+    "minimum": "maximum",
+    "maximum": "minimum",
+    "any": "all",
+    "all": "any",
+    "exp": "expm1",
+    "expm1": "exp",
+    "floor": "ceil",
+    "ceil": "floor",
+}
+LEFT_OUT = ("clamp", "detach", "float", "abs", "neg", "clone")
+"""Methods whose call becomes its receiver."""
+
+SKIPPED_FIELDS = ("annotation", "returns", "decorator_list")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong program.
+
+    place: dotted name of the function or class that holds the change; `module` outside of any.
+    line: first line of what was replaced.
+    changed: source before and after, and which of several equal changes in that place it is.
+    tree: the whole file with the change.
+    """
+
+    path: str
+    place: str
+    line: int
+    changed: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """A name that outlives changes elsewhere in the file."""
+        return f"{self.path} {self.place}: {self.changed}"
+
+    @property
+    def in_function(self) -> bool:
+        """Whether the line runs when something is called, and not when the file is imported."""
+        return _within_call(self.tree, self.line)
+
+
+def mutants_of(path: Path, name: str) -> list[Mutant]:
+    """All mutants of a file, in the order of its lines.
+
+    Args:
+        name: what the mutants call the file.
+    """
+    return mutants(path.read_text(encoding="utf-8"), name)
+
+
+def mutants(source: str, name: str) -> list[Mutant]:
+    """All mutants of a source text."""
+    tree = ast.parse(source)
+    met: Counter[str] = Counter()
+    found = []
+    for change in _changes(tree, ()):
+        said = f"`{_short(change.before)}` -> `{_short(change.after)}`"
+        place = ".".join(change.place) or "module"
+        met[place + said] += 1
+        number = f" ({met[place + said]})" if met[place + said] > 1 else ""
+        found.append(Mutant(name, place, change.before.lineno, said + number, _replaced(tree, change)))
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """A node of a file, and what stands there in a mutant."""
+
+    before: Any
+    after: Any
+    place: tuple[str, ...]
+
+
+def _changes(node: ast.AST, place: tuple[str, ...]) -> Iterator[Change]:
+    """The changes of a node and of all that it holds."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        place = (*place, node.name)
+    if isinstance(node, (ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)) or _is_text(node):
+        return
+    for after in _instead(node):
+        yield Change(node, after, place)
+    if isinstance(node, ast.Raise):
+        return
+    for field, value in ast.iter_fields(node):
+        if field in SKIPPED_FIELDS:
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _changes(child, place)
+
+
+def _is_text(node: ast.AST) -> bool:
+    """A docstring, or a statement of the type checker alone."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _instead(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand for a node in a mutant."""
+    match node:
+        case ast.BinOp() | ast.BoolOp() if type(node.op) in SWAPPED:
+            yield _with(node, op=SWAPPED[type(node.op)]())
+        case ast.AugAssign() if type(node.op) in SWAPPED:
+            yield _with(node, op=SWAPPED[type(node.op)]())
+        case ast.Compare() if type(node.ops[0]) in SWAPPED:
+            yield _with(node, ops=[SWAPPED[type(node.ops[0])](), *node.ops[1:]])
+        case ast.UnaryOp():
+            yield node.operand
+        case ast.IfExp():
+            yield _with(node, body=node.orelse, orelse=node.body)
+        case ast.If():
+            yield _with(node, test=ast.UnaryOp(ast.Not(), node.test))
+        case ast.Constant():
+            yield from _constants(node)
+        case ast.Call():
+            yield from _calls(node)
+        case ast.Expr() | ast.Raise():
+            yield ast.Pass()
+        case ast.Return() if node.value is not None:
+            yield from _returns(node)
+
+
+def _constants(node: ast.Constant) -> Iterator[ast.AST]:
+    if isinstance(node.value, bool):
+        yield _with(node, value=not node.value)
+    elif isinstance(node.value, (int, float)):
+        yield _with(node, value=node.value + 1)
+
+
+def _calls(node: ast.Call) -> Iterator[ast.AST]:
+    """A call of the opposite function, with exchanged branches, or left out around its receiver."""
+    if not isinstance(node.func, ast.Attribute):
+        return
+    name = node.func.attr
+    if name in RENAMED:
+        yield _with(node, func=_with(node.func, attr=RENAMED[name]))
+    if name == "where" and len(node.args) == 3:
+        condition, one, other = node.args
+        yield _with(node, args=[condition, other, one])
+    if name in LEFT_OUT:
+        receiver = node.func.value
+        is_module = isinstance(receiver, ast.Name) and receiver.id == "torch"
+        yield node.args[0] if is_module else receiver
+
+
+def _returns(node: ast.Return) -> Iterator[ast.AST]:
+    """Nothing for something, where the value is no longer expression with changes of its own."""
+    if isinstance(node.value, (ast.Name, ast.Attribute, ast.Call)):
+        yield _with(node, value=ast.Constant(None))
+
+
+def _with(node: ast.AST, **fields: Any) -> Any:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _replaced(tree: ast.Module, change: Change) -> ast.Module:
+    """A copy of the tree with the one node replaced; all other nodes are shared."""
+
+    def copied(node: Any) -> Any:
+        if node is change.before:
+            return ast.fix_missing_locations(ast.copy_location(change.after, change.before))
+        if isinstance(node, list):
+            inside = [copied(one) for one in node]
+            return inside if any(new is not old for new, old in zip(inside, node, strict=True)) else node
+        if not isinstance(node, ast.AST):
+            return node
+        fields = {name: copied(value) for name, value in ast.iter_fields(node)}
+        changed = {name: value for name, value in fields.items() if value is not getattr(node, name)}
+        return _with(node, **changed) if changed else node
+
+    return copied(tree)
+
+
+def _short(node: ast.AST) -> str:
+    """A node's source in one line: a statement with a body by its head."""
+    text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).splitlines()[0]
+    return text if len(text) <= 90 else text[:87] + "..."
+
+
+def _within_call(tree: ast.Module, line: int) -> bool:
+    """Whether a function or lambda of the file holds the line in its body."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            body = node.body if isinstance(node.body, list) else [node.body]
+            if body[0].lineno <= line <= (body[-1].end_lineno or line):
+                return True
+    return False

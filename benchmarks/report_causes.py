@@ -1,0 +1,108 @@
+"""How often the detectors of `python -m mis_plugins report` are right: clean runs, and runs with one cause planted.
+
+    python benchmarks/report_causes.py --runs 50
+
+Each run has some 20,000 tokens (`benchmarks/planted_runs.py`). A clean run counts as a false alarm of each detector
+that fires. A planted run counts as found where its cause is told, and as found alone where no other cause is told.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("report_causes:main", extra="report")
+
+import math
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from planted_runs import PLANTS, PRECISIONS, planted
+from provenance import markdown_table, parser_of, write_record
+
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.report.causes import CAUSES
+from mis_plugins.report.survey import Survey, report
+from mis_plugins.shared.progress import told
+from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
+
+RESULTS = Path("benchmarks/results")
+MEASURED = ("mis_plugins/report", "mis_plugins/metrics", "benchmarks/planted_runs.py")
+
+
+def found_in(cause: str | None, seed: int) -> list[str]:
+    """Names of the causes that are told of one run. The engine's precision goes round with the seed."""
+    survey = Survey.of(CorrectionConfig(), [])
+    survey.add_all(planted(cause, seed, list(PRECISIONS)[seed % len(PRECISIONS)]))
+    made = report(survey)
+    return [] if made is None else [one.name for one in made.findings]
+
+
+def of_seed(seed: int) -> dict[str, list[str]]:
+    """What is told of the clean run of a seed, under the empty name, and of the run with each plant."""
+    torch.set_num_threads(1)
+    return {name: found_in(name or None, seed) for name in ("", *PLANTS)}
+
+
+def counted(runs: int, first: int, processes: int = 1) -> dict[str, Counter[str]]:
+    """For each plant, and for clean runs under the empty name, how often each cause was told, and told alone."""
+    counts = {name: Counter() for name in ("", *PLANTS)}
+    seeds = range(first, first + runs)
+    with ProcessPoolExecutor(processes) as pool:
+        for _, done in zip(told(seeds, "seeds of 13 runs"), pool.map(of_seed, seeds), strict=True):
+            for name, names in done.items():
+                counts[name].update(names)
+                counts[name]["runs"] += 1
+                counts[name]["alone"] += names == [name]
+    return counts
+
+
+def upper_bound(events: int, runs: int) -> float:
+    """The rate that fewer events would refute with 95% confidence (Wilson's upper end)."""
+    z, rate = 1.645, events / runs
+    middle = rate + z * z / (2 * runs)
+    return (middle + z * math.sqrt(rate * (1 - rate) / runs + z * z / (4 * runs * runs))) / (1 + z * z / runs)
+
+
+def table(counts: dict[str, Counter[str]]) -> str:
+    """The record as a table of markdown."""
+    clean, rows = counts[""], []
+    for name in CAUSES:
+        one, bound = counts[name], upper_bound(counts[""][name], counts[""]["runs"])
+        found = f"{one[name]} of {one['runs']}", one["alone"], f"{clean[name]} of {clean['runs']}"
+        rows.append((name, *found, f"{bound:.1%}"))
+    headings = ("cause", "found", "found alone", "false alarms in clean runs", "rate at most (95%)")
+    return markdown_table(headings, rows)
+
+
+def main() -> int:
+    """Measure, print, and write the record."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--runs", type=int, default=50, help="clean runs, and runs of each cause (default: %(default)s)"
+    )
+    parser.add_argument("--first", type=int, default=1000, help="first seed; thresholds were set on others")
+    parser.add_argument("--processes", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--smoke", action="store_true", help="two seeds, and nothing is written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    counts = counted(2 if options.smoke else options.runs, options.first, options.processes)
+    print(table(counts))
+    if not options.smoke:
+        made = measured_with(as_given("python benchmarks/report_causes.py", sys.argv[1:]), MEASURED)
+        write(options.results, counts, made)
+    return 0
+
+
+def write(folder: Path, counts: dict[str, Counter[str]], made: dict[str, str]) -> None:
+    """Write the record: json for programs, markdown for people."""
+    content = {
+        "measured_with": made,
+        "counts": {name or "clean": dict(count) for name, count in counts.items()},
+    }
+    text = f"# Detectors of the report: power and false alarms\n\n{table(counts)}\n{as_markdown(made)}"
+    write_record(folder / "report_causes.json", content, text)

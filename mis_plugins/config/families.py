@@ -1,0 +1,64 @@
+"""Families of presets: where to start, what a preset does, and the package that it comes from.
+
+`config list` groups presets by what they do, and `config list --family NAME` shows one family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mis_plugins.config.loading import load
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import ConfigError
+
+START = ("metrics-only", "tis", "geometric-mis", "geometric-mis-wide", "sequence")
+"""The presets among which docs/choose.md lets a newcomer choose, in the order of the page."""
+
+KINDS = {
+    "watch": "metrics, the same loss",
+    "token": "a weight a token; at most tokens are dropped",
+    "sequence": "a weight a segment or a sequence; nothing else is dropped",
+    "rejection": "whole segments or sequences are dropped",
+    "objective": "the loss hook: another objective, OPSM, segment-wise weights",
+}
+"""What the presets of each kind do; every preset is of one kind."""
+
+
+def kind(config: CorrectionConfig) -> str:
+    """The kind of a config, a key of `KINDS`."""
+    if config.needs_loss_hook:
+        return "objective"
+    if not config.corrects:
+        return "watch"
+    if any(rule.over != "token" for rule in config.reject):
+        return "rejection"
+    return "token" if config.weight is None or config.weight.level == "token" else "sequence"
+
+
+def families(presets: Mapping[str, Path]) -> dict[str, list[str]]:
+    """The names of the presets of each family: `start`, the kinds, then the packages of `yaml/peers/`."""
+    found: dict[str, list[str]] = {"start": [*START], **{name: [] for name in KINDS}}
+    for name, file in presets.items():
+        found[kind(load(file))].append(name)
+        if file.parent.name == "peers":
+            found.setdefault(package(name), []).append(name)
+    return found
+
+
+def package(name: str) -> str:
+    """The package that a preset of `yaml/peers/` is named after."""
+    known = ("ms-swift", "nemo-rl")
+    return next((one for one in known if name.startswith(one)), name.partition("-")[0])
+
+
+def of_family(name: str, presets: Mapping[str, Path]) -> list[str]:
+    """The names of the presets of one family.
+
+    Raises:
+        ConfigError: names every family that there is.
+    """
+    found = families(presets)
+    if name not in found:
+        raise ConfigError(f"--family {name}: unknown; choose one of {', '.join(found)}")
+    return found[name]

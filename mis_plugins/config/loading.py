@@ -1,0 +1,48 @@
+"""A config by what a person calls it: a file, the standard input, or the name of a preset."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mis_plugins.config import reading
+from mis_plugins.config.file import STDIN, keys_of
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import ConfigError
+
+
+def load(file: Path) -> CorrectionConfig:
+    """Read a file as the host does: every top-level key becomes an argument.
+
+    Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
+    """
+    return read_keys(keys_of(file))
+
+
+def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
+    """Read the keys of a file as `load` does.
+
+    Raises:
+        ConfigError: no key says how to correct, or a setting cannot work.
+    """
+    if not any(reading.is_read(key, value) for key, value in keys.items()):
+        verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
+        raise ConfigError(
+            f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
+        )
+    reading.check_names(keys)
+    mis = keys.get("mis")
+    only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
+    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
+
+
+def file_of(target: str) -> Path:
+    """A file, `-` for the standard input, or the preset of that name."""
+    file = Path(target)
+    return (
+        file
+        if target == STDIN or file.exists() or file.suffix or "/" in target
+        else reading.preset_path(target)
+    )

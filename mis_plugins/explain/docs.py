@@ -1,0 +1,68 @@
+"""The part of `docs/presets.md` that says what presets keep at the mismatch of a real model, from its record.
+
+    python -m mis_plugins.explain.docs
+
+Only what lies between the two comments that name this module is made; the rest of the page is written by hand, or by
+`python -m mis_plugins.config.docs`.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("mis_plugins.explain.docs:main")
+
+import re
+from collections.abc import Iterator
+
+from mis_plugins.config.docs import PAGE
+from mis_plugins.explain.rungs import Record, Responses, record, short
+
+BEGIN, END = "<!-- made by python -m mis_plugins.explain.docs -->\n", "<!-- end of what was made -->"
+PART = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+HEAD = "| rung | rollout weights | prompts | tokens | k3 | p99 of abs log r | responses of each length |\n"
+
+
+def page(text: str) -> str:
+    """The page with its tables of the record made anew."""
+    made = "\n".join(_part(record()))
+    return PART.sub(lambda _: f"{BEGIN}\n{made}\n\n{END}", text)
+
+
+def _part(measured: Record) -> Iterator[str]:
+    """What was measured, then a row for each preset."""
+    yield f"{measured.model}, sampled at {measured.commits}; `benchmarks/mismatch.py` is the command.\n"
+    yield (
+        "| rung | rollout weights | prompts | tokens | k3 | p99 of abs log r | responses of each length |\n"
+        + "|---" * 7
+        + "|"
+    )
+    for rung in measured.rungs:
+        held = ", ".join(f"{rung.by_length[length].count} of {length}" for length in measured.lengths)
+        cells = (rung.name, rung.words, rung.prompts, rung.tokens, f"{rung.k3:.2g}", f"{rung.p99:.2g}", held)
+        yield f"| {' | '.join(map(str, cells))} |"
+    lengths = ", ".join(map(str, measured.lengths))
+    yield f"\nPercent of the tokens kept in responses of {lengths} tokens; then the mean weight of the longest.\n"
+    yield f"| preset | {' | '.join(f'{rung.name}, k3 {short(rung.k3)}' for rung in measured.rungs)} |"
+    yield "|---" * (1 + len(measured.rungs)) + "|"
+    for name in measured.rungs[0].by_length[measured.lengths[0]].presets:
+        rows = [[rung.by_length[length] for length in measured.lengths] for rung in measured.rungs]
+        yield f"| `{name}` | {' | '.join(_cell(name, responses) for responses in rows)} |"
+
+
+def _cell(name: str, by_length: list[Responses]) -> str:
+    found = [responses.presets[name] for responses in by_length]
+    known = [one for one in found if one is not None]
+    if not known:
+        return "-"
+    weight = known[-1].weight
+    kept = " ".join(f"{100 * one.tokens:.0f}" for one in known)
+    return f"{kept}; {'-' if weight is None else f'{weight:.2f}'}"
+
+
+def main() -> int:
+    """Write the part."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0

@@ -1,0 +1,169 @@
+"""What a config keeps of the rollouts of a real model, rung by rung: the engine of each rounds more coarsely.
+
+`benchmarks/mismatch.py` measures the rungs and writes `rungs.json`, which a wheel carries. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Over
+
+FILE = Path(__file__).parent / "rungs.json"
+FEW = 0.5  # of the sequences; a window that keeps less is warned of
+Values = Mapping[str, Mapping[str, list[float]]]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset keeps: shares of sequences and tokens, and the mean weight of what is kept (None where nothing)."""
+
+    sequences: float
+    tokens: float
+    weight: float | None
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses of one length.
+
+    Attributes:
+        count: how many of them the presets were applied to.
+        presets: by name; None where a preset reads advantages or routes, which rollouts alone do not have.
+        values: what a rule over sequences compares, of each response: by statistic, and by mean, min or max.
+    """
+
+    length: int
+    count: int
+    presets: Mapping[str, Preset | None] = field(repr=False)
+    values: Values = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One precision of the engine.
+
+    Attributes:
+        name: what `benchmarks/mismatch.py --rungs` calls it.
+        words: the rung for a reader.
+        k3, p99: the mean k3 of a token, and the percentile 99 of |log r|.
+        by_length: what there is of responses, by their length.
+    """
+
+    name: str
+    words: str
+    k3: float
+    p99: float
+    tokens: int
+    prompts: int
+    by_length: Mapping[int, Responses]
+
+    @property
+    def said(self) -> str:
+        """The rung within a sentence."""
+        article = "an" if self.name[0] in "fi" else "a"  # as fp8 and int5 are spoken
+        return f"{article} {self.name} engine's mismatch (k3 {short(self.k3)})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The rungs of one model, the finest first.
+
+    Attributes:
+        commits: the commits of this repository that sampled.
+    """
+
+    model: str
+    commits: str
+    rungs: tuple[Rung, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths that every rung has responses of, the shortest first."""
+        return sorted(set.intersection(*(set(rung.by_length) for rung in self.rungs)))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Bounds on a number of a whole sequence; a sequence outside is dropped, or weighs nothing.
+
+    Attributes:
+        key: the key of the config.
+        limits: bounds on what is really compared, of ratios the logarithm.
+    """
+
+    key: str
+    statistic: str
+    over: Over
+    limits: tuple[float | None, float | None]
+
+    def keeps(self, responses: Responses) -> float | None:
+        """The share of the responses that lie within; None where the statistic was not measured."""
+        by_over = responses.values.get(self.statistic)
+        if by_over is None:
+            return None
+        sums = self.over == "sum"
+        values = [responses.length * one for one in by_over["mean"]] if sums else by_over[self.over]
+        low, high = self.limits
+        inside = (
+            (low is None or low <= one for one in values),
+            (high is None or one <= high for one in values),
+        )
+        return sum(map(all, zip(*inside, strict=True))) / len(values)
+
+
+def windows(config: CorrectionConfig) -> Iterator[Window]:
+    """Windows over whole sequences that judge all their tokens, whatever another rule has dropped."""
+    for index, rule in enumerate(config.reject):
+        if rule.over != "token" and config.population(rule) == "valid":
+            yield Window(f"reject[{index}]", rule.statistic, rule.over, rule.limits)
+    weight = config.weight
+    if weight and weight.level != "token" and not weight.record.weighs_outside:
+        limits = (math.log(weight.floor) if weight.floor else None), math.log(weight.ceiling)
+        yield Window(f"weight.bound: {weight.bound}", "ratio", LEVEL_OVER[weight.level], limits)
+
+
+def warnings(config: CorrectionConfig) -> Iterator[str]:
+    """Windows that keep few of the longest sequences that were measured, and at which rungs."""
+    measured = record()
+    length = measured.lengths[-1]
+    least = min(rung.by_length[length].count for rung in measured.rungs)
+    for window in windows(config):
+        shares = [(window.keeps(rung.by_length[length]), rung.said) for rung in measured.rungs]
+        few = [(f"{share:.0%}", said) for share, said in shares if share is not None and share < FEW]
+        if few:
+            (share, said), *others = few
+            more = "".join(f", {share} at {said}" for share, said in others)
+            yield (
+                f"{window.key} keeps {share} of sequences of {length} tokens at {said}{more}; measured on "
+                f"{least} responses or more of {measured.model} (docs/presets.md)"
+            )
+
+
+@cache
+def record() -> Record:
+    """The committed record."""
+    held = json.loads(FILE.read_text(encoding="utf-8"))
+    return Record(held["model"], held["commits"], tuple(map(_rung, held["rungs"])))
+
+
+def _rung(held: Mapping[str, Any]) -> Rung:
+    return Rung(
+        **{**held, "by_length": {int(n): _responses(int(n), one) for n, one in held["by_length"].items()}}
+    )
+
+
+def _responses(length: int, held: Mapping[str, Any]) -> Responses:
+    presets = {name: one and Preset(*one) for name, one in held["presets"].items()}
+    return Responses(length, held["count"], presets, held["values"])
+
+
+def short(value: float) -> str:
+    """A positive number with one digit: 6e-3, 0.1."""
+    return f"{value:.0e}".replace("e-0", "e-") if value < 0.1 else f"{value:.1g}"

@@ -1,0 +1,150 @@
+"""Miles hands its `parallel_state` to the hook; under fault tolerance Megatron's own data-parallel group is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mis_plugins.errors import InputError
+from mis_plugins.hosts import megatron
+from mis_plugins.hosts.host import (
+    VERSION_FLAGS,
+    Batch,
+    Host,
+    LogProbs,
+    Parallel,
+    Ranks,
+    Recomputes,
+    Scores,
+    Tensor,
+    sequences_of,
+)
+
+PARALLEL = "miles.backends.training_utils.parallel"
+TRACKING = "miles.utils.tracking_utils.tracking"
+
+# Which tokens the engine could have sampled: Miles's keys (its #2595), and slime's, where they reach Miles.
+SAMPLING_SUPPORT = (
+    "rollout_sampling_mask_ids",
+    "rollout_sampling_mask_offsets",
+    "rollout_sampling_mask",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+)
+
+
+def on_fsdp(args: Any) -> bool:
+    """Whether Miles trains with FSDP in place of Megatron, whichever hook it calls."""
+    return getattr(args, "train_backend", None) == "fsdp"
+
+
+def runs(args: Any) -> bool:
+    """Whether this process has Miles's groups or tracking, and trains with Megatron."""
+    return not on_fsdp(args) and (PARALLEL in sys.modules or TRACKING in sys.modules)
+
+
+def parallel() -> Parallel:
+    """The groups as they are now: Miles makes new ones when a rank is lost or replaced."""
+    state = _state()
+    return megatron.parallel() if state is None else groups(state)
+
+
+def groups(parallel_state: Any) -> Parallel:
+    """The groups of Miles's `parallel_state`, and (size, rank) of context parallelism.
+
+    Under Ulysses (`--cp-comm-type a2a`) too Miles cuts tokens and log-probs zigzag (`cp_utils.slice_log_prob_with_cp`).
+    """
+    from mis_plugins.packing.ragged import Ranks
+
+    cp, dp, tp = parallel_state.cp, parallel_state.effective_dp, parallel_state.tp
+    ranks = Ranks(*(info.group if info.size > 1 else None for info in (cp, dp, tp)))
+    return ranks, (cp.size, cp.rank)
+
+
+def reports(ranks: Ranks) -> bool:
+    """Whether Miles logs on this rank, among those of the last pipeline stage.
+
+    Miles keeps the numbers itself: under fault tolerance a group is torchft's, whose `rank()` is 0 in each cell.
+    """
+    state = _state()
+    if state is None:
+        return megatron.reports(ranks)
+    return all(info.rank == 0 for info in (state.cp, state.effective_dp, state.tp))
+
+
+def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
+    """Miles's own log-probs, and its entropy where the loss has a term of it or the run observes it.
+
+    Raises:
+        InputError: log-probs of the engine that are renormalized over a part of the vocabulary.
+    """
+    _check_whole_vocabulary(args, batch)
+    from miles.backends.training_utils.loss_hub.logit_processors import (  # type: ignore[import-not-found]
+        get_log_probs_and_entropy,
+    )
+
+    wants_entropy = args.entropy_coef != 0 or args.observe_training_entropy
+    found = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        with_entropy=wants_entropy,
+        entropy_requires_grad=args.entropy_coef != 0,
+        max_seq_lens=batch.get("max_seq_lens"),
+        **sequences_of(batch),
+    )
+    return found["log_probs"], found.get("entropy")
+
+
+def recomputes(args: Any) -> Recomputes:
+    """Miles recomputes log-probs before each update unless its arguments skip that."""
+    return "never" if args.skip_actor_forward_only else "always"
+
+
+def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
+    """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
+
+    Raises:
+        InputError: it names the key, or the argument of Miles that says so.
+    """
+    carried = [name for name in SAMPLING_SUPPORT if any(row is not None for row in _rows(batch, name))]
+    if getattr(args, "use_sampling_support_replay", False):
+        carried.append("use_sampling_support_replay")
+    if carried:
+        raise InputError(
+            f"{carried[0]}: rollout_log_probs are renormalized over the tokens that top-p or top-k left, and "
+            "mis_plugins.mis.policy_loss scores the whole vocabulary on Miles; give --rollout-top-p 1 and "
+            "--rollout-top-k -1, or the TIS hook where Miles itself scores those tokens"
+        )
+
+
+def _rows(batch: Batch, name: str) -> Sequence[Any]:
+    return () if batch.get(name) is None else batch[name]
+
+
+def _state() -> Any | None:
+    """The `parallel_state` of Miles as it is now; None where this process has not loaded it."""
+    module = sys.modules.get(PARALLEL)
+    return None if module is None else module.get_parallel_state()
+
+
+HOST = Host(
+    name="miles",
+    title="Miles",
+    package="miles",
+    runs=runs,
+    parallel=parallel,
+    scores=scores,
+    recomputes=recomputes,
+    log_probs=LogProbs(  # seen at 31f1ca96
+        "miles.backends.training_utils.loss_hub.math_utils", "compute_log_probs"
+    ),
+    own_loss="miles.backends.training_utils.loss_hub.losses.policy_loss_function",
+    reports=reports,
+    tracking=TRACKING,
+    one_sample_a_rollout=True,
+    records=("miles", "megatron", "sglang"),
+    eval_engines=True,
+    version_flags=VERSION_FLAGS,
+    rollout_batch=True,
+)

@@ -1,0 +1,81 @@
+"""Miles on FSDP: every response whole on its rank."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.adapters import miles
+from mis_plugins.hosts.host import Ranks, Tensor
+
+ACTOR = "miles.backends.fsdp_utils.actor"
+USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+
+
+def ranks(parallel_state: Any | None) -> Ranks:
+    """The data-parallel group, where one is handed.
+
+    Raises:
+        InputError: the responses are spread over context-parallel ranks.
+    """
+    from mis_plugins.packing.ragged import Ranks
+
+    if parallel_state is None:
+        return Ranks()
+    size = parallel_state.cp.size
+    if size > 1:
+        raise InputError(f"compute_mis_weights_fsdp: context parallel responses, over {size} ranks; {USE_CP}")
+    return miles.groups(parallel_state)[0]
+
+
+def divides_by_kept(args: Any) -> bool:
+    """Whether this host divides a sequence's loss by the tokens that the returned mask keeps.
+
+    A reducer of the user's does what it does, and with --calculate-per-token-loss nothing is divided by a mask.
+    """
+    if getattr(args, "calculate_per_token_loss", False) or _asks_for_mask_sums():
+        return False
+    return getattr(args, "custom_pg_loss_reducer_function_path", None) is None
+
+
+@cache
+def _asks_for_mask_sums() -> bool:
+    """Whether its micro-batches hold what Megatron's are divided by; those of v0.1.0 and main (31f1ca96) do not.
+
+    The hook is not shown the batch: the trainer lists by name what it takes from the rollout.
+    """
+    actor = sys.modules.get(ACTOR)
+    return actor is not None and "rollout_mask_sums" in inspect.getsource(actor)
+
+
+def check_whole(log_probs: Sequence[Tensor | None] | None, response_lengths: Sequence[int]) -> None:
+    """Refuse pieces of responses, which only context parallelism makes."""
+    for i, (piece, length) in enumerate(zip(log_probs or (), response_lengths, strict=False)):
+        if piece is not None and piece.numel() < length:
+            raise InputError(
+                f"compute_mis_weights_fsdp: rollout_log_probs[{i}] holds {piece.numel()} of {length} response tokens; "
+                f"if context parallelism splits the responses, {USE_CP}"
+            )
+
+
+HOST = replace(
+    miles.HOST,
+    name="fsdp",
+    title="Miles on FSDP",
+    runs=miles.on_fsdp,
+    told_by="arguments",  # slime's parser has --train-backend too
+    divides_by_kept=divides_by_kept,
+    megatron=False,
+    records=("miles", "miles-fsdp", "sglang"),
+    config_files=("config",),
+    tis_hook="mis_plugins.mis.compute_mis_weights_fsdp",
+    step_hook=False,
+    version_flags="",
+    rollout_batch=False,
+    routers=False,
+)

@@ -1,0 +1,50 @@
+"""slime hands a hook no groups: they are Megatron's own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mis_plugins.hosts import megatron
+from mis_plugins.hosts.host import Batch, Host, LogProbs, Scores, Tensor, sequences_of
+
+TRACKING = "slime.observability.logging_utils"
+
+
+def runs(args: Any) -> bool:
+    """Whether this process has slime's tracking."""
+    return TRACKING in sys.modules
+
+
+def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
+    """slime's own log-probs, over the tokens that top-p left where it replays them, and its entropy."""
+    from slime.backends.megatron_utils.loss import (  # type: ignore[import-not-found]
+        get_log_probs_and_entropy,
+        get_rollout_top_p_logprob_kwargs,
+    )
+
+    nucleus = get_rollout_top_p_logprob_kwargs(args, batch)
+    _, found = get_log_probs_and_entropy(
+        logits, args=args, with_entropy=True, **sequences_of(batch), **nucleus
+    )
+    return found["log_probs"], found["entropy"]
+
+
+HOST = Host(
+    name="slime",
+    title="slime",
+    package="slime",
+    runs=runs,
+    parallel=megatron.parallel,
+    scores=scores,
+    own_loss="slime.backends.megatron_utils.loss.policy_loss_function",
+    log_probs=LogProbs(  # seen at 624b824a
+        "slime.utils.ppo_utils", "_calculate_log_probs_and_entropy_chunk", beside_entropy=True
+    ),
+    reports=megatron.reports,
+    tracking=TRACKING,
+    one_sample_a_rollout=True,
+    records=("slime", "megatron", "sglang"),
+    rollout_batch=True,
+    kept_set=True,
+)

@@ -1,0 +1,158 @@
+"""Settings of a host that together spoil a replay of the engine's routes, or a correction: a record each.
+
+A host's own arguments tell them before the job starts, and `config check --host` reads those that a file sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.arguments import kinds
+from mis_plugins.hosts.host import Host
+
+REPLAY = "use_rollout_routing_replay"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is set: the host's arguments by name, and the config beside them.
+
+    keys: an argument that is absent is not known; None and false are the host's word.
+    """
+
+    keys: Mapping[str, Any]
+    config: CorrectionConfig
+
+    @property
+    def replays(self) -> bool:
+        return bool(self.keys.get(REPLAY))
+
+    @property
+    def reads_routes(self) -> bool:
+        """Whether the config asks for what only routes of the engine can tell."""
+        return self.config.reads_routes or self.config.routing is not None
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that contradict each other.
+
+    arguments: names that the host's parser must have for the conflict to arise.
+    holds: whether the settings conflict.
+    text: what happens, and what to change.
+    refused: whether the numbers would be wrong; otherwise they are only worse, or the engine may stop.
+    serves: whether a host is safe from the conflict whatever its arguments say.
+    """
+
+    arguments: tuple[str, ...]
+    holds: Callable[[Setting], bool]
+    text: str
+    refused: bool = True
+    serves: Callable[[Host], bool] = lambda host: False
+
+
+def _top_p_cuts(setting: Setting) -> bool:
+    top_p = setting.keys.get("rollout_top_p")
+    return isinstance(top_p, int | float) and top_p < 1 and setting.config.corrects
+
+
+def _chunks_cut(setting: Setting) -> bool:
+    """Whether a prompt may be cut into chunks, or be larger than what SGLang keeps routes of."""
+    size, longest = (
+        setting.keys.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len")
+    )
+    if not setting.replays or not isinstance(size, int):
+        return False
+    return size <= 0 or not isinstance(longest, int) or size < longest
+
+
+CONFLICTS: dict[str, Conflict] = {
+    "fused router": Conflict(
+        (REPLAY, "moe_router_fusion"),
+        lambda setting: setting.replays and bool(setting.keys.get("moe_router_fusion")),
+        "moe_router_fusion: the fused router of megatron-core returns before the replay, so that no route of the "
+        "engine is used; leave it out with use_rollout_routing_replay",
+    ),
+    "replay in the file alone": Conflict(
+        (REPLAY, "use_routing_replay"),
+        lambda setting: setting.replays and not setting.keys.get("use_routing_replay"),
+        "use_rollout_routing_replay: the host derives use_routing_replay before it reads the file, so that the engine "
+        "returns its routes and the trainer replays none; give --use-rollout-routing-replay, or set "
+        "use_routing_replay: true beside it",
+    ),
+    "routes not asked": Conflict(
+        (REPLAY,),
+        lambda setting: setting.reads_routes and setting.keys.get(REPLAY, True) in (False, None),
+        "use_rollout_routing_replay: false does not ask the engine for its routes, which statistic: route and "
+        "mis.routing compare with; give --use-rollout-routing-replay (and mis.routing.experts: trainer, where routers "
+        "shall use their own gates)",
+    ),
+    "hierarchical cache": Conflict(
+        (REPLAY, "sglang_enable_hierarchical_cache"),
+        lambda setting: setting.replays and bool(setting.keys.get("sglang_enable_hierarchical_cache")),
+        "sglang_enable_hierarchical_cache: SGLang keeps routes by place in the device cache, and returns those of "
+        "other tokens for a prefix that comes back from the host cache (sglang#26975); leave it out with "
+        "use_rollout_routing_replay",
+    ),
+    "chunked prefill": Conflict(
+        (REPLAY, "sglang_chunked_prefill_size"),
+        _chunks_cut,
+        "sglang_chunked_prefill_size: at the border of two chunks SGLang up to 0.5.23 can return rows of an earlier "
+        "forward (sglang#36404), and with -1 a long prompt stops it (sglang#26860); give rollout_max_context_len, and "
+        "a size that is no smaller",
+        refused=False,
+    ),
+    "speculation": Conflict(
+        (REPLAY, "sglang_speculative_algorithm"),
+        lambda setting: setting.replays and bool(setting.keys.get("sglang_speculative_algorithm")),
+        "sglang_speculative_algorithm: beside a replay of routes, speculation has raised the difference of log-probs "
+        "(miles#1186); compare route_strange and route_kl_k3 with a run without it",
+        refused=False,
+    ),
+    "gate dtype": Conflict(
+        (REPLAY, "moe_router_dtype"),
+        lambda setting: (
+            (setting.replays or setting.reads_routes)
+            and setting.keys.get("moe_router_dtype") in ("fp32", "fp64")
+        ),
+        "moe_router_dtype: the trainer computes its gates in it, and SGLang 0.5.23 those of Qwen2-MoE and Qwen3-MoE in "
+        "the dtype of the model; leave it out for them, since a replay hands over experts and not their probabilities",
+        refused=False,
+    ),
+    "top-p": Conflict(
+        ("rollout_top_p",),
+        _top_p_cuts,
+        "rollout_top_p: the engine samples from the tokens that top-p leaves, and this host does not hand them to the "
+        "trainer, so that every importance ratio would be wrong; set rollout_top_p: 1.0",
+        serves=lambda host: host.kept_set,
+    ),
+}
+"""By a short name for tests and readers."""
+
+
+def check(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> None:
+    """Refuse settings with which a job would run and its numbers would be wrong.
+
+    Raises:
+        ConfigError: it quotes the argument.
+    """
+    for conflict in _found(keys, config, host):
+        if conflict.refused:
+            raise ConfigError(conflict.text)
+
+
+def warnings(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[str]:
+    """Settings that make numbers worse, or may stop the engine."""
+    return (conflict.text for conflict in _found(keys, config, host) if not conflict.refused)
+
+
+def _found(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[Conflict]:
+    setting, known = Setting(keys, config), kinds(host)
+    for conflict in CONFLICTS.values():
+        possible = known.keys() >= set(conflict.arguments) and not conflict.serves(host)
+        if possible and conflict.holds(setting):
+            yield conflict

@@ -1,0 +1,163 @@
+"""The watch over routers inside Miles or slime: begun by a hook before each log-prob pass, read by the step hook."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig, RoutingConfig
+from mis_plugins.correction.pipeline import Correction
+from mis_plugins.errors import InputError, MisError
+from mis_plugins.hosts import conflicts, megatron, replay, tracking
+from mis_plugins.hosts.abilities import check_routes
+from mis_plugins.hosts.host import ROUTES_HOOK
+from mis_plugins.hosts.registry import current
+from mis_plugins.packing.layout import Layout
+from mis_plugins.packing.ragged import Ranks
+from mis_plugins.routing.placement import Grid, response_rows
+from mis_plugins.routing.report import Groups, Seen, metrics_of, read
+from mis_plugins.routing.table import Flags, split
+from mis_plugins.routing.watch import LOG_PROB, TRAIN, Watch
+
+logger = logging.getLogger("mis_plugins")
+
+NOT_WATCHED = (
+    "{reject}: statistic: route needs the routes of the trainer's log-prob pass, and none of these micro-batches was "
+    f"watched; give {ROUTES_HOOK}, and let the trainer recompute log-probs (slime with one step a rollout: "
+    "--get-mismatch-metrics beside --use-tis)"
+)
+
+
+class Watching:
+    """The watch of this process, and the step that it was last read for."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self.step: tuple[int, int] | None = None
+        self.began = 0  # micro-batches of the rollout that had begun when the step did
+
+    def before_log_probs(self, args: Any, model: Sequence[nn.Module], prefix: str) -> None:
+        """Begin a log-prob pass; that of a reference model or a teacher is not watched."""
+        watch = self._installed(args, model)
+        watch.begin(LOG_PROB if prefix == "" else None)
+
+    def before_step(
+        self, args: Any, rollout_id: int, step_id: int, model: Sequence[nn.Module] | None
+    ) -> None:
+        """Read what was seen since the last call, log it, and watch the forwards of the step that begins.
+
+        Raises:
+            MisError: `mis.routing.on_fault: raise` and a rank found a fault, or a rule reads routes that are not known;
+                on every rank alike.
+        """
+        if model is None or (self.watch is None and _asked(args) is None):
+            return
+        watch, first = self._installed(args, model), self.step is None
+        if self.step == (rollout_id, step_id):
+            watch.trained = self.began  # the host repeats the step
+        self.step, self.began = (rollout_id, step_id), watch.trained
+        if not first or watch.part is not None:
+            seen = read(watch, _groups(args))
+            self._say(args, seen, tracking.number_of(args, rollout_id, step_id))
+        watch.begin(TRAIN)
+
+    def _say(self, args: Any, seen: Seen, number: int) -> None:
+        ranks = current(args).parallel()[0]
+        reports = megatron.holds_log_probs() and current(args).reports(ranks)
+        said = [*seen.mine, *(seen.found if reports else ())]
+        for fault in said:
+            logger.warning("routing replay, step %d: %s", number, fault)
+        if reports and (metrics := metrics_of(seen)):
+            tracking.log(args, metrics, number)
+        _stop(args, seen)
+
+    def _installed(self, args: Any, model: Sequence[nn.Module]) -> Watch:
+        if self.watch is None:
+            asked = _asked(args) or RoutingConfig()
+            conflicts.check(vars(args), reading.from_args(args), current(args))
+            watch = Watch(replay.source(), _grid(args), asked.experts == "trainer", megatron.pipeline()[1])
+            watch.install(model, args.num_layers)
+            self.watch = watch
+        return self.watch
+
+    def flags(
+        self, args: Any, layout: Layout, total_lengths: Sequence[int], device: torch.device
+    ) -> Flags | None:
+        """Flags of each local response token of the micro-batch that is trained now; None where none are known."""
+        flags = None if self.watch is None else self.watch.flags()
+        if (
+            flags is None
+            or getattr(args, "allgather_cp", False)
+            or getattr(args, "qkv_format", "thd") != "thd"
+        ):
+            return None
+        assert self.watch is not None
+        rows = response_rows(layout, total_lengths, self.watch.grid, device)
+        return Flags(flags.differs[rows], flags.kind[rows])
+
+    def routes(self, args: Any, config: CorrectionConfig, flags: Flags | None) -> Float[Tensor, " T"] | None:
+        """What `statistic: route` reads of each token; None where no rule reads it.
+
+        Raises:
+            ConfigError: the host lets nothing watch its routers.
+            InputError: a rule reads routes and no log-prob pass was watched, or `mis.routing` and nothing watches.
+        """
+        names = reading.spelling(args)
+        if flags is None:
+            check_routes(config, current(args), names)
+        if config.routing is not None and self.watch is None:
+            raise InputError(f"{{routing}}: nothing watches the routers; give {ROUTES_HOOK}").spelled(
+                names, "mis."
+            )
+        if not config.reads_routes:
+            return None
+        if flags is None:
+            raise InputError(NOT_WATCHED).spelled(names, "mis.")
+        return flags.differs.float()
+
+    def record(self, correction: Correction, flags: Flags | None) -> None:
+        """Add the log ratios of a micro-batch by class of token; nothing inside a backward's recompute."""
+        if flags is None or torch._C._current_graph_task_id() != -1:
+            return
+        assert self.watch is not None and self.watch.split is not None
+        self.watch.split += split(correction, flags.kind)
+
+
+def _stop(args: Any, seen: Seen) -> None:
+    """Raise on every rank alike where the config says so, or where a rule would keep tokens of unknown routes."""
+    config = reading.from_args(args)
+    told = "; ".join((*seen.mine, *seen.found))
+    if seen.unknown and seen.compared and config.reads_routes:
+        raise MisError(
+            f"{{reject}}: statistic: route: the log-prob pass lacks {seen.unknown} comparisons of a router's choice "
+            "with the engine's, and their tokens would count as routed alike; "
+            f"{told or 'see the logs of all ranks'}"
+        ).spelled(reading.spelling(args), "mis.")
+    if seen.faulty and config.routing is not None and config.routing.on_fault == "raise":
+        raise MisError(f"mis.routing.on_fault: raise: {told or f'another log names {seen.faulty} faults'}")
+
+
+def _asked(args: Any) -> RoutingConfig | None:
+    return reading.from_args(args).routing
+
+
+def _grid(args: Any) -> Grid:
+    cp_size, cp_rank = current(args).parallel()[1]
+    sp_size, sp_rank = megatron.tensor() if getattr(args, "sequence_parallel", False) else (1, 0)
+    return Grid(cp_size, cp_rank, sp_size, sp_rank, bool(getattr(args, "allgather_cp", False)))
+
+
+def _groups(args: Any) -> Groups:
+    ranks: Ranks = current(args).parallel()[0]
+    cut = bool(getattr(args, "sequence_parallel", False))
+    pipeline, _ = megatron.pipeline()
+    return Groups(pipeline, None if cut else ranks.tp, ranks.tp if cut else None, ranks.cp, ranks.dp)
+
+
+WATCHING = Watching()

@@ -1,0 +1,133 @@
+"""Miles's own single-turn generation, heard token by token, so that the trainer can score what is still running.
+
+SGLang names the version of each token when a call ends. Until then each chunk of the stream counts as written by the
+version that the engine has when the chunk is sent: right if every token is sent at once (`--sglang-stream-interval 1`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache
+from typing import Any
+
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.versions.shelf import SHELF, VERSIONS
+from mis_plugins.versions.response import spans
+
+logger = logging.getLogger("mis_plugins")
+
+TRIES, PAUSE_S = 60, 1.0  # the host's own, of a request that fails
+Chunk = Mapping[str, Any]
+Row = list[Any]  # log-prob and token, as SGLang lists them
+
+
+async def generate(input: Any) -> Any:
+    """Generate one response as the host does, and leave on the sample which version wrote each of its tokens."""
+    from miles.rollout.base_types import GenerateFnOutput  # type: ignore[import-not-found]
+    from miles.rollout.generate_hub import single_turn  # type: ignore[import-not-found]
+    from miles.rollout.generate_utils import generate_endpoint_utils as host  # type: ignore[import-not-found]
+
+    args, sample = input.args, input.sample
+    if input.evaluation or sample.response_length:
+        return await single_turn.generate(input)
+    prompt = host.compute_prompt_ids_from_sample(input.state, sample)
+    payload, halted = host.compute_request_payload(
+        args,
+        input_ids=prompt,
+        sampling_params=input.sampling_params,
+        multimodal_inputs=sample.multimodal_inputs,
+    )
+    number = SHELF.begin(sample, prompt)
+    if payload is None:
+        sample.status = halted
+        return GenerateFnOutput(samples=sample)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    headers = host.compute_routing_headers(args, sample)
+    output = await answered(lambda: _stream(url, {**payload, "stream": True}, headers), number)
+    await host.update_sample_from_response(args, sample, payload=payload, output=output)
+    name_versions(sample, number, output["meta_info"])
+    return GenerateFnOutput(samples=sample)
+
+
+def name_versions(sample: Any, number: int, meta_info: Mapping[str, Any]) -> None:
+    """Write the versions of a call that has ended on the sample, and each version once in place of the last alone."""
+    runs = spans(meta_info, sample.response_length)
+    versions = [version for version, start, stop in runs for _ in range(start, stop)]
+    setattr(sample, VERSIONS, versions)
+    sample.weight_versions = [str(version) for version, _, _ in runs]
+    SHELF.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
+
+
+async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> dict[str, Any]:
+    """The answer of one call, put together from its stream; a stream that breaks is asked for again."""
+    import httpx  # type: ignore[import-not-found]
+
+    for left in reversed(range(TRIES)):
+        try:
+            return await heard(stream(), number)
+        except httpx.HTTPError as error:
+            if not left:
+                raise
+            logger.info("generate: %s; asked again, %d tries left", error, left)
+            SHELF.say(number, 0, [], [])
+            await asyncio.sleep(PAUSE_S)
+    raise AssertionError("unreachable")
+
+
+async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
+    """Read a stream to its end, telling the shelf of each token. A chunk repeats what was before, or only adds to it.
+
+    Raises:
+        InputError: a chunk that does neither.
+        httpx.RemoteProtocolError: the stream ends before the response does.
+    """
+    import httpx  # type: ignore[import-not-found]
+
+    rows: list[Row] = []
+    versions: list[int] = []
+    text, meta = "", {}
+    async for chunk in chunks:
+        meta = chunk["meta_info"]
+        told, count = meta.get("output_token_logprobs") or [], meta.get("completion_tokens", 0)
+        whole = len(told) == count
+        if not whole and len(rows) + len(told) != count:
+            raise InputError(
+                f"meta_info: {len(told)} log-probs after {len(rows)}, and completion_tokens: {count}"
+            )
+        new = told[len(rows) :] if whole else told
+        text = chunk["text"] if whole else text + chunk["text"]
+        versions += [_version(meta)] * len(new)
+        SHELF.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
+        rows += new
+    if not meta.get("finish_reason"):
+        raise httpx.RemoteProtocolError("the stream ended before the response did")
+    return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows}}
+
+
+def _version(meta: Mapping[str, Any]) -> int:
+    """The engine's version; -1 where it has no number yet, so that nothing is scored."""
+    version = str(meta.get("weight_version"))
+    return int(version) if version.isdigit() else -1
+
+
+async def _stream(
+    url: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None
+) -> AsyncIterator[Chunk]:
+    async with _client().stream("POST", url, json=payload, headers=headers) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
+                yield json.loads(data)
+
+
+@cache
+def _client() -> Any:
+    """One client for this process: the host runs all rollouts on one event loop."""
+    import httpx  # type: ignore[import-not-found]
+
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(None), limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    )

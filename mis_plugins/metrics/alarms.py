@@ -1,0 +1,106 @@
+"""Alarms: what is worth a warning of what an optimizer step added up to. Each is a function of config and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.terms.divergence import LOG_RATIO_CLAMP
+from mis_plugins.metrics import slope
+from mis_plugins.metrics.metric import PREFIX
+
+
+def all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    return [everything_rejected(config, sums)] if sums["all_rejected"] else []
+
+
+def few_kept(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    share = sums["kept"] / max(sums["valid"], 1)
+    if not sums["valid"] or share >= config.keep_floor:
+        return []
+    return [
+        f"{share:.1%} of {sums['valid']:.0f} tokens are kept, less than mis.keep_floor: {config.keep_floor:.0%}; "
+        "widen the bounds of mis.reject, or lower the mismatch"
+    ]
+
+
+def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    """Where the mean product is off by more than a factor of e, or the clamp acts at all."""
+    count = sums.get("product_count", 0.0)
+    size = sums.get("product_size", 0.0) / max(count, 1)
+    if not count or (size <= 1 and not sums["product_saturated"]):
+        return []
+    return [
+        f"ratios are multiplied over whole sequences or segments, and |sum of log ratios| has a mean of {size:.2f} "
+        f"over {count:.0f} of them; for {sums['product_saturated'] / count:.1%} it is above {LOG_RATIO_CLAMP:g}, where "
+        "all look alike. The longer, the further from 1 (1.001^2000 = 7.38): use a geometric mis.weight.level, or "
+        "`over: mean`"
+    ]
+
+
+def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    return slope.warnings_of(sums) if "log_prob_product" in sums else []
+
+
+def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("lacking_weights", 0.0)
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs, or "
+        "knows which version wrote them: drop or refuse them before training "
+        "(mis_plugins.versions.segment_wise.admitted)"
+    ] * bool(count)
+
+
+def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("nonfinite_weights", 0.0)
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as a log-prob of theirs is not finite, the trainer's or "
+        "the rollout engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose"
+    ] * bool(count)
+
+
+def nonfinite_advantages(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    count = sums.get("nonfinite_advantages", 0.0)
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens have an advantage that is NaN or infinite. An advantage of this "
+        "kind counts as 0. Look at the rewards, and at what normalizes rewards (a group without spread, an empty one)"
+    ] * bool(count)
+
+
+COUNT = "--rollout-data-postprocess-path mis_plugins.mis.count_samples"
+
+
+def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    """Where fully masked samples lower what a host logs of the hook; `metrics: all` logs means over the others."""
+    count = sums.get("sequences", 0.0)
+    masked = count - sums.get("any_valid", 0.0)
+    exact = f"the numbers under {PREFIX} are" if config.metrics == "all" else "mis.metrics: all logs"
+    return [
+        f"{masked:.0f} of {count:.0f} sequences have no token in the loss, and without --calculate-per-token-loss the "
+        "host divides the mis_ metrics by masked sequences too. Metrics that Miles's mis.py has read too low. All "
+        "others do where a whole micro-batch is masked, or where a rollout function of yours may make several samples "
+        f"of a rollout, unless {COUNT} counts them; {exact} means over the rest"
+    ] * bool(count and masked)
+
+
+Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
+ALARMS: dict[str, Alarm] = {
+    "all_rejected": all_rejected,
+    "few_kept": few_kept,
+    "product_too_long": product_too_long,
+    "processed_log_probs": processed_log_probs,
+    "lacking_weights": lacking_weights,
+    "nonfinite_weights": nonfinite_weights,
+    "diluted": diluted,
+    "nonfinite_advantages": nonfinite_advantages,
+}
+ONCE = {"product_too_long", "processed_log_probs", "diluted"}  # of a run
+EACH_TIME = {"all_rejected"}  # the others when they begin to hold
+
+
+def everything_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> str:
+    return (
+        f"every sequence of {sums['all_rejected']:.0f} of {sums['micro_batches']:.0f} micro-batches was rejected "
+        f"(mis.on_all_rejected: {config.on_all_rejected}); {sums['kept'] / max(sums['valid'], 1):.1%} of the step's "
+        "tokens are kept. Widen the bounds of mis.reject, or see which rule it is by `mis.metrics: full`"
+    )

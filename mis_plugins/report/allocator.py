@@ -1,0 +1,21 @@
+"""Memory that is freed and asked for again at every batch: kept by the process, and not handed back to the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+KEPT, LARGEST = (
+    256 * 1024**2,
+    32 * 1024**2,
+)  # bytes at the end of the heap; largest piece that is taken from there
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep up to `KEPT` freed bytes: new pages cost as much as the numbers of a batch. Nothing elsewhere."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # no glibc
+        return
+    mallopt(MMAP_THRESHOLD, LARGEST)
+    mallopt(TRIM_THRESHOLD, KEPT)

@@ -1,0 +1,93 @@
+"""Since when: the steps at which a curve changes its level for good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+SMALLEST = 1e-12  # a KL below this counts as this
+SIDE = 3  # steps that a level needs on either side of a change
+STANDARD_ERRORS = 6.0
+LEAST_FACTOR = 1.5
+MOST = 5
+
+
+@dataclass(frozen=True)
+class Change:
+    """A curve has one level up to a step, and another level from that step on.
+
+    step: first step of the new level.
+    before, after: geometric means of the two levels.
+    sudden: whether half of the change happened within two steps; a drift is not sudden.
+    apart: whether no step of one level reaches the other level's steps; a policy that is unstable comes and goes.
+    """
+
+    step: int
+    before: float
+    after: float
+    sudden: bool = True
+    apart: bool = True
+
+    @property
+    def factor(self) -> float:
+        return self.after / self.before
+
+
+def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
+    """Changes of a positive curve, by repeated halving: the cut that best separates two levels, then each side anew.
+
+    A cut counts where the levels differ by `LEAST_FACTOR` and by `STANDARD_ERRORS` of the noise between neighbours.
+    """
+    logs = [math.log(max(value, SMALLEST)) for value in values]
+    cuts = sorted(_cuts(logs, 0, len(logs)))[:MOST]
+    edges = [0, *cuts, len(logs)]
+    levels = [sum(logs[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    spans = list(zip(edges, edges[1:], edges[2:], strict=False))
+    return [
+        Change(
+            steps[cut],
+            math.exp(before),
+            math.exp(after),
+            _sudden(logs, cut, after - before),
+            _apart(logs[start:cut], logs[cut:stop]),
+        )
+        for (start, cut, stop), before, after in zip(spans, levels, levels[1:], strict=False)
+    ]
+
+
+def _apart(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether all steps of one level lie on one side of all steps of the other."""
+    return max(before) < min(after) or max(after) < min(before)
+
+
+def _sudden(logs: Sequence[float], cut: int, distance: float) -> bool:
+    """Whether two steps on either side of a cut lie apart by half of the distance between both levels."""
+    there = fmean(logs[cut : cut + 2]) - fmean(logs[cut - 2 : cut])
+    return abs(there) >= abs(distance) / 2
+
+
+def _cuts(logs: Sequence[float], start: int, stop: int) -> list[int]:
+    if stop - start < 2 * SIDE:
+        return []
+    scored = [(_score(logs, start, cut, stop), cut) for cut in range(start + SIDE, stop - SIDE + 1)]
+    score, cut = max(scored)
+    if score < STANDARD_ERRORS:
+        return []
+    return [*_cuts(logs, start, cut), cut, *_cuts(logs, cut, stop)]
+
+
+def _score(logs: Sequence[float], start: int, cut: int, stop: int) -> float:
+    """Distance of both levels in standard errors; 0 where the levels differ by less than `LEAST_FACTOR`."""
+    before, after = logs[start:cut], logs[cut:stop]
+    distance = abs(sum(after) / len(after) - sum(before) / len(before))
+    if distance < math.log(LEAST_FACTOR):
+        return 0.0
+    return distance / (_noise(logs[start:stop]) * math.sqrt(1 / len(before) + 1 / len(after)))
+
+
+def _noise(logs: Sequence[float]) -> float:
+    """Standard deviation from the differences of neighbours, which a single change hardly moves."""
+    differences = [abs(b - a) for a, b in zip(logs, logs[1:], strict=False)]
+    return max(median(differences) / 0.954, 0.02)  # median |difference| of two normal numbers is 0.954 sd

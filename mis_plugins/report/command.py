@@ -1,0 +1,117 @@
+"""`python -m mis_plugins report PATH ...`: reads what a run left, writes report.html and report.json, prints a summary.
+
+Exit codes: 0 the report is written; 2 nothing could be read; 3 `--watch` saw an alarm; 130 interrupted, and what was
+read before is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.report.allocator import keep_freed_memory
+from mis_plugins.report.own import found_config, intent
+from mis_plugins.report.proposal import propose
+from mis_plugins.report.readers.paths import Found, find
+from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.spelled import spell
+from mis_plugins.report.summary import print_summary
+from mis_plugins.report.survey import Survey, report, walk
+from mis_plugins.report.sweep import Candidate, candidates, load
+from mis_plugins.report.verdict import CALM, of_curve, verdict
+from mis_plugins.report.written import Document, write_json
+from mis_plugins.shared.shell import INTERRUPTED
+
+ALARMED = 3
+SECONDS = 2.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the report once, or again and again with `--watch`."""
+    while True:
+        document = read(arguments.paths, arguments)
+        others = [read([other], arguments) for other in arguments.against]
+        shown = [document, *others]
+        write(shown, arguments.output)
+        print_summary(shown)
+        print(f"\n{arguments.output / 'report.html'}", flush=True)
+        if not all(one.complete for one in shown):
+            return INTERRUPTED
+        if not arguments.watch:
+            return 0
+        if alarmed(document):
+            return ALARMED
+        time.sleep(arguments.every)
+
+
+def alarmed(document: Document) -> bool:
+    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit."""
+    return document.verdict.level != CALM or bool(document.report and document.report.alarms)
+
+
+def suggest(arguments: argparse.Namespace) -> str:
+    """The proposal alone: yaml, flags, and why."""
+    found = read(arguments.paths, arguments).proposal
+    if found is None:
+        return "# nothing to propose: no tokens were read"
+    comments = "\n".join(f"# {line}" for line in (f"{found.name}: {'; '.join(found.why)}", found.flags))
+    return f"{comments}\n{found.yaml}"
+
+
+def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
+    """Read paths into a document."""
+    keep_freed_memory()
+    problems = Problems()
+    found = find(paths, problems)
+    own = Candidate(arguments.config, load(arguments.config)) if arguments.config else None
+    own = own or found_config(found.settings, problems)
+    swept = [] if arguments.sweep == "none" else candidates(arguments.sweep, own)
+    survey = Survey.of(own.config if own else CorrectionConfig(), swept)
+    complete = walk(survey, found.sources, problems, Told())
+    made = report(survey)
+    if made:
+        shown = (token for one in made.worst_sequences for token in one["tokens"])
+        spell(chain(made.worst_tokens, shown), found.tokenizer, problems)
+    proposal = propose(swept, made.outcomes, made.whole) if made else None
+    curves = found.read_curves(problems)
+    meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
+    said = verdict(made, proposal, meant) if made else of_curve(curves[0].values if curves else {})
+    title = ", ".join(path.name or str(path) for path in paths)
+    inputs = _inputs(found)
+    return Document(title, inputs, complete, meant, said, made, proposal, curves, problems)
+
+
+def _inputs(found: Found) -> tuple[str, ...]:
+    records = [f"{source.kind}: {', '.join(map(str, source.files))}" for source in found.sources]
+    return (*records, *(f"{kind}: {path}" for path, kind in found.curves))
+
+
+def write(documents: Sequence[Document], output: Path) -> None:
+    """Write report.json and report.html of the first document, with the others beside it."""
+    from mis_plugins.report.page import write_page  # it draws; the proposal alone needs no matplotlib
+
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(documents[0], output / "report.json")
+    for number, other in enumerate(documents[1:], 2):
+        write_json(other, output / f"report-{number}.json")
+    write_page(documents, output / "report.html")
+
+
+class Told:
+    """Progress on stderr, with the time left, where the work takes longer than a moment."""
+
+    def __init__(self) -> None:
+        self.begun = self.said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.said < SECONDS or not done:
+            return
+        self.said = now
+        left = (now - self.begun) * (total - done) / done
+        print(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", file=sys.stderr, flush=True)

@@ -1,0 +1,182 @@
+# ruff: noqa: E501  (rows of a page's tables)
+"""The page `docs/report.md`: how to read a run, the neutral form, and every cause with its fix.
+
+python -m mis_plugins.report.docs > docs/report.md
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("mis_plugins.report.docs:main")
+
+from collections.abc import Iterator
+
+from mis_plugins.explain.rungs import record
+from mis_plugins.report.causes import CANNOT, CAUSES, Cause
+from mis_plugins.report.places import PLACES
+from mis_plugins.report.verdict import LIMITS
+
+# The bound on resident memory that the page states: bytes, and times the file of the largest rollout.
+MEMORY_BESIDE, MEMORY_TIMES = 10**9, 2
+INTRODUCTION = """# See the mismatch of a run
+
+<!-- Made by `python -m mis_plugins.report.docs`: change what mis_plugins/report/ says instead. -->
+
+For whoever asks why a run collapsed, since when, and which config would have helped. One command reads what the run
+left and writes `report.html` (one file, no network, no script) and `report.json`, and prints a summary.
+
+```
+pip install 'mis-plugins[report]'
+python -m mis_plugins report DUMPS
+python -m mis_plugins report DUMPS --config mis --sweep all --output report
+python -m mis_plugins report DUMPS --against OTHER_DUMPS
+python -m mis_plugins report DUMPS --watch
+python -m mis_plugins config suggest DUMPS > mis.yaml
+```
+
+`--config` names what the run was corrected with: the step metrics are then those that `metrics: all` logged, and the
+report says whether the config did what its bounds mean.
+`--sweep` takes `own` (the presets of this pack), `all`, names with commas, `none`, or a grid on `--config`:
+`'weight.upper=1.5,2,5;weight.bound=truncate,mask'`. `--watch` reads again every `--every` seconds, and exits with code
+3 at the first cause, alarm or number beyond its limit. Ctrl-C writes what was read before and exits with code 130.
+
+## What is read
+
+| what | how | which releases were read |
+|---|---|---|
+| Miles | `--dump-details` or `--save-debug-train-data`, all ranks: context-parallel pieces are joined, copies and stages without log-probs understood; versions of single tokens where `convert_with_versions` of this pack carries them | 31f1ca9 |
+| slime | `--dump-details` or `--save-debug-train-data`; `--save-debug-rollout-data` beside it adds rewards, versions and what was cut | 624b824 |
+| neutral form | jsonl or parquet, below | |
+| curves | `metrics.jsonl` of the embedded host, offline wandb runs, tensorboard files: numbers without tokens, so no causes | |
+| verl | its `rollout_data_dir` holds texts and scores, and no log-probs: write the neutral form | 0.4.1 to 0.7.0, 0.8.0.dev b178a3c |
+
+A host's dump is one rollout, which counts as one step here; a rollout of several optimizer steps is reported whole.
+Numbers are means over tokens, as `metrics: all` logs them. Dumps are untrusted: no class that a file names is imported,
+and nothing that it asks for is called. A broken file or line is named, and the rest is read.
+
+**Text.** The worst sequences show prompt and response where the dump has them: Miles's and slime's rollout dumps have
+both. Single tokens show their text where the neutral form gives it, and where the folder holds `tokenizer/tokenizer.json`
+with which both hosts begin `--dump-details`; for another dump copy the checkpoint's file there. No code of a checkpoint
+is run.
+
+**The run's own config.** `--config` names it; else it is read from an offline wandb run, or the embedded host's
+`summary.json`, among the paths. A bound is meant for outliers: the report says of each bound and rule on how many
+tokens it acts, and of all together what speaks against it. "Did not do what its bounds mean" stands where a part acts
+on more than 5% of the tokens, or something speaks against the whole.
+
+**A host's own log.** Miles and slime divide what the TIS hook returns by responses, and not by tokens: a short response
+counts as much as a long one, and the numbers differ from those above where lengths differ. `logged` in `report.json`
+has these numbers for each optimizer step (`mis_kl`, `mis_ess_mb` and so on, and `train_rollout_logprob_abs_diff`), from
+the micro-batches that the dump lists, with `mean_abs_lp_diff` as Miles's dashboard computes it. Nothing is told there
+of `--calculate-per-token-loss`, and nothing of normalized weights whose scope is wider than a micro-batch. Dumps of Miles on
+FSDP list no micro-batches, and FSDP divides `train_rollout_logprob_abs_diff` by the tokens that are left: there `*_mb` and that number
+are not the log's.
+
+**Memory.** By count at most 1 GB, and twice the file of the largest rollout: a host's dump is mapped, and the responses
+of one rollout are joined at a time; a jsonl is read a line at a time, parquet 64 rows at a time. What stays is 0.1 MB for
+each of the last eight steps, some 10 kB for each step before, 6 numbers for each token id, two numbers for each
+sequence, and the twelve worst sequences. `benchmarks/results/report_memory.md` has one run over 10 GB: a peak of 1.18 GB
+against 1.10 GB, at a commit whose worst sequences kept their files in memory; a later commit was not measured.
+
+## The neutral form
+
+One JSON object a line, or one parquet row, for each sequence. Lists are as long as the response.
+
+| key | what |
+|---|---|
+| `behavior_log_probs`, `proximal_log_probs` | needed: log mu of the rollout engine, log pi_old of the trainer; `null` where unknown |
+| `loss_mask` | 1 where a token enters the loss; missing: everywhere |
+| `step`, `sample` | a whole number (missing: 0), and a name |
+| `tokens`, `text` | ids, and the text of each token, or of the whole response |
+| `prompt` | the prompt's text |
+| `advantages`, `reward` | of each token, and of the response |
+| `versions`, `trainer_version` | version that wrote each token, and version of the trainer; without the latter the newest token has age 0 |
+| `turns` | number of the turn of each token |
+| `route_differs` | 1 where trainer and engine chose other experts |
+| `truncated` | true where the response ran into a limit |
+
+From a batch of verl, for example, in `fit` of `ray_trainer.py` right behind the trainer's own log-probs
+(`_compute_old_log_prob`). Later its rejection takes tokens out of `response_mask`. With `bypass_mode: true`, `old_log_probs`
+are the engine's own, which hides every mismatch.
+
+```python
+import json
+
+with open("run.jsonl", "a") as file:
+    for row, mask in enumerate(batch.batch["response_mask"].bool()):
+        columns = {"behavior_log_probs": "rollout_log_probs", "proximal_log_probs": "old_log_probs"}
+        line = {ours: batch.batch[theirs][row][mask].tolist() for ours, theirs in columns.items()}
+        file.write(json.dumps({"step": global_step, "sample": row} | line) + "\\n")
+```
+"""
+
+CONFIGS = """## What would have happened
+
+Every config of `--sweep` is applied to the same tokens by the functions of the training path, in one pass. The mean
+weight of a normalization is that of the batch at hand, whatever its scope. A candidate is out where it keeps less than
+half of the tokens, has an effective sample below one tenth (noise averages out over steps, and a wrong direction adds
+up), a mean weight outside 0.25 to 1.25, keeps less than 80% of one usual length of what it keeps of another (5% of the
+tokens or more), or keeps 5 points more of one sign of advantages. The rest is ranked by a cosine over tokens, between w A (1 - p) and v A (1 - p): w is the config's weight, A
+the advantage, p the trainer's probability of the token, and 1 - p about the size of its score. The weights v stand for
+what an unbiased gradient would have. Where 32 responses or more of a batch have products of ratios with an effective
+sample of one quarter, v is that product (`response_cosine`, a mean over such batches); else v is the token's ratio
+(`coefficient_cosine`), which says nothing of products over responses. `benchmarks/results/report_collapse.md` holds both
+against the true cosine, and runs a proposal where the run before collapsed. Without advantages the effective
+sample size ranks. Of configs within 0.005 of each other the one with the fewest parts
+that corrects is proposed: it costs little, and guards a run whose mismatch may climb.
+"""
+
+
+def main() -> int:
+    """Print the page."""
+    print("\n".join(_page()))
+    return 0
+
+
+def _page() -> Iterator[str]:
+    yield INTRODUCTION
+    yield "## Where\n\n| table | buckets |\n|---|---|"
+    yield from (f"| {name} | {place.what} |" for name, place in PLACES.items())
+    yield "\n## How large\n\nA number beyond its limit is told, as `docs/metrics.md` calls it bad:\n"
+    yield "| number | limit |\n|---|---|"
+    yield from (f"| `{name}` | {_limit(*limits)} |" for name, limits in LIMITS.items())
+    yield from _ladder()
+    yield f"\n{CONFIGS}\n# Causes\n"
+    yield "`benchmarks/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
+    for name, cause in CAUSES.items():
+        yield from _cause(name, cause)
+    yield f"# What it cannot tell\n\n{CANNOT}"
+
+
+def _ladder() -> Iterator[str]:
+    """The rungs of the real model."""
+    measured = record()
+    yield (
+        f"\n{measured.model}: real SGLang on CPU at temperature 1, against Megatron-core in bf16; linear layers rounded to "
+        "nearest\n(`benchmarks/mismatch.py`). The ladder gives the order of magnitude, and numbers of other models differ. "
+        "In\n`benchmarks/results/report_rungs.md` each response alone is held to the ladder.\n"
+    )
+    yield "| engine | prompts | tokens | kl_k3 | p99 of abs log r |\n|---|---|---|---|---|"
+    for rung in measured.rungs:
+        yield f"| {rung.words} | {rung.prompts} | {rung.tokens} | {rung.k3:.2g} | {rung.p99:.2g} |"
+
+
+def _limit(low: float | None, high: float | None) -> str:
+    return " or ".join(
+        words
+        for words in (
+            f"below {low:g}" if low is not None else "",
+            f"above {high:g}" if high is not None else "",
+        )
+        if words
+    )
+
+
+def _cause(name: str, cause: Cause) -> Iterator[str]:
+    yield f"## {name}\n\n**{cause.title}.** {cause.symptom}\n"
+    yield f"* Cause: {cause.cause}\n* Fix: {cause.fix}\n* Threshold: {cause.threshold}"
+    if cause.explains:
+        yield f"* Where it shows, these are not told apart from it: {', '.join(sorted(cause.explains))}."
+    yield ""

@@ -1,0 +1,136 @@
+"""Where the mismatch lies: numbers of tokens by position, length, probability, turn, advantage, age and route."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mis_plugins.metrics.rows import Tokens
+from mis_plugins.report.batches import Batch
+
+Bucket = Callable[[Batch], Tensor | None]
+
+DOUBLING = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+PROBABILITIES = (0.01, 0.1, 0.5, 0.9, 0.99)
+LAST = 15  # turns and ages from here on share a bucket
+
+
+def doubling(x: Tensor) -> Tensor:
+    """Bucket of each number: 0, 1, 2 to 3, 4 to 7 and so on."""
+    return torch.bucketize(x, torch.tensor(DOUBLING), right=True)
+
+
+def _position(batch: Batch) -> Tensor:
+    return doubling(batch.positions)
+
+
+def _length(batch: Batch) -> Tensor:
+    return batch.ragged.to_tokens(doubling(batch.ragged.cu_seqlens.diff()))
+
+
+def _probability(batch: Batch) -> Tensor:
+    edges = torch.tensor([math.log(edge) for edge in PROBABILITIES])
+    return torch.bucketize(batch.behavior.nan_to_num(0.0), edges, right=True)
+
+
+def _capped(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clamp(max=LAST)
+
+
+def _sign(batch: Batch) -> Tensor | None:
+    if batch.advantages is None:
+        return None
+    signs = batch.advantages.nan_to_num(0.0).sign().long() + 1
+    return torch.where(batch.advantages.isnan(), -1, signs)
+
+
+SPANS = [
+    "0",
+    *(
+        f"{low}-{high - 1}" if high - low > 1 else f"{low}"
+        for low, high in zip(DOUBLING, DOUBLING[1:], strict=False)
+    ),
+    f"{DOUBLING[-1]}+",
+]
+COUNTS = [*map(str, range(LAST)), f"{LAST}+"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One way to sort tokens into buckets.
+
+    bucket: the bucket of each token, below 0 where it is unknown; None where no response tells.
+    labels: name of each bucket.
+    what: what the buckets are, in words.
+    """
+
+    bucket: Bucket
+    labels: Sequence[str]
+    what: str
+
+
+PLACES: dict[str, Place] = {
+    "position": Place(_position, SPANS, "place of the token in its response"),
+    "length": Place(_length, SPANS, "length of the response in tokens"),
+    "probability": Place(
+        _probability,
+        ["below 1%", "1-10%", "10-50%", "50-90%", "90-99%", "above 99%"],
+        "probability of the token under the rollout engine",
+    ),
+    "turn": Place(lambda batch: _capped(batch.turns), COUNTS, "turn of the token"),
+    "advantage": Place(_sign, ["negative", "zero", "positive"], "sign of the token's advantage"),
+    "age": Place(
+        lambda batch: _capped(batch.ages), COUNTS, "trainer version less version that wrote the token"
+    ),
+    "route": Place(lambda batch: batch.route_differs, ["same", "differs"], "experts of trainer and engine"),
+}
+ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
+    "tokens": lambda t: t.usable.double(),
+    "kl_k1": lambda t: -t.log_ratio,
+    "kl_k3": lambda t: t.k3,
+    "log_prob_diff_abs_mean": lambda t: t.abs_log_ratio,
+    "k3_squared": lambda t: t.k3.square(),
+}
+
+
+@dataclass
+class Tables:
+    """Sums of `ROWS` in every bucket of every place."""
+
+    sums: dict[str, Float[Tensor, "rows buckets"]] = field(default_factory=dict)
+
+    def add(self, batch: Batch, tokens: Tokens) -> None:
+        rows = {name: row(tokens) for name, row in ROWS.items()}
+        for name, place in PLACES.items():
+            bucket = place.bucket(batch)
+            if bucket is None:
+                continue
+            added = _by_bucket(rows, bucket, len(place.labels))
+            self.sums[name] = self.sums[name] + added if name in self.sums else added
+
+    def rows(self) -> dict[str, list[dict[str, float | str]]]:
+        """Rows of each table: bucket, tokens, and means over the bucket's usable tokens. Empty buckets are left out."""
+        return {name: _table(PLACES[name].labels, sums) for name, sums in self.sums.items()}
+
+
+def _by_bucket(
+    rows: Mapping[str, Tensor], bucket: Int[Tensor, " T"], size: int
+) -> Float[Tensor, "rows buckets"]:
+    # One bucket more, at the end, takes what is unknown.
+    index = torch.where(bucket < 0, size, bucket)
+    return torch.stack([torch.bincount(index, row, size + 1)[:size] for row in rows.values()])
+
+
+def _table(labels: Sequence[str], sums: Tensor) -> list[dict[str, float | str]]:
+    found: list[dict[str, float | str]] = []
+    for label, column in zip(labels, sums.T.tolist(), strict=True):
+        count, *totals = column
+        if count:
+            means = {name: total / count for name, total in zip(list(ROWS)[1:], totals, strict=True)}
+            found.append({"bucket": label, "tokens": count} | means)
+    return found

@@ -1,0 +1,161 @@
+"""Which config to propose, and why: candidates that lose too much or lean to one side are out, the rest are ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mis_plugins.config import writing
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.explain.rungs import record
+from mis_plugins.explain.words import flags
+from mis_plugins.report.numbers import FIRST
+from mis_plugins.report.sweep import Candidate
+
+NOTHING_TO_DO = (
+    1e-4  # kl_k3 below which an engine in bf16 lies, and no config changes a gradient that is seen
+)
+LEAST_KEPT = 0.5
+# Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.
+LEAST_ESS = 0.1
+LENGTH_LEAN, SIGN_LEAN = 0.8, 0.05
+SLOWEST, SLOW, FASTEST = 0.25, 0.8, 1.25  # mean weights, which act as a factor on the learning rate
+MEASURES = {
+    "response_cosine": "cosine to the products of whole responses",
+    "coefficient_cosine": "coefficient cosine",
+    "ess": "effective sample",
+}
+ALIKE = 0.005  # directions closer than this are not told apart: the simpler config wins
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with its numbers, and why it is out; no reason where it is in."""
+
+    candidate: Candidate
+    numbers: Mapping[str, Any]
+    reasons: tuple[str, ...]
+
+    @property
+    def direction(self) -> float:
+        """What candidates are ranked by: the first of `MEASURES` that the data tell."""
+        return self.numbers[self.measure]
+
+    @property
+    def measure(self) -> str:
+        return next(name for name in MEASURES if name in self.numbers)
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine that ranks; None without advantages."""
+        return None if self.measure == "ess" else self.direction
+
+    @property
+    def parts(self) -> int:
+        """How many things the config does: weight, its normalization, and each rule."""
+        config = self.candidate.config
+        weight = config.weight
+        return (
+            (weight is not None) + (weight is not None and weight.normalize is not None) + len(config.reject)
+        )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The config to run with, in the words and files that a user needs."""
+
+    name: str
+    why: tuple[str, ...]
+    yaml: str
+    flags: str
+    ranking: tuple[Judged, ...]
+
+
+def judge(candidate: Candidate, numbers: Mapping[str, Any]) -> Judged:
+    """Say what speaks against a candidate."""
+    return Judged(candidate, numbers, tuple(_against(numbers)))
+
+
+def _against(numbers: Mapping[str, Any]) -> list[str]:
+    kept, ess, mean = numbers["kept_fraction"], numbers["ess"], numbers["applied_mean"]
+    found = []
+    if kept < LEAST_KEPT:
+        found.append(f"keeps {kept:.0%} of the tokens, less than {LEAST_KEPT:.0%}")
+    if ess < LEAST_ESS:
+        found.append(f"has an effective sample of {ess:.0%}, less than {LEAST_ESS:.0%}")
+    if kept and not SLOWEST <= mean <= FASTEST:
+        found.append(f"has a mean weight of {mean:.2g}, which changes the learning rate")
+    lengths = list(numbers["kept_by_usual_length"].values())
+    if len(lengths) > 1 and min(lengths) < LENGTH_LEAN * max(lengths):
+        found.append(f"keeps {min(lengths):.0%} of one length and {max(lengths):.0%} of another")
+    signs = numbers["kept_by_advantage"]
+    lean = signs["positive"] - signs["negative"] if {"positive", "negative"} <= signs.keys() else 0.0
+    if abs(lean) > SIGN_LEAN:
+        found.append(f"keeps {abs(lean):.0%} more of {'positive' if lean > 0 else 'negative'} advantages")
+    return found
+
+
+def propose(
+    candidates: Sequence[Candidate], outcomes: Mapping[str, Mapping[str, Any]], whole: Mapping[str, float]
+) -> Proposal | None:
+    """The best candidate; None where nothing was swept."""
+    judged = [judge(one, outcomes[one.name]) for one in candidates if one.name in outcomes]
+    ranking = sorted(judged, key=lambda one: (len(one.reasons), -one.direction, one.parts))
+    best = [one for one in ranking if not one.reasons]
+    if not judged:
+        return None
+    none = next((one for one in judged if not one.candidate.config.corrects), None)
+    if none is not None and whole.get(FIRST, 1.0) < NOTHING_TO_DO:
+        why = f"kl_k3 is {whole[FIRST]:.2g}: below {NOTHING_TO_DO:g} no correction changes a gradient that is seen"
+        return _proposal(none, (why,), ranking)
+    if not best:
+        out = f"every candidate is out; the least unfit one {'; '.join(ranking[0].reasons)}"
+        return _proposal(ranking[0], (out, "lower the mismatch first: no config repairs it"), ranking)
+    alike = [one for one in best if one.direction > best[0].direction - ALIKE]
+    chosen = min(alike, key=lambda one: (not one.candidate.config.corrects, one.parts, -one.direction))
+    return _proposal(chosen, (*_why(chosen, alike, none), *_doubts(whole)), ranking)
+
+
+# What a proposal says of itself.
+
+
+def _why(chosen: Judged, alike: Sequence[Judged], none: Judged | None) -> tuple[str, ...]:
+    numbers = chosen.numbers
+    found = [
+        f"{numbers['kept_fraction']:.1%} of the tokens are kept, with an effective sample of {numbers['ess']:.0%}",
+        f"the {MEASURES[chosen.measure]} is {chosen.direction:.3f}"
+        + (
+            f", and {none.direction:.3f} without correction"
+            if none is not None and none is not chosen
+            else ""
+        ),
+    ]
+    if numbers["applied_mean"] < SLOW:
+        found.append(
+            f"a mean weight of {numbers['applied_mean']:.2g} acts as that factor on the learning rate"
+        )
+    if len(alike) > 1:
+        others = "1 other is" if len(alike) == 2 else f"{len(alike) - 1} others are"
+        found.append(f"{others} as good to {ALIKE:g}, and no other has fewer parts")
+    return tuple(found)
+
+
+def _doubts(whole: Mapping[str, float]) -> tuple[str, ...]:
+    worst = record().rungs[-1]
+    if whole.get(FIRST, 0.0) <= worst.k3:
+        return ()
+    return (
+        f"lower the mismatch too: kl_k3 is above what a real model shows with an engine in {worst.name}, and some runs "
+        "like this collapse with every config",
+    )
+
+
+def _proposal(chosen: Judged, why: tuple[str, ...], ranking: Sequence[Judged]) -> Proposal:
+    config = chosen.candidate.config
+    text = writing.to_yaml(writing.as_mapping(config))
+    return Proposal(chosen.candidate.name, why, text, _flags(config), tuple(ranking))
+
+
+def _flags(config: CorrectionConfig) -> str:
+    return f"{flags(config)} --custom-config-path mis.yaml"

@@ -1,0 +1,106 @@
+"""What dumps of Miles and slime have in common: one response's columns, and what the rollout's own dump adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_plugins.report.record import Record, from_mapping
+from mis_plugins.shared import runs
+from mis_plugins.shared.storage import RecordError
+
+# What a host calls the columns of the neutral form.
+NAMES = {
+    "behavior_log_probs": "rollout_log_probs",
+    "proximal_log_probs": "log_probs",
+    "loss_mask": "loss_masks",
+    "advantages": "advantages",
+}
+
+Extra = Mapping[Any, Mapping[str, Any]]  # what the rollout's dump tells of a sample, by the sample's index
+
+
+def has_samples(content: Any) -> bool:
+    """Whether a loaded file lists samples under the number of a rollout."""
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("samples"), list)
+        and all(isinstance(sample, dict) for sample in content["samples"])
+        and isinstance(content.get("rollout_id"), int | str)
+    )
+
+
+def rollout_extra(content: Mapping[str, Any]) -> Extra:
+    """What a rollout's dump (`--save-debug-rollout-data`) tells of its samples, by index."""
+    found = {}
+    for place, sample in enumerate(content["samples"]):
+        index = sample.get("index")
+        found[place if index is None else index] = {
+            "truncated": {"truncated": True, "completed": False}.get(str(sample.get("status"))),
+            "reward": sample.get("reward"),
+            "weight_versions": sample.get("weight_versions"),
+            "rollout_log_probs": sample.get("rollout_log_probs"),
+            "prompt": sample.get("prompt"),
+            "response": sample.get("response"),
+        }
+    return found
+
+
+def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra) -> Record:
+    """A record of one response from the columns of a host.
+
+    Raises:
+        RecordError: columns are missing or do not fit together.
+    """
+    told = extra.get(index, {})
+    values = {name: sample.get(theirs) for name, theirs in NAMES.items()}
+    if values["behavior_log_probs"] is None:
+        values["behavior_log_probs"] = told.get("rollout_log_probs")
+    if values["proximal_log_probs"] is None:
+        raise RecordError(f"sample {index}: no trainer log-probs (recomputed before training, `log_probs`)")
+    size = len(values["proximal_log_probs"])
+    values["tokens"] = _end_of(sample.get("tokens"), size)
+    values |= {
+        "reward": _first(sample, told, ("raw_reward", "reward", "rewards")),
+        "truncated": _truncated(sample, told),
+        "prompt": _first(sample, told, ("prompt",)),
+        "text": _first(sample, told, ("response",)),
+    }
+    versions = _versions(_first(sample, told, ("weight_versions",)), size)
+    return from_mapping(values | versions, rollout_id, str(index))
+
+
+def _first(sample: Mapping[str, Any], told: Mapping[str, Any], names: Sequence[str]) -> Any:
+    given = (found.get(name) for found in (told, sample) for name in names)
+    return next((value for value in given if value is not None), None)
+
+
+def _end_of(tokens: Any, size: int) -> Tensor | None:
+    """Ids of the response, which end the sample's tokens."""
+    if tokens is None or len(tokens) < size:
+        return None
+    ids = torch.as_tensor(tokens).reshape(-1)
+    return ids[ids.numel() - size :]
+
+
+def _truncated(sample: Mapping[str, Any], told: Mapping[str, Any]) -> bool | None:
+    said = sample.get("truncated")
+    return told.get("truncated") if said is None else bool(said)
+
+
+def _versions(versions: Any, size: int) -> dict[str, Any]:
+    """Version of each token.
+
+    Hosts list one a call, as texts: known where one version wrote the whole response. `convert_with_versions` of this
+    pack puts whole numbers there: batch and number of the sample, and then the runs of its tokens.
+    """
+    held = list(versions or ())
+    if len(held) > 3 and len(held) % 2 == 0 and all(type(value) is int for value in held):
+        counts = held[3::2]
+        fit = sum(counts) == size and min(counts) > 0
+        return {"versions": torch.tensor(runs.unpacked(held[2:]))} if fit else {}
+    numbers = {int(version) for version in held if str(version).isdigit()}
+    return {"versions": torch.full((size,), numbers.pop())} if len(numbers) == 1 else {}

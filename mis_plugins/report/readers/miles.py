@@ -1,0 +1,131 @@
+"""Miles's training dump (`--save-debug-train-data`, `--dump-details`): one file a rollout and rank, in columns.
+
+Read from Miles 31f1ca9: `{rollout_id, rank, rollout_data, cp_rank, cp_size, qkv_format}`. Context-parallel ranks hold
+their zigzag pieces of per-token columns, tensor-parallel ranks hold copies, and pipeline stages before the last hold
+no log-probs. Each column of a sample is put together from whichever ranks have it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_plugins.packing.layout import zigzag
+from mis_plugins.report.readers import host
+from mis_plugins.report.readers.packing import Packings, in_order, packings
+from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.record import Record
+from mis_plugins.shared.storage import RecordError
+
+PIECES = ("rollout_log_probs", "log_probs", "advantages")  # cut over context-parallel ranks
+WHOLE = ("tokens", "loss_masks", "rewards", "truncated", "weight_versions")
+
+
+@dataclass(frozen=True)
+class Held:
+    """One sample as one rank's file holds it."""
+
+    rank: Mapping[str, Any]
+    place: int
+
+    def column(self, name: str) -> Any:
+        """The sample's entry of a column; None where the rank has no such column."""
+        column = self.rank["rollout_data"].get(name)
+        return (
+            column[self.place]
+            if isinstance(column, list | tuple | Tensor) and len(column) > self.place
+            else None
+        )
+
+    @property
+    def cp_rank(self) -> int:
+        return int(self.rank.get("cp_rank") or 0)
+
+    @property
+    def cp_size(self) -> int:
+        return int(self.rank.get("cp_size") or 1)
+
+
+def is_train_dump(content: Any) -> bool:
+    """Whether a loaded file is one rank's part of Miles's training data."""
+    if not isinstance(content, dict) or not isinstance(content.get("rollout_data"), dict):
+        return False
+    return isinstance(content["rollout_data"].get("response_lengths"), list | tuple) and "rank" in content
+
+
+def records(
+    ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, problems: Problems
+) -> Iterator[Record]:
+    """Records of one rollout from the files of all its ranks."""
+    held: dict[Any, list[Held]] = defaultdict(list)
+    for rank in sorted(ranks, key=lambda rank: int(rank["rank"])):
+        data = rank["rollout_data"]
+        for place in range(len(data["response_lengths"])):
+            indices = data.get("sample_indices")
+            held[(int(rank["rank"]), place) if indices is None else indices[place]].append(Held(rank, place))
+    found: list[tuple[Any, Record]] = []
+    for index, parts in held.items():
+        try:
+            found.append(
+                (index, host.record(_joined(index, parts), int(ranks[0]["rollout_id"]), index, extra))
+            )
+        except RecordError as error:
+            problems.add(f"{label}: {error}")
+    return in_order(found, _packings(ranks))
+
+
+def _packings(ranks: Sequence[Mapping[str, Any]]) -> Packings:
+    """Packing of every response. Ranks of other tensor, pipeline and context places repeat the lists of their shard."""
+    found: Packings = {}
+    told = [rank["rollout_data"] for rank in ranks]
+    shards = {
+        tuple(data["sample_indices"]): data for data in told if isinstance(data.get("sample_indices"), list)
+    }
+    for number, (names, data) in enumerate(shards.items()):
+        valid = data.get("rollout_mask_sums")
+        found |= packings(data, number, data.get("num_rollouts"), () if valid is None else valid, names)
+    return found
+
+
+def _joined(index: Any, parts: Sequence[Held]) -> dict[str, Any]:
+    whole = {
+        name: next((v for part in parts if (v := part.column(name)) is not None), None) for name in WHOLE
+    }
+    return whole | {name: _column(index, name, parts) for name in PIECES}
+
+
+def _column(index: Any, name: str, parts: Sequence[Held]) -> Tensor | None:
+    """One per-token column of a sample, from the pieces of all context-parallel ranks."""
+    pieces = {part.cp_rank: (part, value) for part in parts if (value := part.column(name)) is not None}
+    if not pieces:
+        return None
+    first, value = next(iter(pieces.values()))
+    if first.cp_size == 1:
+        return torch.as_tensor(value)
+    if len(pieces) != first.cp_size:
+        raise RecordError(
+            f"sample {index}: {name} of {len(pieces)} of {first.cp_size} context-parallel ranks; name the files of all "
+            "ranks"
+        )
+    return _from_pieces(index, name, {rank: (part, torch.as_tensor(v)) for rank, (part, v) in pieces.items()})
+
+
+def _from_pieces(index: Any, name: str, pieces: Mapping[int, tuple[Held, Tensor]]) -> Tensor:
+    part, value = next(iter(pieces.values()))
+    total, response = int(part.column("total_lengths")), int(part.column("response_lengths"))
+    padded = part.column("max_seq_lens") if part.rank.get("qkv_format") == "bshd" else None
+    whole = value.new_zeros(response)
+    for rank, (_, piece) in pieces.items():
+        layout = zigzag([total], [response], part.cp_size, rank, None if padded is None else [int(padded)])
+        if piece.numel() != layout.local_lengths[0]:
+            raise RecordError(f"sample {index}: {name} of context-parallel rank {rank} is no zigzag piece")
+        start = 0
+        for low, high in layout.pieces(0):
+            whole[low:high] = piece[start : start + high - low]
+            start += high - low
+    return whole

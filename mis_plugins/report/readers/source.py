@@ -1,0 +1,57 @@
+"""What a path holds: sources of records or of curves, and the list of what could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mis_plugins.report.record import Record
+
+
+@dataclass
+class Problems:
+    """What could not be read, in words. The first `MOST` are kept, the others are counted.
+
+    bytes_read: how far the reader of a long file has come.
+    """
+
+    MOST = 100
+    bytes_read: int = 0
+    told: list[str] = field(default_factory=list)
+    more: int = 0
+
+    def add(self, what: str) -> None:
+        if len(self.told) < self.MOST:
+            self.told.append(what)
+        else:
+            self.more += 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Numbers of a run by step, without tokens.
+
+    values: of each step the numbers by their name on our pages, or by the name in the file where we have none.
+    """
+
+    label: str
+    values: Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that belong together, such as all ranks of one rollout.
+
+    kind: the format, in words.
+    records: yields what the files hold; a file that is broken is told to `Problems` and left out.
+    """
+
+    kind: str
+    files: tuple[Path, ...]
+    records: Callable[[Problems], Iterator[Record]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files if file.exists())

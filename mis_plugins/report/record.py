@@ -1,0 +1,167 @@
+"""The neutral record of one response: what every reader yields and everything else in this room reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mis_plugins.shared.storage import RecordError
+
+
+@dataclass(frozen=True, order=True)
+class Packing:
+    """Where a host trained on a response.
+
+    optimizer_step: number of the optimizer step within the rollout.
+    micro_batch: data-parallel rank, in the order of the files, and number of the micro-batch on it.
+    rollouts: what the host divides the sums of this optimizer step by.
+    valid: what the host divides the sum over a response by: valid tokens of all responses of its rollout.
+    """
+
+    optimizer_step: int
+    micro_batch: tuple[int, int]
+    rollouts: int
+    valid: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One response of R tokens. What a source does not tell is None.
+
+    step: number of the rollout, or of the optimizer step, that trained on the response.
+    sample: a name of the response for people.
+    behavior_log_probs: log mu, as the rollout engine reported it; NaN where it is missing.
+    proximal_log_probs: log pi_old, as the trainer computed it before the update.
+    loss_mask: true where a token enters the loss.
+    tokens: ids of the response's tokens.
+    text: the text of each token.
+    prompt, response: texts in whole.
+    advantages: of each token.
+    versions: version of the weights that wrote each token.
+    trainer_version: version of the weights that computed `proximal_log_probs`.
+    turns: number of the turn that each token belongs to.
+    route_differs: true where trainer and engine chose other experts for a token.
+    truncated: whether the response ran into a limit before its end token.
+    packing: micro-batch of the response, which only a host's dump tells.
+    """
+
+    step: int
+    sample: str
+    behavior_log_probs: Float[Tensor, " R"]
+    proximal_log_probs: Float[Tensor, " R"]
+    loss_mask: Bool[Tensor, " R"]
+    tokens: Int[Tensor, " R"] | None = None
+    text: tuple[str, ...] | None = None
+    prompt: str | None = None
+    response: str | None = None
+    advantages: Float[Tensor, " R"] | None = None
+    reward: float | None = None
+    versions: Int[Tensor, " R"] | None = None
+    trainer_version: int | None = None
+    turns: Int[Tensor, " R"] | None = None
+    route_differs: Bool[Tensor, " R"] | None = None
+    truncated: bool | None = None
+    packing: Packing | None = None
+
+    @property
+    def size(self) -> int:
+        return self.loss_mask.numel()
+
+    def copied(self) -> Record:
+        """A record in memory of its own: a column of a dump lies in the mapped file, and keeps all of it."""
+        tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+    @property
+    def ages(self) -> Int[Tensor, " R"] | None:
+        """Trainer version less each token's version. Without a trainer version the newest token counts as age 0."""
+        if self.versions is None or not self.size:
+            return None
+        newest = self.versions.max() if self.trainer_version is None else self.trainer_version
+        return newest - self.versions
+
+
+LONGEST_TEXT = 20_000  # letters that are kept of a prompt or a response
+REQUIRED = ("behavior_log_probs", "proximal_log_probs")
+KINDS: dict[str, torch.dtype] = {
+    "behavior_log_probs": torch.float32,
+    "proximal_log_probs": torch.float32,
+    "loss_mask": torch.bool,
+    "tokens": torch.int64,
+    "advantages": torch.float32,
+    "versions": torch.int64,
+    "turns": torch.int64,
+    "route_differs": torch.bool,
+}
+
+
+def from_mapping(values: Mapping[str, Any], step: int, sample: str) -> Record:
+    """A record from lists, arrays or tensors by the names of the neutral form; `null` in a list of log-probs is NaN.
+
+    Raises:
+        RecordError: a list is missing, holds something else than numbers, or has another length than the response.
+    """
+    for name in REQUIRED:
+        if values.get(name) is None:
+            raise RecordError(f"sample {sample}: no {name}")
+    found = {name: _tensor(name, values[name]) for name in KINDS if values.get(name) is not None}
+    size = found["behavior_log_probs"].numel()
+    found.setdefault("loss_mask", torch.ones(size, dtype=torch.bool))
+    for name, value in found.items():
+        if value.numel() != size:
+            raise RecordError(
+                f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}"
+            )
+    return Record(
+        step=step,
+        sample=sample,
+        text=_text(values.get("text"), size),
+        prompt=_whole_text(values.get("prompt")),
+        response=_whole_text(values.get("text")),
+        reward=_number(values.get("reward")),
+        trainer_version=_whole(values.get("trainer_version")),
+        truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
+        **found,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    kind = KINDS[name]
+    if isinstance(values, Tensor):
+        return values.detach().reshape(-1).to("cpu", kind)
+    if kind.is_floating_point and isinstance(values, Sequence) and None in values:
+        values = [float("nan") if value is None else value for value in values]
+    try:
+        return torch.as_tensor(values).reshape(-1).to(kind)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecordError(f"{name}: no list of numbers: {error}") from error
+
+
+def _text(values: Any, size: int) -> tuple[str, ...] | None:
+    """The text of each token; None where the source gives one text for the whole response."""
+    if isinstance(values, str) or values is None or len(values) != size:
+        return None
+    return tuple(map(str, values))
+
+
+def _whole_text(value: Any) -> str | None:
+    """A text, or the messages of a chat one below the other; None of anything else."""
+    if isinstance(value, str):
+        return value[:LONGEST_TEXT]
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        return None
+    told = (f"{message.get('role')}: {message.get('content')}" for message in value)
+    return "\n".join(told)[:LONGEST_TEXT] or None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdigit()) else None

@@ -1,0 +1,135 @@
+"""One pass over the records: every collector sees each batch once, and memory holds sums and the worst cases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.metrics.catalogue import finalize
+from mis_plugins.metrics.rows import Tokens
+from mis_plugins.report.batches import Batch, batches
+from mis_plugins.report.causes import Facts, Finding, findings
+from mis_plugins.report.changes import Change, changes
+from mis_plugins.report.evidence import Evidence
+from mis_plugins.report.logged import Logged
+from mis_plugins.report.numbers import FIRST, StepNumbers, corrected, ordered
+from mis_plugins.report.places import Tables
+from mis_plugins.report.readers.source import Problems, Source
+from mis_plugins.report.record import Record
+from mis_plugins.report.sweep import Candidate, Sweep
+from mis_plugins.report.worst import Worst
+
+Told = Callable[[int, int], None]  # called with bytes done and bytes in all
+
+
+@dataclass
+class Survey:
+    """All collectors of one pass.
+
+    own: the run's config; the numbers of the steps are what the training path logged with it.
+    """
+
+    own: CorrectionConfig
+    numbers: StepNumbers
+    sweep: Sweep
+    logged: Logged
+    tables: Tables = field(default_factory=Tables)
+    worst: Worst = field(default_factory=Worst)
+    evidence: Evidence = field(default_factory=Evidence)
+    sequences: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
+        asked = replace(own, metrics="all", segment_wise=None, opsm=None, objective=None)
+        return cls(asked, StepNumbers(asked), Sweep.of(candidates), Logged(asked))
+
+    def add(self, batch: Batch) -> None:
+        """Let every collector see a batch."""
+        begun = time.perf_counter()
+        correction = corrected(batch, self.own)
+        tokens = Tokens(correction)
+        self.numbers.add(batch, correction)
+        self.tables.add(batch, tokens)
+        self.worst.add(batch, tokens)
+        self.evidence.add(batch, correction, tokens)
+        self.sweep.add(batch, correction.stage.ratio)
+        self.logged.add(batch.records)
+        self.sequences += len(batch.records)
+        self.seconds += time.perf_counter() - begun
+
+    def add_all(self, records: Iterable[Record], told: Callable[[], None] = lambda: None) -> None:
+        """See all records; `told` is called after each batch."""
+        for batch in batches(records):
+            if batch.ragged.loss_mask.numel():
+                self.add(batch)
+                told()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report shows, in plain numbers and texts.
+
+    steps: metrics of each step, by the names of docs/metrics.md.
+    whole: the metrics over all steps together.
+    logged: numbers of each optimizer step as its host logs them; empty where no dump of a host was read.
+    """
+
+    steps: dict[int, dict[str, float]]
+    whole: dict[str, float]
+    places: dict[str, list[dict[str, float | str]]]
+    changes: list[Change]
+    findings: list[Finding]
+    alarms: list[tuple[int, str, str]]
+    worst_tokens: list[Any]
+    worst_sequences: list[dict[str, Any]]
+    outcomes: dict[str, dict[str, Any]]
+    sequences: int
+    seconds: float
+    logged: list[dict[str, float]]
+
+
+def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
+    """Read every source; return false where Ctrl-C ended the walk, so that what is done can be written."""
+    total, done = sum(source.size for source in sources), 0
+    try:
+        for source in sources:
+            told(done, total)
+            problems.bytes_read = 0
+            survey.add_all(
+                source.records(problems), lambda done=done: told(done + problems.bytes_read, total)
+            )
+            done += source.size
+    except KeyboardInterrupt:
+        return False
+    told(total, total)
+    return True
+
+
+def report(survey: Survey) -> Report | None:
+    """The report of everything that a survey has seen; None where it saw no token."""
+    if not survey.numbers.steps:
+        return None
+    whole = survey.numbers.whole()
+    steps = dict(survey.numbers.metrics())
+    places = survey.tables.rows()
+    known = [(step, values[FIRST]) for step, values in steps.items() if FIRST in values]
+    found = changes([step for step, _ in known], [value for _, value in known])
+    facts = Facts(whole.named_sums, survey.evidence, places, found)
+    return Report(
+        steps=steps,
+        whole=ordered(finalize(whole, survey.own)),
+        places=places,
+        changes=found,
+        findings=findings(facts),
+        alarms=list(survey.numbers.alarms()),
+        worst_tokens=list(survey.worst.worst_tokens()),
+        worst_sequences=survey.worst.worst_sequences(),
+        outcomes=survey.sweep.numbers(),
+        sequences=survey.sequences,
+        seconds=survey.seconds,
+        logged=survey.logged.numbers(),
+    )

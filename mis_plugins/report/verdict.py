@@ -1,0 +1,148 @@
+"""The verdict in words: what matters first, each sentence with the number under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mis_plugins.report import ladder
+from mis_plugins.report.numbers import FIRST
+from mis_plugins.report.own import Intent
+from mis_plugins.report.proposal import Proposal
+from mis_plugins.report.survey import Report
+
+# Where a number of docs/metrics.md turns bad. Tests hold each limit to the words of that page.
+LIMITS: dict[str, tuple[float | None, float | None]] = {
+    FIRST: (None, 1e-2),
+    "ratio_mean": (0.98, 1.02),
+    "log_prob_diff_abs_max": (None, 5.0),
+    "ess_ratio": (0.5, None),
+    "prob_correlation": (0.95, None),
+    "kept_fraction": (0.5, None),
+}
+CALM, WATCH, ALARM = "calm", "watch", "alarm"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to say first.
+
+    level: calm, watch or alarm.
+    headline: one sentence.
+    lines: how large, since when, where, and what would have helped.
+    """
+
+    level: str
+    headline: str
+    lines: tuple[str, ...]
+
+
+def beyond(values: Mapping[str, float]) -> list[str]:
+    """The numbers that lie beyond their limits, in words."""
+    found = []
+    for name, (low, high) in LIMITS.items():
+        value = values.get(name)
+        if value is not None and high is not None and value > high:
+            found.append(f"{name} is {value:.3g}, above {high:g}")
+        elif value is not None and low is not None and value < low:
+            found.append(f"{name} is {value:.3g}, below {low:g}")
+    return found
+
+
+def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None) -> Verdict:
+    """The verdict on a run with tokens."""
+    kl = report.whole.get(FIRST, 0.0)
+    limits = beyond(report.whole)
+    level = ALARM if report.findings else WATCH if limits else CALM
+    return Verdict(
+        level,
+        _headline(report, level),
+        (
+            *_size(kl, limits),
+            *_why(report, level),
+            *_since(report),
+            *_where(report),
+            *_meant(own),
+            *_helped(proposal),
+        ),
+    )
+
+
+def of_curve(values: Mapping[int, Mapping[str, float]]) -> Verdict:
+    """The verdict on curves without tokens."""
+    last = values[max(values)] if values else {}
+    limits = beyond(last)
+    told = "No tokens were read, so no cause can be told; name a dump to learn more."
+    headline = f"At the last step {limits[0]}." if limits else "The curves end within their limits."
+    return Verdict(WATCH if limits else CALM, headline, (told,))
+
+
+def _headline(report: Report, level: str) -> str:
+    if report.findings:
+        first, *others = report.findings
+        return first.cause.title + (f", and {_count(len(others), 'other cause')}" if others else "") + "."
+    if level == WATCH:
+        return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
+    return "Rollout engine and trainer agree as well as a healthy run."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _size(kl: float, limits: Sequence[str]) -> list[str]:
+    found = [f"How large: {FIRST} is {kl:.3g} a token. {ladder.in_words(kl)}"]
+    return found + ([f"Beyond its limit: {'; '.join(limits)}."] if limits else [])
+
+
+def _why(report: Report, level: str) -> list[str]:
+    """What to think where much is wrong and no detector fired."""
+    if level != WATCH:
+        return []
+    return [
+        "Why: log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so "
+        "does one whose weights are a little old: look at its quantization, and compare layers with "
+        "`python -m true_on_policy diff`."
+    ]
+
+
+def _since(report: Report) -> list[str]:
+    if len(report.steps) < 2:
+        return ["Since when: one step was read, so no change over time can be seen."]
+    if not report.changes:
+        return [f"Since when: {FIRST} keeps its level over {len(report.steps)} steps."]
+    told = (
+        f"{'jumped at' if one.sudden else 'drifted around'} step {one.step} from {one.before:.2g} to {one.after:.2g}"
+        for one in report.changes
+    )
+    return [f"Since when: {FIRST} {', '.join(told)}."]
+
+
+def _where(report: Report) -> list[str]:
+    """The bucket of each table whose kl_k3 stands out most against the whole run."""
+    found = []
+    total = sum(float(row["tokens"]) for row in report.places.get("position", ()))
+    for name, rows in report.places.items():
+        wide = [row for row in rows if float(row["tokens"]) > 0.01 * total]
+        if len(wide) < 2:
+            continue
+        top, low = (choose(wide, key=lambda row: float(row["kl_k3"])) for choose in (max, min))
+        if float(top["kl_k3"]) > 3 * max(float(low["kl_k3"]), 1e-12) and name != "probability":
+            high, least = float(top["kl_k3"]), float(low["kl_k3"])
+            found.append(f"{name} {top['bucket']} ({high:.2g}, against {least:.2g} at {low['bucket']})")
+    return (
+        [f"Where: most at {'; '.join(found)}."]
+        if found
+        else ["Where: nowhere in particular; the mismatch is spread evenly."]
+    )
+
+
+def _meant(own: Intent | None) -> list[str]:
+    if own is None:
+        return []
+    short = "did what its bounds mean" if own.as_meant else "did not do what its bounds mean"
+    return [f"The run's config: {own.name} {short}; {'; '.join(own.told)}."]
+
+
+def _helped(proposal: Proposal | None) -> list[str]:
+    return [f"What to run with: {proposal.name}; {'; '.join(proposal.why)}."] if proposal else []

@@ -1,0 +1,140 @@
+"""What routers add up on the device: sums by layer and position, and counts of each token over the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mis_plugins.config.terms.divergence import k3
+from mis_plugins.correction.pipeline import Correction
+from mis_plugins.routing.choice import Compared
+from mis_plugins.routing.placement import BUCKETS, Placement, first_of
+
+KINDS: tuple[str, ...] = ("tokens", "differs", "strange", "margin", "rows", "unequal", "broken")
+CLASSES: tuple[str, ...] = (
+    "same",
+    "other",
+    "earlier",
+)  # own routing agrees here and before; differs here; differs before
+SPLIT: tuple[str, ...] = ("tokens", "k3", "tail", "kept")
+TAIL = 0.5  # nats of a log ratio
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One micro-batch of a pass: how many layers each row was routed differently in, and strangely.
+
+    counts: two rows, of `differs` and `strange` layers, for the rows that this rank routes.
+    """
+
+    placed: Placement
+    counts: Int[Tensor, "2 T"]
+
+    @classmethod
+    def begin(cls, placed: Placement) -> Passed:
+        """No layer has routed the micro-batch yet."""
+        rows = placed.here(placed.position).numel()
+        return cls(placed, torch.zeros(2, rows, dtype=torch.int32, device=placed.position.device))
+
+    def add(self, layer: Float[Tensor, "K P"], compared: Compared) -> None:
+        """Add what one layer did to its table and to the counts of each token."""
+        counted, bucket = self.placed.here(self.placed.counted), self.placed.here(self.placed.bucket)
+        both = torch.stack([compared.differs, compared.strange])
+        self.counts.add_(both)
+        differs, strange = both & counted
+        margin = torch.where(differs, compared.margin, 0)
+        ones = torch.ones_like(counted)
+        rows = [counted, differs, strange, margin, ones, compared.unequal, compared.broken]
+        layer.index_add_(1, bucket, torch.stack([row.double() for row in rows]))
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the log-prob pass tells of each row of one micro-batch, over all layers and before any cut of its rows.
+
+    differs: how many layers the trainer alone would route otherwise.
+    kind: index among `CLASSES`.
+    """
+
+    differs: Int[Tensor, " n"]
+    kind: Int[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Flags of each micro-batch of a log-prob pass, and how many strange tokens each of its sequences has."""
+
+    flags: tuple[Flags, ...]
+    strange: tuple[Float[Tensor, " _"], ...]
+
+
+def empty_table(layers: int, device: torch.device) -> Float[Tensor, "L K P"]:
+    return torch.zeros(layers, len(KINDS), BUCKETS, dtype=torch.float64, device=device)
+
+
+def gather(
+    passed: Sequence[Passed], layers: Int[Tensor, ""], pp: Group | None, sp: Group | None, cp: Group | None
+) -> Gathered:
+    """Gather a pass over stages and over the ranks that hold other rows: three collectives, however many sequences.
+
+    Args:
+        layers: routers of the whole model that replay; a token is strange where more than half of them find it so.
+    """
+    counts = torch.cat([one.counts for one in passed], dim=1)
+    if pp is not None:
+        dist.all_reduce(counts, group=pp)
+    whole = _over_sequence_parallel(counts, passed, sp)
+    differs = [rows[0] for rows in whole]
+    strange = [(2 * rows[1] > layers) & one.placed.counted for rows, one in zip(whole, passed, strict=True)]
+    first = [first_of(rows > 0, one.placed) for rows, one in zip(differs, passed, strict=True)]
+    sums = [_per_sequence(marked, one.placed) for marked, one in zip(strange, passed, strict=True)]
+    if cp is not None:
+        packed = torch.cat([*first, *sums])
+        parts = [torch.empty_like(packed) for _ in range(cp.size())]
+        dist.all_gather(parts, packed, group=cp)
+        lengths = [one.placed.sequences for one in passed]
+        firsts, counted = torch.stack(parts).split(packed.numel() // 2, dim=1)
+        first, sums = list(firsts.amin(0).split(lengths)), list(counted.sum(0).split(lengths))
+    flags = [_flags(*each) for each in zip(differs, first, passed, strict=True)]
+    return Gathered(tuple(flags), tuple(sums))
+
+
+def _over_sequence_parallel(
+    counts: Int[Tensor, "2 A"], passed: Sequence[Passed], sp: Group | None
+) -> list[Int[Tensor, "2 _"]]:
+    """The counts of each micro-batch, whole: the ranks of the group hold its rows one after the other."""
+    lengths = [one.counts.shape[1] for one in passed]
+    if sp is None:
+        return list(counts.split(lengths, dim=1))
+    parts = [torch.empty_like(counts) for _ in range(sp.size())]
+    dist.all_gather(parts, counts.contiguous(), group=sp)
+    pieces = zip(*(part.split(lengths, dim=1) for part in parts), strict=True)
+    return [torch.cat(of_ranks, dim=1) for of_ranks in pieces]
+
+
+def _per_sequence(marked: Tensor, placed: Placement) -> Float[Tensor, " S"]:
+    sums = torch.zeros(placed.sequences, dtype=torch.float64, device=marked.device)
+    return sums.index_add_(0, placed.sequence, marked.double())
+
+
+def _flags(differs: Int[Tensor, " n"], first: Float[Tensor, " S"], passed: Passed) -> Flags:
+    placed = passed.placed
+    earlier = first[placed.sequence] < placed.position
+    kind = torch.where(differs > 0, 1, torch.where(earlier, 2, 0))
+    return Flags(differs, kind)
+
+
+def split(correction: Correction, kind: Int[Tensor, " T"]) -> Float[Tensor, "C R"]:
+    """Sums of `SPLIT` over the usable tokens of a micro-batch, by `CLASSES`."""
+    usable, log_ratio = correction.stage.usable, correction.log_ratio
+    tail, kept = log_ratio.abs() > TAIL, usable & correction.keep
+    rows = torch.stack([row.double() for row in (usable, k3(log_ratio), tail & usable, kept)], dim=1)
+    sums = rows.new_zeros(len(CLASSES), len(SPLIT))
+    return sums.index_add_(0, kind, torch.where(usable.unsqueeze(1), rows, 0))

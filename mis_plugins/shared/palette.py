@@ -1,0 +1,46 @@
+"""One palette for every picture of the project, a meaning each.
+
+The colours are those of Okabe and Ito, which stay apart for colour-blind readers (jfly.uni-koeln.de/color). A picture
+never tells two things apart by colour alone: lines carry their names, and the rollout policy is hollow and dashed.
+"""
+
+from __future__ import annotations
+
+VERMILLION, BLUE, GREEN, PURPLE, AMBER, SKY, BLACK = (
+    "#D55E00",
+    "#0072B2",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
+FRAME, GRID, TEXT = "#9AA0A6", "#E8EAED", "#202124"
+
+OTHERS = (SKY, BLACK, PURPLE, AMBER, GREEN, BLUE, VERMILLION)
+"""Colours of what has no meaning of its own, in the order in which a picture meets it."""
+
+MEANING = {
+    "uncorrected": VERMILLION,
+    "no weights": VERMILLION,
+    "stock": VERMILLION,
+    "int3, uncorrected": VERMILLION,
+    "corrected": BLUE,
+    "TIS + geometric + BN": BLUE,
+    "segment-wise": BLUE,
+    "truly on policy": GREEN,
+    "matched": GREEN,
+    "matched precision": GREEN,
+    "synchronous": GREEN,
+    "on-policy": GREEN,
+    "sequence": PURPLE,
+    "token TIS": AMBER,
+    "standard": AMBER,
+}
+"""Vermillion is left as it was, blue our correction, green without mismatch, amber token weights, purple products."""
+
+
+def color(name: str, index: int = 0) -> str:
+    """The colour of what a curve shows; of a name without a meaning, the one at its place."""
+    known = MEANING.get(name) or MEANING.get(name.partition(" (")[0])
+    return known or OTHERS[index % len(OTHERS)]

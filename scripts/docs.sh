@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The pages as a site, in build/site/html. A link to a page or a heading that is not there ends it with exit code 1.
+#   bash scripts/docs.sh            some ten seconds after the first install
+#   bash scripts/docs.sh --serve    and shows it at http://localhost:8000
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$repository"
+
+python -c 'import mkdocstrings, zensical' 2>/dev/null ||
+    python -m pip install -qq --editable '.[docs]' --constraint constraints.txt
+python scripts/site_pages.py build/site/pages
+NO_COLOR=1 zensical build --strict
+echo "wrote $repository/build/site/html"
+if [ "${1:-}" = --serve ]; then exec python -m http.server --directory build/site/html 8000; fi

@@ -1,0 +1,91 @@
+"""Which version wrote a token, by the real SGLang: in one request that an update meets, and in a run with --async."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_local_async import SEGMENT_WISE, dumps, records, run
+
+from mis_plugins.versions.response import spans
+from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.engines.server import GENERATE_SECONDS, Server, started
+from true_on_policy.engines.sglang.engine import SGLang, serve
+from true_on_policy.models.tiny import updated
+
+pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
+
+PROMPT, LENGTH = (5, 6, 7), 300
+CLOSE = 1e-3
+"""Decode and prefill in float32 are far nearer, and another version's log-probs further off."""
+
+
+@pytest.fixture
+def engine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SGLang]:
+    """A server whose steps do not overlap: else the step that an update meets is counted after it."""
+
+    def alone(name: str, command: list[str], environment: dict[str, str]) -> Server:
+        return started(name, [*command, "--disable-overlap-schedule"], environment)
+
+    monkeypatch.setattr("true_on_policy.engines.sglang.engine.started", alone)
+    with closing(serve(tiny, "fp32", None, 8)) as engine:
+        yield engine
+
+
+def updated_in_place(engine: SGLang, checkpoint: Path) -> dict[str, Any]:
+    """Answer of one request in whose midst the weights of version 2 took the place of those of version 1."""
+    body = {
+        "input_ids": list(PROMPT),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(engine._server.url + "/generate", json.dumps(body).encode(), headers)
+    answer: dict[str, Any] = {}
+    with urllib.request.urlopen(asked, timeout=GENERATE_SECONDS) as stream:
+        told = (line.removeprefix(b"data: ") for line in stream if line.startswith(b"data: {"))
+        for number, chunk in enumerate(told):
+            answer = json.loads(chunk)
+            if number == 20:
+                engine._server.post("/pause_generation", {"mode": "in_place"}, GENERATE_SECONDS)
+                engine.update_weights(checkpoint, 2, keep_cache=True)
+                engine._server.post("/continue_generation", {}, GENERATE_SECONDS)
+    return answer
+
+
+def test_the_spans_of_a_request_name_the_token_where_its_weights_moved(
+    engine: SGLang, tiny: Path, tmp_path: Path
+) -> None:
+    engine.update_weights(tiny, 1)
+    answer = updated_in_place(engine, updated(tiny, tmp_path / "2", seed=1))
+    (first, _, moved), (second, _, end) = spans(answer["meta_info"], LENGTH)
+    assert (first, second, end) == (1, 2, LENGTH) and 0 < moved < LENGTH
+    rows = answer["meta_info"]["output_token_logprobs"]
+    told = torch.tensor([row[0] for row in rows], dtype=torch.float32)
+    sample = Sample(Request(PROMPT, LENGTH), tuple(row[1] for row in rows), told, 1)
+    engine.update_weights(tiny, 3)  # the weights of version 1 again
+    off = (engine.score([sample])[0] - told).abs()
+    assert off[:moved].max() < CLOSE < off[moved]
+
+
+def test_an_asynchronous_run_on_its_server(tmp_path: Path) -> None:
+    """Each token has the version that the server named, and each old one log pi_{v+1} from the recompute."""
+    config = tmp_path / "mis.yaml"
+    config.write_text("mis: {segment_wise: {}}\n")
+    flags = (
+        f"{SEGMENT_WISE} --custom-config-path {config} --async --rollout-engine sglang --rollout-weights fp32 "
+        "--max-head-offpolicyness 2 --rollout-steps-per-update 1 "
+        "--rollout-data-postprocess-path test_local_async.dump"
+    )
+    assert run(flags, tmp_path / "run", tmp_path, rollouts=4) == 0
+    last = dumps(tmp_path / "run")["rollout-3-0.pt"]
+    versions, recomputed = (torch.cat(last[key]) for key in ("output_versions", "recomputed_log_probs"))
+    assert {1, 2, 3} <= set(versions.tolist()) and not recomputed[versions == 1].isnan().any()
+    assert sum(row["recompute/tokens"] for row in records(tmp_path / "run")) > 0

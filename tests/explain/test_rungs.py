@@ -1,0 +1,134 @@
+"""What a window keeps at the mismatch of a real model: the committed record, its page, and the warnings of a check."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mis_plugins.__main__ import main
+from mis_plugins.config.loading import load
+from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.config.reading import presets
+from mis_plugins.explain import docs, rungs
+
+ROOT = Path(__file__).parents[2]
+MADE = json.loads((ROOT / "benchmarks" / "results" / "mismatch.json").read_text())
+
+
+@pytest.fixture
+def four_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A record of two rungs; the geometric mean ratios of four sequences of 100 tokens, each of all tokens."""
+
+    def rung(name: str, k3: float, logs: list[float]) -> dict:
+        values = {"ratio": {over: logs for over in ("mean", "min", "max")}}
+        lengths = {"100": {"count": 4, "presets": {"tis": [1, 1, 0.9], "opsm": None}, "values": values}}
+        return {
+            "name": name,
+            "words": name,
+            "k3": k3,
+            "p99": 0.2,
+            "tokens": 400,
+            "prompts": 4,
+            "by_length": lengths,
+        }
+
+    logs = [0.0, 0.001, -0.002, 0.02]
+    content = [rung("bf16", 0.002, logs), rung("int5", 0.14, [10 * log - 0.015 for log in logs])]
+    file = tmp_path / "rungs.json"
+    file.write_text(json.dumps({"model": "made-up", "commits": "abc", "rungs": content}))
+    monkeypatch.setattr(rungs, "FILE", file)
+    rungs.record.cache_clear()
+    yield
+    rungs.record.cache_clear()
+
+
+def told(*rules: RejectRule, weight: WeightConfig | None = None) -> list[str]:
+    return list(rungs.warnings(CorrectionConfig(weight, rules)))
+
+
+@pytest.mark.usefixtures("four_responses")
+def test_a_window_that_keeps_less_than_half_is_told_with_rung_and_length():
+    window = RejectRule("ratio", "mean", 0.99, 1.001)
+    assert told(window) == [
+        "reject[0] keeps 25% of sequences of 100 tokens at an int5 engine's mismatch (k3 0.1); measured on 4 "
+        "responses or more of made-up (docs/presets.md)"
+    ]
+    narrow = RejectRule("ratio", "mean", 0.9995, 1.0005)
+    assert (
+        "reject[0] keeps 25% of sequences of 100 tokens at a bf16 engine's mismatch (k3 2e-3), 0% at an int5"
+        in (told(narrow)[0])
+    )
+    half = RejectRule("ratio", "mean", 0.9995, 1.0011)
+    assert "bf16" not in told(half)[0]  # half of them is no warning
+
+
+@pytest.mark.usefixtures("four_responses")
+def test_a_product_is_the_mean_times_the_length():
+    assert not told(RejectRule("ratio", "sum", math.exp(-31.1), math.exp(19.1)))
+    assert "keeps 25% of sequences" in told(RejectRule("ratio", "sum", math.exp(-0.4), math.exp(19.1)))[0]
+
+
+@pytest.mark.usefixtures("four_responses")
+def test_a_mask_bound_of_sequences_is_a_window_and_a_truncating_one_is_none():
+    assert "weight.bound: mask keeps 0% of" in told(weight=WeightConfig("geometric", "mask", 0.999, 1.003))[0]
+    assert not told(weight=WeightConfig("geometric", "truncate", upper=1.003))
+
+
+@pytest.mark.usefixtures("four_responses")
+def test_what_the_record_cannot_tell_is_not_told():
+    """Rules over tokens, rules over what other rules leave, and statistics that were not measured."""
+    token = RejectRule("ratio", "token", 0.9999, 1.0001)
+    assert not told(token)
+    assert not told(token, RejectRule("ratio", "mean", 0.9999, 1.0001, aggregate="kept"))
+    assert not told(RejectRule("k3", "mean", upper=1e-9))
+
+
+def test_check_warns_of_a_preset_whose_window_is_narrow(capsys: pytest.CaptureFixture[str]):
+    assert main(["config", "check", "geometric-rs"]) == 0
+    assert "warning: reject[0] keeps" in capsys.readouterr().out
+    assert main(["config", "check", "tis"]) == 0
+    assert "keeps" not in capsys.readouterr().out
+
+
+def test_the_committed_record_is_the_benchmarks():
+    """The wheel's part and the json under benchmarks/results are of one run."""
+    assert {rung.name for rung in rungs.record().rungs} == set(MADE["rungs"])
+    for rung in rungs.record().rungs:
+        said = MADE["rungs"][rung.name]
+        numbers = said["mismatch"]["bf16"]
+        assert (rung.tokens, rung.prompts) == (numbers["tokens"], numbers["prompts"])
+        assert (
+            rung.k3 == pytest.approx(numbers["k3"][0], rel=1e-3) and said["commit"] in rungs.record().commits
+        )
+        for length, responses in rung.by_length.items():
+            found = {name: one for name, one in said["presets"][str(length)].items() if isinstance(one, dict)}
+            for name, one in found.items():
+                preset = responses.presets[name]
+                assert preset is not None and preset.tokens == pytest.approx(one["tokens"], rel=1e-3), name
+
+
+def test_windows_and_presets_of_the_record_agree():
+    """A preset that has one window and no rule over tokens keeps the share of sequences that its window keeps."""
+    seen = 0
+    for name, file in presets().items():
+        config = load(file)
+        windows = list(rungs.windows(config))
+        dropped = any(rule.over == "token" for rule in config.reject) or config.drops_below("sequence")
+        if len(windows) != 1 or len(config.reject) != 1 or dropped or config.opsm or config.reads_routes:
+            continue
+        for rung in rungs.record().rungs:
+            for responses in rung.by_length.values():
+                kept = responses.presets.get(name)
+                if kept is not None and responses.count <= len(responses.values["ratio"]["mean"]):
+                    seen += 1
+                    assert windows[0].keeps(responses) == pytest.approx(kept.sequences, abs=1e-3), name
+    assert seen > 20
+
+
+def test_the_committed_page_is_the_generated_one():
+    text = docs.PAGE.read_text(encoding="utf-8")
+    assert docs.page(text) == text, "python -m mis_plugins.explain.docs"

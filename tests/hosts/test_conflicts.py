@@ -1,0 +1,133 @@
+"""Settings that spoil a replay of routes, or a correction, are told before the job starts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from mis_plugins.__main__ import main
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts import conflicts
+from mis_plugins.hosts import routing as hooks
+from mis_plugins.hosts.arguments import kinds
+from mis_plugins.hosts.conflicts import CONFLICTS
+from mis_plugins.hosts.registry import HOSTS
+
+MEGATRON, ALL = ("miles", "slime"), ("miles", "slime", "fsdp")
+REPLAYED = {"use_rollout_routing_replay": True, "use_routing_replay": True}
+WEIGHT = {"weight": {"upper": 2}}
+ROUTE = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
+Case = tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]
+# The conflict, keys beside `mis:`, what `mis:` says, and the hosts that have the conflict.
+FOUND: list[Case] = [
+    ("fused router", {**REPLAYED, "moe_router_fusion": True}, WEIGHT, MEGATRON),
+    ("replay in the file alone", {"use_rollout_routing_replay": True}, WEIGHT, ALL),
+    ("replay in the file alone", {**REPLAYED, "use_routing_replay": False}, WEIGHT, ALL),
+    ("routes not asked", {"use_rollout_routing_replay": False}, ROUTE, MEGATRON),
+    ("routes not asked", {"use_rollout_routing_replay": False}, {**WEIGHT, "routing": {}}, MEGATRON),
+    ("hierarchical cache", {**REPLAYED, "sglang_enable_hierarchical_cache": True}, WEIGHT, ALL),
+    ("chunked prefill", {**REPLAYED, "sglang_chunked_prefill_size": -1}, WEIGHT, ALL),
+    ("chunked prefill", {**REPLAYED, "sglang_chunked_prefill_size": 4096}, WEIGHT, ALL),
+    ("chunked prefill", {**REPLAYED, "sglang_chunked_prefill_size": 99, "rollout_max_context_len": 100}, WEIGHT, ALL),
+    ("speculation", {**REPLAYED, "sglang_speculative_algorithm": "EAGLE"}, WEIGHT, ALL),
+    ("gate dtype", {**REPLAYED, "moe_router_dtype": "fp32"}, WEIGHT, MEGATRON),
+    ("gate dtype", {"moe_router_dtype": "fp64"}, ROUTE, MEGATRON),
+    ("top-p", {"rollout_top_p": 0.95}, WEIGHT, ("miles", "fsdp")),
+]  # fmt: skip
+CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (REPLAYED, ROUTE),
+    ({"sglang_speculative_algorithm": "EAGLE"}, WEIGHT),
+    ({"moe_router_fusion": True, "use_rollout_routing_replay": False}, WEIGHT),
+    ({"sglang_enable_hierarchical_cache": True, "sglang_chunked_prefill_size": -1}, WEIGHT),
+    ({**REPLAYED, "sglang_enable_hierarchical_cache": False, "moe_router_fusion": False}, ROUTE),
+    ({**REPLAYED, "sglang_chunked_prefill_size": 8192, "rollout_max_context_len": 8192}, WEIGHT),
+    ({"use_rollout_routing_replay": False, "moe_router_dtype": "fp32"}, WEIGHT),
+    ({"rollout_top_p": 1.0}, WEIGHT),
+    ({"rollout_top_p": 0.95}, {"metrics": "full"}),
+]
+
+
+def checked(keys: dict[str, Any], mis: dict[str, Any], host: str, folder: Path) -> int:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({**keys, "mis": mis}))
+    return main(["config", "check", str(file), "--host", host])
+
+
+@pytest.mark.parametrize("host", ALL)
+@pytest.mark.parametrize(("name", "keys", "mis", "hosts"), FOUND)
+def test_a_conflict_is_told(
+    name: str, keys: dict[str, Any], mis: dict[str, Any], hosts: tuple[str, ...], host: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+):  # fmt: skip
+    """Refused, or warned of, on the hosts that have it, and on no other."""
+    code, said = checked(keys, mis, host, tmp_path), capsys.readouterr()
+    one, here = CONFLICTS[name], host in hosts
+    assert (one.text in said.err) == (here and one.refused)
+    assert (f"warning: {one.text}" in said.out) == (here and not one.refused)
+    if here:
+        assert code == (2 if one.refused else 0)
+
+
+@pytest.mark.parametrize("host", MEGATRON)
+@pytest.mark.parametrize(("keys", "mis"), CALM)
+def test_settings_without_a_conflict(
+    keys: dict[str, Any], mis: dict[str, Any], host: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    assert checked(keys, mis, host, tmp_path) == 0
+    assert not [one for one in CONFLICTS.values() if one.text in capsys.readouterr().out]
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_every_conflict_arises_somewhere_and_quotes_an_argument(name: str):
+    """Names are those of the hosts' own parsers; the first word of the text is one of them."""
+    one = CONFLICTS[name]
+    assert any(kinds(host).keys() >= set(one.arguments) for host in HOSTS.values() if host.records)
+    assert one.text.partition(":")[0] in one.arguments
+    assert name in [case[0] for case in FOUND]
+
+
+@pytest.mark.parametrize("mis", [ROUTE, {**WEIGHT, "routing": {"on_fault": "raise"}}])
+def test_routes_cannot_be_watched_on_fsdp(mis: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert checked({}, mis, "fsdp", tmp_path) == 2
+    key = "mis.reject: statistic: route" if mis is ROUTE else "mis.routing"
+    assert (
+        f"{key} needs a hook before each log-prob pass, which Miles on FSDP does not call"
+        in capsys.readouterr().err
+    )
+    assert all(checked({}, mis, host, tmp_path) == 0 for host in MEGATRON)
+
+
+@pytest.mark.parametrize(("mis", "host", "told"), [
+    (ROUTE, "fsdp", "mis.reject: statistic: route needs a hook before each log-prob pass, which Miles on FSDP"),
+    ({**WEIGHT, "routing": {}}, "fsdp", "mis.routing needs a hook before each log-prob pass, which Miles on FSDP"),
+    ({**WEIGHT, "routing": {}}, "slime", "mis.routing: nothing watches the routers; give --custom-megatron-before-log"),
+    (ROUTE, "slime", "mis.reject: statistic: route needs the routes of the trainer's log-prob pass, and none of these"),
+])  # fmt: skip
+def test_a_job_that_watches_nothing_stops_in_its_first_step(mis: dict[str, Any], host: str, told: str):
+    with (
+        patch.object(hooks, "current", lambda args: HOSTS[host]),
+        pytest.raises(hooks.MisError, match=told.replace(".", r"\.")),
+    ):
+        hooks.Watching().routes(Namespace(mis=mis), from_mapping(mis), None)
+
+
+def test_a_watch_that_begins_reads_the_arguments_of_the_job():
+    """Flags on the command line are no keys of the file: the hook sees them before the first log-prob pass."""
+    flags = {**REPLAYED, "moe_router_fusion": True, "num_layers": 2, "use_tis": True}
+    with (
+        patch.object(hooks, "current", lambda args: HOSTS["slime"]),
+        pytest.raises(ConfigError, match="moe_router_fusion: the fused router"),
+    ):
+        hooks.Watching().before_log_probs(Namespace(**flags, mis=WEIGHT), [], "")
+
+
+def test_an_unknown_argument_is_no_conflict():
+    conflicts.check({}, from_mapping(ROUTE), HOSTS["miles"])
+    assert not list(conflicts.warnings({}, CorrectionConfig(), HOSTS["miles"]))

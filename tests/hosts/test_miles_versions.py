@@ -1,0 +1,505 @@
+"""Versions of tokens inside Miles: from a stream of the engine to the micro-batch of the loss hook.
+
+The host's modules are stand-ins with the signatures of Miles 31f1ca9; `scripts/run-in-host.sh rows miles-fully-async`
+runs its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import loss_batch
+from mis_plugins.hosts.versions import carrying, generate, shelf, train_data
+from mis_plugins.hosts.versions.scores import Plan, Scores
+from mis_plugins.hosts.versions.shelf import Note, Shelf
+from mis_plugins.versions.recompute import Request
+
+
+class Sample:
+    def __init__(self, index: int = 0) -> None:
+        self.index, self.prompt, self.multimodal_inputs = index, (7, 8), None
+        self.tokens: list[int] = []
+        self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
+
+
+def module(name: str, **names: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(names)
+    return made
+
+
+class HTTPError(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """A shelf of this test's own, and modules of the host and its client."""
+    own = Shelf()
+    for place in (shelf, generate, train_data):
+        monkeypatch.setattr(place, "SHELF", own)
+    client = module("httpx", HTTPError=HTTPError, RemoteProtocolError=HTTPError)
+    monkeypatch.setitem(sys.modules, "httpx", client)
+    monkeypatch.setattr(generate, "PAUSE_S", 0.0)
+    return own
+
+
+def test_a_note_tells_what_was_packed() -> None:
+    note = Note(3, 9, [1, 1, 2, -1, -1, 2])
+    assert Note.of(note.packed()) == note
+    assert Note.of(Note(0, 0, []).packed()) == Note(0, 0, [])
+
+
+@pytest.mark.parametrize("own", [["1", "2"], [], [1], ["1", 2, 3, 4]])
+def test_versions_of_the_host_itself_are_no_note(own: list[Any]) -> None:
+    with pytest.raises(InputError, match="convert_with_versions"):
+        Note.of(own)
+
+
+def test_what_runs_what_waits_and_what_travels_is_scored(fresh: Shelf) -> None:
+    running, queued, travelling = Sample(), Sample(), Sample()
+    numbers = [fresh.begin(sample, [7]) for sample in (running, queued, travelling)]
+    for number in numbers:
+        fresh.say(number, 0, [1, 2, 3], [4, 4, 5])
+    batch = fresh.take([numbers[2]])
+    del travelling
+    gc.collect()
+    found = fresh.waiting(4, batch - 1)
+    assert {one.number for one in found.requests} == found.alive == set(numbers)
+    assert found.requests[0] == Request(found.requests[0].number, (7, 1, 2), (0, 1))
+    assert fresh.waiting(4, batch).alive == {*numbers[:2]}
+
+
+def test_a_sample_that_the_host_drops_leaves(fresh: Shelf) -> None:
+    sample = Sample()
+    number = fresh.begin(sample, [7])
+    fresh.say(number, 0, [1], [1])
+    del sample
+    gc.collect()
+    assert fresh.waiting(1, -1).alive == frozenset()
+    fresh.say(number, 1, [2], [1])  # the late token of a call that is cancelled
+
+
+def test_a_sample_that_is_drawn_again_has_its_new_tokens_alone(fresh: Shelf) -> None:
+    sample = Sample()
+    fresh.say(fresh.begin(sample, [7]), 0, [1, 2], [1, 1])
+    second = fresh.begin(sample, [7])
+    assert fresh.waiting(1, -1).alive == {second} and not fresh.waiting(1, -1).requests
+
+
+def chunks(incremental: bool, finish: str | None = "stop") -> AsyncIterator[dict[str, Any]]:
+    """Four tokens: two chunks under version 3, one under 4."""
+    rows = [[-0.5, 11], [-0.25, 12], [-1.5, 13], [-2.0, 14]]
+
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        for start, stop, version in ((0, 1, "3"), (1, 3, "3"), (3, 4, "4")):
+            first = start if incremental else 0
+            last = stop == 4 and finish
+            meta = {"output_token_logprobs": rows[first:stop], "completion_tokens": stop,
+                    "weight_version": version, "finish_reason": {"type": finish} if last else None}  # fmt: skip
+            if last:
+                meta["weight_versions"] = [
+                    {"version": "3", "start": 0, "end": 2},
+                    {"version": "4", "start": 2, "end": 4},
+                ]
+            yield {"text": "abcd"[first:stop], "meta_info": meta}
+
+    return told()
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stream_is_heard_whole(incremental: bool, fresh: Shelf) -> None:
+    sample = Sample()
+    number = fresh.begin(sample, [7, 8])
+    output = asyncio.run(generate.heard(chunks(incremental), number))
+    assert output["text"] == "abcd"
+    assert [row[1] for row in output["meta_info"]["output_token_logprobs"]] == [11, 12, 13, 14]
+    assert fresh.waiting(3, -1).requests == [Request(number, (7, 8, 11, 12, 13), (0, 1, 2))]
+
+
+def test_a_chunk_with_too_few_log_probs_is_refused(fresh: Shelf) -> None:
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        yield {"text": "", "meta_info": {"output_token_logprobs": [[-1.0, 1]], "completion_tokens": 3}}
+
+    with pytest.raises(InputError, match="completion_tokens: 3"):
+        asyncio.run(generate.heard(told(), 0))
+
+
+def test_a_stream_that_breaks_is_asked_for_again(fresh: Shelf) -> None:
+    number = fresh.begin(sample := Sample(), [7])
+    streams = iter([chunks(False, finish=None), chunks(False)])
+    output = asyncio.run(generate.answered(lambda: next(streams), number))
+    assert output["text"] == "abcd" and fresh.waiting(3, -1).requests[0].tokens == (7, 11, 12, 13)
+    assert sample is not None
+
+
+def host_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def update(args: Any, sample: Any, payload: Any, output: Any) -> None:
+        rows = output["meta_info"]["output_token_logprobs"]
+        sample.tokens = [*payload["input_ids"], *(row[1] for row in rows)]
+        sample.response_length = len(rows)
+        sample.rollout_log_probs = [row[0] for row in rows]
+        sample.weight_versions.append(output["meta_info"]["weight_version"])
+
+    async def own(input: Any) -> str:
+        return "the host's own"
+
+    endpoint = module(
+        "miles.rollout.generate_utils.generate_endpoint_utils",
+        compute_prompt_ids_from_sample=lambda state, sample: list(sample.prompt),
+        compute_request_payload=lambda args, **more: ({"input_ids": more["input_ids"]}, None),
+        compute_routing_headers=lambda args, sample: None,
+        update_sample_from_response=update,
+    )
+    single = module("miles.rollout.generate_hub.single_turn", generate=own)
+    made = {
+        "miles": module("miles"),
+        "miles.rollout": module("miles.rollout"),
+        "miles.rollout.base_types": module("base_types", GenerateFnOutput=lambda samples: samples),
+        "miles.rollout.generate_hub": module("generate_hub", single_turn=single),
+        "miles.rollout.generate_utils": module("generate_utils", generate_endpoint_utils=endpoint),
+    }
+    for name, one in made.items():
+        monkeypatch.setitem(sys.modules, name, one)
+    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: chunks(True))
+
+
+def asked(sample: Any, evaluation: bool = False) -> Namespace:
+    args = Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=1)
+    return Namespace(args=args, sample=sample, state=None, sampling_params={}, evaluation=evaluation)
+
+
+def test_the_versions_of_the_engine_stand_on_the_sample(
+    monkeypatch: pytest.MonkeyPatch, fresh: Shelf
+) -> None:
+    host_of_rollouts(monkeypatch)
+    sample = asyncio.run(generate.generate(asked(Sample())))
+    assert sample.output_versions == [3, 3, 4, 4]  # the last chunk of version 3 held a token of version 4
+    assert sample.weight_versions == ["3", "4"]
+    assert fresh.waiting(3, -1).requests[0].positions == (0, 1)
+    assert asyncio.run(generate.generate(asked(Sample(), evaluation=True))) == "the host's own"
+
+
+def converted(samples: Sequence[Any], monkeypatch: pytest.MonkeyPatch, **args: Any) -> dict[str, Any]:
+    def own(args: Any, samples: Any, metadata: Any, custom: Any, rewards: Any) -> dict[str, Any]:
+        assert metadata == {} and custom is None and rewards == "rewards"
+        return {"tokens": [sample.tokens for sample in samples], "weight_versions": [["5"]] * len(samples)}
+
+    conversion = module("train_data_conversion", convert_samples_to_train_data=own)
+    for name, one in {
+        "miles": module("miles"),
+        "miles.ray": module("miles.ray"),
+        "miles.ray.rollout": module("miles.ray.rollout", train_data_conversion=conversion),
+        "miles.utils": module("miles.utils"),
+        "miles.utils.misc": module("miles.utils.misc", load_function=lambda path: path),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, one)
+    return train_data.convert(Namespace(custom_reward_post_process_path="rewards", **args), samples)
+
+
+def drawn(own: Shelf, versions: Sequence[int], index: int = 0) -> Any:
+    sample: Any = Sample(index)
+    number = own.begin(sample, sample.prompt)
+    sample.response_length, sample.output_versions = len(versions), list(versions)
+    sample.tokens = [*sample.prompt, *range(len(versions))]
+    own.say(number, 0, list(range(len(versions))), versions)
+    return sample
+
+
+def test_train_data_holds_a_note_of_each_sample(monkeypatch: pytest.MonkeyPatch, fresh: Shelf) -> None:
+    samples = [drawn(fresh, [1, 2]), drawn(fresh, [2, 2, 2])]
+    data = converted(samples, monkeypatch)
+    assert [Note.of(packed) for packed in data["weight_versions"]] == [
+        Note(0, samples[0].response_number, [1, 2]),
+        Note(0, samples[1].response_number, [2, 2, 2]),
+    ]
+
+
+def test_a_sample_of_another_generate_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="sample 0: no output_versions; generate with --custom-generate"):
+        converted([Sample()], monkeypatch)
+
+
+def test_a_response_that_was_cut_is_refused(monkeypatch: pytest.MonkeyPatch, fresh: Shelf) -> None:
+    sample = drawn(fresh, [1, 2])
+    sample.response_length = 1
+    with pytest.raises(InputError, match="output_versions of 2 tokens, and the response has 1"):
+        converted([sample], monkeypatch)
+
+
+@pytest.mark.parametrize("flag", ["use_dynamic_global_batch_size", "multi_lora"])
+def test_what_the_conversion_is_not_handed_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
+        converted([], monkeypatch, **{flag: True})
+
+
+@pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (2, 1), (3, 2)])
+def test_ranks_score_equally_many_micro_batches(ranks: int, multiple: int) -> None:
+    requests = [Request(i, (0,) * length, (0,)) for i, length in enumerate((9, 7, 5, 5, 3, 1))]
+    plan = Plan.of(requests, 10, ranks, multiple)
+    counts = {len(share) for share in plan.shares}
+    assert len(plan.shares) == ranks and len(counts) == 1 and counts.pop() % multiple == 0
+    scored = {one.number for share in plan.shares for batch in share for one in batch}
+    assert scored == set(range(6))
+    assert all(sum(len(one.tokens) for one in batch) <= 10 for share in plan.shares for batch in share)
+
+
+def test_only_the_version_after_a_tokens_own_counts() -> None:
+    scores = Scores()
+    scores.add(
+        2, {5: ((0, 1), torch.tensor([-1.0, -2.0]))}
+    )  # token 1 was heard of as of version 1, and is of 2
+    scores.add(3, {5: ((1, 4), torch.tensor([-3.0, -9.0]))})  # token 4 was of a stream that broke
+    written = scores.written(Note(0, 5, [1, 2, 3]), 4)
+    assert written.recomputed[:2].tolist() == [-1.0, -3.0] and written.recomputed[2].isnan()
+    scores.keep(frozenset())
+    assert scores.written(Note(0, 5, [1, 2, 3]), 4).recomputed.isnan().all()
+
+
+CONFIG = {"mis": {"segment_wise": {}}}
+
+
+def log_prob(token: int, version: int) -> float:
+    return -1.0 - token / 8 - version / 64
+
+
+class Actor:
+    """What the carried trainer reads of Miles's: log-probs are a formula of token and version."""
+
+    def __init__(self, own: Shelf, **args: Any) -> None:
+        self.args = Namespace(max_tokens_per_gpu=16, qkv_format="thd", **{**CONFIG, **args})
+        self.weight_updater, self._active_model_tag = Namespace(weight_version=1), "actor"
+        self.rollout_manager = Namespace(__ray_call__=Namespace(remote=lambda ask, *rest: own.waiting(*rest)))
+        self.passes = 0
+
+    def _set_replay_stage(self, stage: str) -> None:
+        assert stage == "fallthrough"
+
+    def compute_log_prob(
+        self, iterators: Any, counts: list[int], rollout_id: int, store_prefix: str
+    ) -> dict[str, list[torch.Tensor]]:
+        self.passes += 1
+        (iterator,) = iterators
+        assert counts == [len(iterator.indices)]
+        data, version = iterator.rollout_data, self.weight_updater.weight_version
+        rows = [
+            torch.tensor([log_prob(int(token), version) for token in tokens[-length:]])
+            for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True)
+        ]
+        return {f"{store_prefix}log_probs": rows}
+
+
+class Iterator:
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
+        self.rollout_data, self.indices = rollout_data, micro_batch_indices
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Modules of the host's trainer on one rank."""
+
+    def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
+        return {key: data_iterator.rollout_data.get(key) for key in keys}
+
+    alone = Namespace(size=1, rank=0)
+    state = Namespace(
+        cp=alone, tp=alone, effective_dp=alone, vpp_size=1, microbatch_group_size_per_vp_stage=None
+    )
+    names = {
+        "ray": {"get": lambda value: value},
+        "miles": {},
+        "miles.utils": {},
+        "miles.utils.distributed_utils": {"get_gloo_group": lambda: None},
+        "miles.utils.replay_base": {"all_replay_managers": []},
+        "miles.backends": {},
+        "miles.backends.training_utils": {},
+        "miles.backends.training_utils.parallel": {"get_parallel_state": lambda: state},
+        "miles.backends.training_utils.cp_utils": {
+            "all_gather_with_cp": lambda row, total, response: row,
+            "slice_log_prob_with_cp": lambda row, total, response, qkv_format, longest: row,
+        },
+        "miles.backends.training_utils.data": {"DataIterator": Iterator},
+        "miles.backends.megatron_utils": {},
+        "miles.backends.megatron_utils.actor": {"install": carrying.install},
+        "miles.backends.megatron_utils.model": {"get_batch": get_batch},
+    }
+    for name, held in names.items():
+        monkeypatch.setitem(sys.modules, name, module(name, **held))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    alone_in_world = Namespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        broadcast_object_list=lambda found, src, group: None,
+        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
+    )
+    monkeypatch.setattr(carrying, "dist", alone_in_world)
+    actor = vars(sys.modules["miles.backends.megatron_utils.actor"])
+    exec(TRAINER, actor)
+    return as_ray_runs_it(actor["MegatronTrainRayActor"])
+
+
+TRAINER = """
+class MegatronTrainRayActor:
+    def init(self, args, role):
+        self.role = role
+        install(args)
+
+    def train_actor(self, rollout_id, rollout_data, external_data=None):
+        return f"trained {rollout_id}"
+"""
+
+
+def as_ray_runs_it(actor: type) -> type:
+    """A subclass with a wrapped copy of each method, as Ray's `_inject_tracing_into_class` sets them."""
+
+    def resumed(method: Any) -> Any:
+        return lambda self, *args, **more: method(self, *args, **more)
+
+    methods = {name: resumed(method) for name, method in vars(actor).items() if callable(method)}
+    return type("MegatronTrainRayActor", (actor,), methods)
+
+
+def rollout(own: Shelf, samples: Sequence[Any]) -> dict[str, Any]:
+    batch = own.take([sample.response_number for sample in samples])
+    return {
+        "weight_versions": [
+            Note(batch, sample.response_number, sample.output_versions).packed() for sample in samples
+        ],
+        "sample_indices": [sample.index for sample in samples],
+        "total_lengths": [len(sample.tokens) for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
+    }
+
+
+def test_every_token_is_scored_by_the_version_after_its_own(fresh: Shelf, trainer: Any) -> None:
+    """A response that three versions write: it runs while the trainer scores, and travels the last time."""
+    actor, carried = Actor(fresh), carrying.Carrying()
+    held = Sample(1)
+    number = fresh.begin(held, held.prompt)
+    written: list[int] = []
+    for version in (1, 2, 3):
+        actor.weight_updater.weight_version = version
+        other = drawn(fresh, [version])
+        carried.before_training(actor, version, rollout(fresh, [other]))
+        written += [version, version]
+        fresh.say(number, len(written) - 2, [2 * version, 2 * version + 1], [version] * 2)
+    held.tokens, held.response_length = [*held.prompt, *range(2, 8)], 6
+    held.output_versions = written  # type: ignore[attr-defined]
+    before, data = rollout(fresh, [drawn(fresh, [3])]), rollout(fresh, [held])
+    del held
+    gc.collect()
+    for version, trained in ((4, before), (5, data)):
+        actor.weight_updater.weight_version = version
+        carried.before_training(actor, version, trained)
+    columns = carried.of(data)
+    assert columns.version == 5
+    (found,) = columns.tokens["recomputed_log_probs"]
+    wanted = [log_prob(token, version + 1) for token, version in zip(range(2, 8), written, strict=True)]
+    assert found.tolist() == torch.tensor(wanted).tolist()
+    assert columns.tokens["output_versions"][0].tolist() == written
+    assert not carried.scores._of, "nothing is remembered of what is trained on"
+
+
+def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Shelf, trainer: Any) -> None:
+    actor, carried = Actor(fresh), carrying.Carrying()
+    waiting = drawn(fresh, [1, 1])
+    actor.weight_updater.weight_version = 2
+    data = rollout(fresh, [drawn(fresh, [2])])
+    for _ in range(2):
+        carried.before_training(actor, 0, data := dict(data))
+    assert actor.passes == 1 and carried.of(data).version == 2
+    carried.before_training(actor, 1, rollout(fresh, [drawn(fresh, [2])]))  # the weights did not move on
+    assert actor.passes == 1 and waiting is not None
+
+
+@pytest.mark.parametrize("too_old", ["raise", "drop"])
+def test_a_token_that_nobody_scored(too_old: str, fresh: Shelf, trainer: Any) -> None:
+    actor = Actor(fresh, mis={"segment_wise": {"too_old": too_old}})
+    actor.weight_updater.weight_version = 4
+    data = rollout(fresh, [drawn(fresh, [1, 3, 4], index=6)])
+    carried = carrying.Carrying()
+    if too_old == "raise":
+        with pytest.raises(InputError, match="sample 6, token 0: version 1, with the trainer at 4"):
+            carried.before_training(actor, 0, data)
+        return
+    carried.before_training(actor, 0, data)
+    assert data["loss_masks"][0].tolist() == [0, 1, 1] and data["loss_masks"][0].dtype == torch.int
+
+
+@pytest.mark.parametrize("config", [{"method": "loglinear"}, {"enabled": False}])
+def test_nothing_is_scored_that_no_weight_reads(config: dict[str, Any], fresh: Shelf, trainer: Any) -> None:
+    actor, carried = Actor(fresh, mis={"segment_wise": config}), carrying.Carrying()
+    waiting = drawn(fresh, [1])
+    actor.weight_updater.weight_version = 2
+    carried.before_training(actor, 0, data := rollout(fresh, [drawn(fresh, [2])]))
+    assert actor.passes == 0 and carried.of(data).version == 2 and waiting is not None
+
+
+def test_the_loss_hook_gets_what_it_reads(fresh: Shelf, trainer: Any) -> None:
+    actor = trainer()
+    vars(actor).update(vars(Actor(fresh)))
+    trainer.compute_log_prob, trainer._set_replay_stage = Actor.compute_log_prob, Actor._set_replay_stage
+    actor.init(actor.args, "actor")
+    data = rollout(fresh, [drawn(fresh, [1, 1])])
+    assert actor.train_actor(0, data) == "trained 0"
+    get_batch = sys.modules["miles.backends.megatron_utils.model"].get_batch
+    iterator = Namespace(rollout_data=data)
+    before = get_batch(iterator, ["tokens", "loss_masks"])
+    assert set(before) == {"tokens", "loss_masks"} and "output_versions" not in data, "of the log-prob pass"
+    batch = get_batch(iterator, ["tokens", "advantages"])
+    assert loss_batch.knows_versions(batch) and data["proximal_version"] == 1
+    written = loss_batch.written(batch, [2])
+    assert written.versions.tolist() == [1, 1] and written.current == 1 and written.recomputed.isnan().all()
+    with pytest.raises(InputError, match="the rollout in training went past the trainer's train_actor"):
+        get_batch(Namespace(rollout_data=dict(data)), ["tokens", "advantages"])
+
+
+def test_a_critic_is_left_alone(fresh: Shelf, trainer: Any) -> None:
+    before, own = trainer.train_actor, sys.modules["miles.backends.megatron_utils.model"].get_batch
+    trainer().init(Actor(fresh).args, "critic")
+    assert trainer.train_actor is before
+    assert sys.modules["miles.backends.megatron_utils.model"].get_batch is own
+
+
+def test_a_host_whose_trainer_is_not_found_is_refused(fresh: Shelf, trainer: Any) -> None:
+    with pytest.raises(ConfigError, match="not called by the init of Miles's trainer"):
+        carrying.install(Actor(fresh).args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"keep_old_actor": True},
+        {"allgather_cp": True},
+        {"use_rollout_routing_replay": True},
+        {"qkv_format": "bshd"},
+    ],
+)
+def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str, Any], trainer: Any) -> None:
+    (name,) = args
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        carrying.install(Namespace(**{"qkv_format": "thd", **CONFIG, **args}))
+
+
+def test_an_overlapped_step_may_not_meet_an_update_in_place(trainer: Any) -> None:
+    given = {"qkv_format": "thd", "pause_generation_mode": "in_place", **CONFIG}
+    with pytest.raises(ConfigError, match="give --sglang-disable-overlap-schedule, or pause by retract"):
+        carrying.install(Namespace(**given))
+    with pytest.raises(ConfigError, match="not called by the init of Miles's trainer"):  # the next check
+        carrying.install(Namespace(**given, sglang_disable_overlap_schedule=True))
+
+
+def test_a_rollout_without_notes_is_refused(fresh: Shelf, trainer: Any) -> None:
+    with pytest.raises(InputError, match="weight_versions: none in this rollout"):
+        carrying.Carrying().before_training(Actor(fresh), 0, {})

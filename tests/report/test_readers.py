@@ -1,0 +1,253 @@
+"""Readers: every format yields the same records, foreign classes are never imported, and a broken file is named."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from report_dumps import write_miles, write_rollout, write_slime
+
+from mis_plugins.errors import InputError
+from mis_plugins.report.readers.paths import find
+from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.record import Record, from_mapping
+from mis_plugins.shared.foreign import load_foreign
+from mis_plugins.shared.storage import RecordError
+
+
+def some_records(step: int = 3, lengths: Sequence[int] = (7, 1, 30)) -> list[Record]:
+    generator = torch.Generator().manual_seed(step)
+    return [
+        Record(
+            step,
+            str(place),
+            -torch.rand(size, generator=generator),
+            -torch.rand(size, generator=generator),
+            torch.rand(size, generator=generator) < 0.8,
+            torch.arange(size),
+            advantages=torch.ones(size),
+        )
+        for place, size in enumerate(lengths)
+    ]
+
+
+def read(*paths: Path) -> tuple[list[Record], list[str]]:
+    problems = Problems()
+    found = find(paths, problems)
+    return [record for source in found.sources for record in source.records(problems)], problems.told
+
+
+def assert_alike(found: Sequence[Record], wanted: Sequence[Record]) -> None:
+    assert [record.sample for record in found] == [record.sample for record in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.step == other.step
+        for name in ("behavior_log_probs", "proximal_log_probs", "loss_mask", "tokens", "advantages"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_miles_joins_all_ranks(tmp_path: Path, cp: int) -> None:
+    write_miles(tmp_path, some_records(), cp)
+    found, told = read(tmp_path)
+    assert_alike(found, some_records())
+    assert not told
+
+
+def test_miles_names_what_lacks_a_rank(tmp_path: Path) -> None:
+    write_miles(tmp_path, some_records(), 2)
+    for rank in (3, 4, 5):
+        (tmp_path / "train_data" / f"3_{rank}.pt").unlink()
+    found, told = read(tmp_path)
+    assert not found and "of 1 of 2 context-parallel ranks" in told[0]
+
+
+def test_slime(tmp_path: Path) -> None:
+    write_slime(tmp_path, some_records())
+    assert_alike(read(tmp_path)[0], some_records())
+
+
+@pytest.mark.parametrize("write", [write_miles, write_slime])
+def test_the_rollouts_own_dump_adds_what_it_knows(tmp_path: Path, write) -> None:
+    write(tmp_path, some_records())
+    write_rollout(tmp_path, some_records(), foreign=numpy.zeros((3, 2), dtype=numpy.int32))
+    found, told = read(tmp_path)
+    assert not told
+    assert [record.truncated for record in found] == [False, True, True]
+    assert [record.reward for record in found] == [0.0, 1.0, 2.0]
+    assert all(record.versions is not None and set(record.versions.tolist()) == {3} for record in found)
+
+
+def test_versions_that_this_pack_carries_are_those_of_each_token(tmp_path: Path) -> None:
+    """A response that was retracted is gone on with by newer weights: `convert_with_versions` notes who wrote what."""
+    write_slime(tmp_path, some_records())
+    notes = ([9, 0, 4, 3, 5, 4], [9, 1, 6, 1], [9, 2, 4, 29])  # the last one is a token short
+    file = tmp_path / "train_data" / "3.pt"
+    content = torch.load(file, weights_only=True)
+    for sample, note in zip(content["samples"], notes, strict=True):
+        sample["weight_versions"] = note
+    torch.save(content, file)
+    first, second, third = read(tmp_path)[0]
+    assert first.versions is not None and first.versions.tolist() == [4, 4, 4, 5, 5, 5, 5]
+    assert first.ages is not None and first.ages.tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert second.versions is not None and second.versions.tolist() == [6]
+    assert third.versions is None
+
+
+def test_rollouts_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for step in (10, 9, 2):
+        write_slime(tmp_path, some_records(step))
+    assert list(dict.fromkeys(record.step for record in read(tmp_path)[0])) == [2, 9, 10]
+
+
+class Hostile:
+    """Pickles as a call that leaves a file behind."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    pickle.loads(pickle.dumps(Hostile(trace)))
+    assert trace.exists()  # as trusted pickle would have it
+    trace.unlink()
+    write_slime(tmp_path, some_records())
+    write_rollout(tmp_path, some_records(), foreign=Hostile(trace))
+    assert_alike(read(tmp_path)[0], some_records())
+    assert not trace.exists()
+
+
+def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "program.pt"
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
+    with pytest.raises(RecordError, match="a TorchScript program, not a dump"):
+        load_foreign(file)
+
+
+def test_numbers_of_numpy_are_read_without_numpy(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.pt"
+    torch.save(
+        {"a": numpy.float64(0.25), "b": numpy.int64(-3), "c": numpy.float32(1.5), "d": numpy.bool_(True)},
+        file,
+    )
+    assert load_foreign(file) == {"a": 0.25, "b": -3, "c": 1.5, "d": True}
+
+
+def write_lines(path: Path, records: Sequence[Record], *more: str) -> None:
+    lines = [
+        json.dumps({
+            "step": one.step, "sample": one.sample, "behavior_log_probs": one.behavior_log_probs.tolist(),
+            "proximal_log_probs": one.proximal_log_probs.tolist(), "loss_mask": one.loss_mask.int().tolist(),
+            "tokens": None if one.tokens is None else one.tokens.tolist(),
+            "advantages": None if one.advantages is None else one.advantages.tolist(),
+        })
+        for one in records
+    ]  # fmt: skip
+    path.write_text("\n".join([*lines[:1], *more, *lines[1:]]) + "\n")
+
+
+def test_a_broken_line_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    write_lines(
+        file, some_records(), "{broken", '{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}'
+    )
+    found, told = read(file)
+    assert_alike(found, some_records())
+    assert f"{file}:2" in told[0] and "proximal_log_probs has 2 values, and behavior_log_probs 1" in told[1]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    write_lines(tmp_path / "run.jsonl", some_records())
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "run.parquet")
+    assert_alike(read(tmp_path / "run.parquet")[0], some_records())
+
+
+def test_a_missing_log_prob_is_nan() -> None:
+    record = from_mapping({"behavior_log_probs": [None, -1.0], "proximal_log_probs": [-1.0, -1.0]}, 0, "a")
+    assert math.isnan(record.behavior_log_probs[0]) and record.loss_mask.all()
+
+
+def test_ages_follow_the_trainers_version_or_the_newest_token() -> None:
+    given = {"behavior_log_probs": [0.0, 0.0], "proximal_log_probs": [0.0, 0.0], "versions": [3, 4]}
+    for values, ages in ((given, [1, 0]), (given | {"trainer_version": 6}, [3, 2])):
+        found = from_mapping(values, 0, "a").ages
+        assert found is not None and found.tolist() == ages
+
+
+def test_verl_is_told_that_it_writes_no_log_probs(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text(
+        json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n"
+    )
+    with pytest.raises(InputError, match="holds texts and scores, and no log-probs"):
+        read(tmp_path)
+
+
+def test_a_path_without_anything(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds nothing that this command reads"):
+        read(tmp_path)
+    with pytest.raises(InputError, match="no such file or folder"):
+        read(tmp_path / "missing")
+
+
+def curves(path: Path) -> tuple[dict, list[str]]:
+    problems = Problems()
+    (curve,) = find([path], problems).read_curves(problems)
+    return dict(curve.values), problems.told
+
+
+def test_metrics_of_the_embedded_host_have_our_names(tmp_path: Path) -> None:
+    lines = [{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}, {"rollout": 1, "rollout_corr/k3_kl": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values, _ = curves(tmp_path)
+    assert values[0]["kl_k3"] == 0.5 and values[1]["kl_k3"] == 0.25
+
+
+def field(number: int, content: bytes | int) -> bytes:
+    if isinstance(content, int):
+        return varint(number << 3) + varint(content)
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def varint(value: int) -> bytes:
+    head = bytes([value & 127 | (128 if value > 127 else 0)])
+    return head + (varint(value >> 7) if value > 127 else b"")
+
+
+def event(step: int, name: str, value: float) -> bytes:
+    tag = field(1, name.encode()) + varint(2 << 3 | 5) + struct.pack("<f", value)
+    content = field(2, step) + field(5, field(1, tag))
+    return struct.pack("<Q", len(content)) + bytes(4) + content + bytes(4)
+
+
+def test_tensorboard_and_its_cut_end(tmp_path: Path) -> None:
+    file = tmp_path / "events.out.tfevents.1.host"
+    file.write_bytes(event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3", 0.25)[:-3])
+    values, told = curves(file)
+    assert values == {300: {"kl_k3": 0.5}}
+    assert "tensorboard is damaged after step 300: the end of the file is cut" in told[0]
+
+
+def wandb_record(step: int, value: float) -> bytes:
+    item = field(2, b"train/mis_k3_kl") + field(16, json.dumps(value).encode())
+    content = field(2, field(1, item) + field(2, field(1, step)))
+    return struct.pack("<IHB", zlib.crc32(content), len(content), 1) + content
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    file = tmp_path / "run-a.wandb"
+    file.write_bytes(b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25))
+    assert curves(file)[0] == {1: {"kl_k3": 0.5}, 2: {"kl_k3": 0.25}}

@@ -1,0 +1,373 @@
+"""The report: numbers equal the training path's, causes are found where they are planted, and files are whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from planted_runs import PLANTS, planted
+from report_dumps import write_miles, write_slime
+from test_readers import some_records, write_lines
+
+from mis_plugins.__main__ import main
+from mis_plugins.config.loading import file_of, load
+from mis_plugins.config.model import CorrectionConfig, RejectRule
+from mis_plugins.correction.pipeline import correct
+from mis_plugins.errors import ConfigError
+from mis_plugins.metrics.catalogue import METRICS, finalize
+from mis_plugins.metrics.partials import partials
+from mis_plugins.packing.ragged import Ragged
+from mis_plugins.report import survey as surveys
+from mis_plugins.report.batches import Batch, batches
+from mis_plugins.report.causes import CAUSES
+from mis_plugins.report.changes import changes
+from mis_plugins.report.proposal import judge, propose
+from mis_plugins.report.readers.source import Problems, Source
+from mis_plugins.report.record import Record
+from mis_plugins.report.survey import Report, Survey, report, walk
+from mis_plugins.report.sweep import Candidate, candidates
+from mis_plugins.report.verdict import LIMITS, verdict
+
+NONE = CorrectionConfig()
+
+
+def surveyed(records, own: CorrectionConfig = NONE, sweep: str = "none") -> Report:
+    survey = Survey.of(own, [] if sweep == "none" else candidates(sweep, None))
+    survey.add_all(records)
+    found = report(survey)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("preset", ["tis", "mis", "geometric-rs"])
+def test_numbers_are_those_of_the_training_path(preset: str) -> None:
+    """A step's numbers equal `metrics: all` of the training path, whatever micro-batches the path was given."""
+    config = replace(load(file_of(preset)), metrics="all")
+    config = replace(config, weight=config.weight and replace(config.weight, normalize=None))
+    records = some_records(lengths=(7, 20, 30, 5))
+    step = None
+    for one in records:
+        ragged = Ragged(torch.tensor([0, one.size]), one.loss_mask)
+        added = partials(correct(one.proximal_log_probs, one.behavior_log_probs, ragged, config))
+        step = added if step is None else step.merge(added)
+    assert step is not None
+    wanted = finalize(step, config)
+    wanted = {name: value for name, value in wanted.items() if not name.startswith("all_rejected")}
+    found = surveyed(records, config).steps[3]
+    assert next(iter(found)) == "kl_k3"
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+
+
+def test_many_steps_are_kept_sparse_and_alike() -> None:
+    records = [record for step in range(20) for record in some_records(step)]
+    again = surveyed(records + records)
+    once = surveyed(records)
+    for step in range(20):
+        assert again.steps[step]["log_prob_diff_abs_mean"] == pytest.approx(
+            once.steps[step]["log_prob_diff_abs_mean"]
+        )
+        assert again.steps[step]["tokens"] == 2 * once.steps[step]["tokens"]
+
+
+def test_batches_never_mix_steps_and_hold_their_size() -> None:
+    records = some_records(1) + some_records(2)
+    assert [(batch.step, batch.lengths) for batch in batches(records, 10)] == [
+        (1, [7, 1]), (1, [30]), (2, [7, 1]), (2, [30]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", PLANTS)
+def test_a_planted_cause_is_found_alone(cause: str) -> None:
+    assert [found.name for found in surveyed(planted(cause, seed=5)).findings] == [cause]
+
+
+@pytest.mark.parametrize("cause", ["route", "quantized-head"])
+def test_a_cause_is_found_beside_an_engine_of_low_precision(cause: str) -> None:
+    assert [found.name for found in surveyed(planted(cause, seed=111, precision="int6")).findings] == [cause]
+
+
+@pytest.mark.parametrize(("precision", "seed"), [("bf16", 5), ("fp8", 5), ("int6", 103)])
+def test_a_clean_run_has_no_cause(precision: str, seed: int) -> None:
+    found = surveyed(planted(None, seed, precision))
+    assert not found.findings and not found.changes
+
+
+def test_every_cause_has_a_plant() -> None:
+    assert set(PLANTS) == set(CAUSES)
+    assert all(CAUSES[name].explains <= set(CAUSES) for name in CAUSES)
+
+
+def test_a_level_that_changes_is_told_and_noise_is_not() -> None:
+    noise = torch.rand(40, generator=torch.Generator().manual_seed(1)).tolist()
+    calm = [1e-3 * (1 + 0.2 * x) for x in noise]
+    assert not changes(range(40), calm)
+    (found,) = changes(range(40), [*calm[:25], *(4 * x for x in calm[25:])])
+    assert found.step == 25 and found.factor == pytest.approx(4, rel=0.1) and found.sudden
+
+
+def test_a_drift_is_no_jump() -> None:
+    """A rise over forty steps changes the level, and no single step is to blame."""
+    assert not any(one.sudden for one in changes(range(40), [1e-3 * 1.1**step for step in range(40)]))
+
+
+def test_levels_that_reach_each_other_are_no_jump() -> None:
+    """An unstable policy comes and goes: one step of the calm level that reaches the later ones is enough to doubt."""
+    noise = torch.rand(40, generator=torch.Generator().manual_seed(1)).tolist()
+    calm = [10 ** (-4 + 2 * x) for x in noise[:20]]
+    high = [1e-1 * (1 + 2 * x) for x in noise[20:]]
+    assert [one.apart for one in changes(range(40), [*calm, *high])] == [True]
+    calm[3] = 0.15
+    assert [one.apart for one in changes(range(40), [*calm, *high])] == [False]
+
+
+def test_noise_is_borne_and_a_learning_rate_is_told() -> None:
+    """A candidate of the best direction stays in with a fifth of the sample, and says what its mean weight does."""
+    numbers = {
+        "kept_fraction": 1.0, "ess": 0.2, "applied_mean": 0.5, "kept_by_usual_length": {}, "kept_by_advantage": {},
+        "response_cosine": 0.9,
+    }  # fmt: skip
+    plain = numbers | {"ess": 1.0, "applied_mean": 1.0, "response_cosine": 0.4}
+    tried = [Candidate("none", NONE), Candidate("sequence", load(file_of("sequence")))]
+    found = propose(tried, {"none": plain, "sequence": numbers}, {"kl_k3": 0.3})
+    assert found is not None and found.name == "sequence"
+    assert found.why[-2] == "a mean weight of 0.5 acts as that factor on the learning rate"
+    assert found.why[-1].startswith(
+        "lower the mismatch too: kl_k3 is above what a real model shows with an engine in int5"
+    )
+    calm = propose(tried, {"none": plain, "sequence": numbers}, {"kl_k3": 0.1})
+    assert calm is not None and not any("lower the mismatch" in line for line in calm.why)
+    assert (
+        judge(tried[1], numbers | {"ess": 0.05}).reasons
+        and judge(tried[1], numbers | {"applied_mean": 0.2}).reasons
+    )
+
+
+def test_a_mismatch_without_a_cause_says_that_it_cannot_tell() -> None:
+    records = [
+        replace(one, proximal_log_probs=one.behavior_log_probs - 0.5 * torch.rand(one.size) + 0.2)
+        for one in some_records(lengths=(20, 20))
+    ]
+    found = surveyed(records)
+    assert not found.findings
+    assert any(line.startswith("Why: log-probs alone cannot tell.") for line in verdict(found, None).lines)
+
+
+def test_worst_sequences_keep_no_file_in_memory() -> None:
+    """A column of a dump lies in a mapped file: whoever holds the column holds the pages of the whole file."""
+    survey, records = Survey.of(NONE, []), some_records()
+    survey.add_all(records)
+    held = {one.behavior_log_probs.data_ptr() for _, _, one in survey.worst.sequences}
+    assert held and not held & {one.behavior_log_probs.data_ptr() for one in records}
+
+
+def test_places_add_up_to_the_whole() -> None:
+    found = surveyed(planted("route", seed=3))
+    for rows in found.places.values():
+        assert sum(float(row["tokens"]) for row in rows) == found.whole["tokens"]
+        mean = sum(float(row["tokens"]) * float(row["kl_k3"]) for row in rows) / found.whole["tokens"]
+        assert mean == pytest.approx(found.whole["kl_k3"])
+
+
+def test_limits_are_those_of_the_page() -> None:
+    """Each number of `LIMITS` stands in what docs/metrics.md calls bad."""
+    for name, limits in LIMITS.items():
+        numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", METRICS[name].bad)}
+        assert {limit for limit in limits if limit is not None} <= numbers, name
+
+
+def test_a_sweep_equals_the_correction_of_each_config() -> None:
+    records = some_records(lengths=(50, 40, 30))
+    found = surveyed(records, sweep="tis,mis,icepop")
+    batch = Batch(3, tuple(records))
+    for name in ("tis", "mis", "icepop"):
+        correction = correct(batch.proximal, batch.behavior, batch.ragged, load(file_of(name)))
+        kept = correction.keep & correction.stage.usable
+        valid = int(batch.ragged.loss_mask.sum())
+        assert found.outcomes[name]["kept_fraction"] == pytest.approx(int(kept.sum()) / valid)
+        assert found.outcomes[name]["applied_mean"] == pytest.approx(float(correction.weights[kept].mean()))
+
+
+@pytest.mark.parametrize("preset", ["tis", "icepop", "mis", "sequence"])
+def test_shares_quantiles_and_direction_are_counted_token_by_token(preset: str) -> None:
+    """Shares, quantiles and cosine of a candidate equal those of plain loops over the tokens."""
+    records = some_records(lengths=(7, 20, 30, 5, 90))
+    signs = [
+        torch.where(torch.arange(one.size) % 3 > 0, float(place % 2 * 2 - 1), 0.0)
+        for place, one in enumerate(records)
+    ]
+    given = [None, *signs[1:]]
+    records = [replace(one, advantages=advantages) for one, advantages in zip(records, given, strict=True)]
+    records[2].behavior_log_probs[4] = torch.nan
+    config = load(file_of(preset))
+    found = surveyed(records, sweep=preset).outcomes[preset]
+    batch = Batch(3, tuple(records))
+    correction = correct(batch.proximal, batch.behavior, batch.ragged, config)
+    rows = zip(
+        correction.ragged.loss_mask.tolist(),
+        (correction.keep & correction.stage.usable).tolist(),
+        correction.weights.tolist(),
+        [place for place, one in enumerate(records) for _ in range(one.size)],
+        batch.advantages.tolist(),  # pyright: ignore[reportOptionalMemberAccess]
+        batch.proximal.exp().tolist(),
+        correction.stage.ratio.tolist(),
+        strict=True,
+    )
+    live = [(kept, w, owner, a, p, r) for mask, kept, w, owner, a, p, r in rows if mask]
+    spans = {0: "4-7", 1: "16-31", 2: "16-31", 3: "4-7", 4: "64-127"}
+    for name, bucket in (
+        ("kept_by_length", lambda row: spans[row[2]]),
+        ("kept_by_advantage", lambda row: _sign(row[3])),
+    ):
+        wanted: dict[str, list[bool]] = {}
+        for row in live:
+            wanted.setdefault(bucket(row), []).append(row[0])
+        wanted.pop("unknown", None)
+        assert found[name] == pytest.approx({key: sum(kept) / len(kept) for key, kept in wanted.items()})
+    weights = sorted(w for kept, w, *_ in live if kept)
+    middle = weights[math.ceil(len(weights) / 2) - 1]
+    assert found["weight_p50"] == pytest.approx(middle, rel=0.011)
+    pairs = [(kept * w * a * (1 - p), r * a * (1 - p)) for kept, w, _, a, p, r in live if not math.isnan(a)]
+    dot, left, right = (
+        sum(x * y for x, y in both)
+        for both in (pairs, [(x, x) for x, _ in pairs], [(y, y) for _, y in pairs])
+    )
+    assert found["coefficient_cosine"] == pytest.approx(dot / math.sqrt(left * right), rel=1e-5)
+
+
+def _sign(advantage: float) -> str:
+    if math.isnan(advantage):
+        return "unknown"
+    return "zero" if advantage == 0 else "positive" if advantage > 0 else "negative"
+
+
+def test_a_config_that_reads_routes_is_left_out_of_all_and_refused_by_name() -> None:
+    for of_all in ("all", "own"):
+        assert not [one.name for one in candidates(of_all, None) if one.config.reads_routes]
+    for asked in ("route", "tis,route"):
+        with pytest.raises(ConfigError, match="route: statistic: route reads .* which no dump holds"):
+            candidates(asked, None)
+    own = Candidate("mine", CorrectionConfig(reject=(RejectRule("route", upper=0.5),)))
+    with pytest.raises(ConfigError, match="weight.upper=2: statistic: route reads .* which no dump holds"):
+        candidates("weight.upper=2", own)
+
+
+def test_the_coefficient_cosine_prefers_what_weighs() -> None:
+    records = [replace(one, advantages=torch.ones(one.size)) for one in planted("other-weights", seed=1)[:20]]
+    records = [
+        replace(one, proximal_log_probs=one.behavior_log_probs + 0.5 * torch.randn(one.size))
+        for one in records
+    ]
+    found = surveyed(records, sweep="tis").outcomes
+    assert found["none"]["coefficient_cosine"] < found["tis"]["coefficient_cosine"] < 1
+
+
+def test_products_of_whole_responses_rank_where_they_bear_it() -> None:
+    """Forty short responses tell products apart: a weight of the whole response is the direction itself."""
+    generator = torch.Generator().manual_seed(1)
+    records = []
+    for place in range(40):
+        behavior = -torch.rand(6, generator=generator)
+        proximal = behavior + 0.3 * torch.randn(6, generator=generator)
+        mask = torch.ones(6, dtype=torch.bool)
+        records.append(Record(0, str(place), behavior, proximal, mask, advantages=-torch.ones(6)))
+    found = surveyed(records, sweep="sequence,tis").outcomes
+    assert found["sequence"]["response_cosine"] == pytest.approx(1, abs=0.01)  # its weight is bounded
+    assert found["none"]["response_cosine"] < found["tis"]["response_cosine"] < 0.95
+    assert "response_cosine" not in surveyed(records[:31], sweep="tis").outcomes["tis"]
+    far = [replace(one, proximal_log_probs=one.behavior_log_probs * 9) for one in records]
+    assert "response_cosine" not in surveyed(far, sweep="tis").outcomes["tis"]
+
+
+def test_advantages_of_one_sign_lean_to_none() -> None:
+    records = [replace(one, advantages=-torch.ones(one.size)) for one in some_records(lengths=(40, 40))]
+    numbers = surveyed(records, sweep="tis").outcomes["tis"]
+    assert not [reason for reason in judge(Candidate("tis", NONE), numbers).reasons if "advantages" in reason]
+
+
+@pytest.fixture
+def dumped(tmp_path: Path) -> Path:
+    for step in range(3):
+        write_slime(tmp_path / "run", some_records(step, (40, 30, 20)))
+    return tmp_path
+
+
+def test_the_command_writes_whole_files(dumped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(dumped / "run"), "--output", str(dumped / "out"), "--config", "mis"]) == 0
+    told = json.loads((dumped / "out" / "report.json").read_text())
+    assert list(told["whole"])[0] == "kl_k3" and len(told["steps"]) == 3
+    page = (dumped / "out" / "report.html").read_text()
+    assert (
+        page.startswith("<!doctype html>") and page.count("<svg") >= 3 and "http" not in _without_names(page)
+    )
+    assert "kl_k3" in capsys.readouterr().out
+
+
+def _without_names(page: str) -> str:
+    """The page less the names of XML namespaces, which no browser loads."""
+    return re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+
+
+def test_text_of_a_run_cannot_become_markup(dumped: Path) -> None:
+    record = replace(some_records()[0], sample="<script>alert(1)</script>", text=("<b>",) * 7)
+    file = dumped / "<i>.jsonl"
+    write_lines(file, [record])
+    assert main(["report", str(file), "--output", str(dumped / "out")]) == 0
+    page = (dumped / "out" / "report.html").read_text()
+    assert "<script" not in page and "<b><" not in page and "<i>" not in page
+
+
+def test_two_runs_stand_side_by_side(dumped: Path) -> None:
+    write_miles(dumped / "other", some_records(1))
+    arguments = [
+        "report",
+        str(dumped / "run"),
+        "--against",
+        str(dumped / "other"),
+        "--output",
+        str(dumped / "out"),
+    ]
+    assert main(arguments) == 0
+    assert (dumped / "out" / "report-2.json").exists()
+    assert (dumped / "out" / "report.html").read_text().count("<header") == 2
+
+
+def test_watch_ends_with_its_own_code_at_an_alarm(dumped: Path) -> None:
+    assert main(["report", str(dumped / "run"), "--output", str(dumped / "out"), "--watch"]) == 3
+
+
+def test_suggest_prints_a_config_that_can_be_read(dumped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "suggest", str(dumped / "run")]) == 0
+    file = dumped / "suggested.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert main(["config", "check", str(file)]) == 0
+
+
+def test_ctrl_c_leaves_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(problems: Problems):
+        yield from some_records(0)
+        yield from some_records(1)
+        raise KeyboardInterrupt
+
+    survey = Survey.of(NONE, [])
+    source = Source("made up", (), interrupted)
+    assert not walk(survey, [source], Problems(), lambda done, total: None)
+    found = surveys.report(survey)
+    assert found is not None and list(found.steps) == [0]
+
+
+def test_a_single_step_without_advantages_is_ordinary(tmp_path: Path) -> None:
+    records = [replace(one, advantages=None, tokens=None) for one in some_records()]
+    write_lines(tmp_path / "one.jsonl", records)
+    assert main(["report", str(tmp_path / "one.jsonl"), "--output", str(tmp_path / "out")]) == 0
+
+
+def test_curves_alone_make_a_page(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"rollout": step, "k3_kl": 0.5}) + "\n" for step in range(4))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert main(["report", str(tmp_path / "metrics.jsonl"), "--output", str(tmp_path / "out")]) == 0
+    assert "kl_k3 is 0.5, above 0.01" in (tmp_path / "out" / "report.json").read_text()

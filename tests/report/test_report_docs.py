@@ -1,0 +1,24 @@
+"""docs/report.md is what mis_plugins/report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mis_plugins.report import docs
+from mis_plugins.report.causes import CAUSES
+from mis_plugins.report.record import KINDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "report.md"
+
+
+def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert docs.main() == 0
+    assert capsys.readouterr().out == PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_cause_and_every_key() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"\n## {name}\n" in text for name in CAUSES)
+    assert all(f"`{name}`" in text for name in KINDS)

@@ -1,0 +1,72 @@
+"""Texts: prompt and response of whole samples, and the text of single tokens by the tokenizer beside a dump."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from report_dumps import write_rollout, write_slime
+from test_readers import read, some_records
+
+from mis_plugins.__main__ import main
+from mis_plugins.report.record import from_mapping
+
+
+def tokenizer(folder: Path) -> Path:
+    """A tokenizer of forty words, as a host writes it into the folder of its dump."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = {f"word{place}": place for place in range(40)} | {"[UNK]": 40}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    (folder / "tokenizer").mkdir(parents=True)
+    made.save(str(folder / "tokenizer" / "tokenizer.json"))
+    return folder / "tokenizer" / "tokenizer.json"
+
+
+def told(folder: Path) -> dict:
+    assert main(["report", str(folder), "--sweep", "none", "--output", str(folder.parent / "out")]) == 0
+    return json.loads((folder.parent / "out" / "report.json").read_text())
+
+
+def test_tokens_have_the_text_of_the_tokenizer_beside_the_dump(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_slime(run, some_records())
+    tokenizer(run)
+    found = told(run)
+    shown = [token for one in found["worst_sequences"] for token in one["tokens"]] + found["worst_tokens"]
+    assert shown and all(token["text"] == f"word{token['token']}" for token in shown)
+    assert ">word7</span>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_broken_tokenizer_is_named_and_ids_stay(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_slime(run, some_records())
+    tokenizer(run).write_text("{")
+    found = told(run)
+    assert "tokenizer.json: no tokenizer" in found["problems"][0]
+    assert all("text" not in token and "token" in token for token in found["worst_tokens"])
+
+
+def test_prompt_and_response_are_those_of_the_rollouts_dump(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_slime(run, some_records())
+    write_rollout(run, some_records())
+    file = run / "rollout_data" / "3.pt"
+    content = torch.load(file, weights_only=True)
+    for sample in content["samples"]:
+        sample |= {"prompt": [{"role": "user", "content": "2 + 2?"}], "response": f"<four {sample['index']}>"}
+    torch.save(content, file)
+    found, _ = read(run)
+    assert [one.response for one in found] == ["<four 0>", "<four 1>", "<four 2>"]
+    assert {one.prompt for one in found} == {"user: 2 + 2?"}
+    assert {one["response"] for one in told(run)["worst_sequences"]} == {"<four 0>", "<four 1>", "<four 2>"}
+    assert "&lt;four 1&gt;</pre>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_the_neutral_form_takes_a_text_of_each_token_or_one_text() -> None:
+    values = {"behavior_log_probs": [0.0, -1.0], "proximal_log_probs": [0.0, -1.0]}
+    each = from_mapping(values | {"text": ["a", "b"]}, 0, "0")
+    whole = from_mapping(values | {"text": "ab", "prompt": "say ab"}, 0, "0")
+    assert (each.text, each.response) == (("a", "b"), None)
+    assert (whole.text, whole.response, whole.prompt) == (None, "ab", "say ab")

@@ -1,0 +1,95 @@
+"""Real prompts: what a file may hold, what a model needs, and the requests that a workload makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from true_on_policy.__main__ import main
+from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.models.tiny import checkpoint, weights_hash
+from true_on_policy.verify.prompts import LONGEST, PromptsError, prompt_lines, read_prompts
+from true_on_policy.verify.workload import LONG_PROMPT, Workload
+
+TEMPLATE = "<u>{{ messages[0]['content'] }}<a>"
+
+
+@pytest.fixture
+def spelled(tmp_path: Path) -> Path:
+    """A tiny model whose tokenizer knows single letters, and whose chat template frames a turn."""
+    folder = checkpoint("tiny-llama", tmp_path / "model", torch.float32, seed=0)
+    letters = {letter: index for index, letter in enumerate("?abcdefghijklmnopqrstuvwxyz<>/ .")}
+    tokenizer = Tokenizer(models.BPE(letters, [], unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_is_the_users_turn_of_the_models_chat_template(spelled: Path, tmp_path: Path):
+    file = tmp_path / "p.txt"
+    file.write_text("ab\n\n  c \n")
+    prompts = read_prompts(str(file), spelled)
+    assert (prompts.name, len(prompts.sha256)) == ("p.txt", 64)
+    framed = [(27, 21, 28, 1, 2, 27, 1, 28), (27, 21, 28, 3, 27, 1, 28)]
+    assert [*prompts.tokens] == framed
+
+
+def test_the_certificate_names_model_hash_and_prompts(spelled: Path, tmp_path: Path):
+    file, certificate = tmp_path / "p.txt", tmp_path / "c.json"
+    file.write_text("abc\nde\n")
+    command = ["verify", "--engine", "hf", "--trainer", "hf", "--tokens", "1", "--json", str(certificate)]
+    assert main([*command, "--model", str(spelled), "--prompts", str(file)]) == 0
+    said = json.loads(certificate.read_text())
+    assert said["weights"] == weights_hash(spelled)
+    assert said["prompts"]["name"] == "p.txt" and said["prompts"]["count"] == 2
+
+
+def test_a_workload_asks_every_real_prompt_and_joins_them_to_a_long_one():
+    asked: list[Request] = []
+
+    def generate(requests: Sequence[Request]) -> list[Sample]:
+        asked.extend(requests)
+        return [Sample(one, (0,) * one.length, torch.zeros(one.length), 0) for one in requests]
+
+    prompts = [tuple(range(10 * n, 10 * n + 9 + n)) for n in range(5)]
+    Workload(100, seed=0, prompts=prompts).sample(generate, 1, full_set=True)
+    long, *short, _, _, _ = asked
+    assert LONG_PROMPT <= len(long.prompt) < LONG_PROMPT + 13 and set(long.prompt) >= set(prompts[4])
+    assert {one.prompt for one in short} == set(prompts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"--prompts .*p.txt: cannot be read"),
+        ("\n \n", "holds no prompt; write one a line"),
+        ("a" * (LONGEST + 1), f"has {LONGEST + 7} tokens; give {LONGEST} at most"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused(
+    text: str | None, message: str, spelled: Path, tmp_path: Path
+):
+    file = tmp_path / "p.txt"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(PromptsError, match=message):
+        read_prompts(str(file), spelled)
+
+
+def test_a_model_without_a_tokenizer_is_told_so(capsys: pytest.CaptureFixture[str]):
+    assert main("verify --engine hf --trainer hf --prompts builtin".split()) == 2
+    assert (
+        "--prompts builtin: the model has no tokenizer.json; choose --model smollm2-135m"
+        in capsys.readouterr().err
+    )
+
+
+def test_our_own_prompts_are_128_different_ones():
+    _, prompts = prompt_lines("builtin")
+    assert len(prompts) == len(set(prompts)) == 128

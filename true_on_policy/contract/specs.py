@@ -1,0 +1,79 @@
+"""What is known of a rollout engine or a trainer of a proof: the fields of its record.
+
+A record is read without torch, before any engine or trainer is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+# An ability is a situation that an engine meets by itself: no request can ask for it, and not every engine reports it.
+Ability = Literal["prefix cache", "preemption"]
+
+
+@dataclass(frozen=True)
+class NormOrder:
+    """A norm order says where RMSNorm rounds.
+
+    Attributes:
+        rounds_sum: whether the residual sum is rounded to the model's dtype before it is normalized.
+        rounds_normalized: whether the normalized value is rounded before the norm's weight multiplies it.
+    """
+
+    rounds_sum: bool
+    rounds_normalized: bool
+
+
+def at(address: str) -> Callable[..., Any]:
+    """Return a function that imports `module:name` when it is called, and calls it."""
+
+    def call(*arguments: Any) -> Any:
+        return resolve_name(address)(*arguments)
+
+    return call
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """The record of a rollout engine.
+
+    Attributes:
+        start: (checkpoint, contract, order) -> Engine. Without an order the engine is stock.
+        order: the engine's own order of rounding around RMSNorm.
+        packages: distributions that compute in the engine's environment, torch and transformers among them.
+        splits: whether the engine can split a model over tensor-parallel ranks.
+        abilities: situations that the engine meets by itself and reports.
+        serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
+        words: a description of the engine for a help text.
+    """
+
+    start: Callable[..., Any]
+    order: NormOrder
+    packages: tuple[str, ...]
+    splits: bool = False
+    abilities: tuple[Ability, ...] = ()
+    serve: Callable[..., Any] | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """The record of a trainer of a proof.
+
+    Attributes:
+        start: (checkpoint, contract, order) -> Trainer. Without an order the trainer is stock.
+        order: the trainer's own order of rounding around RMSNorm.
+        packages: distributions that compute in the trainer.
+        splits: whether the trainer can split a model over tensor-parallel ranks.
+    """
+
+    start: Callable[..., Any]
+    order: NormOrder
+    packages: tuple[str, ...]
+    splits: bool = False
+
+
+HUGGING_FACE = NormOrder(rounds_sum=True, rounds_normalized=True)

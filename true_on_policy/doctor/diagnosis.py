@@ -1,0 +1,452 @@
+"""What trainer and engine really run, row by row: the checks of a contract, and what each side showed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mis_plugins.shared.table import print_table
+from true_on_policy.contract.gpu import DEEP_GEMM, GpuContract
+from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
+from true_on_policy.errors import PinError
+from true_on_policy.flags.command import HOOK, host_contract
+from true_on_policy.kernels import gpu
+from true_on_policy.observe.dumps import RANKS, load, load_engine
+from true_on_policy.observe.fused import CHOSEN, FUSED
+from true_on_policy.observe.process import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
+
+Verdict = Literal["green", "red", "not seen", ""]
+EXIT: dict[Verdict, int] = {"green": 0, "": 0, "not seen": 2, "red": 1}
+
+# The values that one side may show: None asks nothing of the side, an empty tuple accepts every value.
+Wanted = tuple[str, ...] | None
+ANY: Wanted = ()
+INIT = {
+    "megatron": "--custom-megatron-init-path true_on_policy.hosts.miles_init",
+    "fsdp": f"Ray's worker_process_setup_hook {HOOK}",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check is one row of the doctor, before either side is observed.
+
+    Attributes:
+        name: the name of the setting on both sides.
+        trainer, engine: the values that each side may show.
+        remedy: what to set where a side shows another value.
+        equal: whether both sides must show one value.
+    """
+
+    name: str
+    trainer: Wanted
+    engine: Wanted
+    remedy: str = ""
+    equal: bool = False
+
+
+def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
+    """List the checks of a contract; where `scored`, log-probs come from prefill, and nothing is asked of decode's.
+
+    Raises:
+        ContractError: no release of the host carries the family.
+    """
+    return (
+        *_versions(contract),
+        *_kernels(contract, scored),
+        *_arithmetic(contract),
+        *_layout(contract),
+        *_sampling(),
+    )
+
+
+def _versions(contract: GpuContract) -> tuple[Check, ...]:
+    own = contract.mode == "sglang"
+    each = "start all ranks with one environment; a rank that wrote nothing has failed"
+    return (
+        Check("device", ANY, ("cuda",), "start the engine on a GPU"),
+        Check(RANKS, ("all",), ("all",), each),
+        *(Check(name, ANY, ANY) for name in ("torch", "CUDA", "NCCL", "Triton", "transformers")),
+        *(Check(name, ANY, None) for name in ("Megatron-core", "Transformer Engine")),
+        Check("SGLang", ANY, ANY, "one SGLang: the trainer runs the engine's kernels", equal=own),
+        Check(
+            "Apex",
+            ("absent", "NVIDIA's"),
+            None,
+            "pip uninstall apex: the package has NVIDIA's name alone (NVIDIA's own, from source: docs/gpu.md)",
+        ),
+        Check("norm of the local spec", ANY, None),
+        *_fused(contract),
+    )
+
+
+def _fused(contract: GpuContract) -> tuple[Check, ...]:
+    """List the checks of Transformer Engine's and Apex's kernels, which only Megatron's trainer runs."""
+    if contract.backend != "megatron":
+        return ()
+    return (
+        *(Check(row, ANY, None) for row, _, _ in CHOSEN),
+        *(Check(one.row, one.wanted, None, one.remedy) for one in FUSED),
+    )
+
+
+SAME_PRODUCTS = (
+    "leave --gemm at the trainer's; one GPU kind on both sides; on several ranks releases that add up o and down alike "
+    "(docs/gpu.md)"
+)
+DETERMINISTIC = "--sglang-enable-deterministic-inference"
+PREFILL = "--recompute-logprobs-via-prefill"
+
+
+def _pinned(contract: GpuContract) -> str:
+    return f"pin in the trainer: {INIT[contract.backend]}"
+
+
+def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
+    pinned = _pinned(contract)
+    both = f"{pinned}; in the engine: {DETERMINISTIC}"
+    decode = ANY if scored else ("equal",)
+    return (
+        Check(KERNELS, ("batch-invariant",), ("batch-invariant",), both),
+        Check(PRODUCTS, ANY, ANY, SAME_PRODUCTS, equal=True),
+        Check(PREFILLED, None, ("equal",), DETERMINISTIC),
+        Check(ALONE, None, decode, DETERMINISTIC),
+        Check(SCORED, None, decode, PREFILL),
+        *_mode(contract),
+        *_gemm(contract),
+        Check("flash_attention: FA3 default num_splits", ("1",), ("1",), both),
+        Check("attention", None, (contract.attention,), f"--sglang-attention-backend {contract.attention}"),
+        Check("radix cache", None, ANY),
+        Check("CUDA graph", None, ANY),
+    )
+
+
+def _mode(contract: GpuContract) -> Iterator[Check]:
+    """Check whose kernels the dispatcher runs: SGLang's in the engine, the contract's mode in the trainer."""
+    for mode, file in MODE_FILES.items():
+        trainer, engine = mode == contract.mode, mode == "sglang"
+        if not (trainer or engine):
+            continue
+        yield Check(f"{mode}: batch-invariant flag", ANY if trainer else None, ANY if engine else None)
+        for name in ("mm", "addmm", "_log_softmax", "mean.dim"):
+            wanted = ((file,) if trainer else None), ((file,) if engine else None)
+            remedy = " ".join([_pinned(contract)] * trainer + [f"in the engine: {DETERMINISTIC}"] * engine)
+            yield Check(f"{mode}: aten::{name}", *wanted, remedy)
+
+
+# The last part of the path of each copy of the batch-invariant mode, as kernels.dispatcher describes it.
+MODE_FILES = {
+    "megatron": "batch_invariant_kernels.py of megatron",
+    "sglang": "batch_invariant_ops.py of sglang",
+}
+
+
+# The modules by whose function Transformer Engine may multiply, or `absent` or `not imported`.
+TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
+
+
+def _gemm(contract: GpuContract) -> tuple[Check, ...]:
+    """List the checks of the library of products, on each side that multiplies by it."""
+    trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
+    own = contract.mode == "sglang"  # the trainer runs the engine's mode
+    rows = () if own else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
+    asked = ("on" if engine else "off",)
+    if trainer or engine:
+        modes, switch = ("deterministic", "always invariant"), "deep_gemm.use_deterministic_algorithms(True)"
+        on_each = modes if trainer else None, modes if engine else None
+        rows += (Check("deep_gemm: DeepGEMM mode", *on_each, switch),)
+    return (
+        *rows,
+        Check(
+            "sglang: MM DeepGEMM",
+            asked if own else None,
+            asked,
+            f"{DEEP_GEMM}={int(engine)} before the processes start"
+            + "; install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1" * engine,
+        ),
+        Check(
+            "sglang: MM fallback variant",
+            ("off",) if own else None,
+            ("off",),
+            "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before the processes start",
+        ),
+    )
+
+
+def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
+    return (
+        Check(
+            "TF32",
+            ("off",),
+            ("off",),
+            f"{_pinned(contract)}; in the engine: no --sglang-enable-tf32-matmul; no NVIDIA_TF32_OVERRIDE",
+        ),
+        Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
+        Check("deterministic algorithms", ("on",), None, "--deterministic-mode"),
+        Check(
+            LOG_SOFTMAX,
+            ("bf16",),
+            ("bf16",),
+            f"--true-on-policy-mode, without --fp16; in the engine: --sglang-true-on-policy-contract "
+            f"{host_contract(contract.family)}, without --sglang-enable-fp32-lm-head",
+        ),
+        *(
+            Check(
+                name, (value,), _engines(contract, name, value), f"{name}={value} before the processes start"
+            )
+            for name, value in contract.environment.items()
+        ),
+        Check("KV cache", None, ("auto", "bfloat16", "bf16"), "no --sglang-kv-cache-dtype"),
+        Check("quantization", None, ("None",), "no --sglang-quantization"),
+        Check("speculative decoding", None, ("None",), "no --sglang-speculative-algorithm"),
+    )
+
+
+def _engines(contract: GpuContract, name: str, value: str) -> tuple[str, ...]:
+    """List the values of a variable that the engine may show.
+
+    On several ranks SGLang sets NCCL_ALGO itself, which changes no bit: the contract's sums over ranks are not NCCL's.
+    """
+    own = name == "NCCL_ALGO" and contract.engine_tp > 1
+    return (value, "allreduce:tree") if own else (value,)
+
+
+def _layout(contract: GpuContract) -> tuple[Check, ...]:
+    name = host_contract(contract.family)
+    tensor, context, engine = map(str, (contract.trainer_tp, contract.context_parallel, contract.engine_tp))
+    own = "--rollout-num-gpus-per-engine"
+    return (
+        Check("contract", (name,), (name,), f"--sglang-true-on-policy-contract {name}"),
+        Check("deterministic inference", None, ("on",), DETERMINISTIC),
+        *(
+            (Check("tensor parallel", None, (engine,), f"{own} {engine}"),)
+            if contract.backend == "fsdp"
+            else (
+                Check(
+                    "tensor parallel",
+                    (tensor,),
+                    (engine,),
+                    f"--tensor-model-parallel-size {tensor} {own} {engine}",
+                ),
+                Check("context parallel", (context,), None, f"--context-parallel-size {context}"),
+            )
+        ),
+    )
+
+
+def _sampling() -> tuple[Check, ...]:
+    seeded = f"{DETERMINISTIC}: without a seed each, all samples of a prompt are one"
+    return (
+        Check("temperature", ("1",), None, "--rollout-temperature 1"),
+        Check("top-p", ("1",), None, "--rollout-top-p 1"),
+        Check("top-k", ("-1",), None, "--rollout-top-k -1"),
+        Check("seeds of a prompt's samples", ("one each",), ("one each",), seeded),
+        Check("log-probs come from", ANY, None),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the doctor: a check, its verdict and what each side shows.
+
+    Attributes:
+        trainer, engine: the value of each side, or in brackets why the value was not seen.
+        how: `observed` or `configured` for each side that has a value, once where both are alike.
+    """
+
+    check: Check
+    verdict: Verdict
+    trainer: str
+    engine: str
+    how: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        remedy = self.check.remedy or "the same on every rank"
+        return (
+            self.verdict,
+            self.check.name,
+            self.trainer,
+            self.engine,
+            self.how,
+            remedy if self.verdict == "red" else "",
+        )
+
+
+def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -> list[Row]:
+    """Judge every check of a contract against both sides, in the order of `checks`."""
+    scored = trainer.settings.get("log-probs come from") == "prefill"
+    return [_judge(check, trainer, engine) for check in checks(contract, scored)]
+
+
+def _judge(check: Check, trainer: Observation, engine: Observation) -> Row:
+    sides = [(check.trainer, trainer), (check.engine, engine)]
+    verdicts: list[Verdict] = [
+        _verdict(check.name, wanted, side) for wanted, side in sides if wanted is not None
+    ]
+    if check.equal:
+        verdicts.append(_equal(check.name, trainer, engine))
+    cells = [_cell(check.name, wanted, side) for wanted, side in sides]
+    how = dict.fromkeys(side.how(check.name) for wanted, side in sides if wanted is not None)
+    return Row(check, _worst(verdicts), cells[0], cells[1], " / ".join(filter(None, how)))
+
+
+SEVERITY: tuple[Verdict, ...] = ("", "green", "not seen", "red")
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    return SEVERITY[max(map(SEVERITY.index, verdicts))]
+
+
+def _verdict(name: str, wanted: tuple[str, ...], side: Observation) -> Verdict:
+    if name in side.split:
+        return "red"
+    if not wanted:
+        return ""
+    if name not in side.settings:
+        return "not seen"
+    return "green" if side.settings[name] in wanted else "red"
+
+
+def _equal(name: str, trainer: Observation, engine: Observation) -> Verdict:
+    if name not in trainer.settings or name not in engine.settings:
+        return "not seen"
+    return "green" if trainer.settings[name] == engine.settings[name] else "red"
+
+
+def _cell(name: str, wanted: Wanted, side: Observation) -> str:
+    if wanted is None:
+        return "-"
+    return side.settings[name] if name in side.settings else f"({side.why(name)})"
+
+
+def _is_reason(cell: str) -> bool:
+    return cell.startswith("(") and cell.endswith(")")
+
+
+def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> int:
+    """Observe both sides, print the table of checks, and return the exit code of the worst row.
+
+    Args:
+        contract: what the arguments ask for; None where the trainer's file states it.
+    """
+    contract, trainer = _trainer(contract, arguments.trainer_dump)
+    engine = _engine(arguments.engine, arguments.engine_dump)
+    rows = diagnose(contract, trainer, engine)
+    shown, unasked = asked(rows, engine)
+    shown, notes = noted(shown)
+    print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in shown])
+    for note in (*unasked, *notes):
+        print(f"\n{note}")
+    return _conclude(rows)
+
+
+NOT_ASKED = "(not asked)"
+
+
+def asked(rows: Sequence[Row], engine: Observation) -> tuple[Sequence[Row], list[str]]:
+    """Leave out rows of the engine alone where it could not be asked; return the trainer's rows, and a note why."""
+    if engine.settings or engine.unseen.keys() != {ALL}:
+        return rows, []
+    unasked = [row for row in rows if row.check.engine is not None]
+    hidden = [row for row in unasked if row.check.trainer is None]
+    shown = [replace(row, engine=NOT_ASKED) if row in unasked else row for row in rows if row not in hidden]
+    return shown, [
+        f"engine: could not be asked, so that {len(unasked)} rows could not be checked, of which {len(hidden)} ask "
+        f"the engine alone and are not shown: {engine.unseen[ALL]}"
+    ]
+
+
+LONG = 60  # a reason with more letters, which stands in several cells, becomes a note
+
+
+def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """Replace a long reason that several cells share by a number; return the rows, and each such reason as a note."""
+    counts = Counter(cell for row in rows for cell in (row.trainer, row.engine))
+    shared = [cell for cell, count in counts.items() if count > 1 and _is_reason(cell) and len(cell) > LONG]
+    names = {cell: f"(reason {number})" for number, cell in enumerate(shared, 1)}
+    shown = [
+        replace(row, trainer=names.get(row.trainer, row.trainer), engine=names.get(row.engine, row.engine))
+        for row in rows
+    ]
+    return shown, [f"{name[1:-1]}: {cell[1:-1]}" for cell, name in names.items()]
+
+
+def _trainer(contract: GpuContract | None, dump: Path | None) -> tuple[GpuContract, Observation]:
+    """Read the trainer's file, which states its contract, or let this machine stand in for the trainer."""
+    if contract is None:
+        assert dump is not None
+        return load(dump)
+    seen = _pinned_here(contract)
+    of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE of the shell decides COMPILES
+    settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
+    return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
+
+
+def _pinned_here(contract: GpuContract) -> Observation:
+    """Observe this machine, with the contract pinned for a moment where there is an accelerator."""
+    _tell("looking at this machine")
+    with ExitStack() as stack:
+        if torch.cuda.is_available():
+            _tell(f"pinning {gpu.name(contract)} and probing it")
+            try:
+                stack.callback(gpu.install(contract))
+            except PinError as error:
+                return Observation({KERNELS: str(error)}, {})
+        return observe(contract)
+
+
+NO_DUMP = "no --trainer-dump"
+NOT_OVER_HTTP = "HTTP does not tell it: no --engine-dump"
+
+
+def _engine(url: str | None, path: Path | None) -> Observation:
+    """Observe the engine over HTTP where a URL is given, and from inside where a dump is given."""
+    if url is not None:
+        _tell(f"asking {url} for a few tokens")
+    told = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
+    if path is None:
+        return Observation(told.settings, {ALL: NOT_OVER_HTTP, **told.unseen}, told.configured)
+    return joined(told, load_engine(path, url))
+
+
+# Rows that HTTP and the dump state in equal words.
+TOLD_TWICE = (VERSION, "tensor parallel")
+
+
+def joined(told: Observation, inside: Observation) -> Observation:
+    """Join what a server tells over HTTP with what its processes wrote; the file wins where both have a row.
+
+    A row of TOLD_TWICE in which the two differ is split: this server did not write the file.
+    """
+    other = [
+        name
+        for name in TOLD_TWICE
+        if name in told.settings and told.settings[name] != inside.settings.get(name, told.settings[name])
+    ]
+    twice = {name: f"{inside.settings[name]} in the file; {told.settings[name]} over HTTP" for name in other}
+    return Observation(
+        {**told.settings, **inside.settings, **twice},
+        {**inside.unseen, **told.unseen},
+        (*(set(told.configured) - inside.settings.keys()), *inside.configured),
+        (*inside.split, *other),
+    )
+
+
+def _conclude(rows: Sequence[Row]) -> int:
+    """Print how many rows have each verdict, and return the exit code of the worst."""
+    counts = {verdict: [row.verdict for row in rows].count(verdict) for verdict in SEVERITY}
+    print(f"\n{counts['green']} green, {counts['red']} red, {counts['not seen']} not seen")
+    return EXIT[_worst([row.verdict for row in rows])]
+
+
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

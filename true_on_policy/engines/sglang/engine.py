@@ -1,0 +1,231 @@
+"""The real SGLang behind its HTTP server on loopback, in the environment that install.sh made, on CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import ENGINES
+from true_on_policy.contract.specs import NormOrder
+from true_on_policy.contract.stated import handed_over
+from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import DTYPES, named, started
+
+Target = Literal["fsdp"]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool says how the server schedules.
+
+    Attributes:
+        cached_tokens: slots of the key-value cache; with fewer than the running requests need, some are preempted.
+        running: sequences in one decode batch, at most.
+        prefill_chunk: tokens of prefill at a time; None takes a prompt whole.
+        retract_every: decode steps between two preemptions by force; None forces none.
+    """
+
+    cached_tokens: int = 16384
+    running: int = 8
+    prefill_chunk: int | None = None
+    retract_every: int | None = None
+
+
+# In chunks, and with preemptions by force: a proof shall meet both.
+PROOF = Pool(prefill_chunk=128, retract_every=40)
+LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLang:
+    """Start the server of a proof; without an `order` the server is stock."""
+    pinned_to = contract if order is not None else None
+    follows = order if order != ENGINES["sglang"].order else None
+    return SGLang(checkpoint, contract.dtype, pinned_to, follows, PROOF, contract.engine_tensor_parallel)
+
+
+def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> SGLang:
+    """Start the server of a training loop, for a given number of running sequences."""
+    return SGLang(checkpoint, dtype, contract, pool=Pool(LOOP_TOKENS, running))
+
+
+class SGLang:
+    """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
+
+    Args:
+        order: the order of rounding, where the engine follows the trainer.
+        ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
+        target: SGLang's `--rl-on-policy-target`; decode then reports log-probs in bf16, prefill in float32.
+
+    Raises:
+        EngineError: SGLang's environment is missing, or the server did not come up.
+    """
+
+    name = "sglang"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        contract: Contract | None = None,
+        order: NormOrder | None = None,
+        pool: Pool = Pool(),
+        ranks: int = 1,
+        target: Target | None = None,
+    ):
+        asked = common_arguments(checkpoint, dtype, pool) + _cpu_arguments(ranks)
+        if contract is not None:
+            asked.append("--enable-deterministic-inference")
+        if target is not None:
+            asked += ["--rl-on-policy-target", target]
+        environment = _environment(contract, order, pool, ranks, target)
+        self._serve(checkpoint, interpreter(self.name), asked, environment, contract is not None)
+        if contract is not None:
+            self._server.check_pinned()
+
+    def _serve(
+        self,
+        checkpoint: Path,
+        python: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        seeded: bool,
+    ) -> None:
+        """Start the server and wait for it; where `seeded`, each request carries a seed for its sampling."""
+        self._seeded = seeded
+        self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
+        own = named({"weight-version": 0})
+        command = [str(python), "-m", "sglang.launch_server", *arguments, *own]
+        self._server = started(self.name, command, environment)
+
+    def versions(self) -> dict[str, str]:
+        return versions(self.name, ENGINES[self.name].packages)
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        answers = self._generate(
+            [request.prompt for request in requests], [self._sampling(request) for request in requests], {}
+        )
+        return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        seed = {"sampling_seed": request.seed} if self._seeded else {}
+        return {
+            "temperature": request.temperature,
+            "max_new_tokens": request.length,
+            "ignore_eos": True,
+            **seed,
+        }
+
+    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+        meta = answer["meta_info"]
+        tokens = tuple(answer["output_ids"])
+        log_probs = _log_probs(meta["output_token_logprobs"], tokens)
+        if len(tokens) != request.length:
+            raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
+        return Sample(
+            request,
+            tokens,
+            log_probs,
+            int(meta["weight_version"]),
+            meta["cached_tokens"],
+            meta["num_retractions"],
+        )
+
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
+        sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
+        answers = self._generate([sample.sequence for sample in samples], sampling, {"logprob_start_len": 0})
+        return [
+            _log_probs(
+                answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :],
+                self._reported(sample.tokens),
+            )
+            for sample, answer in zip(samples, answers, strict=True)
+        ]
+
+    def _reported(self, tokens: Sequence[int]) -> list[int]:
+        """Return input ids as SGLang reports them: this version reports the vocabulary's last id as 0."""
+        return [0 if token == self._last_id else token for token in tokens]
+
+    def _generate(self, prompts: list, sampling: list, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
+        return self._server.post("/generate", body)
+
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
+        answer = self._server.post(
+            "/update_weights_from_disk",
+            {"model_path": str(checkpoint), "flush_cache": not keep_cache, "weight_version": str(version)},
+        )
+        if not answer["success"]:
+            raise EngineError(f"sglang: refused the weights of {checkpoint}: {answer['message']}")
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
+    """List the server's arguments that do not depend on the machine."""
+    # Without --sleep-on-idle an idle scheduler keeps a core busy.
+    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    return flags + named(
+        {
+            "model-path": checkpoint,
+            "dtype": DTYPES[dtype],
+            "sampling-backend": "pytorch",
+            "grammar-backend": "none",
+            "max-total-tokens": pool.cached_tokens,
+            "max-running-requests": pool.running,
+            "chunked-prefill-size": pool.prefill_chunk or -1,
+            "host": "127.0.0.1",
+            "log-level": "info",
+        }
+    )
+
+
+def _cpu_arguments(ranks: int) -> list[str]:
+    return [
+        "--disable-cuda-graph",
+        *named(
+            {
+                "device": "cpu",
+                "tp-size": ranks,
+                "attention-backend": "torch_native",
+                # SGLang's own guess is negative on a small machine; max-total-tokens decides.
+                "mem-fraction-static": 0.5,
+            }
+        ),
+    ]
+
+
+def _environment(
+    contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
+) -> dict[str, str]:
+    added = {"PYTHONPATH": str(HERE / "sglang" / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1"}
+    if ranks > 1:  # unset, SGLang refuses more ranks than NUMA nodes; set, it binds no thread here
+        added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+    if target is not None:  # SGLang's CPU path would round cos and sin to bf16, its GPU path does not
+        added["SGLANG_ROPE_CACHE_FP32"] = "1"
+    if pool.retract_every is not None:
+        added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
+    return inherited() | added | handed_over(contract, order)
+
+
+def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:
+    """Read the log-probs of `tokens` from rows (log-prob, token id, text).
+
+    Raises:
+        EngineError: the rows are of other tokens, or a log-prob is missing.
+    """
+    if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
+        raise EngineError(
+            f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
+        )
+    # SGLang's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
+    return torch.tensor([row[0] for row in rows], dtype=torch.float32)

@@ -1,0 +1,138 @@
+"""Our plugin inside SGLang's processes, which SGLang finds by its entry point group `sglang.srt.plugins`.
+
+SGLang calls `activate` early in each process and applies the hooks that `activate` registers. Without our variables in
+the environment `activate` does nothing, so an SGLang that shares our environment is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from true_on_policy.contract.stated import CONTRACT, stated_contract
+from true_on_policy.engines.handover import FOLDER, asked_for, ordered_norm, pin_as_asked
+
+if TYPE_CHECKING:
+    from true_on_policy.contract.cpu import Contract
+
+
+def activate() -> None:
+    """Register the hooks that the contract needs; SGLang calls this function and hides what a plugin raises."""
+    if FOLDER in os.environ:
+        _look()
+    if asked_for():
+        _align()
+
+
+def allow() -> None:
+    """Let SGLang accept the CPU contract's attention, before it resolves its arguments.
+
+    A host that starts the server by itself resolves arguments before it loads plugins (SGLang 0.5.23,
+    entrypoints/engine.py:1153), but after SGLang has looked for platforms. The entry point is of the group
+    `sglang.srt.platforms`, and names no platform.
+    """
+    if not asked_for():
+        return
+    from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
+
+    # On invariant kernels torch's SDPA is as deterministic as the backends that SGLang lists, even with a prefix from
+    # the cache.
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _look() -> None:
+    """Register the hook that writes the engine's dump for the doctor."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    from true_on_policy.engines.sglang.settings import TARGET, written
+
+    HookRegistry.register(TARGET, written, HookType.AFTER)
+
+
+def _align() -> None:
+    """Register the hooks that replace SGLang's kernels and orders by those of the CPU contract."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    from true_on_policy.engines.sglang.settings import TARGET
+
+    allow()
+    HookRegistry.register(TARGET, _taken_up, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, HookType.REPLACE
+    )
+    contract = stated_contract()
+    if contract.leaves > 1:
+        HookRegistry.register(
+            "sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), HookType.REPLACE
+        )
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq",
+        _frequencies_on_cpu,
+        HookType.AROUND,
+    )
+    if ordered_norm():
+        HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), HookType.REPLACE)
+
+
+def _taken_up(result: object, runner: object) -> None:
+    """End a server that has built its model without the contract that was handed over.
+
+    Raises:
+        PinError: nothing is pinned in this process.
+    """
+    from true_on_policy.errors import PinError
+    from true_on_policy.kernels.pin import active_backend
+
+    if active_backend() is None:
+        raise PinError(
+            f"{CONTRACT} states a contract that this engine did not take up; start SGLang with "
+            "--enable-deterministic-inference (under a host: --sglang-enable-deterministic-inference)"
+        )
+
+
+def _pin(enable_bmm: bool = True) -> None:
+    """Pin the CPU kernels where SGLang would switch on its Triton kernels, which need a GPU."""
+    pin_as_asked()
+
+
+def _frequencies_on_cpu(compute, self, base):
+    """Keep rope's frequencies on the CPU: with `--rl-on-policy-target` SGLang would move them to a GPU."""
+    native, self._force_native = self._force_native, False
+    try:
+        return compute(self, base)
+    finally:
+        self._force_native = native
+
+
+def _norm():
+    """Build SGLang's RMSNorm in the order of rounding that was handed over."""
+    ordered = ordered_norm()
+    assert ordered is not None
+
+    def forward(self, x, residual=None, post_residual_addition=None, quant_linear=None):
+        assert post_residual_addition is None and quant_linear is None, "no such path in a dense model"
+        return ordered(self, x, residual)
+
+    return forward
+
+
+def _row_parallel(contract: Contract):
+    """Build the forward of SGLang's row-parallel layers, whose sums over K are trees that the ranks share."""
+    import torch
+
+    from true_on_policy.kernels.row_parallel import agreed_tree
+
+    tree = agreed_tree(contract)
+    assert tree is not None
+
+    def forward(self, input_, skip_all_reduce=False, forward_batch=None, output_tensor=None):
+        assert self.input_is_parallel and self.bias is None and output_tensor is None, (
+            "no such path in a dense model"
+        )
+        total = tree.product(input_, self.weight, self.tp_group and self.tp_group.device_group)
+        # Where SGLang adds up over the ranks later, rank 0 gives the sum and the other ranks give zeros.
+        alone = self.reduce_results or not self.tp_group or self.tp_group.rank_in_group == 0
+        return total if alone else torch.zeros_like(total), None
+
+    return forward

@@ -1,0 +1,13 @@
+"""The record of SGLang as a rollout engine."""
+
+from true_on_policy.contract.specs import EngineSpec, NormOrder, at
+
+ENGINE = EngineSpec(
+    start=at("true_on_policy.engines.sglang.engine:start"),
+    order=NormOrder(rounds_sum=False, rounds_normalized=False),
+    packages=("sglang", "torch", "transformers"),
+    splits=True,
+    abilities=("prefix cache", "preemption"),
+    serve=at("true_on_policy.engines.sglang.engine:serve"),
+    words="its server, in the environment that true_on_policy/engines/install.sh makes",
+)

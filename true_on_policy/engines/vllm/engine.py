@@ -1,0 +1,177 @@
+"""The real vLLM behind its HTTP server on loopback, in the environment that install.sh made, on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import ENGINES
+from true_on_policy.contract.specs import NormOrder
+from true_on_policy.contract.stated import handed_over
+from true_on_policy.engines.environment import inherited, interpreter, versions
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import DTYPES, named, started
+
+ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
+BLOCK = 32  # slots of a block of the key-value cache
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool says how the server schedules.
+
+    Attributes:
+        blocks: blocks of the key-value cache; with fewer than the running requests need, some are preempted.
+        running: sequences in one decode batch, at most.
+        prefill_chunk: tokens that one step computes, at most.
+    """
+
+    blocks: int = 512
+    running: int = 8
+    prefill_chunk: int = 128
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM:
+    """Start the server of a proof; without an `order` the server is stock."""
+    return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
+
+
+class VLLM:
+    """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
+
+    Args:
+        order: the order of rounding under a contract; None is vLLM's own.
+
+    Raises:
+        EngineError: vLLM's environment is missing, or the server did not come up.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        contract: Contract | None = None,
+        order: NormOrder | None = None,
+        pool: Pool = Pool(),
+    ):
+        if contract is not None and contract.leaves > 1:
+            raise EngineError(
+                f"vllm: contract.leaves: {contract.leaves}; SGLang alone adds up in a tree, choose it or 1"
+            )
+        self._version = 0
+        command = [str(interpreter(self.name)), *_arguments(checkpoint, dtype, pool)]
+        self._server = started(self.name, command, _environment(contract, order))
+        if contract is not None:
+            self._server.check_pinned()
+        self._senders = ThreadPoolExecutor(pool.running)
+
+    def versions(self) -> dict[str, str]:
+        return versions(self.name, ENGINES[self.name].packages)
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        bodies = [
+            (request.prompt, {"max_tokens": request.length, "ignore_eos": True, "logprobs": 0}, request)
+            for request in requests
+        ]
+        answers = self._senders.map(lambda body: self._ask(*body), bodies)
+        return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def _ask(self, tokens: Sequence[int], wanted: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        # No seed: with one, vLLM 0.32 on CPU dies of a prompt that is prefilled in chunks.
+        sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
+        body = {"token_ids": list(tokens), "sampling_params": sampling}
+        return self._server.post("/inference/v1/generate", body)
+
+    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+        [choice] = answer["choices"]
+        rows = choice["logprobs"]["content"]
+        if [row["token_id"] for row in rows] != choice["token_ids"] or len(rows) != request.length:
+            raise EngineError(
+                f"vllm: {request.length} tokens asked, got {choice['token_ids']} and {rows[:3]}"
+            )
+        log_probs = _log_probs([row["logprob"] for row in rows])
+        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Sample(request, tuple(choice["token_ids"]), log_probs, self._version, cached)
+
+    def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
+        wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        bodies = [(sample.sequence, wanted, sample.request) for sample in samples]
+        answers = self._senders.map(lambda body: self._ask(*body), bodies)
+        return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
+        self._call("reload_weights", weights_path=str(checkpoint))
+        if not keep_cache:
+            self._server.post("/reset_prefix_cache", {})
+        self._version = version
+
+    def _call(self, method: str, **kwargs: str) -> None:
+        self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs})
+
+    def close(self) -> None:
+        self._server.close()
+        self._senders.shutdown(wait=False)  # a request that still waits has its error by now
+
+
+def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:
+    rows = answer["prompt_logprobs"][-len(sample.tokens) :]
+    found = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
+    return _log_probs([None if row is None else row["logprob"] for row in found])
+
+
+def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
+    options = {
+        "model": checkpoint,
+        "dtype": DTYPES[dtype],
+        "max-num-seqs": pool.running,
+        "max-num-batched-tokens": pool.prefill_chunk,
+        "num-gpu-blocks-override": pool.blocks,
+        "block-size": BLOCK,
+        "kv-cache-memory-bytes": 1 << 28,
+        "logprobs-mode": "processed_logprobs",  # log-probs of the sampled distribution, after temperature
+        "generation-config": "vllm",
+        "host": "127.0.0.1",
+    }
+    flags = [
+        "--tokens-only",
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--enable-chunked-prefill",
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+    ]
+    return ["-m", "vllm.entrypoints.openai.api_server", *named(options), *flags]
+
+
+def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
+    added = {
+        "VLLM_SERVER_DEV_MODE": "1",  # serves /collective_rpc and /reset_prefix_cache
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    # vLLM's own norm may be a compiled kernel: a pinned engine takes ours, in whichever order.
+    return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
+
+
+def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
+    """Convert vLLM's log-probs to a tensor, without rounding.
+
+    Raises:
+        EngineError: a token has no log-prob.
+    """
+    if any(value is None or value == ABSENT for value in values):
+        raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
+    # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,73 @@
+"""Our plugin inside vLLM's processes, which vLLM finds by its entry point group `vllm.general_plugins`.
+
+vLLM's CPU build computes in its own compiled kernels: products in oneDNN, attention and RoPE in C++. The plugin puts
+torch's operators in their place, which the pinned kernels override. Without a contract in the environment the plugin
+does nothing.
+"""
+
+from __future__ import annotations
+
+from true_on_policy.engines.handover import asked_for, ordered_norm, pin_as_asked
+
+
+def activate() -> None:
+    """Replace what vLLM computes in its own kernels; vLLM calls this function early in each process."""
+    if not asked_for():
+        return
+    import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.layernorm import RMSNorm  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.rotary_embedding.base import (  # pyright: ignore[reportMissingImports]
+        RotaryEmbedding,
+    )
+    from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore[reportMissingImports]
+        CPUAttentionBackendImpl,
+    )
+    from vllm.v1.worker.cpu_worker import CPUWorker  # pyright: ignore[reportMissingImports]
+
+    custom_ops._supports_onednn = False  # vLLM then calls torch.nn.functional.linear
+    CPUAttentionBackendImpl.forward = _attend
+    CPUAttentionBackendImpl.do_kv_cache_update = _store
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+    RMSNorm.forward_native = ordered_norm()
+    CPUWorker.load_model = _pinned(CPUWorker.load_model)
+
+
+def _pinned(load_model):
+    """Wrap the worker's load_model so that it pins first: the worker alone runs the model."""
+
+    def load(self, *args, **kwargs):
+        pin_as_asked()
+        return load_model(self, *args, **kwargs)
+
+    return load
+
+
+def _store(self, layer, key, value, kv_cache, slot_mapping):
+    """Store keys and values of the new tokens side by side in `kv_cache` [blocks, heads, slots, 2 head_size]."""
+    import torch
+
+    block, slot = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
+    kv_cache[block, :, slot] = torch.cat((key, value), -1)
+
+
+def _attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *unused, **unused_too):
+    """Attend with each sequence's new queries over all its keys, by torch's SDPA."""
+    import torch
+    import torch.nn.functional as F
+
+    if attn_metadata is None:  # a warm-up
+        return output
+    starts = attn_metadata.query_start_loc.tolist()
+    for row, length in enumerate(attn_metadata.seq_lens.tolist()):
+        queries = query[starts[row] : starts[row + 1]].transpose(0, 1)
+        new = queries.shape[1]
+        blocks = attn_metadata.block_table[row, : -(-length // kv_cache.shape[2])]
+        cached = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = cached.split(self.head_size, -1)
+        seen = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+        mixed = F.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], seen, scale=self.scale, enable_gqa=True
+        )
+        target = output[starts[row] : starts[row + 1]]
+        target.copy_(mixed[0].transpose(0, 1).reshape(target.shape))
+    return output

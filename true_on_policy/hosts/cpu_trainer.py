@@ -1,0 +1,115 @@
+"""What a trainer of Miles or slime computes otherwise than SGLang on a CPU, brought in line before its model is built.
+
+Norms, residuals and row sums come with the layers (`--spec true_on_policy.trainers.host_layers layers`). The rest has
+no flag: the log-prob's formula, rope in bf16, and float32 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+from mis_plugins.hosts.registry import HOSTS, current
+from true_on_policy.contract import rope
+from true_on_policy.errors import ContractError
+
+if TYPE_CHECKING:
+    from true_on_policy.contract.cpu import Contract
+
+
+def align(contract: Contract, args: Any) -> None:
+    """Bring this process in line with the engine, for a trainer whose kernels are pinned.
+
+    Raises:
+        ContractError: the host computes log-probs where no formula of ours is known to fit.
+    """
+    host = current(args)
+    scored = host.log_probs
+    if scored is None:
+        raise ContractError(
+            f"log-probs of {host.name} have no agreed formula on a CPU; launch with {' or '.join(aligned())}"
+        )
+    vocabulary = _vocabulary(args) if host.megatron else None  # on FSDP no column pads the vocabulary
+    ours = log_probs_and_entropy_of if scored.beside_entropy else log_probs_of
+    _replace(scored.module, scored.name, lambda own: ours(own, vocabulary))
+    if host.megatron:
+        _align_megatron(contract, args)
+
+
+def aligned() -> list[str]:
+    """Names of the hosts whose trainers can be brought in line."""
+    return [host.name for host in HOSTS.values() if host.log_probs]
+
+
+def _vocabulary(args: Any) -> int:
+    if not args.vocab_size:
+        raise ContractError(
+            f"vocab_size is {args.vocab_size!r}: log-probs are those of the whole vocabulary, without the columns that "
+            "pad it; launch with --vocab-size and the vocab_size of the checkpoint's config.json"
+        )
+    return args.vocab_size
+
+
+def _align_megatron(contract: Contract, args: Any) -> None:
+    _replace(rope.MODULE, rope.NAME, lambda own: rope.rotated)
+    if contract.dtype == "fp32":  # both hosts choose bf16 wherever fp16 is not asked for
+        args.bf16, args.params_dtype = False, torch.float32
+
+
+def _replace(module: str, name: str, made: Callable[[Any], Any]) -> None:
+    """Put what `made` makes of a module's own function in its place."""
+    owner = import_module(module)
+    if not hasattr(owner, name):
+        raise ContractError(
+            f"{module} has no {name}: the host computes its log-probs elsewhere in this version"
+        )
+    setattr(owner, name, made(getattr(owner, name)))
+
+
+def log_probs_of(own: Any, vocabulary: int | None) -> Any:
+    """Build the log-probs of given tokens, by the formula that agrees with SGLang's to the bit.
+
+    The formula takes log_softmax over the whole vocabulary in float32, without the columns that pad it.
+    """
+
+    def log_probs(
+        logits: Float[Tensor, "T V"], tokens: Int64[Tensor, "T"], group: Any, **unused: Any
+    ) -> Float32[Tensor, "T"]:
+        whole = _gathered(logits, group)[:, :vocabulary].float()
+        return torch.log_softmax(whole, -1).gather(1, tokens[:, None])[:, 0]
+
+    return log_probs
+
+
+def log_probs_and_entropy_of(own: Any, vocabulary: int | None) -> Any:
+    """Build the log-probs of `log_probs_of` as a column, beside the host's own entropy."""
+    log_probs = log_probs_of(own, vocabulary)
+
+    def both(
+        logits: Float[Tensor, "T V"],
+        tokens: Int64[Tensor, "T"],
+        group: Any,
+        *,
+        with_entropy: bool,
+        log_prob_keep_mask: None,
+        **options: Any,
+    ) -> tuple[Float32[Tensor, "T 1"], Tensor | None]:
+        kept = {"log_prob_keep_mask": log_prob_keep_mask, **options}
+        entropy = own(logits, tokens, group, with_entropy=True, **kept)[1] if with_entropy else None
+        return log_probs(logits, tokens, group)[:, None], entropy
+
+    return both
+
+
+def _gathered(logits: Float[Tensor, "T V"], group: Any) -> Float[Tensor, "T W"]:
+    """Gather the vocabulary of all tensor-parallel ranks; a rank's gradient is that of its own columns."""
+    if group is None or group.size() == 1:
+        return logits
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits, group)

