@@ -17,9 +17,8 @@ import importlib.machinery
 import sys
 import tempfile
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +26,7 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
+from host_modules import HOSTS, Host
 from provenance import parser_of, target
 from torch.multiprocessing.spawn import start_processes
 
@@ -70,65 +70,6 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def stand_in_for_missing_packages(packages: Sequence[str] = NEVER_CALLED) -> None:
     sys.meta_path.append(_StandInFinder(packages))
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host as the benchmarks drive it: module paths, signatures, and the owner of the process groups.
-
-    step_loss_module, step_log_module: where a micro-batch's loss is scaled, and where a step's logs are reduced.
-    """
-
-    name: str
-    loss_module: str
-    step_loss_module: str
-    step_log_module: str
-    cp_module: str
-    tis_path: str
-    formats: tuple[str, ...]
-
-    @property
-    def loss(self) -> ModuleType:
-        return importlib.import_module(self.loss_module)
-
-    @property
-    def cp(self) -> ModuleType:
-        return importlib.import_module(self.cp_module)
-
-    def reducer(self, args: Namespace, batch: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Build the host's own `sum_of_sample_mean` of a micro-batch, as its trainer builds it."""
-        lengths = batch["total_lengths"], batch["response_lengths"], batch["loss_masks"]
-        build, sums = self.cp.get_sum_of_sample_mean, batch["rollout_mask_sums"]
-        if self.name == "slime":
-            return build(*lengths, sums, args.calculate_per_token_loss)
-        layout = args.qkv_format, batch["max_seq_lens"]
-        return build(*lengths, args.calculate_per_token_loss, *layout, denominators=sums)
-
-    def layout(self, args: Namespace, max_seq_len: int) -> tuple[Any, ...]:
-        """Return the trailing arguments of the host's slicing helpers."""
-        return () if self.name == "slime" else (args.qkv_format, max_seq_len)
-
-
-HOSTS = {
-    "miles": Host(
-        "miles",
-        "miles.backends.training_utils.loss_hub.losses",
-        "miles.backends.training_utils.loss",
-        "miles.backends.training_utils.log_utils",
-        "miles.backends.training_utils.cp_utils",
-        "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
-        ("thd", "bshd"),
-    ),
-    "slime": Host(
-        "slime",
-        "slime.backends.megatron_utils.loss",
-        "slime.backends.megatron_utils.loss",
-        "slime.observability.train_metric_utils",
-        "slime.backends.megatron_utils.cp_utils",
-        "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
-        ("thd",),
-    ),
-}
 
 
 def build_parser(description: str | None) -> ArgumentParser:

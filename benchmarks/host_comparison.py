@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_checkout import Host, build_parser, load_host, run_ranks, start_groups
+from host_checkout import build_parser, load_host, run_ranks, start_groups
+from host_modules import Host
 from parity.cases import Batch, batches, make_batch
 from parity.drive import OURS, Outcome, drive, host_args
 from provenance import as_markdown, markdown_table, provenance, write_record

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_checkout import CannotCompare, Host, build_parser, load_host, run_ranks, start_groups
+from host_checkout import CannotCompare, build_parser, load_host, run_ranks, start_groups
+from host_modules import Host
 from parity.answers import defect, needs_scaling_by_hand, right_answer
 from parity.cases import Batch, Case, batches, config_product
 from parity.drive import OURS, Ask, Outcome, asker, drive, host_args

@@ -30,7 +30,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from host_checkout import Host, build_parser, load_host, run_ranks, start_groups
+from host_checkout import build_parser, load_host, run_ranks, start_groups
+from host_modules import Host
 from parity.cases import Batch, make_batch
 from parity.drive import OURS, host_args, micro_batch
 from provenance import as_markdown, markdown_table, provenance, write_record

@@ -73,9 +73,8 @@ def _of_miles(ranks: Sequence[Mapping[str, Any]]) -> Iterator[MicroBatch]:
         shards.setdefault(tuple(data["sample_indices"]), {}).setdefault(rank["cp_rank"], data)
     for parts in shards.values():
         data = parts[0]
-        alone = [
-            [i] for i in range(len(data["total_lengths"]))
-        ]  # on FSDP Miles does not dump its micro-batches
+        # On FSDP Miles does not dump its micro-batches.
+        alone = [[i] for i in range(len(data["total_lengths"]))]
         for indices in data.get("micro_batch_indices", alone):
             yield [_joined(parts, i) for i in indices]
 

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 ROLLOUT, BROKEN = 16, 5
-"""Of each rollout's samples, numbered on from rollout to rollout, the one at this place is broken."""
+"""A rollout has ROLLOUT samples. The sample at place BROKEN of each rollout gets a NaN. The host numbers samples on
+from one rollout to the next."""
 
 
 async def score(args: Any, sample: Any, **unused: Any) -> float:

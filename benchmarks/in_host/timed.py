@@ -14,12 +14,13 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
+from host_modules import HOSTS
 
 from mis_plugins import mis
+from mis_plugins.hosts.registry import current
 
 SETTINGS = {
     "use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0, "tis_lower_bound": 0.5,
@@ -27,10 +28,6 @@ SETTINGS = {
     "rs_veto_threshold": 1e-4,
 }  # fmt: skip
 """What `configs/mis.yaml` says, in the words of the hosts' mis.yaml."""
-THEIRS = (
-    "examples.infra_features.train_infer_mismatch_helper.mis",  # Miles
-    "examples.train_infer_mismatch_helper.mis",  # slime
-)
 TIMED_FROM = 1
 """The first step warms up."""
 CALL = re.compile(r"timed call: ours ([\d.e+-]+) s, mis\.py ([\d.e+-]+) s, both ([\d.e+-]+) s, (\d+) tokens")
@@ -46,7 +43,7 @@ def compute(args: Namespace, **batch: Any) -> tuple[Any, Any, Any]:
     """
     began = time.perf_counter()
     settings = Namespace(**vars(args) | SETTINGS)
-    theirs = _theirs()
+    theirs = HOSTS[current(args).name].tis
     first, ours = _timed(mis.compute_mis_weights_with_cp, args, batch)
     their_first, expected = _timed(theirs, settings, batch)
     their_second, _ = _timed(theirs, settings, batch)
@@ -60,11 +57,6 @@ def compute(args: Namespace, **batch: Any) -> tuple[Any, Any, Any]:
         file=sys.stderr,  # as the host's timer, which Ray hands on apart from what is printed elsewhere
     )
     return ours
-
-
-def _theirs() -> Hook:
-    package = "miles" if "miles.backends" in sys.modules else "slime"
-    return import_module(THEIRS[package == "slime"]).compute_mis_weights_with_cp
 
 
 def _timed(hook: Hook, args: Namespace, batch: Mapping[str, Any]) -> tuple[float, tuple[Any, Any, Any]]:

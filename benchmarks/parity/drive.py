@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from host_checkout import Host
+from host_modules import Host
 from torch import Tensor
 
 from parity.cases import Batch, Case

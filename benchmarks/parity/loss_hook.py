@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from host_checkout import Host
+from host_modules import Host
 
 from parity.cases import Batch
 from parity.drive import OUR_LOSS, OURS, Outcome, drive, host_args

@@ -31,14 +31,14 @@ def test_log_probs_are_those_of_the_proof_without_padding() -> None:
     logits, tokens = seeded(9, VOCABULARY + 8), torch.arange(9)
     sample = Sample(Request((1,), 9), tuple(tokens.tolist()), torch.zeros(9), 0)
     expected = sampled_log_probs(logits[:, :VOCABULARY], sample, 1.0)
-    assert equal_bits(cpu_trainer.log_probs_of(None, VOCABULARY)(logits, tokens, None), expected)
-    padded = cpu_trainer.log_probs_of(None, VOCABULARY + 8)(logits, tokens, None)
+    assert equal_bits(cpu_trainer.log_probs_of(VOCABULARY)(logits, tokens, None), expected)
+    padded = cpu_trainer.log_probs_of(VOCABULARY + 8)(logits, tokens, None)
     assert not equal_bits(padded, expected)
 
 
 def test_log_probs_have_gradients() -> None:
     logits = seeded(3, VOCABULARY).requires_grad_()
-    cpu_trainer.log_probs_of(None, VOCABULARY)(logits, torch.tensor([1, 2, 3]), None).sum().backward()
+    cpu_trainer.log_probs_of(VOCABULARY)(logits, torch.tensor([1, 2, 3]), None).sum().backward()
     expected = -logits.detach().softmax(-1)
     expected[torch.arange(3), torch.tensor([1, 2, 3])] += 1
     assert logits.grad is not None and torch.allclose(logits.grad, expected, atol=1e-6)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_local_async import SEGMENT_WISE, dumps, records, run
+from test_local_async import versions_of_a_run
 
 from mis_plugins.versions.response import spans
 from true_on_policy.engines.protocol import Request, Sample
@@ -76,16 +76,5 @@ def test_the_spans_of_a_request_name_the_token_where_its_weights_moved(
 
 
 def test_an_asynchronous_run_on_its_server(tmp_path: Path) -> None:
-    """Each token has the version that the server named, and each old one log pi_{v+1} from the recompute."""
-    config = tmp_path / "mis.yaml"
-    config.write_text("mis: {segment_wise: {}}\n")
-    flags = (
-        f"{SEGMENT_WISE} --custom-config-path {config} --async --rollout-engine sglang --rollout-weights fp32 "
-        "--max-head-offpolicyness 2 --rollout-steps-per-update 1 "
-        "--rollout-data-postprocess-path test_local_async.dump"
-    )
-    assert run(flags, tmp_path / "run", tmp_path, rollouts=4) == 0
-    last = dumps(tmp_path / "run")["rollout-3-0.pt"]
-    versions, recomputed = (torch.cat(last[key]) for key in ("output_versions", "recomputed_log_probs"))
-    assert {1, 2, 3} <= set(versions.tolist()) and not recomputed[versions == 1].isnan().any()
-    assert sum(row["recompute/tokens"] for row in records(tmp_path / "run")) > 0
+    """Each token has the version that the server named."""
+    versions_of_a_run("--rollout-engine sglang --rollout-weights fp32", tmp_path)

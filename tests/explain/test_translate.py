@@ -785,7 +785,10 @@ def test_miles_what_differs_is_told():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ("loss_type: dapo", "loss_type: dapo averages over all tokens: --calculate-per-token-loss."),
+        (
+            "loss_type: dapo",
+            "averages over all tokens, as the hosts do with --calculate-per-token-loss.",
+        ),
         ("loss_type: dr_grpo", "loss_type: dr_grpo has no flag in the hosts; their loss stays."),
         ("importance_sampling_level: sequence", "sequence is --advantage-estimator gspo of the hosts."),
     ],
@@ -798,7 +801,10 @@ def test_ms_swift_the_objective_beside_the_correction_is_named(keys: str, words:
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        ("token-mean", "token-mean averages over all tokens; here --calculate-per-token-loss"),
+        (
+            "token-mean",
+            "as the hosts do with --calculate-per-token-loss; the flag refuses denominator: kept",
+        ),
         ("seq-mean-token-mean", "as the hosts do without --calculate-per-token-loss"),
         ("seq-mean-token-sum", "seq-mean-token-sum is no host's way"),
     ],

@@ -48,8 +48,12 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def segment_wise(tmp_path: Path) -> str:
-    """Flags of the loss hook with segment-wise weights."""
-    path = tmp_path / "mis.yaml"
+    return loss_hook(tmp_path)
+
+
+def loss_hook(folder: Path) -> str:
+    """Write a config with segment-wise weights; return the flags of the loss hook that reads it."""
+    path = folder / "mis.yaml"
     path.write_text("mis: {segment_wise: {}}\n")
     return f"{SEGMENT_WISE} --custom-config-path {path}"
 
@@ -77,6 +81,20 @@ def dumps(output: Path) -> dict[str, dict[str, Any]]:
 
 def records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def versions_of_a_run(engine: str, tmp_path: Path) -> None:
+    """Run asynchronously, and see that each token has a version, and each older one log pi_{v+1} from a recompute.
+
+    Args:
+        engine: the flags that choose the rollout engine.
+    """
+    flags = f"{loss_hook(tmp_path)} {engine} --async --max-head-offpolicyness 2 --rollout-steps-per-update 1"
+    assert run(f"{flags} {DUMP}", tmp_path / "run", tmp_path, rollouts=4) == 0
+    last = dumps(tmp_path / "run")["rollout-3-0.pt"]
+    versions, recomputed = (torch.cat(last[key]) for key in ("output_versions", "recomputed_log_probs"))
+    assert {1, 2, 3} <= set(versions.tolist()) and not recomputed[versions == 1].isnan().any()
+    assert sum(record["recompute/tokens"] for record in records(tmp_path / "run")) > 0
 
 
 def same_bytes(left: Any, right: Any) -> bool:

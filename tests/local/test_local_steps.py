@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_local_async import SEGMENT_WISE, dumps, records, run
+from test_local_async import versions_of_a_run
 from tolerances import FP32_LOG_PROB
 
 from mis_plugins.errors import InputError
@@ -143,14 +143,4 @@ def test_a_server_of_another_version_is_an_error(served: Callable[[bool], Served
 
 
 def test_an_asynchronous_run(tmp_path: Path) -> None:
-    config = tmp_path / "mis.yaml"
-    config.write_text("mis: {segment_wise: {}}\n")
-    flags = (
-        f"{SEGMENT_WISE} --custom-config-path {config} --async --rollout-engine hf --max-head-offpolicyness 2 "
-        "--rollout-steps-per-update 1 --rollout-data-postprocess-path test_local_async.dump"
-    )
-    assert run(flags, tmp_path / "run", tmp_path, rollouts=4) == 0
-    last = dumps(tmp_path / "run")["rollout-3-0.pt"]
-    versions, recomputed = (torch.cat(last[key]) for key in ("output_versions", "recomputed_log_probs"))
-    assert {1, 2, 3} <= set(versions.tolist()) and not recomputed[versions == 1].isnan().any()
-    assert sum(record["recompute/tokens"] for record in records(tmp_path / "run")) > 0
+    versions_of_a_run("--rollout-engine hf", tmp_path)

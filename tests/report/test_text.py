@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
+import tokenizers
 import torch
 from report_dumps import write_rollout, write_slime
 from test_readers import read, some_records
@@ -16,7 +16,6 @@ from mis_plugins.report.record import from_mapping
 
 def tokenizer(folder: Path) -> Path:
     """A tokenizer of forty words, as a host writes it into the folder of its dump."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     words = {f"word{place}": place for place in range(40)} | {"[UNK]": 40}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     (folder / "tokenizer").mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from true_on_policy.contract.expert_order import Alignment
+from true_on_policy.contract.alignment import Alignment
 
 ALIGNMENTS = (
     Alignment(
@@ -26,7 +26,7 @@ ALIGNMENTS = (
     Alignment(
         "rope",
         "q and k rotate in the model's dtype, by cos and sin rounded to it",
-        "the same in NVIDIA's; in float32 in Miles's fork (2e64d788)",
+        "the model's dtype in NVIDIA's Megatron-core; float32 in Miles's fork (2e64d788)",
         "rotated, in the place of Megatron's function",
     ),
     Alignment(

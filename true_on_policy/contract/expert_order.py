@@ -6,31 +6,14 @@ otherwise. ALIGNMENTS has a row for each difference, and `benchmarks/expert_alig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from true_on_policy.contract.alignment import Alignment
+
 # SGLang adds this to the sum of a token's weights before it divides by the sum.
 EPSILON = 1e-20
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """An alignment is one row of the contract of a mixture of experts.
-
-    Attributes:
-        name: the operation.
-        bits: dtype and order of rounding, equal on both sides.
-        megatron: what Megatron-core 0.16.1 does by itself, without Transformer Engine.
-        pinned: what holds the row in the trainer of a proof.
-    """
-
-    name: str
-    bits: str
-    megatron: str
-    pinned: str
 
 
 ALIGNMENTS = (

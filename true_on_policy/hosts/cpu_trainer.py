@@ -35,8 +35,13 @@ def align(contract: Contract, args: Any) -> None:
             f"log-probs of {host.name} have no agreed formula on a CPU; launch with {' or '.join(aligned())}"
         )
     vocabulary = _vocabulary(args) if host.megatron else None  # on FSDP no column pads the vocabulary
-    ours = log_probs_and_entropy_of if scored.beside_entropy else log_probs_of
-    _replace(scored.module, scored.name, lambda own: ours(own, vocabulary))
+    _replace(
+        scored.module,
+        scored.name,
+        lambda own: (
+            log_probs_and_entropy_of(own, vocabulary) if scored.beside_entropy else log_probs_of(vocabulary)
+        ),
+    )
     if host.megatron:
         _align_megatron(contract, args)
 
@@ -66,12 +71,12 @@ def _replace(module: str, name: str, made: Callable[[Any], Any]) -> None:
     owner = import_module(module)
     if not hasattr(owner, name):
         raise ContractError(
-            f"{module} has no {name}: the host computes its log-probs elsewhere in this version"
+            f"{module} has no {name}: in this version the host computes elsewhere what a formula of ours replaces"
         )
     setattr(owner, name, made(getattr(owner, name)))
 
 
-def log_probs_of(own: Any, vocabulary: int | None) -> Any:
+def log_probs_of(vocabulary: int | None) -> Any:
     """Build the log-probs of given tokens, by the formula that agrees with SGLang's to the bit.
 
     The formula takes log_softmax over the whole vocabulary in float32, without the columns that pad it.
@@ -88,7 +93,7 @@ def log_probs_of(own: Any, vocabulary: int | None) -> Any:
 
 def log_probs_and_entropy_of(own: Any, vocabulary: int | None) -> Any:
     """Build the log-probs of `log_probs_of` as a column, beside the host's own entropy."""
-    log_probs = log_probs_of(own, vocabulary)
+    log_probs = log_probs_of(vocabulary)
 
     def both(
         logits: Float[Tensor, "T V"],

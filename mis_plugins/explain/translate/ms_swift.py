@@ -10,7 +10,7 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.script import commands, without_comments
-from mis_plugins.explain.translate.translation import Translation, choice, load
+from mis_plugins.explain.translate.translation import OVER_RESPONSES, OVER_TOKENS, Translation, choice, load
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
@@ -19,10 +19,9 @@ KL_IN_REWARD = "kl_in_reward"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
 DEFAULT_THRESHOLD = 2.0
-OVER_TOKENS = "averages over all tokens: --calculate-per-token-loss"
 BESIDE = {
     "loss_type": {
-        "grpo": "averages each response and then all, as the hosts do without --calculate-per-token-loss",
+        "grpo": OVER_RESPONSES,
         "bnpo": OVER_TOKENS,
         "dapo": OVER_TOKENS,
     },

@@ -16,6 +16,9 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.explain.words import flags
 
 COLUMNS = 100
+OVER_RESPONSES = "averages each response and then all, as the hosts do without --calculate-per-token-loss"
+OVER_TOKENS = "averages over all tokens, as the hosts do with --calculate-per-token-loss"
+"""A foreign framework's way to average a loss, in the hosts' flags."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,15 @@ from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.script import commands, without_comments
-from mis_plugins.explain.translate.translation import Translation, Unquoted, choice, load, switch
+from mis_plugins.explain.translate.translation import (
+    OVER_RESPONSES,
+    OVER_TOKENS,
+    Translation,
+    Unquoted,
+    choice,
+    load,
+    switch,
+)
 
 SECTION = ("algorithm", "rollout_correction")
 COMMON = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
@@ -104,12 +112,9 @@ NO_LOG_PROBS = (
     "corrected; here the rollout engine must return them."
 )
 
-OVER_TOKENS = (
-    "averages over all tokens; here --calculate-per-token-loss does, which refuses denominator: kept."
-)
 REDUCTIONS = {
-    "token-mean": OVER_TOKENS,
-    "seq-mean-token-mean": "averages each response and then all, as the hosts do without --calculate-per-token-loss.",
+    "token-mean": f"{OVER_TOKENS}; the flag refuses denominator: kept.",
+    "seq-mean-token-mean": f"{OVER_RESPONSES}.",
 }
 NO_REDUCTION = "is no host's way: hosts average each response and then all, or over all tokens."
 
