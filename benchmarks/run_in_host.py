@@ -308,19 +308,17 @@ def table(folder: Path) -> str:
         "",
         "Made by `bash scripts/run-in-host.sh table` from the records beside it; [docs/hosts.md](../../docs/hosts.md).",
         "Rows with an engine start the real SGLang and update its weights every step; the others train on the rollouts",
-        "that an engine left in another run of that host.",
+        "that an engine left in another run of that host. k3 compares a step's tokens with the trainer's log-probs; in",
+        "the rows `miles-fully-async*` with those of weights that are a token's own, or one update newer.",
         "",
         "| row | TP x CP x DP | config | engine | steps | lines that hold | largest k3 | versions | commit |",
         "|---|---|---|---|---|---|---|---|---|",
         *(_table_line(row, folder / f"{row.name}.json") for row in ROWS),
     ]
-    return "\n".join(lines) + "\n" + timed.section(_timed_records(folder))
-
-
-def _timed_records(folder: Path) -> list[dict[str, Any]]:
     paths = [folder / f"{row.name}.json" for row in ROWS]
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
-    return [record for record in records if record.get("timed")]
+    timed_hooks = [record for record in records if record.get("timed")]
+    return "\n".join(lines) + "\n" + timed.section(timed_hooks) + by_version.section(records)
 
 
 def _table_line(row: Row, path: Path) -> str:
@@ -330,7 +328,7 @@ def _table_line(row: Row, path: Path) -> str:
         return f"{start} **not run** | | | | |"
     record = json.loads(path.read_text())
     judged = verdict.judge(record)
-    held, largest = sum(line.holds for line in judged), max(step["k3"] for step in record["steps"])
+    held, largest = sum(line.holds for line in judged), verdict.largest_k3(record)
     versions = f"{record['versions'][0]} to {record['versions'][-1]}" if record["versions"] else ""
     made = record["commits"]["mis-plugins"][:12]
     return f"{start} {len(record['steps'])} | {held} of {len(judged)} | {largest:.1e} | {versions} | {made} |"

@@ -58,18 +58,24 @@ def summary(batches: Sequence[MicroBatch], loss: str) -> dict[str, Any]:
     """Count a step's tokens by age, the sequences of several versions, and the tokens that cannot be weighed.
 
     `k3_next` and `k3_present` are the mean k3 to log pi_{v+1} and to log pi_V, of tokens that need a stored log-prob.
+    `k3_near` is that to log-probs of weights that are one update newer than a token's own, or the same, of all tokens
+    of which such are known; `k3_fresh` that to log pi_V of sequences that version V alone wrote.
     """
     found = tokens(batches, "segment_wise" if loss != "standard" else loss)
     ages = [token.age for token in found]
     rows = [row for batch in batches for row in batch if row.age is not None]
     old = [token for token in found if token.age >= RECOMPUTED_FROM]
     known = [token for token in old if not math.isnan(token.to_next)]
+    near = [token for token in found if token.age < RECOMPUTED_FROM]
+    fresh = tokens([[row for row in rows if set(_valid(row)) == {0}]], loss)
     return {
         "ages": {str(age): ages.count(age) for age in sorted(set(ages))},
         "mixed": sum(len(set(_valid(row))) > 1 for row in rows),
         "lacking": sum(math.isnan(token.to_next) for token in found),
         "k3_next": _k3(token.to_next for token in known),
         "k3_present": _k3(token.to_present for token in known),
+        "k3_near": _k3(token.to_next for token in (near if loss == "standard" else near + known)),
+        "k3_fresh": _k3(token.to_present for token in fresh),
     }
 
 
@@ -124,3 +130,33 @@ TIMES = {
 def times(perf: Mapping[str, float]) -> dict[str, float]:
     """Pick the seconds of one step that tell what the recompute costs; the host logs no recompute where none was."""
     return {name: perf[key] for name, key in TIMES.items() if key in perf}
+
+
+HEAD = """
+## What the recompute costs of a step
+
+Medians over the steps that had one, of seconds that Miles logged; a tiny model on a CPU, beside which the engine ran.
+The recompute scores the tokens that the version before wrote, of all responses that run, wait or travel. Training is
+the forward and backward pass and the optimizer.
+
+| row | recompute | the host's own log-prob pass | training | recompute's share of the three |
+|---|---|---|---|---|
+"""
+
+
+def section(records: Iterable[Mapping[str, Any]]) -> str:
+    """Write a line of markdown for each record whose steps had a recompute; nothing where none had."""
+    lines = [_cost(record["row"], found) for record in records if (found := _recomputed(record))]
+    return HEAD + "".join(lines) if lines else ""
+
+
+def _recomputed(record: Mapping[str, Any]) -> list[dict[str, float]]:
+    times = (step.get("times", {}) for step in record["steps"])
+    return [found for found in times if "recompute" in found]
+
+
+def _cost(row: str, steps: Sequence[Mapping[str, float]]) -> str:
+    names = ("recompute", "log_probs", "training")
+    middle = [statistics.median(step[name] for step in steps) for name in names]
+    share = statistics.median(step["recompute"] / math.fsum(step[name] for name in names) for step in steps)
+    return f"| {row} | {' | '.join(f'{seconds:.2f} s' for seconds in middle)} | {share:.0%} |\n"

@@ -20,7 +20,8 @@ from mis_plugins.report.readers.curves import our_name
 K3_LIMIT = 1e-3
 """Trainer and engine hold the same bf16 weights: 6e-5 to 9e-5 were seen."""
 K3_LIMIT_STALE = 1e-2
-"""Rollouts of weights that are one update old, or of another run: up to 2e-3 was seen at a learning rate of 1e-4."""
+"""Rollouts of weights that are one update old, or of another run: up to 2e-3 was seen in three steps at a learning rate
+of 1e-4, up to 7e-3 in eight."""
 RELATIVE, ABSOLUTE = 2e-5, 2e-6
 """Hosts add up float32 over a few hundred tokens, and log-perplexities of about 5."""
 SPREAD = 100.0
@@ -59,15 +60,36 @@ def _of_the_run(record: Mapping[str, Any]) -> Iterator[Line]:
         yield Line(f"{text!r} in the log", "True", str(held), held)
     limit = K3_LIMIT_STALE if record["stale"] else K3_LIMIT
     for number, step in enumerate(steps):
-        yield Line(
-            f"k3 of step {number}", f"at most {limit:g}", f"{step['k3']:.2e}", 0 <= step["k3"] <= limit
-        )
+        if record["loss"] in BY_VERSION:
+            yield from _k3_by_version(step["by_version"], number)
+        else:
+            yield _at_most(f"k3 of step {number}", step["k3"], limit)
         norm = step["metrics"].get("train/grad_norm", math.nan)
         yield Line(f"gradient norm of step {number}", f"above {GRADIENT:g}", f"{norm:.4g}", norm > GRADIENT)
 
     yield from _of_the_bits(record)
     if record["loss"] in BY_VERSION:
         yield from _of_the_versions(record["steps"], record["loss"])
+
+
+def _k3_by_version(found: Mapping[str, Any], number: int) -> Iterator[Line]:
+    """Hold each token to weights that its own version is near to, as k3 grows with every update in between."""
+    if found["k3_fresh"] is not None:
+        yield _at_most(f"k3 of step {number}, of sequences by version V alone", found["k3_fresh"], K3_LIMIT)
+    if found["k3_near"] is not None:
+        yield _at_most(f"k3 of step {number}, at most one update apart", found["k3_near"], K3_LIMIT_STALE)
+
+
+def _at_most(what: str, found: float, limit: float) -> Line:
+    return Line(what, f"at most {limit:g}", f"{found:.2e}", 0 <= found <= limit)
+
+
+def largest_k3(record: Mapping[str, Any]) -> float:
+    """Return the largest k3 of a run's steps that a line limits."""
+    if record["loss"] not in BY_VERSION:
+        return max(step["k3"] for step in record["steps"])
+    known = (step["by_version"]["k3_near"] for step in record["steps"])
+    return max(found for found in known if found is not None)
 
 
 def _of_the_bits(record: Mapping[str, Any]) -> Iterator[Line]:
@@ -180,6 +202,12 @@ def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[
     else:
         yield Line("age of the oldest token", "at least 2", str(oldest), oldest >= 2)
         yield Line("sequences of several versions", "at least 1", str(mixed), mixed >= 1)
+    for what, name in (
+        ("tokens at most one update apart", "k3_near"),
+        ("sequences by version V alone", "k3_fresh"),
+    ):
+        number = sum(one[name] is not None for one in found)
+        yield Line(f"steps with {what}", "at least 1", str(number), number >= 1)
     yield _equal("tokens that cannot be weighed", 0, sum(one["lacking"] for one in found))
     if loss == "standard":
         yield _equal("steps with a recompute", 0, scored)
