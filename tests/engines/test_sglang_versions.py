@@ -75,6 +75,7 @@ def test_the_spans_of_a_request_name_the_token_where_its_weights_moved(
     assert off[:moved].max() < CLOSE < off[moved]
 
 
-def test_an_asynchronous_run_on_its_server(tmp_path: Path) -> None:
-    """Each token has the version that the server named."""
-    versions_of_a_run("--rollout-engine sglang --rollout-weights fp32", tmp_path)
+@pytest.mark.parametrize("engine", ["sglang", "vllm --kv-channels 32"])
+def test_an_asynchronous_run_on_its_server(engine: str, tmp_path: Path) -> None:
+    """SGLang names the version of each token; vLLM names none, and samples between two updates alone."""
+    versions_of_a_run(f"--rollout-engine {engine} --rollout-weights fp32", tmp_path)

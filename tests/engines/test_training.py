@@ -1,4 +1,4 @@
-"""RL steps on the real SGLang, by the command line: what the ordinary suite shows with engines in this process."""
+"""RL steps on the real SGLang and vLLM, by the command line, as the ordinary suite takes them on other engines."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ HOOKS = "test_local_true_on_policy"
 KEEP = f"--rollout-data-postprocess-path {HOOKS}.keep_log_probs"
 Run = Callable[[str], Path]
 ON, STOCK = "--true-on-policy", "--rollout-weights fp32"
+VLLM = f"{ON} --rollout-engine vllm --kv-channels 32"
 
 
 def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
@@ -41,13 +42,15 @@ def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The folder of a run, made at its first use: without correction, under each, or on the stock engine."""
+    """The folder of a run, made at its first use: without correction, under each, on vLLM, or on the stock engine."""
     folder = tmp_path_factory.mktemp("runs")
     hook = f"{HOOKS}.note_extremes"
 
     @cache
     def made(name: str) -> Path:
-        flags = {"plain": ON, "stock": STOCK}.get(name) or f"{ON} {corrected(name, folder, hook)}"
+        flags = {"plain": ON, "vllm": VLLM, "stock": STOCK}.get(
+            name
+        ) or f"{ON} {corrected(name, folder, hook)}"
         done = train(f"{flags} {KEEP} --save {folder / name}/save", folder / name)
         assert done.returncode == 0, done.stderr
         return folder / name
@@ -59,10 +62,11 @@ def kept(output: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [sides(torch.load(path)) for path in sorted(output.glob("rollout-*.pt"))]
 
 
-def test_every_log_prob_is_the_trainers_through_every_update(run: Run):
-    for rollout, recomputed in kept(run("plain")):
+@pytest.mark.parametrize("name", ["plain", "vllm"])
+def test_every_log_prob_is_the_trainers_through_every_update(name: str, run: Run):
+    for rollout, recomputed in kept(run(name)):
         assert len(rollout) > 50 and rollout.numpy().tobytes() == recomputed.numpy().tobytes()
-    for row in records(run("plain")):
+    for row in records(run(name)):
         assert (row["train_rollout_logprob_abs_diff"], row["k3_kl"]) == (0, 0)
         assert row["ppo_kl"] != 0, "the second step of a rollout starts from other parameters"
 

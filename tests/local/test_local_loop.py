@@ -93,6 +93,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--rollout-sample-filter-path mis_plugins.nothing", "--rollout-sample-filter-path: cannot load"),
         ("--custom-megatron-before-train-step-hook-path x", "--custom-megatron-before-train-step-hook-path: cannot"),
         ("--rollout-engine sglang --rollout-weights int3", "--rollout-engine sglang with --rollout-weights int3: only"),
+        ("--rollout-engine vllm --rollout-weights fp32", "--rollout-engine vllm with --kv-channels 16: .*of 32, "),
         ("--true-on-policy --rollout-weights bf16", "--true-on-policy with --rollout-weights bf16: the trainer comp"),
         ("--true-on-policy --tensor-model-parallel-size 2", "--true-on-policy with --tensor-model-parallel-size 2: t"),
         ("--use-unbiased-kl", "--use-unbiased-kl has no effect without --use-kl-loss"),

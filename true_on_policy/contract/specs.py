@@ -48,6 +48,7 @@ class EngineSpec:
         abilities: situations that the engine meets by itself and reports.
         serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
         words: a description of the engine for a help text.
+        head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
     """
 
     start: Callable[..., Any]
@@ -57,6 +58,7 @@ class EngineSpec:
     abilities: tuple[Ability, ...] = ()
     serve: Callable[..., Any] | None = None
     words: str = ""
+    head_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

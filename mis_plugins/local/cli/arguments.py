@@ -19,6 +19,7 @@ from mis_plugins.local.cli.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
 from mis_plugins.shared.numerals import LARGEST, shown
 from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 from mis_plugins.versions.update_hooks import Hooks
+from true_on_policy.contract.sides import ENGINES
 
 SMOKE = {
     "num_rollout": 3,
@@ -132,11 +133,17 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_engine(args: argparse.Namespace) -> None:
-    """Refuse an engine that does not know the precision, and truth on policy where the two sides must differ."""
+    """Refuse an engine that does not know the precision or size, and truth on policy where both sides must differ."""
     if args.rollout_engine != "local" and args.rollout_weights not in ("fp32", "bf16"):
         raise ConfigError(
             f"--rollout-engine {args.rollout_engine} with --rollout-weights {args.rollout_weights}: only the local "
             "engine emulates integers; choose fp32 or bf16"
+        )
+    sizes = ENGINES[args.rollout_engine].head_sizes if args.rollout_engine in ENGINES else ()
+    if sizes and args.kv_channels not in sizes:
+        raise ConfigError(
+            f"--rollout-engine {args.rollout_engine} with --kv-channels {args.kv_channels}: on a CPU the engine knows "
+            f"heads of {', '.join(map(str, sizes))}; give one of these sizes"
         )
     if args.true_on_policy and args.rollout_weights != "fp32":
         raise ConfigError(

