@@ -22,8 +22,8 @@ from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.routing.placement import Grid, response_rows
 from mis_plugins.routing.report import Groups, Seen, metrics_of, read
-from mis_plugins.routing.table import Flags, split
-from mis_plugins.routing.watch import LOG_PROB, TRAIN, Watch
+from mis_plugins.routing.table import LOG_PROB, TRAIN, Flags, split
+from mis_plugins.routing.watch import Watch
 
 logger = logging.getLogger("mis_plugins")
 
@@ -70,7 +70,7 @@ class Watching:
     def _say(self, args: Any, seen: Seen, number: int) -> None:
         ranks = current(args).parallel()[0]
         reports = megatron.holds_log_probs() and current(args).reports(ranks)
-        said = [*seen.mine, *(seen.found if reports else ())]
+        said = [*seen.mine, *(seen.found if seen.tells else ())]
         for fault in said:
             logger.warning("routing replay, step %d: %s", number, fault)
         if reports and (metrics := metrics_of(seen)):

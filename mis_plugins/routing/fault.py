@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.routing.table import KINDS
+from mis_plugins.routing.table import KINDS, Ran
 
 Kind = Literal["no_queue", "empty", "skipped", "calls"]
 WORDS: Mapping[Kind, str] = {
@@ -19,9 +20,14 @@ WORDS: Mapping[Kind, str] = {
     "it returns before the replay: drop that flag",
     "calls": "the router ran in {ran} micro-batches of the pass",
 }
-COUNTED = {
-    "unequal": "rows were used with other experts than recorded",
-    "broken": "recorded rows name an expert twice, or one that does not exist",
+COUNTED: Mapping[str, tuple[str, str]] = {  # out of which of KINDS, and what is wrong with so many of them
+    "unequal": ("rows", "rows were used with other experts than recorded"),
+    "broken": ("rows", "recorded rows name an expert twice, or one that does not exist"),
+    "strange": (
+        "tokens",
+        "tokens share less than half of their recorded experts with the router's own: the rows belong to another "
+        "layer, stage or sample",
+    ),
 }
 
 
@@ -41,33 +47,49 @@ class Fault:
 
     def __str__(self) -> str:
         words = WORDS[self.kind].format(ran=self.ran)
-        return f"layer {self.layer} (pipeline stage {self.stage}), micro-batch {self.batch}: {words}"
+        where = "" if self.ran else f", all samples of micro-batch {self.batch}"
+        return f"layer {self.layer} (pipeline stage {self.stage}){where}: {words}"
 
 
-def of_table(
-    table: Float[Tensor, "L K P"], stage_of: Mapping[int, int], random: Mapping[int, float]
-) -> Iterator[str]:
-    """Faults that the sums of a step show, layer by layer. The table should be on the host.
+def faulty_layers(table: Float[Tensor, "L K P"], random: Mapping[int, float]) -> Iterator[tuple[int, str]]:
+    """Layers of which the sums of a step show a fault, each with its kind. The table should be on the host.
 
     Args:
         random: how often unrelated rows would look strange, by layer; half of that share is a fault.
     """
     for layer, sums in enumerate(table.sum(-1).tolist()):
         row = dict(zip(KINDS, sums, strict=True))
-        name = f"layer {layer} (pipeline stage {stage_of.get(layer, '?')})"
-        for kind, words in COUNTED.items():
-            if row[kind]:
-                yield f"{name}: {row[kind]:.0f} of {row['rows']:.0f} {words}"
+        yield from ((layer, kind) for kind in ("unequal", "broken") if row[kind])
         if row["tokens"] and row["strange"] / row["tokens"] > random.get(layer, 1.0) / 2:
-            yield (
-                f"{name}: {row['strange'] / row['tokens']:.0%} of the tokens share less than half of their recorded "
-                "experts with the router's own: the rows belong to another layer, stage or sample"
-            )
+            yield layer, "strange"
 
 
-def of_sample(batch: int, sequence: int, strange: float) -> str:
-    """The fault of a sample whose rows repeat, are stale or are missing."""
+def of_layer(layer: int, kind: str, stage: int, ran: Sequence[Ran]) -> Iterator[str]:
+    """The fault of a layer, in the sample that has most of it; nothing where another replica has all such samples."""
+    whole, words = COUNTED[kind]
+    places = [
+        (many, out_of, sample, one)
+        for one in ran
+        for sample, (many, out_of) in enumerate(zip(one.of(layer, kind), one.of(layer, whole), strict=True))
+        if many
+    ]
+    if not places:
+        return
+    many, out_of, sample, one = max(places, key=itemgetter(0))
+    more = f"; so it is in {len(places) - 1} more samples" if len(places) > 1 else ""
+    yield f"layer {layer} (pipeline stage {stage}), sample {sample} of {one}: {many:.0f} of {out_of:.0f} {words}{more}"
+
+
+def of_sample(sample: int, one: Ran, strange: float, stage_of: Mapping[int, int]) -> str:
+    """The fault of a sample whose rows repeat, are stale or are missing, with the layers that find any of them so."""
+    by_stage: dict[int, list[str]] = {}
+    for layer, stage in stage_of.items():
+        if one.of(layer, "strange")[sample]:
+            by_stage.setdefault(stage, []).append(str(layer))
+    layers = "; ".join(
+        f"layers {', '.join(each)} (pipeline stage {stage})" for stage, each in by_stage.items()
+    )
     return (
-        f"sample {sequence} of micro-batch {batch}: {strange:.0f} tokens share less than half of their recorded "
-        "experts with most routers: rows of another token, repeated, stale or missing"
+        f"sample {sample} of {one}, {layers}: {strange:.0f} tokens share less than half of their recorded experts "
+        "with most routers: rows of another token, repeated, stale or missing"
     )

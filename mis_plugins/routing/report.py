@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -13,9 +13,9 @@ from torch import Tensor
 from mis_plugins.metrics.routing import routing_metrics
 from mis_plugins.packing.collectives import RANK_LOST, all_reduce
 from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.routing.fault import of_sample, of_table
+from mis_plugins.routing.fault import faulty_layers, of_layer, of_sample
 from mis_plugins.routing.placement import POSITIONS
-from mis_plugins.routing.table import CLASSES, KINDS, SPLIT, Group, empty_table, gather
+from mis_plugins.routing.table import CLASSES, KINDS, LOG_PROB, SPLIT, Group, Ran, empty_table, gather
 from mis_plugins.routing.watch import Watch
 
 logger = logging.getLogger("mis_plugins")
@@ -36,8 +36,14 @@ class Groups:
     dp: Group | None = None
 
     @property
-    def summed(self) -> list[Group]:
-        return [group for group in (self.pp, self.tp, self.sp, self.cp, self.dp) if group is not None]
+    def of_replica(self) -> list[Group]:
+        """Groups whose ranks hold parts of the same samples."""
+        return [group for group in (self.pp, self.tp, self.sp, self.cp) if group is not None]
+
+    @property
+    def of_replicas(self) -> list[Group]:
+        """The group whose ranks hold other samples."""
+        return [] if self.dp is None else [self.dp]
 
     @property
     def counts_rows(self) -> bool:
@@ -52,8 +58,7 @@ class Groups:
     @property
     def counts_samples(self) -> bool:
         """Whether this rank names samples, which all ranks of these groups know alike."""
-        alike = (self.pp, self.tp, self.sp, self.cp)
-        return all(group is None or group.rank() == group.size() - 1 for group in alike)
+        return all(group.rank() == group.size() - 1 for group in self.of_replica)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class Seen:
     table: sums by layer, kind and bucket of positions.
     split: sums of log ratios by class of token.
     mine: faults that this rank alone knows, in words.
-    found: faults that the sums show, known to every rank.
+    found: faults of layers and of samples that the sums show, known to every rank that holds parts of the samples.
+    tells: this rank is the one of those ranks that logs them.
     faulty: how many faults and strange samples all ranks found; above 0 on every rank alike.
     unknown: how often a router of any rank compared nothing in a micro-batch of the log-prob pass.
     """
@@ -72,6 +78,7 @@ class Seen:
     split: Float[Tensor, "C R"]
     mine: tuple[str, ...]
     found: tuple[str, ...]
+    tells: bool
     faulty: int
     unknown: int
 
@@ -91,30 +98,69 @@ def read(watch: Watch, groups: Groups) -> Seen:
         pipeline = [] if groups.pp is None else [groups.pp]
         watch.gathered = gather(watch.passed, _summed(layers, pipeline), groups.pp, groups.sp, groups.cp)
         watch.passed, samples = [], watch.gathered.strange
-    seen = _read(watch, groups, samples if groups.counts_samples else ())
+    seen = _read(watch, groups, samples)
     if not seen.compared:
         watch.gathered = None  # all tokens would seem to be routed alike
     return seen
 
 
-def _read(watch: Watch, groups: Groups, samples: Sequence[Tensor]) -> Seen:
+def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
     assert watch.table is not None and watch.split is not None
-    device, faults = watch.table.device, [str(fault) for fault in watch.faults.values()]
-    unknown = torch.tensor(watch.unknown, device=device)
-    strange = torch.cat(list(samples)).sum() if samples else torch.zeros((), device=device)
-    parts = [watch.table, watch.split, _of_layers(watch).to(device), len(faults) + strange, unknown]
+    device, mine = watch.table.device, tuple(str(fault) for fault in watch.faults.values())
+    named = [torch.cat(list(strange)).sum()] if strange and groups.counts_samples else []
+    faulty, unknown = (torch.tensor(number, device=device) for number in (len(mine), watch.unknown))
+    parts = [watch.table, watch.split, _of_layers(watch).to(device), sum(named, faulty), unknown]
     for place, counts in enumerate((groups.counts_rows, groups.counts_tokens)):
         parts[place] = parts[place] if counts else torch.zeros_like(parts[place])
-    packed = _summed(torch.cat([part.flatten().double() for part in parts]), groups.summed)
-    packed, *on_host = (to_host(x) for x in (packed, *samples))
+    samples = [one.samples if groups.counts_rows else torch.zeros_like(one.samples) for one in watch.ran]
+    of_replica = _summed(_packed([*parts, *samples]), groups.of_replica)
+    sizes = [part.numel() for part in parts]
+    sums, samples = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
+    sums, samples, *strange = (to_host(x) for x in (_summed(sums, groups.of_replicas), samples, *strange))
     Arrival.of_copies_from(watch.table).wait()
-    table, split, of_layers, faulty, unknown = packed.split([part.numel() for part in parts])
-    table = table.view_as(watch.table)
-    found = list(of_table(table, *_read_layers(of_layers.view(3, -1))))
-    watch.table, watch.faults = empty_table(watch.table.shape[0], device), {}
+    table, split, of_layers, faulty, unknown = sums.split(sizes)
+    table, (stage_of, random) = table.view_as(watch.table), _read_layers(of_layers.view(3, -1))
+    layers = [*faulty_layers(table, random)]
+    found = _found(layers, stage_of, _read_samples(watch.ran, samples), strange)
+    watch.table, watch.faults, watch.ran = empty_table(watch.table.shape[0], device), {}, []
     watch.split = torch.zeros_like(watch.split)
-    mine, number = (*faults, *_strange_samples(on_host)), round(faulty.item()) + len(found)
-    return Seen(table, split.view(watch.split.shape), mine, tuple(found), number, round(unknown.item()))
+    return Seen(
+        table=table,
+        split=split.view(watch.split.shape),
+        mine=mine,
+        found=found,
+        tells=groups.counts_samples,
+        faulty=round(faulty.item()) + len(layers),
+        unknown=round(unknown.item()),
+    )
+
+
+def _packed(parts: Sequence[Tensor]) -> Float[Tensor, " N"]:
+    return torch.cat([part.flatten().double() for part in parts])
+
+
+def _read_samples(ran: Sequence[Ran], sums: Float[Tensor, " N"]) -> list[Ran]:
+    """The micro-batches with the sums of all ranks that hold parts of their samples."""
+    pieces = sums.split([one.samples.numel() for one in ran])
+    return [replace(one, samples=piece.view_as(one.samples)) for one, piece in zip(ran, pieces, strict=True)]
+
+
+def _found(
+    layers: Sequence[tuple[int, str]],
+    stage_of: Mapping[int, int],
+    ran: Sequence[Ran],
+    strange: Sequence[Tensor],
+) -> tuple[str, ...]:
+    """Faults of layers in the samples of this replica, and of samples in most layers."""
+    of_layers = (text for layer, kind in layers for text in of_layer(layer, kind, stage_of[layer], ran))
+    passed = [one for one in ran if one.part == LOG_PROB]
+    of_samples = (
+        of_sample(sample, one, tokens, stage_of)
+        for one, counts in zip(passed, strange, strict=True)
+        for sample, tokens in enumerate(counts.tolist())
+        if tokens
+    )
+    return *of_layers, *of_samples
 
 
 def _of_layers(watch: Watch) -> Float[Tensor, "3 L"]:
@@ -130,15 +176,6 @@ def _read_layers(rows: Float[Tensor, "3 L"]) -> tuple[dict[int, int], dict[int, 
     """The stage of each layer that has a router, and how often unrelated rows look strange there."""
     held = [(layer, row) for layer, row in enumerate(rows.T.tolist()) if row[0]]
     return {i: round(stage / n) for i, (n, stage, _) in held}, {i: share / n for i, (n, _, share) in held}
-
-
-def _strange_samples(samples: Sequence[Tensor]) -> list[str]:
-    return [
-        of_sample(batch, sequence, strange)
-        for batch, counts in enumerate(samples)
-        for sequence, strange in enumerate(counts.tolist())
-        if strange
-    ]
 
 
 def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:

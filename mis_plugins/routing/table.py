@@ -1,4 +1,4 @@
-"""What routers add up on the device: sums by layer and position, and counts of each token over the layers."""
+"""What routers add up on the device: sums by layer and position, by layer and sample, and counts of each token."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mis_plugins.correction.pipeline import Correction
 from mis_plugins.routing.choice import Compared
 from mis_plugins.routing.placement import BUCKETS, Placement, first_of
 
+LOG_PROB, TRAIN = "log_prob", "train"  # passes that are watched
 KINDS: tuple[str, ...] = ("tokens", "differs", "strange", "margin", "rows", "unequal", "broken")
 CLASSES: tuple[str, ...] = (
     "same",
@@ -32,19 +33,22 @@ class Passed:
     """One micro-batch of a pass: how many layers each row was routed differently in, and strangely.
 
     counts: two rows, of `differs` and `strange` layers, for the rows that this rank routes.
+    samples: sums by layer, kind and sequence, of the rows that this rank routes.
     """
 
     placed: Placement
     counts: Int[Tensor, "2 T"]
+    samples: Float[Tensor, "L K S"]
 
     @classmethod
-    def begin(cls, placed: Placement) -> Passed:
+    def begin(cls, placed: Placement, layers: int) -> Passed:
         """No layer has routed the micro-batch yet."""
-        rows = placed.here(placed.position).numel()
-        return cls(placed, torch.zeros(2, rows, dtype=torch.int32, device=placed.position.device))
+        rows, device = placed.here(placed.position).numel(), placed.position.device
+        samples = torch.zeros(layers, len(KINDS), placed.sequences, dtype=torch.float64, device=device)
+        return cls(placed, torch.zeros(2, rows, dtype=torch.int32, device=device), samples)
 
-    def add(self, layer: Float[Tensor, "K P"], compared: Compared) -> None:
-        """Add what one layer did to its table and to the counts of each token."""
+    def add(self, layer: int, table: Float[Tensor, "L K P"], compared: Compared) -> None:
+        """Add what one layer did to the table of the step, to the sums of samples and to the counts of tokens."""
         counted, bucket = self.placed.here(self.placed.counted), self.placed.here(self.placed.bucket)
         both = torch.stack([compared.differs, compared.strange])
         self.counts.add_(both)
@@ -52,7 +56,30 @@ class Passed:
         margin = torch.where(differs, compared.margin, 0)
         ones = torch.ones_like(counted)
         rows = [counted, differs, strange, margin, ones, compared.unequal, compared.broken]
-        layer.index_add_(1, bucket, torch.stack([row.double() for row in rows]))
+        sums = torch.stack([row.double() for row in rows])
+        table[layer].index_add_(1, bucket, sums)
+        self.samples[layer].index_add_(1, self.placed.here(self.placed.sequence), sums)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What routers did in one micro-batch of a pass, sample by sample.
+
+    part: the pass.
+    batch: number of the micro-batch in its pass.
+    samples: sums by layer, kind and sequence.
+    """
+
+    part: str
+    batch: int
+    samples: Float[Tensor, "L K S"]
+
+    def of(self, layer: int, kind: str) -> list[float]:
+        """The sums of one layer, sample by sample."""
+        return self.samples[layer, KINDS.index(kind)].tolist()
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.batch}{' in training' if self.part == TRAIN else ''}"
 
 
 @dataclass(frozen=True)

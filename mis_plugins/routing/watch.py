@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,18 @@ from mis_plugins.routing.choice import compare, selection_scores, strange_at_ran
 from mis_plugins.routing.fault import Fault, Kind
 from mis_plugins.routing.placement import Grid, placement
 from mis_plugins.routing.source import Source
-from mis_plugins.routing.table import CLASSES, SPLIT, Flags, Gathered, Passed, empty_table
+from mis_plugins.routing.table import (
+    CLASSES,
+    LOG_PROB,
+    SPLIT,
+    TRAIN,
+    Flags,
+    Gathered,
+    Passed,
+    Ran,
+    empty_table,
+)
 
-LOG_PROB, TRAIN = "log_prob", "train"
 MTP = re.compile(r"(^|\.)mtp(\.|$)")
 
 
@@ -59,6 +68,8 @@ class Watch:
     part: the pass that runs now; None where nobody shall watch, as in the pass of a reference model.
     current: the micro-batch that runs now.
     passed: micro-batches of the log-prob pass, on the last chunk that ran them.
+    ran: micro-batches of all watched passes since the step hook last read.
+    before: how many of them ran before the pass that runs now.
     gathered: flags of the log-prob pass of this rollout; None where none was watched.
     chunks: of the model on this rank.
     trained: micro-batches of this rollout that training forwards of the last chunk began.
@@ -79,6 +90,8 @@ class Watch:
     split: Float[Tensor, "C R"] | None = None
     current: Passed | None = None
     passed: list[Passed] = field(default_factory=list)
+    ran: list[Ran] = field(default_factory=list)
+    before: int = 0
     gathered: Gathered | None = None
     chunks: int = 1
     trained: int = 0
@@ -108,6 +121,8 @@ class Watch:
             watched.calls = 0
         if part == LOG_PROB:
             self.passed, self.gathered, self.trained, self.compared = [], None, 0, 0
+            self.ran = [one for one in self.ran if one.part == TRAIN]  # without a step hook nobody reads them
+        self.before = len(self.ran)
 
     def _begins(self, chunk: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -117,13 +132,14 @@ class Watch:
                 return
             packed = kwargs.get("packed_seq_params")
             placed = placement(loss_mask, None if packed is None else packed.cu_seqlens_q, self.grid)
-            self._enter(chunk, Passed.begin(placed))
+            self._enter(chunk, Passed.begin(placed, 0 if self.table is None else self.table.shape[0]))
 
         return hook
 
     def _enter(self, chunk: int, begun: Passed) -> None:
         number = self.batches.get(chunk, 0)
         self.batches[chunk] = number + 1
+        begun = self._noted(number, begun)
         if self.part == TRAIN:
             self.current = begun
             if chunk == self.chunks - 1:  # which the loss follows; chunks before it run ahead
@@ -132,6 +148,13 @@ class Watch:
         if number == len(self.passed):
             self.passed.append(begun)
         self.current = self.passed[number]  # chunks of one rank add to the same rows
+
+    def _noted(self, number: int, begun: Passed) -> Passed:
+        """Keep the sums of a micro-batch for the step hook; chunks of one rank add to the same ones."""
+        assert self.part is not None
+        if self.before + number == len(self.ran):
+            self.ran.append(Ran(self.part, number, begun.samples))
+        return replace(begun, samples=self.ran[self.before + number].samples)
 
     def _wrapped(self, watched: Watched, original: Callable[..., Any]) -> Callable[..., Any]:
         def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +200,7 @@ class Watch:
             watched.router.config.moe_expert_capacity_factor is not None
         )  # the map lacks tokens that overflow
         compared = compare(scores, rows, used.bool(), replays=not self.own and not drops)
-        self.current.add(self.table[watched.layer], compared)
+        self.current.add(watched.layer, self.table, compared)
         self.compared += self.part == LOG_PROB
 
     def end(self) -> None:

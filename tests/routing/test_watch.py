@@ -14,6 +14,7 @@ from unittest.mock import patch
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from launch import run_ranks
 from megatron.core import parallel_state as mpu
 from process_groups import destroy_process_groups
@@ -37,7 +38,7 @@ from mis_plugins.routing.table import Flags, Gathered, Passed
 LAYERS = 4
 PROMPT, LENGTHS = 3, (21, 9, 30)
 SHARE = 0.2
-OPERATORS = 50  # of one router in one micro-batch, beside the thousands of its layer
+OPERATORS = 52  # of one router in one micro-batch, beside the thousands of its layer
 Plant = Callable[[Tensor, list[Any]], None]
 Loss = Callable[[Namespace, list[list[int]]], None]
 
@@ -97,7 +98,11 @@ def stage_of_model(manager: Manager, sequence_parallel: bool = False) -> Stage:
         expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
     )
-    return Stage(range(stage * each, (stage + 1) * each), LAYERS, manager, **sizes)
+    made = Stage(range(stage * each, (stage + 1) * each), LAYERS, manager, **sizes)
+    trains = (
+        sequence_parallel or sizes["tensor_model_parallel_size"] == 1
+    )  # Megatron refuses to train the other
+    return made.train(trains)
 
 
 def fill(model: Stage, args: Namespace, plant: Plant | None) -> None:
@@ -209,7 +214,9 @@ GRIDS = {
     "cp 2": (2, {"cp": 2}, 1),
     "pp 2": (2, {"pipeline_model_parallel_size": 2}, 1),
     "ep 2": (2, {"expert_model_parallel_size": 2}, 2),
+    "tp 2": (2, {"tensor_model_parallel_size": 2}, 1),
     "sp 2": (2, {"tensor_model_parallel_size": 2}, 1),
+    "ep 2, sp 2": (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, 2),
     "sp 2, pp 2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 1),
     "cp 2, pp 2": (4, {"cp": 2, "pipeline_model_parallel_size": 2}, 1),
 }
@@ -223,7 +230,7 @@ def on_ranks(name: str, work: Callable[[int], Any], folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_counts_do_not_depend_on_the_grid(name: str, tmp_path: Path):
-    args = host_args(sequence_parallel="tensor_model_parallel_size" in GRIDS[name][1])
+    args = host_args(sequence_parallel="sp 2" in name)
 
     def work(rank: int) -> Any:
         seen, watching, said = watched(args)
@@ -258,16 +265,27 @@ def check_flags(flags: list[tuple[Tensor, Tensor]], cp: int, rank: int, data: in
 
 
 def swap(mine: Tensor, layers: list[Any]) -> None:
-    """The rows of the first two layers change places, as where layers are mapped to the wrong stage."""
+    """The rows of the first two layers change places."""
     first, second = layers[0].router.routing_replay, layers[1].router.routing_replay
     first.top_indices_list, second.top_indices_list = second.top_indices_list, first.top_indices_list
 
 
+def swap_stages(mine: Tensor, layers: list[Any]) -> None:
+    """Each of two pipeline stages replays the rows of the other one, as with a wrong offset of layers."""
+    group: Any = mpu.get_pipeline_model_parallel_group()
+    for layer in layers:
+        queue = layer.router.routing_replay
+        for place, rows in enumerate(queue.top_indices_list):
+            of_stages = [torch.empty_like(rows) for _ in range(group.size())]
+            dist.all_gather(of_stages, rows, group=group)
+            queue.top_indices_list[place] = of_stages[1 - group.rank()]
+
+
 def repeat(mine: Tensor, layers: list[Any]) -> None:
-    """Twelve tokens of the last sample get the row of the token before, in all layers."""
+    """Twelve tokens of the last sample get the row of the token before, or as many as this rank has, in all layers."""
     for layer in layers:
         rows = layer.router.routing_replay.top_indices_list[-1]
-        rows[8:20] = rows[7:19].clone()
+        rows[8:20] = rows[7:19].clone()[: len(rows) - 8]
 
 
 def drop(mine: Tensor, layers: list[Any]) -> None:
@@ -278,38 +296,127 @@ def break_row(mine: Tensor, layers: list[Any]) -> None:
     layers[0].router.routing_replay.top_indices_list[0][5] = 3
 
 
-PLANTS: dict[str, tuple[Plant | None, str]] = {
-    "a dropped layer": (drop, r"layer 1 \(pipeline stage 0\), micro-batch 0: .*the layer was left out"),
-    "a swapped stage": (
-        swap,
-        r"layer [01] \(pipeline stage 0\): .* belong to another layer, stage or sample",
+def break_second_sample(mine: Tensor, layers: list[Any]) -> None:
+    layers[0].router.routing_replay.top_indices_list[0][LENGTHS[0] + 2] = 3
+
+
+def use_others(mine: Tensor, layers: list[Any]) -> None:
+    """The router of the second layer consumes a row and uses the one before it."""
+    router = layers[1].router
+
+    def shifted(scores: Tensor, topk: int, groups: Any, group_topk: Any, default: Any) -> Any:
+        _, rows = real(scores, topk, groups, group_topk, default)
+        return scores.gather(1, rows.roll(1, 0)), rows.roll(1, 0)
+
+    real, router.router_replay.get_replay_topk = router.router_replay.get_replay_topk, shifted
+
+
+FUSED, OTHERS = r".*--moe-router-fusion does so", r"so it is in 2 more samples"
+STRANGE, REPEATED = (
+    r"\d+ of \d+ tokens .* belong to another layer, stage or sample",
+    r"repeated, stale or missing",
+)
+REPEATED_SAMPLE = (
+    rf"sample 0 of micro-batch 1, layers 0, 1, 2, 3 \(pipeline stage 0\): \d+ tokens .* {REPEATED}",
+)
+# The grid, the plant (None fuses the routers), and what the ranks of the grid have to say, all together.
+PLANTS: dict[str, tuple[str, Plant | None, tuple[str, ...]]] = {
+    "a dropped layer": (
+        "pp 2",
+        drop,
+        (
+            r"layer 1 \(pipeline stage 0\), all samples of micro-batch 0: .*the layer was left out",
+            r"layer 3 \(pipeline stage 1\), all samples of micro-batch 0: .*the layer was left out",
+        ),
     ),
-    "a repeated row": (repeat, r"sample 0 of micro-batch 1: \d+ tokens .* repeated, stale or missing"),
-    "a broken row": (break_row, r"layer 0 \(pipeline stage 0\): 1 of \d+ recorded rows name an expert twice"),
-    "router fusion": (None, r"layer 0 \(pipeline stage 0\), micro-batch 0: .*--moe-router-fusion does so"),
+    "swapped layers": (
+        "one rank",
+        swap,
+        (
+            rf"layer 0 \(pipeline stage 0\), sample \d of micro-batch \d: {STRANGE}; {OTHERS}",
+            rf"layer 1 \(pipeline stage 0\), sample \d of micro-batch \d: {STRANGE}; {OTHERS}",
+        ),
+    ),
+    "a swapped stage": (
+        "pp 2",
+        swap_stages,
+        tuple(
+            rf"layer {layer} \(pipeline stage {layer // 2}\), sample \d of micro-batch \d: {STRANGE}; {OTHERS}"
+            for layer in range(LAYERS)
+        ),
+    ),
+    "a repeated row": (
+        "pp 2",
+        repeat,
+        (
+            r"sample 0 of micro-batch 1, layers 0, 1 \(pipeline stage 0\); layers 2, 3 \(pipeline stage 1\): "
+            rf"\d+ tokens .* {REPEATED}",
+        ),
+    ),
+    "a repeated row on context-parallel ranks": ("cp 2", repeat, REPEATED_SAMPLE),
+    "a repeated row on sequence-parallel ranks": ("sp 2", repeat, REPEATED_SAMPLE),
+    "a repeated row on expert-parallel ranks": ("ep 2", repeat, REPEATED_SAMPLE),
+    "a broken row": (
+        "one rank",
+        break_row,
+        (
+            r"layer 0 \(pipeline stage 0\), sample 0 of micro-batch 0: 1 of 21 recorded rows name an expert twice",
+        ),
+    ),
+    "a broken row of the second sample": (
+        "one rank",
+        break_second_sample,
+        (
+            r"layer 0 \(pipeline stage 0\), sample 1 of micro-batch 0: 1 of 9 recorded rows name an expert twice",
+        ),
+    ),
+    "other experts than recorded": (
+        "pp 2",
+        use_others,
+        tuple(
+            rf"layer {layer} \(pipeline stage {stage}\), sample \d of micro-batch \d: "
+            r"\d+ of \d+ rows were used with other experts than recorded"
+            for stage, layer in ((0, 1), (1, 3))
+        ),
+    ),
+    "router fusion": (
+        "pp 2",
+        None,
+        tuple(
+            rf"layer {layer} \(pipeline stage {layer // 2}\), all samples of micro-batch 0: {FUSED}"
+            for layer in range(LAYERS)
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_fault_is_named_and_stops_the_run(name: str, tmp_path: Path):
-    plant, told = PLANTS[name]
-    args = host_args()
+    """Layer, stage and sample are named in the log of a rank that knows them, and each rank stops."""
+    where, plant, told = PLANTS[name]
+    cut = "sequence" in name
+    args = host_args(sequence_parallel=cut)
 
     def work(rank: int) -> Any:
         _, _, said = watched(args, plant, fused=plant is None)
         return said
 
-    (said,) = on_ranks("one rank", work, tmp_path)
-    assert any(re.search(told, line) for line in said), said
-    stops = host_args(mis={"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}})
+    said = [line for lines in on_ranks(where, work, tmp_path) for line in lines]
+    for pattern in told:
+        assert any(re.search(pattern, line) for line in said), (pattern, said)
+    stops = host_args(
+        sequence_parallel=cut,
+        mis={"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}},
+    )
 
     def stop(rank: int) -> str:
-        with pytest.raises(MisError, match=told) as raised:
+        with pytest.raises(MisError, match=r"mis\.routing\.on_fault: raise") as raised:
             watched(stops, plant, fused=plant is None)
         return str(raised.value)
 
     (tmp_path / "again").mkdir()
-    on_ranks("one rank", stop, tmp_path / "again")
+    raised = "; ".join(on_ranks(where, stop, tmp_path / "again"))
+    assert all(re.search(pattern, raised) for pattern in told), raised
 
 
 def log_probs(batch: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -358,11 +465,11 @@ def routed(data: int) -> Iterator[tuple[list[int], list[int]]]:
             yield counts, [1 if count else 2 if any(counts[:t]) else 0 for t, count in enumerate(counts)]
 
 
-@pytest.mark.parametrize("name", ["one rank", "cp 2", "sp 2", "sp 2, pp 2"])
+@pytest.mark.parametrize("name", ["one rank", "cp 2", "tp 2", "sp 2", "sp 2, pp 2"])
 def test_tokens_by_route_in_the_hook(name: str, tmp_path: Path):
     """`statistic: route` drops the tokens that differ in a layer, and k3 is split by class, like an oracle does."""
     rule = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
-    args = host_args(sequence_parallel="tensor_model_parallel_size" in GRIDS[name][1], mis=rule)
+    args = host_args(sequence_parallel="sp 2" in name, mis=rule)
 
     def work(rank: int) -> Any:
         kept: list[list[bool]] = []
@@ -473,7 +580,7 @@ def test_the_mean_of_a_rollout_is_refused_beside_the_statistic():
 
 def begun(rows: int) -> Passed:
     mask = torch.ones(1, rows)
-    return Passed.begin(placement(mask, torch.tensor([0, rows], dtype=torch.int32), Grid()))
+    return Passed.begin(placement(mask, torch.tensor([0, rows], dtype=torch.int32), Grid()), LAYERS)
 
 
 def pass_of(*rows: int) -> Gathered:
