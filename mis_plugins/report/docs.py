@@ -70,7 +70,8 @@ on more than 5% of the tokens, or something speaks against the whole.
 counts as much as a long one, and the numbers differ from those above where lengths differ. `logged` in `report.json`
 has these numbers for each optimizer step (`mis_kl`, `mis_ess_mb` and so on, and `train_rollout_logprob_abs_diff`), from
 the micro-batches that the dump lists, with `mean_abs_lp_diff` as Miles's dashboard computes it. Nothing is told there
-of `--calculate-per-token-loss`, and nothing of normalized weights whose scope is wider than a micro-batch. Dumps of Miles on
+of `--calculate-per-token-loss`, and nothing of normalized weights whose scope is wider than a micro-batch. Weights are by
+`pi_V` here: where the run weighed tokens segment-wise, the numbers of weights are not the log's. Dumps of Miles on
 FSDP list no micro-batches, and FSDP divides `train_rollout_logprob_abs_diff` by the tokens that are left: there `*_mb` and that number
 are not the log's.
 
