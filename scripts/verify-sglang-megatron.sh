@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The real SGLang against the real Megatron-core and Hugging Face on CPU, token by token, bit by bit.
-#   bash scripts/verify-sglang-megatron.sh            half an hour on 2 cores
+#   bash scripts/verify-sglang-megatron.sh            three quarters of an hour on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-sglang-megatron.sh --tokens 500
 # Certificates and pictures: benchmarks/results/certificate-*. Ends at the first that is not "equal".
 set -euo pipefail
@@ -24,5 +24,10 @@ for trainer in megatron hf; do
             verify "$trainer" "$model" bf16 "$norm_order" --trainer "$trainer" --model "$model" --dtype bf16 \
                 --norm-order "$norm_order" "$@"
         done
+    done
+done
+for model in tiny-qwen2.5 tiny-llama; do # tiny-qwen3 has both orders above
+    for dtype in fp32 bf16; do
+        verify megatron "$model" "$dtype" engine --trainer megatron --model "$model" --dtype "$dtype" "$@"
     done
 done
