@@ -24,7 +24,6 @@ from asynchrony import (
     Directions,
     Plan,
     cell_arm,
-    cells,
     command_line,
     held,
     measure_throughput,
@@ -32,9 +31,8 @@ from asynchrony import (
     steady,
 )
 from experiments.async_picture import draw
-from experiments.async_tables import _throughput as throughput_table
-from experiments.async_tables import markdown, spread
-from experiments.runner import SEEDS, publish
+from experiments.async_tables import markdown
+from experiments.runner import publish
 
 from mis_plugins.config.reading import from_args
 from mis_plugins.local.cli.arguments import parse_args
@@ -57,13 +55,6 @@ def test_every_run_parses_to_what_its_name_says(method: str, tmp_path: Path) -> 
 def test_without_weights_the_loss_is_the_hosts_own(tmp_path: Path) -> None:
     args = parse_args(command_line(None, "1e-4", 0, tmp_path / "run", tmp_path))
     assert args.loss_type == "policy_loss" and not args.use_tis
-
-
-def test_there_are_three_seeds_and_three_rates() -> None:
-    assert len(SEEDS) >= 3 and len(FULL.rates) >= 3
-    found = cells(FULL, SEEDS)
-    assert len({cell.folder(Path()) for cell in found}) == len(found) == 3 * len(SEEDS) * len(FULL.rates)
-    assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)
 
 
 def leave_a_run(folder: Path, reward: float) -> None:
@@ -132,24 +123,6 @@ def test_figures_are_those_of_the_runs(content: dict[str, Any]) -> None:
     assert content["recompute_share"] == {"1e-4": [0.1, 0.1]}
 
 
-@pytest.mark.parametrize(
-    ("load", "rate", "expected"),
-    [
-        (0.9, 1300.0, "on 2 processors."),
-        (1.1, 1300.0, "too busy a machine to prove anything"),
-        (0.9, 1400.0, "is an error of measurement"),
-    ],
-)
-def test_throughput_says_what_it_proves(load: float, rate: float, expected: str) -> None:
-    """Of a synchronous run that waits a quarter of its time, 4 / 3 is the most that waiting less can make."""
-    rows = [
-        {"bound": bound, "step_seconds": 0.0, "tokens_a_second": [one], "waiting": [0.25], "recompute": [0.0]}
-        for bound, one in ((0, 1000.0), (2, rate))
-    ]
-    text, table = throughput_table({"load_before": load, "processors": 2, "rows": rows})
-    assert expected in text and "1.33" in table
-
-
 def test_throughput_alone_is_put_into_the_results_that_are_there(
     content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,10 +187,6 @@ def test_rounds_are_of_all_settings_in_turn(tmp_path: Path, monkeypatch: pytest.
     assert [row["tokens_a_second"] for row in rows] == [[1, 5], [2, 6], [3, 7], [4, 8]]
 
 
-def test_a_spread_is_mean_smallest_and_largest() -> None:
-    assert spread([1.0, 2.0, 6.0]) == "3 [1, 6]" and spread([]) == "-"
-
-
 @pytest.mark.parametrize("bound", [0, 8])
 def test_throughput_is_of_the_rollouts_with_work_left_to_begin(bound: int) -> None:
     records = [{"rollout": rollout} for rollout in range(SETTLED + MEASURED + bound)]
@@ -234,16 +203,6 @@ def test_directions_of_other_settings_are_measured_again(change: dict[str, Any],
     assert one.file == other.file
     one.arm().stamp("a")
     assert other.arm().made("a") == ("rates" in change)
-
-
-def test_directions_at_another_bound_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = Directions("1e-4", 0, tmp_path, FULL)
-    one.arm().stamp("a")
-    assert one.arm().made("a")
-    monkeypatch.setattr(asynchrony, "BOUND", BOUND + 1)
-    assert not one.arm().made("a")
 
 
 def test_a_smoke_run_is_not_taken_for_a_full_one(tmp_path: Path) -> None:

@@ -391,16 +391,6 @@ def test_the_script_says_what_it_lacks(arguments: tuple[str, ...]):
     assert (done.returncode, done.stderr.startswith("usage: ")) == (2, True)
 
 
-def test_a_table_names_the_columns_that_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels, "COLUMNS", 8)
-    monkeypatch.setattr(kernels.gpu, "PROBED", TINY.size)
-    monkeypatch.setattr(kernels.deep_gemm, "product", F.linear)
-    shapes = [shape for kernel, shape, _, x in kernels._cases(TINY, HERE, F.linear) if kernel == "linear"]
-    agreed = [shape for _, shape, *_ in kernels._agreement(TINY, HERE)]
-    assert shapes and all(width == 8 for _, width in shapes)
-    assert agreed == [f"{inner} x {outer}" for inner, outer in shapes]
-
-
 @contextmanager
 def refusing(contract) -> Iterator[None]:
     raise ProbeError("'megatron' does not hold")
@@ -438,22 +428,6 @@ def test_a_clock_is_asked_for_the_median(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(testing, "do_bench", clock)
     assert Cuda().milliseconds(list, 250) == 1.5
     assert (asked["fn"], asked["rep"], asked["return_mode"]) == (list, 250, "median")
-
-
-def test_results_are_written_for_programs_and_people(tmp_path: Path):
-    path = tmp_path / "session.json"
-    measured = {"command": "python gpu_session.py", "torch": "2.11.0"}
-    results.write(path, measured, [section("done", EQUAL, DIFFERENT)])
-    assert json.loads(path.read_text())["sections"][0]["results"][0]["rows"] == [["a | b", 3]]
-    page = path.with_suffix(".md").read_text()
-    assert "**equal.** All hold." in page and "**different.** **Not all hold.**" in page
-    assert "| a \\| b | 3 |" in page
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["session.json", "session.md"]
-
-
-def test_the_whole_session_fits_into_a_command():
-    """600 seconds are the most that one command gets; run.sh installs before and tests for 70 seconds after."""
-    assert gpu_session.parse(["--json", "x"]).seconds + 70 <= 9 * 60 + 10
 
 
 def test_the_parent_never_touches_cuda():

@@ -20,7 +20,7 @@ from collapse import (
     result,
     write_results,
 )
-from demo import RUNS, conclude
+from demo import RUNS
 from experiments.recipe import ESTIMATORS, METHODS, command_line
 
 from mis_plugins.config.reading import from_args
@@ -120,15 +120,3 @@ def test_arms_are_the_runs_and_the_directions(tmp_path: Path) -> None:
         one.stamp("a")
         assert one.made("a") and not other.made("a"), "settings of a full run"
     assert set(full[-1].settings) == set(COSINE_METHODS)
-
-
-def test_the_demonstration_says_what_it_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, final in zip(RUNS, (0.1, 0.8), strict=True):
-        leave_a_run(tmp_path / name, final)
-    conclude(tmp_path, {"mis-plugins commit": "abc"})
-    said = " ".join(capsys.readouterr().out.split())
-    assert "from 0.90 to 0.10" in said and "from 0.90 to 0.80" in said
-    assert (tmp_path / "curves.png").exists() and str(tmp_path) in said
-    held = json.loads((tmp_path / "demo.json").read_text())
-    assert held["measured_with"] == {"mis-plugins commit": "abc"} and held["runs"].keys() == RUNS.keys()
-    assert all("eval_trainer" in rows[0] for rows in held["runs"].values())

@@ -514,16 +514,33 @@ def test_settings_that_cannot_work(given: Any, message: str):
 # ---------------------------------------------------------------------------------------------------------------- cost
 
 
-def test_operators_do_not_grow_with_sequences_and_nothing_waits(tmp_path: Path):
-    """What compares, copies and keeps; the loss behind it has operators of its own, always the same."""
-    args, found = settings(tmp_path), []
+DOCUMENTED_OPERATORS = {1: 18, 2: 24}  # by context-parallel ranks: in docs/gpu.md
+
+
+def no_loss(args: Any, batch: Any, logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return logits, {}
+
+
+def costs_of_rank(rank: int, cp: int, folder: Path) -> list[tallies.Tally]:
+    """What compares, copies and keeps a micro-batch of few sequences, and one of many."""
+    found, args, logits = [], settings(folder, loss=f"{__name__}.no_loss"), torch.ones(4)
     hosts.report_step(args, 0, 0)
     for n in (2, 64):
-        given = handed(example((6,) * n))
-        tally = tallies.tally(lambda given=given: hosts.policy_loss(args, given, torch.ones(4), reduce))
-        found.append((tally.operators, tally.copies, dict(tally.waits), dict(tally.collectives)))
-    assert found[0] == found[1]
-    assert found[0][2] == {} == found[0][3]
+        whole = example((6,) * n)
+        given = handed(whole.shard(cp, rank, None)[0] if cp > 1 else whole) | {
+            "loss_masks": whole.loss_masks, "total_lengths": whole.total_lengths,
+            "response_lengths": whole.response_lengths,
+        }  # fmt: skip
+        found.append(tallies.tally(lambda given=given: hosts.policy_loss(args, given, logits, reduce)))
+    return found
+
+
+@pytest.mark.parametrize("cp", DOCUMENTED_OPERATORS)
+def test_operators_do_not_grow_with_sequences_and_nothing_waits(cp: int, tmp_path: Path):
+    for few, many in run_ranks(cp, cp, lambda rank: costs_of_rank(rank, cp, tmp_path), tmp_path):
+        assert few.operators == many.operators <= DOCUMENTED_OPERATORS[cp]
+        assert few.copies == many.copies
+        assert not any((tally.waits, tally.collectives) != ({}, {}) for tally in (few, many))
 
 
 def test_nothing_is_read_while_comparing():

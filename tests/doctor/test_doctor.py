@@ -252,21 +252,6 @@ def test_both_sides_seen_and_as_the_contract_wants_them_are_0(tmp_path: Path, ca
     assert " 0 red, 0 not seen" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("side", ["trainer", "engine"])
-@pytest.mark.parametrize("name", ["TF32", "NCCL_ALGO", KERNELS])
-def test_one_row_of_a_file_decides(name: str, side: str, tmp_path: Path, capsys) -> None:
-    sides = healthy(CONTRACTS["megatron"])
-    flipped = sides | {side: with_row(sides[side], name, "something else")}
-    assert diagnosed(tmp_path, flipped) == 1
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
-    remedy = next(check.remedy for check in checks(CONTRACTS["megatron"], False) if check.name == name)
-    assert name in row and "something else" in row and row.endswith(remedy)
-    missing = sides | {side: without_row(sides[side], name, "the lamp is broken")}
-    assert diagnosed(tmp_path, missing) == 2
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not seen")]
-    assert name in row and "(the lamp is broken)" in row
-
-
 def test_one_rank_with_another_environment_is_red(tmp_path: Path, capsys) -> None:
     sides = healthy(CONTRACTS["megatron"])
     assert diagnosed(tmp_path, sides) == 0
@@ -370,20 +355,6 @@ def test_an_engine_that_was_not_asked_leaves_the_trainers_rows(backend: str) -> 
 def test_an_engine_that_told_anything_keeps_every_row(engine: Observation) -> None:
     rows = diagnose(CONTRACTS["fsdp"], Observation({}, {ALL: "no --trainer-dump"}), engine)
     assert doctor.asked(rows, engine) == (rows, [])
-
-
-def test_a_long_reason_of_several_rows_is_told_once() -> None:
-    long, short = "a reason that is much longer than what a cell of this table should hold", "short"
-    trainer = Observation({}, {ALL: short})
-    rows = diagnose(
-        CONTRACTS["fsdp"], trainer, Observation({"TF32": "off"}, {ALL: long, "attention": long + "!"})
-    )
-    shown, notes = doctor.noted(rows)
-    assert notes == [f"reason 1: {long}"]
-    cells = {row.check.name: (row.trainer, row.engine) for row in shown}
-    assert cells["TF32"] == ("(short)", "off") and cells["KV cache"] == ("-", "(reason 1)")
-    assert cells["attention"] == ("-", f"({long}!)")
-    assert [row.verdict for row in shown] == [row.verdict for row in rows]
 
 
 def test_a_file_that_is_none_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -160,33 +160,26 @@ def test_launch_loads_our_function_with_our_config(script: str, tmp_path: Path) 
 
 
 @launch_script
-def test_launch_checks_the_config_for_its_own_host(script: str, tmp_path: Path) -> None:
-    """No hook of Miles on FSDP sees the rollout batch: its launch stops, and says so, before a job is submitted."""
-    config = tmp_path / "rollout.yaml"
-    config.write_text("mis: {weight: {normalize: {scope: rollout}}}")
-    done = launch(script, tmp_path, MIS_CONFIG=str(config))
-    serves = "fsdp" not in script
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        # No hook of Miles on FSDP sees the rollout batch.
+        ("mis: {weight: {normalize: {scope: rollout}}}",
+         "rollout needs the rollout batch, which no hook of Miles on FSDP sees"),
+        ("mis: {weight: {level: token, bound: clip, lower: 3.0, upper: 2.0}}", "mine.yaml"),
+        ("mis: {opsm: {delta: 0.1}}", "mine.yaml needs the flags above"),
+    ],
+)  # fmt: skip
+def test_launch_stops_at_a_config_that_its_host_cannot_serve(
+    config: str, said: str, script: str, tmp_path: Path
+) -> None:
+    """The launch says so before a job is submitted."""
+    (tmp_path / "mine.yaml").write_text(config)
+    done = launch(script, tmp_path, MIS_CONFIG=str(tmp_path / "mine.yaml"))
+    serves = "FSDP" in said and "fsdp" not in script
     assert (tmp_path / "ray.txt").exists() == serves == (done.returncode == 0)
-    assert ("rollout needs the rollout batch, which no hook of Miles on FSDP sees" in done.stderr) != serves
-
-
-@launch_script
-def test_launch_stops_at_an_impossible_config(script: str, tmp_path: Path) -> None:
-    config = tmp_path / "impossible.yaml"
-    config.write_text("mis: {weight: {level: token, bound: clip, lower: 3.0, upper: 2.0}}")
-    done = launch(script, tmp_path, MIS_CONFIG=str(config))
-    assert done.returncode != 0
-    assert "impossible.yaml" in done.stderr
-    assert not (tmp_path / "ray.txt").exists()
-
-
-@launch_script
-def test_launch_stops_at_a_config_of_the_loss_hook(script: str, tmp_path: Path) -> None:
-    done = launch(script, tmp_path, MIS_CONFIG="opsm")
-    assert done.returncode == 2
-    assert "--loss-type custom_loss" in done.stdout
-    assert "opsm.yaml needs the flags above" in done.stderr
-    assert not (tmp_path / "ray.txt").exists()
+    assert (said in done.stderr) != serves
+    assert "opsm" not in config or "--loss-type custom_loss" in done.stdout
 
 
 @launch_script
@@ -203,9 +196,12 @@ def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
     assert config.stem == Path(given).stem
 
 
-def test_a_bitwise_config_that_is_not_there_launches_nothing(tmp_path: Path) -> None:
-    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, BITWISE_CONFIG="/no/such.yaml")
-    assert done.returncode != 0 and "/no/such.yaml" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "value"), [("BITWISE_CONFIG", "/no/such.yaml"), ("TRAIN_BACKEND", "deepspeed")]
+)
+def test_a_true_on_policy_launch_stops_where_it_cannot_hold(name: str, value: str, tmp_path: Path) -> None:
+    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, **{name: value})
+    assert done.returncode != 0 and value in done.stderr
     assert not (tmp_path / "ray.txt").exists()
 
 
@@ -243,13 +239,6 @@ def hooks_of(arguments: list[str]) -> dict[str, str]:
         for flag, value in itertools.pairwise(arguments)
         if flag.startswith("--custom-") and flag != "--custom-config-path"
     }
-
-
-def test_a_true_on_policy_launch_stops_where_there_is_no_contract(tmp_path: Path) -> None:
-    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND="deepspeed")
-    assert done.returncode != 0
-    assert "deepspeed" in done.stderr
-    assert not (tmp_path / "ray.txt").exists()
 
 
 @pytest.fixture
@@ -409,7 +398,3 @@ def test_what_a_script_started_ends_with_it(ends: str) -> None:
     while alive(int(done.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(int(done.stdout))
-
-
-def test_ci_runs_the_engines_too() -> None:
-    assert 'bash "$scripts/test.sh" --engines' in (ROOT / ".ci" / "run").read_text()

@@ -29,7 +29,7 @@ from true_on_policy.contract.gpu import (
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
 from true_on_policy.flags import releases
-from true_on_policy.flags.command import PREFIX, REFUSALS, check_host, launch_flags
+from true_on_policy.flags.command import REFUSALS, check_host, launch_flags
 from true_on_policy.flags.releases import FILES, RELEASES, check_installed, declares, releases_with
 from true_on_policy.observe.dumps import Dump, Process, load, write
 from true_on_policy.observe.process import Observation
@@ -63,18 +63,6 @@ def test_what_a_release_lacks_is_a_flag_that_is_launched() -> None:
     names = {flag.name for contract in CONTRACTS.values() for flag in launch_flags(contract)}
     assert {flag for release in RELEASES for flag in release.lacks} <= names
     assert {release.owner for release in RELEASES} == set(FILES)
-
-
-def test_arguments_are_printed_one_a_line(capsys: pytest.CaptureFixture) -> None:
-    lines = printed(capsys, "--model", "qwen3-4B", "--backend", "megatron")
-    assert lines[lines.index("--tensor-model-parallel-size") + 1] == "8"
-    assert lines[lines.index("--rollout-num-gpus-per-engine") + 1] == "8"
-    assert lines[lines.index(f"{PREFIX}true-on-policy-contract") + 1] == "qwen3_dense_true_on_policy_v1"
-    assert "--cp-comm-type" not in lines and "--batch-invariant-mode" in lines
-    ulysses = printed(
-        capsys, "--model", "qwen3-4B", "--backend", "megatron", "--tp", "2", "--cp", "4", "--engine-tp", "8"
-    )
-    assert ulysses[ulysses.index("--cp-comm-type") + 1] == "a2a"
 
 
 @pytest.mark.parametrize(
@@ -118,13 +106,6 @@ def test_what_a_refused_layout_is_told_to_set_holds(
     model = words[: 2 * ("--model" in words)]
     assert printed(capsys, *model, "--cp", context, "--tp", tensor, "--engine-tp", engine)
     assert context == dict(zip(words[::2], words[1::2], strict=True)).get("--cp", "1") or context == "1"
-
-
-def test_the_environment_is_printed_instead(capsys: pytest.CaptureFixture) -> None:
-    lines = printed(capsys, "--model", "qwen3-4B", "--backend", "fsdp", "--env")
-    assert dict(line.split("=", 1) for line in lines) == CONTRACTS["fsdp"].environment
-    deep = printed(capsys, "--model", "qwen3-4B", "--backend", "megatron", "--env", "--gemm", "deep_gemm")
-    assert "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM=1" in deep
 
 
 def test_bash_reads_them_as_an_array() -> None:
@@ -239,11 +220,6 @@ def host_args(backend: str, checkpoint: Path, **changes) -> Namespace:
     }
     asked = {flag.attribute: flag.value for flag in launch_flags(CONTRACTS[backend])}
     return Namespace(**defaults | asked | {"hf_checkpoint": str(checkpoint)} | changes)
-
-
-@pytest.mark.parametrize("backend", CONTRACTS)
-def test_a_host_that_parsed_the_flags_keeps_the_contract(backend: str, tmp_path: Path) -> None:
-    assert check_host(host_args(backend, config(tmp_path))) == CONTRACTS[backend]
 
 
 @pytest.mark.parametrize("backend", CONTRACTS)
