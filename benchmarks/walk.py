@@ -10,8 +10,7 @@ met before.
 
 Checks of arguments, the places of masks, and what is recorded for warnings and metrics are not on the way: no weight
 depends on them. Rows for metrics share a tensor with rows that weights read, so that the walk is made with
-`metrics: none`. An earlier call has filled the caches. Beside the walk stand all steps of the call: a step is a call of
-a named function in another file of mis_plugins than the call before it.
+`metrics: none`. An earlier call has filled the caches.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,11 +60,10 @@ class Stop:
 
 @dataclass(frozen=True)
 class Walk:
-    """What one call passes through: as a reader follows a log-prob, and as Python does."""
+    """What one call passes through, as a reader follows a log-prob."""
 
     name: str
     stops: Sequence[Stop]
-    steps: Sequence[Stop]
 
     @property
     def files(self) -> int:
@@ -74,16 +71,11 @@ class Walk:
 
     @property
     def returns(self) -> int:
-        return _returns(self.stops)
+        return sum(stop.returns for stop in self.stops)
 
     @property
     def counted(self) -> str:
-        read = f"{len(self.stops)} stops in {self.files} files, {self.returns} returns"
-        return f"{self.name}: {read}; every call: {len(self.steps)} steps, {_returns(self.steps)} returns"
-
-
-def _returns(stops: Sequence[Stop]) -> int:
-    return sum(stop.returns for stop in stops)
+        return f"{self.name}: {len(self.stops)} stops in {self.files} files, {self.returns} returns"
 
 
 @dataclass(frozen=True)
@@ -169,39 +161,20 @@ def _running() -> list[CodeType]:
 def follow(name: str, call: Call) -> Walk:
     """The walk of one call, which has run once before."""
     call.run()
-    with _visited() as visits:
-        call.run()
     with Trace(call.given) as trace:
         answer = list(call.run())
     opened = [code for operator in trace.towards(answer) for code in operator.functions]
-    return Walk(name, stops=list(_stops(dict.fromkeys(opened))), steps=list(_stops(visits)))
-
-
-@contextmanager
-def _visited() -> Iterator[list[CodeType]]:
-    """Every named function of the package that Python enters meanwhile, in order."""
-    visits: list[CodeType] = []
-    before = sys.getprofile()
-
-    def enter(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and _is_ours(frame.f_code) and not frame.f_code.co_name.startswith("<"):
-            visits.append(frame.f_code)
-
-    sys.setprofile(enter)
-    try:
-        yield visits
-    finally:
-        sys.setprofile(before)
+    return Walk(name, list(_stops(dict.fromkeys(opened))))
 
 
 def _is_ours(code: CodeType) -> bool:
     return PACKAGE in Path(code.co_filename).parents
 
 
-def _stops(visits: Iterable[CodeType]) -> Iterator[Stop]:
+def _stops(opened: Iterable[CodeType]) -> Iterator[Stop]:
     """A stop for each run of functions of one file."""
     been = set[str]()
-    for file, codes in itertools.groupby(visits, lambda code: code.co_filename):
+    for file, codes in itertools.groupby(opened, lambda code: code.co_filename):
         path = str(Path(file).relative_to(PACKAGE.parent))
         yield Stop(path, tuple(dict.fromkeys(code.co_qualname for code in codes)), path in been)
         been.add(path)
@@ -259,7 +232,6 @@ def write(path: Path, walks: Sequence[Walk], measured: dict[str, str]) -> None:
             "files": walk.files,
             "returns": walk.returns,
             "stops": [vars(stop) for stop in walk.stops],
-            "steps": len(walk.steps),
         }
         for walk in walks
     ]

@@ -7,9 +7,10 @@ Shapes are checked at run time by jaxtyping's own flag, which `scripts/test.sh` 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in every child process
@@ -18,9 +19,12 @@ import hypothesis
 import pytest
 import torch
 import triton_interpreter  # noqa: F401  (before anything imports triton)
+import yaml
+from commands import ConfigCommand
 from process_groups import destroy_process_groups
 
 from mis_plugins import mis
+from mis_plugins.__main__ import main
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.shared import notices
 
@@ -114,6 +118,36 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     found: list[dict[str, float]] = []
     monkeypatch.setattr(tracking, "log", lambda args, metrics, *_: found.append(dict(metrics)))
     return found
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint."""
+    from true_on_policy.models.tiny import (
+        checkpoint,
+    )  # whose imports take seconds, and most tests need none of them
+
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
+
+
+@pytest.fixture
+def said_once(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What is warned of once a process: the settings. The step report speaks of the data, and warns each time."""
+    caplog.set_level(logging.WARNING, logger="mis_plugins")
+    return lambda: [record.getMessage() for record in caplog.records if record.module == "notices"]
+
+
+@pytest.fixture
+def config_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> ConfigCommand:
+    """Run `config COMMAND FILE OPTIONS` on a file with this content; what it printed, and it ended with `code`."""
+
+    def run(content: str | dict, *options: str, command: str = "check", code: int = 0):
+        file = tmp_path / "my config.yaml"
+        file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        assert main(["config", command, str(file), *options]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(autouse=True)

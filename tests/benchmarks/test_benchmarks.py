@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import tallies
 import torch
 import yaml
+from commands import ran
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from mis_plugins import mis
@@ -34,9 +32,8 @@ MOST_COLLECTIVES = 3
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of one `--smoke` run: N 8 and 64, CP 1 and 2."""
     path = tmp_path_factory.mktemp("benchmarks") / "cost.json"
-    command = [sys.executable, str(BENCHMARKS / "correction_cost.py"), "--smoke", "--json", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
-    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    done = ran(BENCHMARKS / "correction_cost.py", "--smoke", "--json", path)
+    assert done.returncode == 0, done.stderr
     assert path.with_suffix(".md").read_text().startswith("```\npython benchmarks/correction_cost.py --smoke")
     return json.loads(path.read_text())["rows"]
 
@@ -140,17 +137,9 @@ def test_peak_counts_what_lives_at_once():
 
 @pytest.mark.parametrize("script", ["host_parity.py", "host_comparison.py", "masked_samples.py"])
 def test_parity_without_a_host_is_no_verdict(script: str, tmp_path: Path):
-    command = [
-        sys.executable,
-        str(BENCHMARKS / script),
-        "--host",
-        "slime",
-        "--checkout",
-        str(tmp_path),
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "could not compare" in ran.stdout and "no package slime/" in ran.stdout
+    done = ran(BENCHMARKS / script, "--host", "slime", "--checkout", tmp_path)
+    assert done.returncode == 2
+    assert "could not compare" in done.stdout and "no package slime/" in done.stdout
 
 
 def _ours(metrics: str) -> Any:
@@ -177,9 +166,7 @@ HOST_SCRIPTS = ("host_comparison", "host_parity", "masked_samples")
 )
 def test_figures_that_could_not_be_written_are_not_measured(name: str, tmp_path: Path):
     """Exit code 2: 1 means different."""
-    host = ["--host", "miles", "--checkout", str(tmp_path)] if name in HOST_SCRIPTS else []
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *host, "--json", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    host = ["--host", "miles", "--checkout", tmp_path] if name in HOST_SCRIPTS else []
+    done = ran(BENCHMARKS / f"{name}.py", *host, "--json", tmp_path)
     assert done.returncode == 2
     assert f"argument --json: {tmp_path} cannot be written" in done.stderr

@@ -18,6 +18,7 @@ import gpu_session
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import ran
 from gpu import cost, kernels, results, sections, sglang_server, warm
 from gpu.machine import Cuda
 from gpu.plan import TINY
@@ -435,8 +436,5 @@ def test_the_parent_never_touches_cuda():
     code = (
         "import sys, gpu_session; print({'torch', 'triton', 'transformers', 'megatron'} & set(sys.modules))"
     )
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "{'torch'}"
+    done = ran("-c", code, PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
+    assert done.stdout.strip() == "{'torch'}", done.stderr

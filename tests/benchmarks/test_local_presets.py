@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import presets
 import pytest
+from commands import ran
 
 from mis_plugins.config import reading
 from mis_plugins.local.cli.arguments import parse_args
@@ -25,10 +23,10 @@ NUMBERS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("presets")
-    command = [sys.executable, str(ROOT / "benchmarks/presets.py"), "--smoke"]
-    command += ["--runs", str(folder / "runs"), "--results", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    done = ran(
+        "benchmarks/presets.py", "--smoke", "--runs", folder / "runs", "--results", folder, seconds=900
+    )
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ran
 from stand_ins import Write, write  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -127,14 +127,8 @@ def test_workers_that_train_nothing_pay_nothing() -> None:
         "import sys; from true_on_policy import fsdp_worker; fsdp_worker.watch(); "
         "print({'torch', 'miles'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.strip() == "set()"
+    done = ran("-c", code)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_the_launch_names_the_hook() -> None:

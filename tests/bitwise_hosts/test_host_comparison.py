@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import stand_ins
 import tallies
 import torch
 from batches import Batch, batches, make_batch
+from commands import ran
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks
@@ -51,10 +50,7 @@ def own_loss(args: Any, batch: Any, logits: Tensor, reduce: Any) -> tuple[Tensor
 @pytest.fixture(autouse=True)
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     """A process that has compared nothing yet, under a host."""
-    parts = SLIME_LOSS.split(".")
-    for i in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
-    sys.modules[SLIME_LOSS].__dict__["policy_loss_function"] = own_loss
+    stand_ins.load({SLIME_LOSS: {"policy_loss_function": own_loss}}, monkeypatch)
     fresh = Comparison()
     monkeypatch.setattr(hosts, "COMPARISON", fresh)
     return fresh
@@ -457,8 +453,7 @@ hosts.policy_loss(args, batch, torch.zeros(()), reduce)
 
 def test_the_last_step_is_read_when_the_process_exits(tmp_path: Path):
     """Told and written, not raised: the run is over."""
-    command = [sys.executable, "-c", ENDS_AFTER_A_STEP, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = ran("-c", ENDS_AFTER_A_STEP, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rollout 7, step 0, rank 0: 1 of 3 log-probs differ; ulps: 0: 1" in done.stderr
     assert (tmp_path / "rollout-7-step-0-rank-0" / "engine.safetensors").exists()

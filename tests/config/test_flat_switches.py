@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable
 from itertools import chain
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from batches import host_args, ratio_batch
+from commands import ConfigCommand
 from drive import same_bytes
 from host_flags import accepted
 from test_loss_hook import drive, flags, hosts, random_step
 
 from mis_plugins import mis
-from mis_plugins.__main__ import main
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
@@ -37,13 +35,6 @@ HOOKS = {
         2 / 3,
     ),  # two of three tokens are kept, and the host divides by those
 }
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What is said once, of the settings; the step report speaks of the data, of which some are fully masked."""
-    caplog.set_level(logging.WARNING, logger="mis_plugins")
-    return lambda: [record.getMessage() for record in caplog.records if record.module == "notices"]
 
 
 # ------------------------------------------------------------------------------------------------------- use_mask
@@ -91,11 +82,8 @@ def test_the_loss_hook_masks():
     assert (losses[0].gradient == 0).sum() > (losses[1].gradient == 0).sum()
 
 
-def test_check_says_what_use_mask_does(tmp_path: Path, capsys: pytest.CaptureFixture):
-    file = tmp_path / "blog.yaml"
-    file.write_text(yaml.safe_dump(FLAT | {"use_mask": True}))
-    assert main(["config", "check", str(file)]) == 0
-    told = capsys.readouterr().out
+def test_check_says_what_use_mask_does(config_command: ConfigCommand):
+    told = config_command(FLAT | {"use_mask": True}).out
     assert "reject: tokens whose ratio is below 0.7 or above 1.5" in told
     assert "denominator: a sequence's loss is divided by the tokens of before rejection" in told
 
@@ -108,10 +96,10 @@ def test_from_miles_translates_use_mask():
     assert "FSDP" not in told and "# rs_level: token, rs_lower_bound: 0.7" in translation.text()
 
 
-def test_without_use_tis_use_mask_is_named(warnings: Callable[[], list[str]]):
+def test_without_use_tis_use_mask_is_named(said_once: Callable[[], list[str]]):
     batch = ratio_batch([[0.9, 3.0]])
     mis.compute_mis_weights_with_cp(host_args(**FLAT, use_mask=True, use_tis=False), **batch.hook_kwargs())
-    assert "whatever tis_upper_bound, use_mask say" in warnings()[0]
+    assert "whatever tis_upper_bound, use_mask say" in said_once()[0]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +122,7 @@ def test_a_use_mask_that_cannot_be(keys: dict, message: str):
 @pytest.mark.parametrize("switches", [{}, {"use_rs": False}, {"use_rs": False, "use_mask": False}])
 @pytest.mark.parametrize("path", ["tis", "loss"])
 def test_a_rule_that_nothing_switches_on_is_told_once(
-    switches: dict, path: str, warnings: Callable[[], list[str]]
+    switches: dict, path: str, said_once: Callable[[], list[str]]
 ):
     keys: dict[str, Any] = FLAT | {"rs_lower_bound": None} | switches
     for _ in range(2):
@@ -144,18 +132,14 @@ def test_a_rule_that_nothing_switches_on_is_told_once(
             step = random_step(0)
             drive(flags(**keys), step.batch(), torch.cat(step.rows("target")))
     said = "rs_level, rs_upper_bound: without effect, use_rs is off; say use_rs: true, or drop what has no effect"
-    assert warnings() == [said]
+    assert said_once() == [said]
 
 
 @pytest.mark.parametrize("switch", ["use_rs", "use_mask", None])
-def test_check_tells_of_a_rule_that_nothing_switches_on(
-    switch: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    file = tmp_path / "flat.yaml"
-    file.write_text(yaml.safe_dump(FLAT | ({switch: True} if switch else {})))
-    assert main(["config", "check", str(file)]) == 0
+def test_check_tells_of_a_rule_that_nothing_switches_on(switch: str | None, config_command: ConfigCommand):
+    told = config_command(FLAT | ({switch: True} if switch else {})).out
     idle = "warning: rs_level, rs_lower_bound, rs_upper_bound: without effect, use_rs is off"
-    assert (idle in capsys.readouterr().out) == (switch is None)
+    assert (idle in told) == (switch is None)
 
 
 # ---------------------------------------------------------------------------------------------------------- near misses
@@ -176,14 +160,10 @@ MISSES = [
 
 @pytest.mark.parametrize(("key", "meant"), MISSES)
 @pytest.mark.parametrize("command", ["check", "show", "from-miles"])
-def test_a_command_refuses_a_near_miss(
-    key: str, meant: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_a_command_refuses_a_near_miss(key: str, meant: str, command: str, config_command: ConfigCommand):
     for value in (True, False):
-        file = tmp_path / "flat.yaml"
-        file.write_text(yaml.safe_dump({"tis_upper_bound": 2.0, key: value}))
-        assert main(["config", command, str(file)]) == 2
-        assert f"{key}: unknown key; did you mean {meant}?" in capsys.readouterr().err
+        told = config_command({"tis_upper_bound": 2.0, key: value}, command=command, code=2).err
+        assert f"{key}: unknown key; did you mean {meant}?" in told
 
 
 @pytest.mark.parametrize(("key", "meant"), MISSES)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import ConfigCommand
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mis_plugins.__main__ import load, main
+from mis_plugins.__main__ import load
 from mis_plugins.config import writing
 from mis_plugins.config.model import (
     CorrectionConfig,
@@ -166,10 +167,7 @@ AREAL = {
 
 
 @pytest.mark.parametrize("text", AREAL)
-def test_a_file_in_areals_words(text: str, tmp_path: Path, capsys: pytest.CaptureFixture):
-    file = tmp_path / "areal.yaml"
-    file.write_text(text)
-    assert load(file) == AREAL[text]
-    assert main(["config", "show", str(file)]) == 0
-    told = capsys.readouterr().out.partition("\n\n")[0]
+def test_a_file_in_areals_words(text: str, tmp_path: Path, config_command: ConfigCommand):
+    told = config_command(text, command="show").out.partition("\n\n")[0]
+    assert load(tmp_path / "my config.yaml") == AREAL[text]
     assert from_mapping(yaml.safe_load(told)["mis"]) == AREAL[text]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 import typing
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import oracle
 import pytest
 import yaml
 from batches import ratio_batch
+from commands import ConfigCommand, ran
 from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
@@ -176,20 +174,10 @@ def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
     ],
 )
 @pytest.mark.parametrize("command", ["check", "show"])
-def test_check_refuses(command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_check_refuses(command: str, text: str, message: str, tmp_path: Path, config_command: ConfigCommand):
     """Exit code 2, the key on stderr: the launch scripts stop before the job."""
-    file = tmp_path / "broken.yaml"
-    file.write_text(text)
-    assert main(["config", command, str(file)]) == 2
-    told = capsys.readouterr().err
-    assert str(file) in told and message in told
-
-
-def test_check_passes_a_file_for_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture):
-    file = tmp_path / "metrics.yaml"
-    file.write_text("mis: {metrics: core}")
-    assert main(["config", "check", str(file)]) == 0
-    assert "core" in capsys.readouterr().out
+    told = config_command(text, command=command, code=2).err
+    assert str(tmp_path / "my config.yaml") in told and message in told
 
 
 @pytest.mark.parametrize(
@@ -202,25 +190,9 @@ def test_check_passes_a_file_for_metrics_alone(tmp_path: Path, capsys: pytest.Ca
         ("{opsm: {delta: 1e-4}, metrics: none}", False),
     ],
 )
-def test_check_warns_of_a_file_that_does_nothing(
-    text: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    file = tmp_path / "nothing.yaml"
-    file.write_text(f"mis: {text}")
-    assert main(["config", "check", str(file)]) == 0
-    told = capsys.readouterr().out
+def test_check_warns_of_a_file_that_does_nothing(text: str, warns: bool, config_command: ConfigCommand):
+    told = config_command(f"mis: {text}").out
     assert ("warning: metrics: none alone weighs nothing, drops nothing and reports nothing" in told) == warns
-
-
-def test_check_reads_a_pipe():
-    done = subprocess.run(
-        [sys.executable, "-m", "mis_plugins", "config", "check", "/dev/stdin"],
-        input="mis: {weight: {upper: 3}}",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "capped at 3" in done.stdout, done.stderr
 
 
 def test_check_refuses_what_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -230,15 +202,13 @@ def test_check_refuses_what_is_no_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert "byte 0 is not UTF-8" in capsys.readouterr().err
 
 
-def test_a_merged_key_may_be_overridden(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_merged_key_may_be_overridden(config_command: ConfigCommand):
     """`<<` puts in keys that others win over: no key stands twice, nor where the same anchor is merged again."""
-    file = tmp_path / "merged.yaml"
-    file.write_text(
+    told = config_command(
         "one: &one {upper: 3}\ntwo: {deeper: &two {<<: *one, upper: 4, bound: clip}}\n"
         "mis: {weight: {<<: *two, <<: *one, upper: 5}}"
     )
-    assert main(["config", "check", str(file)]) == 0
-    assert "clipped to [0.2, 5]" in capsys.readouterr().out
+    assert "clipped to [0.2, 5]" in told.out
 
 
 @pytest.mark.parametrize(
@@ -252,14 +222,10 @@ def test_a_merged_key_may_be_overridden(tmp_path: Path, capsys: pytest.CaptureFi
         ("get_mismatch_metrics: false", None),
     ],
 )
-def test_check_warns_of_the_hosts_own_switches(
-    text: str, warning: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_check_warns_of_the_hosts_own_switches(text: str, warning: str | None, config_command: ConfigCommand):
     """A host sets its arguments from the file last, whatever the command line said."""
-    file = tmp_path / "flat.yaml"
-    file.write_text(f"tis_upper_bound: 2.0\n{text}")
-    assert main(["config", "check", str(file)]) == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    told = config_command(f"tis_upper_bound: 2.0\n{text}").out
+    warnings = [line for line in told.splitlines() if line.startswith("warning:")]
     assert len(warnings) == (warning is not None) and (warning or "") in "".join(warnings)
 
 
@@ -276,15 +242,12 @@ def test_check_warns_of_the_hosts_own_switches(
     ],
 )
 def test_check_warns_of_terms_that_kept_does_not_divide(
-    keys: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+    keys: str, warns: bool, config_command: ConfigCommand
 ):
     """KL and entropy that the file itself asks for, which the TIS hook is not handed."""
-    file = tmp_path / "kept.yaml"
     kept = "mis: {weight: null, reject: [{upper: 2}], denominator: kept}"
-    file.write_text(keys if "mis:" in keys else f"{keys}\n{kept}")
-    assert main(["config", "check", str(file)]) == 0
-    told = "warning: mis.denominator: kept is that of the policy term alone" in capsys.readouterr().out
-    assert told == warns
+    told = config_command(keys if "mis:" in keys else f"{keys}\n{kept}").out
+    assert ("warning: mis.denominator: kept is that of the policy term alone" in told) == warns
 
 
 def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):
@@ -304,16 +267,13 @@ def test_list_tells_every_formula(capsys: pytest.CaptureFixture):
 def test_only_show_needs_torch(command: str):
     """A launch script asks before every job: blocked, an import of torch would raise."""
     block = "import sys; sys.modules['torch'] = None; from mis_plugins.__main__ import main; "
-    code = f"{block}sys.exit(main('config {command}'.split()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = ran("-c", f"{block}sys.exit(main('config {command}'.split()))")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_preset_is_found_from_another_folder(tmp_path: Path):
     """What `--custom-config-path $(python -m mis_plugins config path tis)` runs."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mis_plugins", "config", "path", "mis"]
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    found = ran("-m", "mis_plugins", "config", "path", "mis", folder=tmp_path)
     assert Path(found.stdout.strip()).read_text() == (FOLDER / "mis.yaml").read_text()
 
 

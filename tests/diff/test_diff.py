@@ -8,8 +8,6 @@ import os
 import random
 import re
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from commands import ran
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -118,9 +117,7 @@ def test_bookkeeping_is_left_out(tmp_path: Path):
 
 def test_the_command_line(tmp_path: Path):
     a, b = dump_all(tmp_path / "a", BASE), dump_all(tmp_path / "b", CASES["another value"][0])
-    done = subprocess.run(
-        [sys.executable, "-m", "true_on_policy", "diff", a, b], capture_output=True, text=True
-    )
+    done = ran("-m", "true_on_policy", "diff", a, b)
     assert (done.returncode, done.stderr) == (DIFFERENT, "")
     assert "first divergence: layers.0.mlp" in done.stdout
     pair = "0 (0x00000000) against 1 (0x3f800000), 1065353216 ulp apart"
@@ -386,7 +383,7 @@ sys.exit(code)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to measure memory")
 def test_gigabytes_are_not_loaded(tmp_path: Path):
     a, b = huge(tmp_path / "a.safetensors", 1, 1.0), huge(tmp_path / "b.safetensors", 1, 2.0)
-    done = subprocess.run([sys.executable, "-c", MEMORY, a, b], capture_output=True, text=True)
+    done = ran("-c", MEMORY, a, b)
     assert done.returncode == DIFFERENT, done.stderr
     assert f"1 of {1 << 28} values differ, first at [{(1 << 28) - 1}]" in done.stdout
     assert int(done.stdout.split()[-1]) < 300

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from commands import ran
 
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
@@ -86,11 +85,8 @@ def test_tf32_is_tried_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("disable", "found"), [("0", "on"), ("1", "off")])
 def test_compiling_is_tried_not_read(disable: str, found: str) -> None:
     code = "from true_on_policy.observe.process import LOOKS\nprint(LOOKS['torch.compile']())"
-    environment = os.environ | {"TORCH_COMPILE_DISABLE": disable}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == found
+    done = ran("-c", code, TORCH_COMPILE_DISABLE=disable)
+    assert done.stdout.strip() == found, done.stderr
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -11,14 +11,13 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
-import torch
 
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.models.tiny import checkpoint, read_config
+from true_on_policy.models.tiny import read_config
 
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
@@ -62,11 +61,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:  # it ended meanwhile, or is another user's
         return ""
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
 
 
 @pytest.fixture(scope="session")

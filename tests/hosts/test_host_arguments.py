@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from commands import ConfigCommand, ran
 
 from mis_plugins.__main__ import main
 from mis_plugins.hosts.arguments import flags, kinds, recorded, surprises
@@ -17,18 +17,6 @@ from mis_plugins.hosts.registry import HOSTS as REGISTERED
 ROOT = Path(__file__).parents[2]
 HOSTS = tuple(recorded())
 every_host = pytest.mark.parametrize("host", HOSTS)
-
-
-def told(text: str, *options: str, folder: Path, capsys: pytest.CaptureFixture) -> list[str]:
-    """The lines of `config check` of a file that corrects and says `text` too."""
-    file = folder / "my config.yaml"
-    file.write_text(f"{text}\nmis: {{weight: {{upper: 3}}}}\n")
-    assert main(["config", "check", str(file), *options]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def warned(lines: list[str]) -> list[str]:
-    return [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
 
 
 @pytest.mark.parametrize(
@@ -53,9 +41,10 @@ def warned(lines: list[str]) -> list[str]:
 )  # fmt: skip
 @pytest.mark.parametrize("options", [(), *(("--host", host) for host in HOSTS)])
 def test_keys_beside_ours(
-    text: str, said: str | None, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+    text: str, said: str | None, options: tuple[str, ...], config_command: ConfigCommand
 ):
-    warnings = warned(told(text, *options, folder=tmp_path, capsys=capsys))
+    told = config_command(f"{text}\nmis: {{weight: {{upper: 3}}}}\n", *options).out
+    warnings = [line for line in told.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
 
 
@@ -162,13 +151,8 @@ def test_flags_are_ready_to_paste(
 
 
 def test_a_pipe_has_no_path():
-    done = subprocess.run(
-        [sys.executable, "-m", "mis_plugins", "config", "check", "/dev/stdin", "--host", "slime"],
-        input="mis: {weight: {upper: 3}}",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    words = ("-m", "mis_plugins", "config", "check", "/dev/stdin", "--host", "slime")
+    done = ran(*words, given="mis: {weight: {upper: 3}}")
     assert done.returncode == 0 and done.stdout.rstrip().endswith("--custom-config-path FILE"), done.stderr
 
 
@@ -184,36 +168,26 @@ def test_a_pipe_has_no_path():
 )  # fmt: skip
 @every_host
 def test_what_a_host_cannot_serve_is_refused(
-    mis: dict[str, Any], refused: tuple[str, ...], said: str, host: str, tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-):  # fmt: skip
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({"mis": mis}))
-    assert main(["config", "check", str(file)]) == 0
-    assert main(["config", "check", str(file), "--host", host]) == (2 if host in refused else 0)
-    assert (said in capsys.readouterr().err) == (host in refused)
+    mis: dict[str, Any], refused: tuple[str, ...], said: str, host: str, config_command: ConfigCommand
+):
+    config_command({"mis": mis})
+    told = config_command({"mis": mis}, "--host", host, code=2 if host in refused else 0).err
+    assert (said in told) == (host in refused)
 
 
 @every_host
-def test_step_metrics_that_a_host_lacks_are_warned_of(
-    host: str, capsys: pytest.CaptureFixture, tmp_path: Path
-):
-    file = tmp_path / "all.yaml"
-    file.write_text("mis: {metrics: all}")
-    assert main(["config", "check", str(file), "--host", host]) == 0
-    assert ("no more than with mis.metrics: full" in capsys.readouterr().out) == (host == "fsdp")
+def test_step_metrics_that_a_host_lacks_are_warned_of(host: str, config_command: ConfigCommand):
+    told = config_command("mis: {metrics: all}", "--host", host).out
+    assert ("no more than with mis.metrics: full" in told) == (host == "fsdp")
 
 
 @every_host
 def test_kept_with_kl_is_warned_of_where_the_host_divides_by_all_tokens(
-    host: str, capsys: pytest.CaptureFixture, tmp_path: Path
+    host: str, config_command: ConfigCommand
 ):
     """Miles on FSDP divides every term by the kept tokens, and so every term but the policy's with `original`."""
-    file = tmp_path / "kl.yaml"
     for denominator in ("kept", "original"):
-        file.write_text(
-            f"use_kl_loss: true\nmis: {{weight: null, reject: [{{upper: 2}}], denominator: {denominator}}}"
-        )
-        assert main(["config", "check", str(file), "--host", host]) == 0
-        warns = "is that of the policy term alone" in capsys.readouterr().out
+        mis = {"weight": None, "reject": [{"upper": 2}], "denominator": denominator}
+        told = config_command({"use_kl_loss": True, "mis": mis}, "--host", host).out
+        warns = "is that of the policy term alone" in told
         assert warns == ((host == "fsdp") != (denominator == "kept"))

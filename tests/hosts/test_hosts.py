@@ -25,6 +25,7 @@ from batches import (
 )
 from drive import assert_all_same, assert_same_bytes, call, one_rank, run, same_bytes
 from hypothesis import given
+from test_rollout_data_hook import rollout_data
 from tolerances import EPS, normalized_rtol
 
 CONFIG = {
@@ -266,6 +267,7 @@ ONLY_METRICS = {"use_tis": False, "get_mismatch_metrics": True}
         {"mis": CONFIG},
         {"mis": {"weight": {"bound": "mask", "upper": 1.1}}},
         {"mis": {"metrics": "core"}},
+        FLAT,
         {"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False},
     ],
 )
@@ -403,14 +405,6 @@ def test_an_empty_micro_batch():
 
 
 # ---------------------------------------------------------------------------------------------------- rollout scope
-
-
-def rollout_data(batch: Batch) -> dict:
-    """What slime and the local host hand to `--rollout-data-postprocess-path`."""
-    return {
-        "log_probs": batch.proximal, "rollout_log_probs": batch.behavior, "loss_masks": batch.loss_masks,
-        "total_lengths": batch.total_lengths, "response_lengths": batch.response_lengths,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import stand_ins
 import torch
+from commands import ConfigCommand
 from test_loss_hook import Step, flags, random_step, reducer
 from torch import Tensor
 
 from mis_plugins import mis
-from mis_plugins.__main__ import main
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import adapters, registry
 from mis_plugins.hosts.adapters import embedded, miles, slime
@@ -55,9 +56,7 @@ MADE_UP = Host(
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[Mapping[str, float]]]:
-    module = ModuleType("made_up")
-    module.__dict__["log"] = log
-    monkeypatch.setitem(sys.modules, "made_up", module)
+    stand_ins.load({"made_up": {"log": log}}, monkeypatch)
     LOGGED.clear()
     registry.register(MADE_UP)
     yield LOGGED
@@ -133,10 +132,7 @@ def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):
         registry.current()
 
 
-def test_config_check(logged: Sequence[Mapping[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture):
-    file = tmp_path / "config.yaml"
-    file.write_text("mis: {weight: {upper: 2.0}, metrics: all}")
+def test_config_check(logged: Sequence[Mapping[str, float]], config_command: ConfigCommand):
     assert list(recorded()) == ["miles", "fsdp", "slime", "made-up"]
-    assert main(["config", "check", str(file), "--host", "made-up"]) == 0
-    told = capsys.readouterr().out
+    told = config_command("mis: {weight: {upper: 2.0}, metrics: all}", "--host", "made-up").out
     assert "which the made-up host does not call" in told and "report_step" not in told

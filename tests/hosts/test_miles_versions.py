@@ -11,10 +11,10 @@ import gc
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
+import stand_ins
 import torch
 
 from mis_plugins.errors import ConfigError, InputError
@@ -32,12 +32,6 @@ class Sample:
         self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
 
 
-def module(name: str, **names: Any) -> ModuleType:
-    made = ModuleType(name)
-    vars(made).update(names)
-    return made
-
-
 class HTTPError(Exception):
     pass
 
@@ -48,8 +42,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Shelf:
     own = Shelf()
     for place in (shelf, generate, train_data):
         monkeypatch.setattr(place, "SHELF", own)
-    client = module("httpx", HTTPError=HTTPError, RemoteProtocolError=HTTPError)
-    monkeypatch.setitem(sys.modules, "httpx", client)
+    stand_ins.load({"httpx": {"HTTPError": HTTPError, "RemoteProtocolError": HTTPError}}, monkeypatch)
     monkeypatch.setattr(generate, "PAUSE_S", 0.0)
     return own
 
@@ -154,23 +147,17 @@ def host_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def own(input: Any) -> str:
         return "the host's own"
 
-    endpoint = module(
-        "miles.rollout.generate_utils.generate_endpoint_utils",
-        compute_prompt_ids_from_sample=lambda state, sample: list(sample.prompt),
-        compute_request_payload=lambda args, **more: ({"input_ids": more["input_ids"]}, None),
-        compute_routing_headers=lambda args, sample: None,
-        update_sample_from_response=update,
-    )
-    single = module("miles.rollout.generate_hub.single_turn", generate=own)
     made = {
-        "miles": module("miles"),
-        "miles.rollout": module("miles.rollout"),
-        "miles.rollout.base_types": module("base_types", GenerateFnOutput=lambda samples: samples),
-        "miles.rollout.generate_hub": module("generate_hub", single_turn=single),
-        "miles.rollout.generate_utils": module("generate_utils", generate_endpoint_utils=endpoint),
+        "miles.rollout.base_types": {"GenerateFnOutput": lambda samples: samples},
+        "miles.rollout.generate_hub.single_turn": {"generate": own},
+        "miles.rollout.generate_utils.generate_endpoint_utils": {
+            "compute_prompt_ids_from_sample": lambda state, sample: list(sample.prompt),
+            "compute_request_payload": lambda args, **more: ({"input_ids": more["input_ids"]}, None),
+            "compute_routing_headers": lambda args, sample: None,
+            "update_sample_from_response": update,
+        },
     }
-    for name, one in made.items():
-        monkeypatch.setitem(sys.modules, name, one)
+    stand_ins.load(made, monkeypatch)
     monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: chunks(True))
 
 
@@ -195,15 +182,11 @@ def converted(samples: Sequence[Any], monkeypatch: pytest.MonkeyPatch, **args: A
         assert metadata == {} and custom is None and rewards == "rewards"
         return {"tokens": [sample.tokens for sample in samples], "weight_versions": [["5"]] * len(samples)}
 
-    conversion = module("train_data_conversion", convert_samples_to_train_data=own)
-    for name, one in {
-        "miles": module("miles"),
-        "miles.ray": module("miles.ray"),
-        "miles.ray.rollout": module("miles.ray.rollout", train_data_conversion=conversion),
-        "miles.utils": module("miles.utils"),
-        "miles.utils.misc": module("miles.utils.misc", load_function=lambda path: path),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, one)
+    conversion = {
+        "miles.ray.rollout.train_data_conversion": {"convert_samples_to_train_data": own},
+        "miles.utils.misc": {"load_function": lambda path: path},
+    }
+    stand_ins.load(conversion, monkeypatch)
     return train_data.convert(Namespace(custom_reward_post_process_path="rewards", **args), samples)
 
 
@@ -317,24 +300,18 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
     )
     names = {
         "ray": {"get": lambda value: value},
-        "miles": {},
-        "miles.utils": {},
         "miles.utils.distributed_utils": {"get_gloo_group": lambda: None},
         "miles.utils.replay_base": {"all_replay_managers": []},
-        "miles.backends": {},
-        "miles.backends.training_utils": {},
         "miles.backends.training_utils.parallel": {"get_parallel_state": lambda: state},
         "miles.backends.training_utils.cp_utils": {
             "all_gather_with_cp": lambda row, total, response: row,
             "slice_log_prob_with_cp": lambda row, total, response, qkv_format, longest: row,
         },
         "miles.backends.training_utils.data": {"DataIterator": Iterator},
-        "miles.backends.megatron_utils": {},
         "miles.backends.megatron_utils.actor": {"install": carrying.install},
         "miles.backends.megatron_utils.model": {"get_batch": get_batch},
     }
-    for name, held in names.items():
-        monkeypatch.setitem(sys.modules, name, module(name, **held))
+    stand_ins.load(names, monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     alone_in_world = Namespace(
         get_rank=lambda: 0,

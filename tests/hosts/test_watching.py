@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import logging
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import yaml
 from drive import same_bytes
-from test_loss_hook import Outcome, call, drive, flags, hosts, random_step
+from test_loss_hook import Outcome, assert_same, call, drive, flags, hosts, random_step
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
@@ -30,13 +29,6 @@ BYPASS = {"use_decoupled_loss": False}
 CORRECTING = [NESTED, FLAT, AREAL, MORE, BYPASS]
 
 
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What is said once, of the settings; the step report speaks of the data, of which some are fully masked."""
-    caplog.set_level(logging.WARNING, logger="mis_plugins")
-    return lambda: [record.getMessage() for record in caplog.records if record.module == "notices"]
-
-
 def from_file(path: Path, keys: dict[str, Any], **settings: Any) -> Namespace:
     """The arguments of a host that has read such a file: each key is set over the default."""
     path.write_text(yaml.safe_dump(keys))
@@ -46,10 +38,6 @@ def from_file(path: Path, keys: dict[str, Any], **settings: Any) -> Namespace:
 def loss_of(args: Namespace) -> Outcome:
     step = random_step(0)
     return drive(args, step.batch(), torch.cat(step.rows("target")))
-
-
-def assert_same(first: Outcome, second: Outcome) -> None:
-    assert same_bytes(first.loss, second.loss) and same_bytes(first.gradient, second.gradient)
 
 
 @pytest.mark.parametrize("keys", CORRECTING)
@@ -72,12 +60,12 @@ def test_mismatch_metrics_without_use_tis_leave_the_hosts_loss(keys: dict, tmp_p
 
 
 @pytest.mark.parametrize("keys", [NESTED, FLAT, AREAL, MORE])
-def test_use_tis_corrects_whatever_watches(keys: dict, tmp_path: Path, warnings: Callable[[], list[str]]):
+def test_use_tis_corrects_whatever_watches(keys: dict, tmp_path: Path, said_once: Callable[[], list[str]]):
     both = {"use_tis": True, "get_mismatch_metrics": True}
     corrected = loss_of(Namespace(**vars(flags()) | keys))
     assert not same_bytes(corrected.loss, call(random_step(0)).loss)
     assert_same(loss_of(from_file(tmp_path / "mis.yaml", keys | both)), corrected)
-    assert warnings() == ["--get-mismatch-metrics and --use-tis are both set: the loss is corrected"]
+    assert said_once() == ["--get-mismatch-metrics and --use-tis are both set: the loss is corrected"]
 
 
 def test_an_argument_whose_default_is_false_is_not_the_users_word(tmp_path: Path):
@@ -108,7 +96,7 @@ def test_the_hosts_own_objective_and_opsm_act_all_the_same(tmp_path: Path):
     ],
 )
 def test_what_does_not_act_is_named_once(
-    keys: dict, named: str, tmp_path: Path, warnings: Callable[[], list[str]]
+    keys: dict, named: str, tmp_path: Path, said_once: Callable[[], list[str]]
 ):
     path = tmp_path / "mis.yaml"
     by_file = from_file(path, keys | {"use_tis": False})
@@ -116,7 +104,7 @@ def test_what_does_not_act_is_named_once(
     for args in (by_file, by_file, by_flag, by_flag):
         loss_of(args)
     nothing = f"metrics only, nothing is weighed or rejected, whatever {named} say"
-    assert warnings() == [
+    assert said_once() == [
         f"use_tis: false in --custom-config-path {path}: {nothing}; say true there to correct, or drop it",
         f"--get-mismatch-metrics without --use-tis: {nothing}; give --use-tis to correct",
     ]

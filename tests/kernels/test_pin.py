@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import ran
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits
@@ -101,7 +100,7 @@ with pinned(Contract()):
     pass
 print(active_backend(), ".py:" in torch._C._dispatch_dump("aten::mm"))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = ran("-c", program)
     assert done.stdout.split() == ["native", "True"], done.stderr
 
 

@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections import Counter
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_local_loop import long_run, records, wait_for
 from tolerances import FP32_LOG_PROB
 
 from mis_plugins.errors import ConfigError
@@ -78,10 +77,6 @@ def dump(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None
 
 def dumps(output: Path) -> dict[str, dict[str, Any]]:
     return {path.name: torch.load(path) for path in sorted(output.glob("rollout-*.pt"))}
-
-
-def records(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def versions_of_a_run(engine: str, tmp_path: Path) -> None:
@@ -297,7 +292,7 @@ def test_killed_in_a_run_no_sample_is_lost_or_counted_twice(timeout: str, tmp_pa
 
 def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path: Path, warm: Path) -> None:
     """Sent to the whole foreground group, as a terminal sends it."""
-    process = start(tmp_path, warm)
+    process = long_run(f"--async --rollout-step-seconds 0.01 --warmup-cache {warm}", tmp_path)
     wait_for(tmp_path / "metrics.jsonl", lines=3)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == EXIT_INTERRUPTED
@@ -312,26 +307,6 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
     assert summary["worker_restarts"] == 0, "the worker heard nothing of it"
 
 
-def start(output: Path, warm: Path) -> subprocess.Popen[bytes]:
-    """A long asynchronous run, in a process group of its own."""
-    flags = (
-        f"--smoke --async --rollout-step-seconds 0.01 --output {output} --save {output} --warmup-cache {warm}"
-    )
-    program = (
-        "import sys; from mis_plugins.local import __main__; from mis_plugins.local.cli import arguments;"
-        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with (output / "stderr").open("w") as heard:
-        return subprocess.Popen(
-            [sys.executable, "-c", program, *flags.split()],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=heard,
-            start_new_session=True,
-        )
-
-
 def group(leader: int) -> dict[int, str]:
     """The processes of a group that run, zombies left out, and their command lines."""
     found = {}
@@ -343,13 +318,6 @@ def group(leader: int) -> dict[int, str]:
         except OSError:
             continue
     return found
-
-
-def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
-        time.sleep(0.05)
 
 
 def test_across_a_resume_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from test_local_parallel import GRIDS, Grid, recorded, relative, strong_weights,
 from test_local_parallel import settings as grid_settings
 from tolerances import EPS, FP32_LOG_PROB
 
-from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.loop import model_config, run_rank
+from mis_plugins.local.loop import model_config
 from mis_plugins.local.model.model import packed_logits
 from mis_plugins.local.rollout.sampler import Rollout, shard
 from mis_plugins.local.rollout.tasks import TASKS
@@ -281,18 +281,14 @@ def test_kl_to_the_frozen_policy_starts_at_zero_and_survives_a_resume(tmp_path: 
     """The reference of a resumed run is still the policy of before the first rollout."""
     kl = "--use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k3 --lr 1e-3"
     common = f"{FAILURES} {kl} --warmup-cache {tmp_path}"
-    assert one_step_a_rollout(4, common, tmp_path / "straight") == 0
-    assert one_step_a_rollout(2, f"{common} --save {tmp_path}/save", tmp_path / "resumed") == 0
-    assert one_step_a_rollout(4, f"{common} --load {tmp_path}/save", tmp_path / "resumed") == 0
+    run_one_step_a_rollout = partial(run, global_batch_size=16, micro_batch_size=16)
+    assert run_one_step_a_rollout(common, tmp_path / "straight", num_rollout=4) == 0
+    resumed = tmp_path / "resumed"
+    assert run_one_step_a_rollout(f"{common} --save {tmp_path}/save", resumed, num_rollout=2) == 0
+    assert run_one_step_a_rollout(f"{common} --load {tmp_path}/save", resumed, num_rollout=4) == 0
     rows = records(tmp_path / "straight")
     assert rows[0]["kl_loss"] == 0 < rows[1]["kl_loss"]
-    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")
-
-
-def one_step_a_rollout(count: int, flags: str, output: Path) -> int:
-    args = parse_args(f"--smoke --quiet --output {output} {flags}".split())
-    args.num_rollout, args.global_batch_size, args.micro_batch_size = count, 16, 16
-    return parallel.launch(args.world_size, lambda: run_rank(args))
+    assert numbers(resumed) == numbers(tmp_path / "straight")
 
 
 def test_holding_other_weights_gives_the_own_ones_back(

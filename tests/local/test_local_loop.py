@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ran
 
 from mis_plugins.config.reading import preset_path
 from mis_plugins.config.terms.divergence import k3
@@ -41,8 +42,10 @@ NOBODY = GroupInfo(0, 1, None)
 ALONE = ParallelState(NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)
 
 
-def run(flags: str, output: Path) -> int:
+def run(flags: str, output: Path, **settings: int) -> int:
+    """A small run with these flags; settings are those that `--smoke` would overrule."""
     args = parse_args(f"--smoke --quiet --output {output} {flags}".split())
+    vars(args).update(settings)
     return launch(args.world_size, lambda: run_rank(args))
 
 
@@ -55,6 +58,30 @@ def numbers(output: Path) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in record.items() if "seconds" not in key} for record in records(output)
     ]
+
+
+def long_run(flags: str, output: Path) -> subprocess.Popen[bytes]:
+    """A run without an end in sight, in a process group of its own."""
+    program = (
+        "import sys; from mis_plugins.local import __main__; from mis_plugins.local.cli import arguments;"
+        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with (output / "stderr").open("w") as heard:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, *f"--smoke --output {output} --save {output} {flags}".split()],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=heard,
+            start_new_session=True,
+        )
+
+
+def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
+        time.sleep(0.05)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
@@ -119,18 +146,7 @@ def test_torchrun_decides_the_data_parallel_size(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_users_mistake_is_told_in_one_line_and_exits_2(flags: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mis_plugins.local",
-            "--output",
-            str(tmp_path),
-            *flags.format(tmp_path).split(),
-        ],
-        capture_output=True,
-        text=True,
-    )
+    done = ran("-m", "mis_plugins.local", "--output", tmp_path, *flags.format(tmp_path).split())
     assert done.returncode == EXIT_USER_ERROR
     assert done.stderr.startswith(f"error: {message.format(tmp_path)}") and done.stderr.count("\n") == 1
 
@@ -290,53 +306,32 @@ def test_a_resumed_run_gives_the_same_numbers(tmp_path: Path) -> None:
     """Four rollouts at once, and two, then two more from the checkpoint."""
     common = f"--seed 7 --rollout-weights int8 --warmup-cache {tmp_path}"
     straight = tmp_path / "straight"
-    assert run_rollouts(4, common, straight) == 0
+    assert run(common, straight, num_rollout=4) == 0
     resumed = tmp_path / "resumed"
-    assert run_rollouts(2, f"{common} --save {tmp_path}/save", resumed) == 0
-    assert run_rollouts(4, f"{common} --load {tmp_path}/save", resumed) == 0
+    assert run(f"{common} --save {tmp_path}/save", resumed, num_rollout=2) == 0
+    assert run(f"{common} --load {tmp_path}/save", resumed, num_rollout=4) == 0
     assert numbers(resumed) == numbers(straight)
     assert len(numbers(straight)) == 4
 
 
-def run_rollouts(count: int, flags: str, output: Path) -> int:
-    args = parse_args(f"--smoke --quiet --output {output} {flags}".split())
-    args.num_rollout = count
-    return launch(args.world_size, lambda: run_rank(args))
-
-
 def test_another_layout_of_ranks_reads_the_checkpoint(tmp_path: Path) -> None:
     common = f"--warmup-cache {tmp_path}"
-    assert run_rollouts(2, f"{common} --save {tmp_path}/save", tmp_path / "one") == 0
+    assert run(f"{common} --save {tmp_path}/save", tmp_path / "one", num_rollout=2) == 0
     ranks = "--tensor-model-parallel-size 2 --context-parallel-size 2"
-    assert run_rollouts(3, f"{common} --load {tmp_path}/save {ranks}", tmp_path / "four") == 0
+    assert run(f"{common} --load {tmp_path}/save {ranks}", tmp_path / "four") == 0
     assert [row["rollout"] for row in records(tmp_path / "four")] == [2]
 
 
 def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_resumes(tmp_path: Path) -> None:
-    flags = f"--smoke --output {tmp_path} --save {tmp_path}/save --context-parallel-size 2".split()
-    program = (
-        "import sys; from mis_plugins.local import __main__; from mis_plugins.local.cli import arguments;"
-        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *flags], env=environment, stdout=subprocess.DEVNULL
-    )
+    process = long_run("--context-parallel-size 2", tmp_path)
     wait_for(tmp_path / "metrics.jsonl", lines=3)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == EXIT_INTERRUPTED
     rows = records(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     assert (tmp_path / "curves.png").stat().st_size > 0
-    saved = torch.load(tmp_path / "save/checkpoint.pt")
+    saved = torch.load(tmp_path / "checkpoint.pt")
     assert saved["next_rollout"] == len(rows) == rows[-1]["rollout"] + 1
-
-
-def wait_for(path: Path, lines: int, limit_s: float = 120.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
-        time.sleep(0.05)
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------

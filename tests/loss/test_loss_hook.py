@@ -15,13 +15,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import loss_oracle
 import numpy as np
 import oracle
 import pytest
+import stand_ins
 import step_oracle
 import tallies
 import torch
@@ -111,13 +111,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
             "get_rollout_top_p_logprob_kwargs": lambda args, batch: {},
         },
     }  # fmt: skip
-    for path, functions in modules.items():
-        parts = path.split(".")
-        for i in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
-        module = ModuleType(path)
-        module.__dict__.update(functions)
-        monkeypatch.setitem(sys.modules, path, module)
+    stand_ins.load(modules, monkeypatch)
 
 
 def reducer(batch: dict[str, Any], host: str, per_token: bool = False) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import ran
 
 from mis_plugins.shared.numerals import LARGEST, count, counts, finite, shown, whole
 
@@ -63,8 +63,7 @@ def test_a_long_value_is_shown_by_its_beginning():
 )
 def test_a_benchmark_refuses_a_number_in_one_line(command: str, message: str):
     script, *words = command.split()
-    run = [sys.executable, str(BENCHMARKS / script), *words]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
+    done = ran(BENCHMARKS / script, *words)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
 

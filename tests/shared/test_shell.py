@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import ran
 
 import mis_plugins
 
@@ -69,7 +70,7 @@ def test_a_closed_standard_stream_is_no_error() -> None:
 def test_a_broken_pipe_that_is_not_the_readers_stays_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def main():\n    raise BrokenPipeError('the engine')\n")
     code = "from mis_plugins.shared.shell import run_command; run_command('broken:main')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = ran("-c", code, folder=tmp_path)
     assert done.returncode == 1 and "the engine" in done.stderr
 
 
@@ -132,7 +133,7 @@ def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path
         "    raise ImportError('recursion') from error\n"
     )
     code = "from mis_plugins.shared.shell import run_command; run_command('stubborn:main')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = ran("-c", code, folder=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
@@ -148,7 +149,7 @@ VERSIONED = (
 
 @pytest.mark.parametrize("words", VERSIONED)
 def test_version(words: str) -> None:
-    done = subprocess.run(command(f"{words} --version"), cwd=ROOT, capture_output=True, text=True)
+    done = ran(*words.split(), "--version")
     assert (done.returncode, done.stdout) == (0, f"mis-plugins {mis_plugins.__version__}\n")
 
 
@@ -183,10 +184,7 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     hidden: set[str], program: tuple[str, str | None], words: str, extra: str, tmp_path: Path
 ) -> None:
     code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = ran("-c", code, folder=tmp_path, PYTHONPATH=str(ROOT / "benchmarks"))
     assert done.returncode == 2 and "demo is not" not in done.stderr
     assert re.fullmatch(
         rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr
@@ -195,14 +193,20 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
 
 def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
     code = "from mis_plugins.shared.shell import run_command; run_command('mis_plugins.gone:main', 'local')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = ran("-c", code)
     assert done.returncode == 1 and "No module named 'mis_plugins.gone'" in done.stderr
 
 
-def test_a_wrong_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("verify --engine hf --trainer hf --model nope", "choose one of tiny-qwen3"),
+        ("verify --engine hf --trainer hf --model {folder}", "mistral; the contract covers"),
+        ("doctor --model qwen3-9000B", "qwen3-9000B"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_torch_is_imported(words: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    for model, why in (("nope", "choose one of tiny-qwen3"), (str(tmp_path), "mistral; the contract covers")):
-        words = f"verify --engine hf --trainer hf --model {model}"
-        code = HIDE.format(names={"torch"}, words=words.split(), command=VERIFY[0], extra=None)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.returncode == 2 and why in done.stderr
+    given = words.format(folder=tmp_path).split()
+    done = ran("-c", HIDE.format(names={"torch"}, words=given, command=VERIFY[0], extra=None))
+    assert done.returncode == 2 and why in done.stderr

@@ -1,4 +1,4 @@
-"""Libraries that need a GPU, as modules on disk that can be imported, found and removed: their interfaces in torch."""
+"""Modules that stand where a library or a host would: on disk, with their interfaces in torch, or in memory alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -96,6 +98,18 @@ def deep_gemm_source(*switches: tuple[str, str], before: bool = False) -> str:
     )
     on = " and ".join(f"{getter}()" for _, getter in switches) or "True"
     return DEEP_GEMM.format(switches=named, on=on)
+
+
+def load(modules: Mapping[str, Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of these paths, and packages above them, hold these names until the test ends; nothing is on disk."""
+    for path, names in modules.items():
+        parts = path.split(".")
+        for i in range(1, len(parts)):
+            package = ".".join(parts[:i])
+            monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or ModuleType(package))
+        module = ModuleType(path)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, path, module)
 
 
 @pytest.fixture

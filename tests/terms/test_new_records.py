@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import ConfigCommand
 
-from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.terms.bounds import BOUNDS, Bound
@@ -77,15 +77,7 @@ def values(of_token: Callable[[float, float], float], sequence: slice) -> list[f
     return [of_token(pi, mu) for pi, mu in pairs if not math.isnan(pi)]
 
 
-def check(mis: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> str:
-    """What `config check` prints of a file with this under `mis:`."""
-    file = tmp_path / "mis.yaml"
-    file.write_text(yaml.safe_dump({"mis": yaml.safe_load(mis)}))
-    assert main(["config", "check", str(file)]) == 0
-    return capsys.readouterr().out
-
-
-def test_a_statistic_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_statistic_of_tokens(config_command: ConfigCommand):
     mis = "{weight: null, reject: [{statistic: square_prob_diff, upper: 0.25}], metrics: all}"
     config = read(mis)
     correction = corrected(config)
@@ -97,7 +89,7 @@ def test_a_statistic_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert dict(diagnose(correction))["mis_rs_mask_fraction_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert "keep_t = mask_t and (pi_old - mu)^2 <= 0.25" in formula(config)
     told = "reject: tokens whose squared probability difference (pi_old - mu)^2 is above 0.25"
-    assert told in describe(config) and told in check(mis, tmp_path, capsys)
+    assert told in describe(config) and told in config_command(f"mis: {mis}").out
 
 
 AGGREGATED: dict[str, Callable[[list[float]], float]] = {
@@ -119,7 +111,7 @@ def test_a_statistic_over_sequences(over: str):
         assert keep.tolist() == [False] * 4 + [kept] * 2, "the first sequence has a token that is not usable"
 
 
-def test_a_statistic_that_multiplies(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_statistic_that_multiplies(config_command: ConfigCommand):
     """1/r over the second sequence is 5/6 * 4/5 = 2/3, and its bounds are those of a ratio."""
     for lower, kept in ((0.66, True), (0.67, False)):
         mis = f"{{weight: null, reject: [{{statistic: inverse_ratio, over: sum, lower: {lower}}}], metrics: all}}"
@@ -127,7 +119,7 @@ def test_a_statistic_that_multiplies(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert correction.keep.tolist()[4:] == [kept] * 2
         assert f"keep_t = mask_t and {lower:g} <= prod 1/r" in formula(read(mis))
         told = f"reject: sequences whose inverse ratio (product over tokens) is below {lower:g}"
-        assert told in check(mis, tmp_path, capsys)
+        assert told in config_command(f"mis: {mis}").out
     with pytest.raises(ConfigError, match="a ratio is never below 0"):
         read("{weight: null, reject: [{statistic: inverse_ratio, lower: -1}]}")
 
@@ -141,7 +133,7 @@ def test_a_statistic_is_held_to_its_range_and_its_value_on_policy():
     assert "there its square_prob_diff is 0, which is outside [0.5, inf]" in describe(config)
 
 
-def test_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_bound(config_command: ConfigCommand):
     mis = "{weight: {level: token, bound: root, upper: 2}, metrics: all}"
     config = read(mis)
     correction = corrected(config)
@@ -154,7 +146,7 @@ def test_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert metrics["mis_is_ratio_max_final"][0].item() == pytest.approx(math.sqrt(2))
     assert "w_t    = sqrt(min(r_t, 2))" in formula(config)
     told = "weight: the ratio of each token, pi_old / mu, capped at 2, under a root"
-    assert told in describe(config) and told in check(mis, tmp_path, capsys)
+    assert told in describe(config) and told in config_command(f"mis: {mis}").out
 
 
 @pytest.mark.parametrize("outside", ["zeroed", "dropped"])

@@ -13,7 +13,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.models.tiny import checkpoint, updated
+from true_on_policy.models.tiny import updated
 from true_on_policy.trainers.ranks import MegatronRanks, RankError
 
 CONTRACT = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=2)
@@ -21,11 +21,6 @@ SAMPLES = [
     Sample(Request((5, 6, 7), 3), (8, 9, 10), torch.zeros(3), 0),
     Sample(Request((1,), 2), (300, 2), torch.zeros(2), 0),
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
 
 
 def start(tiny: Path) -> MegatronRanks:

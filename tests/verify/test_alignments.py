@@ -6,7 +6,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
 from alignments import COMPLETE, CONTRACT, LEFT_OUT, OF_ROW, ORDER, equal_share
 
 from true_on_policy.contract.dense_order import ALIGNMENTS
@@ -14,17 +13,11 @@ from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify.workload import Workload
 
 TREE = Tree("native", leaves=4)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
 
 
 def sample(tiny: Path, tree: Tree | None) -> list[Sample]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from commands import ran
 
 import true_on_policy.engines
 from true_on_policy.__main__ import main
@@ -73,7 +72,7 @@ def test_records_of_engines_need_no_torch_and_start_nothing() -> None:
         "from true_on_policy.contract.sides import ENGINES\n"
         "print(sorted(name for name in sys.modules if name.startswith('true_on_policy.engines.')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = ran("-c", code)
     names = [f"true_on_policy.engines.{name}{part}" for name in ENGINES for part in ("", ".record")]
     assert done.stdout.strip() == str(names), done.stderr
 

@@ -424,11 +424,6 @@ def test_a_full_set_that_an_earlier_call_sampled_is_not_sampled_again():
 # The pieces
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
-
-
 @pytest.mark.parametrize("name", tiny_models())
 def test_megatron_holds_the_weights_of_the_checkpoint(name: str, tmp_path: Path):
     path = checkpoint(name, tmp_path, torch.float32, seed=3)

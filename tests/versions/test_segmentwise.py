@@ -163,6 +163,13 @@ def test_loglinear_is_exact_on_a_line():
     assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
 
 
+def test_loglinear_one_version_behind_is_the_proximal_policy_itself():
+    """Without the rounding of a way there and back."""
+    behavior, proximal = torch.tensor([-10.0]), torch.tensor([-0.1])
+    assert behavior + (proximal - behavior) != proximal
+    assert same_bytes(loglinear(proximal, behavior, torch.tensor([1])), proximal)
+
+
 # Samples that cannot be weighed.
 
 
@@ -206,6 +213,12 @@ def test_a_live_token_has_a_version():
 def test_a_version_of_the_future():
     with pytest.raises(InputError, match="sample a, token 2: version 10, with the trainer at 9.*not reached"):
         admitted(["a"], [sample([8, 9, 10])], ALL, SegmentWiseConfig(too_old="drop"))
+
+
+def test_a_sample_without_a_name_or_a_mask_is_not_passed_over():
+    for names, masks in ((["a"], ALL * 2), (["a", "b"], ALL)):
+        with pytest.raises(ValueError, match="zip"):
+            admitted(names, [sample([9, 9, 9])] * 2, masks, SegmentWiseConfig())
 
 
 def test_off_admits_everything():
