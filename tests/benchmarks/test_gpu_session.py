@@ -129,10 +129,6 @@ def test_without_sglang_or_with_another_attention_nothing_is_started(
         sglang_server.start(tmp_path, "stock")
 
 
-def test_an_engine_has_to_be_asked_for():
-    assert {*sections.SECTIONS} - {*gpu_session.parse(["--json", "x"]).sections} == {"engine"}
-
-
 @needs_triton
 def test_the_correction_does_not_wait_and_a_loop_does(dry_run):
     waits = {

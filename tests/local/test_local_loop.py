@@ -21,7 +21,6 @@ from mis_plugins.config.reading import preset_path
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.cli.parser import build_parser
 from mis_plugins.local.loop import run_rank
 from mis_plugins.local.rollout.sampler import derive_seed, draw_problems, training_order
 from mis_plugins.local.rollout.tasks import TASKS
@@ -388,15 +387,3 @@ def test_holding_out_every_prompt_is_refused() -> None:
 
 def test_seeds_differ_with_every_part() -> None:
     assert len({derive_seed(a, name, b) for a in range(3) for name in ("x", "y") for b in range(3)}) == 18
-
-
-def test_the_help_shows_every_flag_of_a_miles_launch_script() -> None:
-    text = build_parser().format_help()
-    for flag in (
-        "--use-tis",
-        "--custom-config-path",
-        "--num-rollout",
-        "--eps-clip-high",
-        "--rollout-weights",
-    ):
-        assert flag in text

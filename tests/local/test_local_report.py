@@ -22,9 +22,7 @@ from mis_plugins.local.report import (
     in_words,
     plot_curves,
     summarize,
-    write_json,
 )
-from mis_plugins.shared.palette import VERMILLION, color
 
 
 def records(final: float, count: int = 40, **more: float) -> list[dict[str, float]]:
@@ -94,14 +92,6 @@ def test_an_interrupt_leaves_whole_lines(tmp_path: Path) -> None:
     assert [json.loads(line)["rollout"] for line in lines] == list(range(len(lines)))
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"rollouts": 3})
-    with pytest.raises(TypeError):
-        write_json(path, {"rollouts": object()})
-    assert json.loads(path.read_text()) == {"rollouts": 3}
-
-
 @pytest.mark.parametrize(("final", "collapsed"), [(0.1, True), (0.4, True), (0.46, False), (0.9, False)])
 def test_a_run_has_collapsed_when_its_last_tenth_is_below_half_its_start(
     final: float, collapsed: bool
@@ -126,19 +116,6 @@ def test_a_run_without_evaluations_has_not_collapsed() -> None:
 def test_a_run_in_words_says_what_the_numbers_say(final: float, fate: str) -> None:
     said = in_words("corrected", summarize(records(final)))
     assert f"the trainer policy {fate}" in said and "from 0.90 to" in said and "75% of the tokens" in said
-
-
-def test_the_picture_shows_every_run(tmp_path: Path) -> None:
-    runs = {
-        "uncorrected": log(tmp_path / "one", records(0.1, grad_cosine=0.4)),
-        "two seeds": [log(tmp_path / "two", records(0.8)), log(tmp_path / "three", records(0.7))],
-        "not begun": tmp_path / "none",
-    }
-    plot_curves(runs, tmp_path / "curves.png")
-    pixels = (imread(tmp_path / "curves.png")[..., :3] * 255).round().astype(int)
-    for shade in (VERMILLION, color("two seeds", 1)):
-        assert (pixels == [int(shade[i : i + 2], 16) for i in (1, 3, 5)]).all(-1).sum() > 1000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "one", "three", "two"]
 
 
 @pytest.mark.filterwarnings("error")

@@ -758,12 +758,7 @@ def test_an_advantage_that_is_no_number_teaches_nothing(
     found = call(expected.step, question.mis, **question.settings)
     zero = [dataclasses.replace(x, advantages=x.learned) for x in expected.step.responses]
     assert_same(found, call(Step(zero, expected.step.behavior), question.mis, **question.settings))
-    atol = expected.rtol * expected.magnitude
-    assert abs(found.loss.item() - expected(expected.step.responses)) <= atol
-    slopes = loss_oracle.gradient(expected, expected.step.responses, FINITE_STEP)
-    flat = torch.tensor([slope for row in slopes for slope in row])
-    assert (found.gradient - flat).abs().max() <= atol + finite_difference_atol(expected.magnitude)
-    assert found.gradient.any()
+    assert_loss_and_gradient(found, expected)
 
 
 @pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
