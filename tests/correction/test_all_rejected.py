@@ -19,7 +19,7 @@ from tolerances import EPS, weight_rtol
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.adapters import miles_fsdp
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.packing.layout import whole
@@ -278,3 +278,16 @@ def test_probability_veto():
         )
         assert [mask.tolist() for mask in outcome.masks] == [[0, 0], [1]]
         assert outcome.metrics["mis_rs_catastrophic_seq_fraction"][0].tolist() == [1.0, 1.0]
+
+
+def test_of_what_is_given_back_a_token_without_a_weight_counts_in_the_kept_denominator():
+    batch = ratio_batch([[9.0, 9.0]])
+    batch.behavior[0][1] = math.nan
+    config = {"weight": None, "reject": [{"over": "token", "upper": 2.0}], "denominator": "kept"}
+    assert run(batch, config | {"on_all_rejected": "keep"}).weights[0].tolist() == [1, 0]
+
+
+def test_the_mean_of_a_rollout_is_not_made_up():
+    normalized = {"weight": {"normalize": {"scope": "rollout"}}}
+    with pytest.raises(InputError, match="was never computed: pass --rollout-data-postprocess-path"):
+        corrected(normalized)

@@ -18,7 +18,7 @@ from loss_oracle import Response
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, OpsmConfig, RejectRule
-from mis_plugins.correction.opsm import on_policy, reference_policy, sequence_means
+from mis_plugins.correction.opsm import Departure, on_policy, reference_policy, sequence_means
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.packing.ragged import Ragged, Ranks
@@ -216,3 +216,8 @@ def test_over_ranks(advantage: str, tmp_path: Path):
             for t, value in zip(own, keep.tolist(), strict=True):
                 row[t] = value
     assert found == kept(batch, config)
+
+
+def test_a_sequence_without_a_valid_token_departs_by_nothing():
+    found = Departure.of([torch.zeros(1)] * 8)
+    assert [x.item() for x in (found.divergence, found.mismatch, found.staleness, found.advantage)] == [0] * 4

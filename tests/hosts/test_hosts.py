@@ -71,6 +71,15 @@ def test_fsdp_call(extra: dict):
     check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra), by_kept=True)
 
 
+def test_a_sequence_without_a_valid_token_has_no_gradient_on_fsdp():
+    """0 of 0 tokens are kept, and 0 times NaN is NaN."""
+    kwargs = ratio_batch([[0.5, 3.0], [1.2]], [[1, 1], [0]]).hook_kwargs()
+    args = host_args(mis={"weight": None, "reject": [{"over": "token", "upper": 2.0}]})
+    loss, _, _ = load_function("mis_plugins.mis.compute_mis_weights_fsdp")(args=args, **kwargs)
+    (gradient,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
+    assert gradient.tolist() == [0.5, 0, 0]
+
+
 def check_answer(batch: Batch, answer: tuple, by_kept: bool = False) -> None:
     """Right by the oracle, and of the shapes that the hosts' reducer splits and multiplies.
 

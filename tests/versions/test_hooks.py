@@ -170,6 +170,12 @@ def test_only_plain_functions():
         Hooks().register_pre_pause_hook(coroutine)
 
 
+def test_only_functions_without_arguments():
+    with pytest.raises(ConfigError, match=r"register_pre_pause_hook: .*cycle needs arguments"):
+        Hooks().register_pre_pause_hook(cycle)  # type: ignore[arg-type]
+    Hooks().register_pre_pause_hook(vars)  # tells no signature
+
+
 def test_the_recompute_is_a_pre_pause_hook():
     """Workers go on writing while it runs; a failed one keeps the weights from moving."""
     pool, engine, hooks = Pool(), Engine(), Hooks()

@@ -326,12 +326,12 @@ def test_too_few_log_probs_or_too_many(count: int):
         recompute(pool, 4, 100, each(lambda sequences, counts: [[-1.0] * count]))
 
 
-@pytest.mark.parametrize("count", [2, 0])
-def test_too_few_batches_or_too_many(count: int):
+@pytest.mark.parametrize("answer", [[[[-1.0] * 2]] * 2, [], [[[-1.0] * 2] * 2], [[]]], ids=str)
+def test_too_few_batches_or_sequences_or_too_many(answer: list[list[list[float]]]):
     pool = Pool()
     pool.add(response(3, 2))
     with pytest.raises(ValueError, match="argument 2 is (shorter|longer) than argument 1"):
-        recompute(pool, 4, 100, lambda batches: [[[-1.0] * 2]] * count)
+        recompute(pool, 4, 100, lambda batches: answer)
 
 
 def test_the_longest_is_asked_for_first():
