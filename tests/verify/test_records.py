@@ -121,5 +121,5 @@ def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[st
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
     assert (
         "got 'tiny-new'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-llama, "
-        "tiny-qwen3-moe, tiny-qwen3-moe-64, smollm2-135m, or" in capsys.readouterr().err
+        "tiny-qwen3-moe, tiny-qwen3-moe-64, tiny-qwen2-moe, smollm2-135m, or" in capsys.readouterr().err
     )

@@ -67,6 +67,8 @@ def test_the_other_shape_and_the_backend_without_a_compiler():
         ("tiny-qwen3-moe", "megatron", "fp32", "trainer"),
         ("tiny-qwen3-moe-64", "megatron", "bf16", "engine"),
         ("tiny-qwen3-moe", "hf", "bf16", "trainer"),
+        ("tiny-qwen2-moe", "megatron", "bf16", "engine"),
+        ("tiny-qwen2-moe", "megatron", "fp32", "trainer"),
     ],
 )
 def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: str):
@@ -78,6 +80,12 @@ def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: 
     ("model", "field", "message"),
     [
         ("tiny-qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob: False is not covered for qwen3-moe"),
+        ("tiny-qwen2-moe", {"norm_topk_prob": True}, "norm_topk_prob: True is not covered for qwen2-moe"),
+        (
+            "tiny-qwen3-moe",
+            {"shared_expert_intermediate_size": 96},
+            "shared_expert_intermediate_size: 96 is not covered for qwen3-moe; the contract covers 0",
+        ),
         ("tiny-qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers: [0] is not covered for qwen3-moe"),
         ("tiny-llama", {"attention_bias": True}, "attention_bias: True is not covered for llama"),
         ("tiny-llama", {"mlp_bias": True}, "mlp_bias: True is not covered for llama"),
@@ -273,7 +281,7 @@ def test_a_target_without_permission_is_told_before_the_work(
         (
             ("--model", "tiny-gemma"),
             "--model: got 'tiny-gemma'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-llama, "
-            "tiny-qwen3-moe, tiny-qwen3-moe-64, smollm2-135m, or",
+            "tiny-qwen3-moe, tiny-qwen3-moe-64, tiny-qwen2-moe, smollm2-135m, or",
         ),
         (("--tokens", "0"), "--tokens: got 0; compare one at least"),
         (("--json", "."), "--json .: is a folder; name a file"),

@@ -37,7 +37,8 @@ class Shapes:
     def of(cls, model: Any, ranks: int = 1) -> Shapes:
         """Return the shapes of one tensor-parallel rank with fused weights: qkv, o, gate and up, down, and LM head.
 
-        In a mixture of experts, gate, up and down are an expert's, and the router's product comes last.
+        In a mixture of experts, gate, up and down are an expert's. Behind the LM head come the router's product, and
+        those of an expert that every token takes, with its gate.
 
         Args:
             model: the sizes of the model under Hugging Face's names: a config of Hugging Face, or a `gpu.Size`.
@@ -45,6 +46,7 @@ class Shapes:
         """
         hidden, width, experts = model.hidden_size, model.head_dim, getattr(model, "num_experts", None)
         heads, groups = model.num_attention_heads // ranks, max(model.num_key_value_heads // ranks, 1)
+        shared = (getattr(model, "shared_expert_intermediate_size", None) or 0) // ranks
         inner = (model.moe_intermediate_size if experts else model.intermediate_size) // ranks
         return cls(
             linear=(
@@ -54,10 +56,11 @@ class Shapes:
                 (inner, hidden),
                 (hidden, ceil(model.vocab_size / ranks)),
                 *([(hidden, experts)] if experts else []),
+                *([(hidden, 2 * shared), (shared, hidden), (hidden, 1)] if shared else []),
             ),
             attention=((heads, groups, width),),
             hidden=(hidden, width),
-            activated=(inner,),
+            activated=(inner, shared, 1) if shared else (inner,),
             chosen=((experts, model.num_experts_per_tok, hidden),) if experts else (),
         )
 

@@ -56,10 +56,16 @@ ALIGNMENTS = (
 )
 
 
-def chosen(logits: Float[Tensor, "T E"], top_k: int) -> tuple[Float32[Tensor, "T K"], Int64[Tensor, "T K"]]:
-    """Choose experts for each token; return the combine weights and the experts, the highest score first."""
+def chosen(
+    logits: Float[Tensor, "T E"], top_k: int, divided: bool = True
+) -> tuple[Float32[Tensor, "T K"], Int64[Tensor, "T K"]]:
+    """Choose experts for each token; return the combine weights and the experts, the highest score first.
+
+    Args:
+        divided: whether the scores of a token's experts are divided by their sum.
+    """
     scores, experts = torch.topk(torch.softmax(logits.float(), -1), top_k, -1)
-    return normalized(scores), experts
+    return normalized(scores) if divided else scores, experts
 
 
 def normalized(scores: Float32[Tensor, "T K"]) -> Float32[Tensor, "T K"]:

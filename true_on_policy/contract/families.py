@@ -32,6 +32,7 @@ class Shape:
     Attributes:
         ffn: the width of the MLP; in a mixture of experts, of each expert.
         experts, top_k: how many experts a layer has, and how many of them a token takes; 0 in a dense model.
+        shared: the width of the expert that every token takes; 0 where there is none.
     """
 
     hidden: int
@@ -46,6 +47,20 @@ class Shape:
     norm_eps: float = 1e-6
     experts: int = 0
     top_k: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How every layer of a family is a mixture of experts.
+
+    Attributes:
+        divided: whether the weights of a token's experts are divided by their sum.
+        shared: whether each layer also has an expert that every token takes, times the sigmoid of a gate of its own.
+    """
+
+    divided: bool = True
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class Family:
         host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
         missing: what keeps the family from being launched; empty where nothing does.
         proof: what `verify` needs; None where the family is not proven on CPU.
-        experts: whether every layer is a mixture of experts.
+        experts: how every layer is a mixture of experts; None in a dense model.
     """
 
     name: str
@@ -87,7 +102,7 @@ class Family:
     host_contract: str | None
     missing: tuple[str, ...] = ()
     proof: Proof | None = None
-    experts: bool = False
+    experts: Experts | None = None
 
 
 _NO_CONTRACT = (
@@ -149,7 +164,7 @@ FAMILIES = {
     ),
     "qwen3-moe": Family(
         *("qwen3-moe", ("Qwen3MoeForCausalLM",), True, False, None),
-        experts=True,
+        experts=Experts(),
         proof=Proof(
             model_type="qwen3_moe",
             title="Qwen3-MoE",
@@ -164,6 +179,19 @@ FAMILIES = {
             "radixark/Megatron-LM has a contract on its branch feat/true_on_policy_qwen_moe, and miles-main has none",
             "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
         ),
+    ),
+    "qwen2-moe": Family(
+        *("qwen2-moe", ("Qwen2MoeForCausalLM",), False, True, None),
+        experts=Experts(divided=False, shared=True),
+        proof=Proof(
+            model_type="qwen2_moe",
+            title="Qwen2-MoE",
+            tiny={
+                "tiny-qwen2-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2, shared=96)
+            },
+            align=at("true_on_policy.models.hf_experts:align"),
+        ),
+        missing=(_NO_CONTRACT, _NARROW_ROPE),
     ),
 }
 

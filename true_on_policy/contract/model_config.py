@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.contract.families import GPU_FAMILIES, Family, Size
+from true_on_policy.contract.families import GPU_FAMILIES, Experts, Family, Size
 from true_on_policy.contract.gpu import NOT_COVERED
 from true_on_policy.errors import ContractError
 
@@ -59,8 +59,10 @@ PLAIN: dict[str, Any] = {
     "quantization_config": None,
 }
 
-# The fields of a config.json of a mixture of experts: experts in every layer, and weights that add up to one.
-WITH_EXPERTS: dict[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+def with_experts(experts: Experts) -> dict[str, Any]:
+    """The fields of the config.json of a mixture of experts in every layer, each with the one value of the family."""
+    return {"norm_topk_prob": experts.divided, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def departure(family: Family, stated: Mapping[str, Any]) -> str | None:
@@ -71,7 +73,9 @@ def departure(family: Family, stated: Mapping[str, Any]) -> str | None:
     if (rope := _rope(stated)) != "default":
         return f"rope of type {rope!r} is not covered: {NOT_COVERED['scaled rope'][0]}"
     covered = PLAIN if family.qkv_bias else {"attention_bias": False, **PLAIN}
-    covered = {**covered, **WITH_EXPERTS} if family.experts else covered
+    if family.experts:
+        shared = {} if family.experts.shared else {"shared_expert_intermediate_size": 0}
+        covered = {**covered, **with_experts(family.experts), **shared}
     rope_parameters = stated.get("rope_parameters") or {}
     found = {**rope_parameters, **stated}
     wrong = (name for name, value in covered.items() if found.get(name, value) != value)

@@ -27,11 +27,12 @@ class OrderedRouter:
     """The forward pass of a router in the order of experts, before Hugging Face's class in a class of both."""
 
     top_k: int
+    norm_topk_prob: bool
     weight: Tensor
 
     def forward(self, hidden_states: Float[Tensor, "T H"]) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden_states, self.weight)
-        return logits, *chosen(logits, self.top_k)
+        return logits, *chosen(logits, self.top_k, self.norm_topk_prob)
 
 
 class OrderedExperts:

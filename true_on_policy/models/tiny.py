@@ -19,8 +19,8 @@ from transformers import AutoConfig
 
 from true_on_policy.contract.choices import check_config, check_model
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
-from true_on_policy.contract.model_config import WITH_EXPERTS
+from true_on_policy.contract.families import Experts, Family, Proof, Shape, proven, tiny_models
+from true_on_policy.contract.model_config import with_experts
 from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048
@@ -48,17 +48,18 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
         eos_token_id=1,
         pad_token_id=0,
         dtype=dtype,
-        **(_experts(shape) if shape.experts else {}),
+        **(_experts(family.experts, shape) if family.experts else {}),
     )
 
 
-def _experts(shape: Shape) -> dict[str, Any]:
+def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
     """The fields of a mixture of experts, with experts in every layer."""
     return {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.top_k,
         "moe_intermediate_size": shape.ffn,
-        **WITH_EXPERTS,
+        **({"shared_expert_intermediate_size": shape.shared} if experts.shared else {}),
+        **with_experts(experts),
     }
 
 

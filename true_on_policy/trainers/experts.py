@@ -33,10 +33,17 @@ RUNS_HERE: dict[str, Any] = {
 }
 
 
-def in_order(mlp: ModuleSpec) -> ModuleSpec:
-    """Return the spec of Megatron's layer of experts with the agreed router and dispatcher."""
+def in_order(mlp: ModuleSpec, divided: bool) -> ModuleSpec:
+    """Return the spec of Megatron's layer of experts with the agreed router and dispatcher.
+
+    An expert that every token takes stays Megatron's own.
+
+    Args:
+        divided: whether the scores of a token's experts are divided by their sum.
+    """
     stock: Any = mlp.submodules
-    submodules = MoESubmodules(experts=stock.experts, router=SpecRouter)
+    router = SpecRouter if divided else SpecScoresRouter
+    submodules = MoESubmodules(experts=stock.experts, router=router, shared_experts=stock.shared_experts)
     return ModuleSpec(SpecExpertsLayer, submodules=submodules, metainfo=mlp.metainfo)
 
 
@@ -72,7 +79,18 @@ class SpecRouter(TopKRouter):
         self, logits: Float[Tensor, "S B E"], padding_mask: Tensor | None = None
     ) -> tuple[Float32[Tensor, "T E"], Bool[Tensor, "T E"]]:
         scores, routing_map = super().routing(logits.float(), padding_mask)
-        return scores / total(scores.gather(1, self.router_replay.experts)), routing_map
+        return self.weights(scores), routing_map
+
+    def weights(self, scores: Float32[Tensor, "T E"]) -> Float32[Tensor, "T E"]:
+        """The combine weights of all experts, 0 where a token did not choose the expert."""
+        return scores / total(scores.gather(1, self.router_replay.experts))
+
+
+class SpecScoresRouter(SpecRouter):
+    """Megatron's router with scores in float32, which are the combine weights as they are."""
+
+    def weights(self, scores: Float32[Tensor, "T E"]) -> Float32[Tensor, "T E"]:
+        return scores
 
 
 class SpecDispatcher(MoEAllGatherTokenDispatcher):

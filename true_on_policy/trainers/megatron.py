@@ -32,7 +32,7 @@ from torch import Tensor
 
 from true_on_policy.contract import rope
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.contract.families import Family
+from true_on_policy.contract.families import Experts, Family
 from true_on_policy.contract.norm_order import add_residual, rms_norm
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.protocol import Sample
@@ -200,7 +200,7 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree 
             attention.q_layernorm = attention.k_layernorm = norm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         if family.experts:
-            layer.submodules.mlp = experts.in_order(layer.submodules.mlp)
+            layer.submodules.mlp = experts.in_order(layer.submodules.mlp, family.experts.divided)
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add(order)
         block = TransformerBlockSubmodules([layer] * config.num_hidden_layers, norm)
     return GPTModel(
@@ -231,16 +231,25 @@ def _transformer_config(config: Any, family: Family, dtype: torch.dtype, ordered
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         **DECODER,
-        **(_experts(config, ordered) if family.experts else {}),
+        **(_experts(config, family.experts, ordered) if family.experts else {}),
     )
 
 
-def _experts(config: Any, ordered: bool) -> dict[str, Any]:
+def _experts(config: Any, how: Experts, ordered: bool) -> dict[str, Any]:
+    shared = (
+        {
+            "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+            "moe_shared_expert_gate": True,
+        }
+        if how.shared
+        else {}
+    )
     return {
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_pre_softmax": ordered,
+        "moe_router_pre_softmax": ordered or not how.divided,
+        **shared,
         **experts.RUNS_HERE,
     }
 

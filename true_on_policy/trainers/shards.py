@@ -26,7 +26,7 @@ class Shard:
 
     def parameter(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
         """Build a parameter, given by Megatron's name, from weights by Hugging Face's names."""
-        module, _, kind = name.rpartition(".")  # weight or bias
+        module, _, kind = name.replace(*SHARED_GATE).rpartition(".")  # weight or bias
         if module in ENDS:
             source, held = ENDS[module]
             return held([weights[f"{source}.{kind}"]], self)
@@ -42,6 +42,8 @@ class Shard:
         return weight.chunk(self.ranks)[self.rank]
 
 
+# Megatron's gate of a shared expert is no module of its own.
+SHARED_GATE = ("shared_experts.gate_weight", "shared_experts.gate.weight")
 Held = Callable[[Sequence[Tensor], Shard], Tensor]
 
 
@@ -96,6 +98,12 @@ LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
         _rows_of_each,
     ),
     "mlp.experts.local_experts.*.linear_fc2": (("mlp.experts.*.down_proj",), _columns),
+    "mlp.shared_experts.gate": (("mlp.shared_expert_gate",), _whole),
+    "mlp.shared_experts.linear_fc1": (
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        _rows_of_each,
+    ),
+    "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), _columns),
 }
 ENDS: dict[str, tuple[str, Held]] = {
     "embedding.word_embeddings": ("model.embed_tokens", _rows_padded),
