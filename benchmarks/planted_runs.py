@@ -18,6 +18,7 @@ from mis_plugins.report.record import Record
 VOCABULARY, WIDTH, SEQUENCES, STEPS = 128, 16, 160, 8
 END, END_LOGIT = 0, 6.0
 SHORTEST, LONGEST = 30, 230
+NEWEST = 3  # version of the trainer, where versions are told
 PRECISIONS = {"bf16": 0.02, "int8": 0.04, "fp8": 0.08, "int6": 0.15}
 
 
@@ -27,6 +28,7 @@ class Run:
 
     trainer, engine: logits of both sides, [T, vocabulary].
     sampling: what the engine draws from, where that is not what it reports.
+    versions: version that wrote each token, where the run tells it.
     """
 
     lengths: Tensor
@@ -36,6 +38,7 @@ class Run:
     engine: Tensor
     generator: torch.Generator
     sampling: Tensor | None = None
+    versions: Tensor | None = None
 
     @property
     def starts(self) -> Tensor:
@@ -49,6 +52,11 @@ class Run:
     def steps(self) -> Tensor:
         """Step of each token."""
         return (torch.arange(SEQUENCES) * STEPS // SEQUENCES).repeat_interleave(self.lengths)
+
+    @property
+    def sequences(self) -> Tensor:
+        """Place of each token's sequence."""
+        return torch.arange(SEQUENCES).repeat_interleave(self.lengths)
 
     def noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -96,7 +104,9 @@ def records(columns: Columns) -> list[Record]:
     """The neutral records of a run."""
     sizes = columns.run.lengths.tolist()
     parts = [x.split(sizes) for x in (columns.behavior, columns.proximal, columns.tokens)]
-    routes = [None] * SEQUENCES if columns.route is None else columns.route.split(sizes)
+    routes, versions = (
+        [None] * SEQUENCES if x is None else x.split(sizes) for x in (columns.route, columns.run.versions)
+    )
     return [
         Record(
             place * STEPS // SEQUENCES,
@@ -106,8 +116,10 @@ def records(columns: Columns) -> list[Record]:
             torch.ones_like(ids, dtype=torch.bool),
             ids,
             route_differs=route,
+            versions=version,
+            trainer_version=None if version is None else NEWEST,
         )
-        for place, (mu, pi, ids, route) in enumerate(zip(*parts, routes, strict=True))
+        for place, (mu, pi, ids, route, version) in enumerate(zip(*parts, routes, versions, strict=True))
     ]
 
 
@@ -144,17 +156,36 @@ def _other_weights(run: Run) -> Run:
     return replace(run, trainer=1.5 * run.hidden @ run.noise(VOCABULARY, WIDTH).T)
 
 
-def _stale(run: Run) -> Run:
+def _drifted(run: Run, where: Tensor) -> Run:
+    """The run whose trainer holds other output weights where `where` is true of a token."""
     drift = run.hidden @ (0.35 * run.noise(VOCABULARY, WIDTH)).T
-    return replace(
-        run, trainer=torch.where((run.steps >= STEPS // 2).unsqueeze(1), run.trainer + drift, run.trainer)
-    )
+    return replace(run, trainer=torch.where(where.unsqueeze(1), run.trainer + drift, run.trainer))
+
+
+def _jump(run: Run) -> Run:
+    return _drifted(run, run.steps >= STEPS // 2)
+
+
+def _stale(run: Run) -> Run:
+    late = run.sequences % 2 == 1
+    return replace(_drifted(run, late), versions=NEWEST - late.long())
 
 
 def _head(run: Run) -> Run:
-    scale = run.weights.abs().amax(1, keepdim=True) / 7
-    rounded = (run.weights / scale).round() * scale
-    return replace(run, engine=run.engine + run.hidden @ (rounded - run.weights).T)
+    return replace(run, engine=run.engine + run.hidden @ _rounding(run.weights).T)
+
+
+def _layer(run: Run) -> Run:
+    """The run whose engine has rounded the layer that makes the hidden states."""
+    layer = torch.linalg.qr(run.noise(WIDTH, WIDTH)).Q
+    error = run.hidden @ layer @ _rounding(layer).T
+    return replace(run, engine=run.engine + error @ run.weights.T)
+
+
+def _rounding(weights: Tensor) -> Tensor:
+    """What rounding to int4 adds to a layer of [outputs, inputs], with a scale for each output."""
+    scale = weights.abs().amax(1, keepdim=True) / 7
+    return (weights / scale).round() * scale - weights
 
 
 def _nonfinite(columns: Columns) -> Columns:
@@ -171,7 +202,7 @@ def _placeholder(columns: Columns) -> Columns:
 
 def _changed(columns: Columns) -> Columns:
     run = columns.run
-    owner = torch.arange(SEQUENCES).repeat_interleave(run.lengths)
+    owner = run.sequences
     others = torch.randint(1, VOCABULARY, owner.shape, generator=run.generator)
     scored = run.trainer.log_softmax(-1).gather(1, others.unsqueeze(1)).squeeze(1)
     return replace(columns, proximal=torch.where(owner % 40 == 3, scored, columns.proximal))
@@ -192,7 +223,9 @@ OF_LOGITS: dict[str, Callable[[Run], Run]] = {
     "template": _template,
     "other-weights": _other_weights,
     "stale-weights": _stale,
-    "quantized-head": _head,
+    "jump": _jump,
+    "differing-weights": _head,
+    "differing-weights, before the head": _layer,
 }
 OF_COLUMNS: dict[str, Callable[[Columns], Columns]] = {
     "non-finite": _nonfinite,
@@ -200,7 +233,8 @@ OF_COLUMNS: dict[str, Callable[[Columns], Columns]] = {
     "changed-response": _changed,
     "route": _route,
 }
-PLANTS = (*OF_LOGITS, *OF_COLUMNS)
+PLANTS = {name: name.partition(",")[0] for name in (*OF_LOGITS, *OF_COLUMNS)}
+"""The cause that each plant is."""
 
 
 @lru_cache(maxsize=1)
@@ -210,9 +244,9 @@ def _clean(seed: int, precision: str) -> tuple[Run, Columns]:
     return run, replace(columns, route=torch.rand(columns.tokens.shape, generator=run.generator) < 0.1)
 
 
-def planted(cause: str | None, seed: int, precision: str = "bf16") -> list[Record]:
-    """Records of a run with one cause planted, or of a clean one. Clean runs know routes, which change nothing."""
+def planted(plant: str | None, seed: int, precision: str = "bf16") -> list[Record]:
+    """Records of a run with one of `PLANTS`, or of a clean one. Clean runs know routes, which change nothing."""
     run, columns = _clean(seed, precision)
-    if cause in OF_LOGITS:
-        columns = replace(sampled(OF_LOGITS[cause](run)), route=columns.route)
-    return records(OF_COLUMNS[cause](columns) if cause in OF_COLUMNS else columns)
+    if plant in OF_LOGITS:
+        columns = replace(sampled(OF_LOGITS[plant](run)), route=columns.route)
+    return records(OF_COLUMNS[plant](columns) if plant in OF_COLUMNS else columns)

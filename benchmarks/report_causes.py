@@ -52,11 +52,12 @@ def counted(runs: int, first: int, processes: int = 1) -> dict[str, Counter[str]
     counts = {name: Counter() for name in ("", *PLANTS)}
     seeds = range(first, first + runs)
     with ProcessPoolExecutor(processes) as pool:
-        for _, done in zip(told(seeds, "seeds of 13 runs"), pool.map(of_seed, seeds), strict=True):
+        watched = told(seeds, f"seeds of {len(counts)} runs")
+        for _, done in zip(watched, pool.map(of_seed, seeds), strict=True):
             for name, names in done.items():
                 counts[name].update(names)
                 counts[name]["runs"] += 1
-                counts[name]["alone"] += names == [name]
+                counts[name]["alone"] += names == [PLANTS.get(name)]
     return counts
 
 
@@ -70,9 +71,10 @@ def upper_bound(events: int, runs: int) -> float:
 def table(counts: dict[str, Counter[str]]) -> str:
     """The record as a table of markdown."""
     clean, rows = counts[""], []
-    for name in CAUSES:
-        one, bound = counts[name], upper_bound(counts[""][name], counts[""]["runs"])
-        found = f"{one[name]} of {one['runs']}", one["alone"], f"{clean[name]} of {clean['runs']}"
+    for name in sorted(PLANTS, key=lambda plant: list(CAUSES).index(PLANTS[plant])):
+        one, cause = counts[name], PLANTS[name]
+        bound = upper_bound(clean[cause], clean["runs"])
+        found = f"{one[cause]} of {one['runs']}", one["alone"], f"{clean[cause]} of {clean['runs']}"
         rows.append((name, *found, f"{bound:.1%}"))
     headings = ("cause", "found", "found alone", "false alarms in clean runs", "rate at most (95%)")
     return markdown_table(headings, rows)

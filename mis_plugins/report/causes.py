@@ -202,11 +202,7 @@ def _other_weights(facts: Facts) -> str | None:
 
 
 def _stale(facts: Facts) -> str | None:
-    return _by_age(facts.places.get("age", ())) or _jump(facts.changes)
-
-
-def _by_age(ages: Table) -> str | None:
-    known = {str(row["bucket"]): row for row in ages}
+    known = {str(row["bucket"]): row for row in facts.places.get("age", ())}
     fresh, old = known.get("0"), [row for name, row in known.items() if name != "0"]
     tokens = sum(float(row["tokens"]) for row in old)
     if fresh is None or tokens < LEAST_TOKENS or float(fresh["tokens"]) < LEAST_TOKENS:
@@ -226,15 +222,18 @@ def _variance(row: Mapping[str, float | str]) -> float:
     return max(float(row["k3_squared"]) - float(row["kl_k3"]) ** 2, 0.0)
 
 
-def _jump(changes: Sequence[Change]) -> str | None:
-    up = [change for change in changes if change.sudden and change.apart and change.factor >= JUMP_FACTOR]
+def _jump(facts: Facts) -> str | None:
+    up = [one for one in facts.changes if one.sudden and one.apart and one.factor >= JUMP_FACTOR]
     if not up:
         return None
     first = up[0]
-    return f"kl_k3 jumps from {first.before:.2g} to {first.after:.2g} at step {first.step}, and stays there."
+    return (
+        f"kl_k3 jumps from {first.before:.2g} to {first.after:.2g} at step {first.step}, and stays there: other "
+        "weights or settings of the engine, or a policy that became unstable."
+    )
 
 
-def _quantized_head(facts: Facts) -> str | None:
+def _differing_weights(facts: Facts) -> str | None:
     table = facts.evidence.by_id
     if table is None:
         return None
@@ -243,7 +242,7 @@ def _quantized_head(facts: Facts) -> str | None:
         return None
     return (
         f"{share:.1%} of what separates the policies is the same at every occurrence of a token id ({errors:.0f} "
-        "standard errors): the error sits in rows of the output layer."
+        "standard errors): the weights of both sides differ. Which layers do, log-probs do not tell."
     )
 
 
@@ -296,7 +295,7 @@ def _route(facts: Facts) -> str | None:
     return f"Where the experts differ ({share:.1%} of the tokens) kl_k3 is {high:.2g}, elsewhere {low:.2g}."
 
 
-OF_SCALE = frozenset({"raw-log-probs", "temperature", "top-p", "quantized-head"})
+OF_SCALE = frozenset({"raw-log-probs", "temperature", "top-p", "differing-weights"})
 SIX = "six standard errors, which noise alone reaches once in a billion"
 CAUSES: dict[str, Cause] = {
     "non-finite": Cause(
@@ -354,7 +353,7 @@ CAUSES: dict[str, Cause] = {
         "Have the engine return processed log-probs (after temperature), of the weights that sampled.",
         _raw,
         "0.005 and six standard errors from 1, on 16,000 tokens: `metrics/slope.py` derives and simulates both.",
-        frozenset({"quantized-head"}),
+        frozenset({"differing-weights"}),
     ),
     "temperature": Cause(
         "A temperature on one side",
@@ -363,7 +362,7 @@ CAUSES: dict[str, Cause] = {
         "Give both sides the same `--rollout-temperature`.",
         _temperature,
         "0.02 and six standard errors from 1, on 16,000 tokens: `metrics/slope.py` derives and simulates both.",
-        frozenset({"quantized-head"}),
+        frozenset({"differing-weights"}),
     ),
     "top-p": Cause(
         "Top-p, top-k or min-p on one side",
@@ -377,31 +376,46 @@ CAUSES: dict[str, Cause] = {
     "other-weights": Cause(
         "Other weights",
         "The mean of log r is below -1: the trainer finds nearly every token unlikely.",
-        "Trainer and engine hold different weights: a failed update, another checkpoint, swapped layers.",
+        "Trainer and engine hold different weights: a failed update, another checkpoint, swapped layers, or so few "
+        "bits that little is left of them.",
         "Compare the weights of both sides after an update (`python -m true_on_policy doctor`).",
         _other_weights,
-        "1 nat a token: three times what an int3 engine shows (`metrics/slope.py`).",
+        "1 nat a token: three times what an int3 engine shows (`metrics/slope.py`). With a policy that had hardly "
+        "learned, int3 reached the line.",
         OF_SCALE | {"changed-response"},
     ),
     "stale-weights": Cause(
         "Stale weights",
-        "kl_k3 grows with the age of tokens, or jumps at a step and stays.",
-        "The engine samples with weights from before some updates: an update was skipped, or rollouts wait in a queue.",
-        "Bound the age of rollouts, look at the weight update of that step, use segment-wise weights.",
+        "kl_k3 grows with the age of tokens.",
+        "The engine samples with weights from before some updates: rollouts wait in a queue, or an update was late.",
+        "Bound the age of rollouts, use segment-wise weights.",
         _stale,
-        f"By age: twice that of age 0 and {SIX}. Over steps: a factor of 2 between levels that last three steps each, "
-        "six standard errors of the noise between neighbours, half of the change within two steps, and no step of one "
-        "level within the other.",
-        frozenset({"quantized-head"}),
+        f"Twice that of age 0 and {SIX}.",
+        frozenset({"differing-weights", "jump"}),
     ),
-    "quantized-head": Cause(
-        "A quantized output layer",
-        "log r is the same at every occurrence of a token id.",
-        "The engine's LM head has fewer bits than the trainer's, or was rounded differently.",
-        "Keep the LM head in bf16 or fp32 on the engine (leave `lm_head` out of the quantization).",
-        _quantized_head,
-        f"1.3% of the variance beyond lines in log mu and in the id's own variance, and {SIX}. Errors of hidden states "
-        "differ from one occurrence to the next: clean runs down to int6 reach 1%, a head in int4 beside int6 1.7%.",
+    "jump": Cause(
+        "The mismatch jumped at one step",
+        "kl_k3 jumps at a step and stays.",
+        "From this step on the engine has other weights or settings, as after an update that it missed. Or the policy "
+        "itself became unstable, and the same engine errs more on it. Log-probs do not tell which.",
+        "Compare the engine's weight version with the step, and look at the reward around it. Where the versions "
+        "agree, the policy changed: resume from before, with a correction.",
+        _jump,
+        "A factor of 2 between levels that last three steps each, six standard errors of the noise between neighbours, "
+        "half of the change within two steps, and no step of one level within the other.",
+        frozenset({"differing-weights"}),
+    ),
+    "differing-weights": Cause(
+        "Quantized or slightly old weights",
+        "A part of log r is the same at every occurrence of a token id.",
+        "The engine's weights have fewer bits than the trainer's, were rounded differently, or are a little old: in "
+        "the output layer, in layers before it, or in all. Log-probs do not tell which.",
+        "Compare layers with `python -m true_on_policy diff`, and give more bits to those that differ most. Cheap to "
+        "try: keep the LM head in bf16 or fp32 on the engine (leave `lm_head` out of the quantization).",
+        _differing_weights,
+        f"1.3% of the variance beyond lines in log mu and in the id's own variance, and {SIX}. Noise of a computation "
+        "differs from one occurrence to the next, and reaches 1%. An error of weights moves the same token the same "
+        "way: a head in int4 beside much noise reaches 1.7%, and a layer before the head as much as the head.",
     ),
     "route": Cause(
         "A route that replay missed",
