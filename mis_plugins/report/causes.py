@@ -430,5 +430,6 @@ CAUSES: dict[str, Cause] = {
 CANNOT = (
     "Log-probs of sampled tokens alone cannot tell: which layer differs, whether both sides share one mistake, what "
     "the tokens would have been without the mismatch, and lower precision from weights that are a little old in a "
-    "single step without versions."
+    "single step without versions. Nor do they tell whether the run would have fallen without any mismatch, by its "
+    "learning rate or its rewards, which no config mends: run it once with the trainer's own precision in the engine."
 )

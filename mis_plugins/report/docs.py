@@ -78,8 +78,8 @@ are not the log's.
 **Memory.** By count at most 1 GB, and twice the file of the largest rollout: a host's dump is mapped, and the responses
 of one rollout are joined at a time; a jsonl is read a line at a time, parquet 64 rows at a time. What stays is 0.1 MB for
 each of the last eight steps, some 10 kB for each step before, 6 numbers for each token id, two numbers for each
-sequence, and the twelve worst sequences. `benchmarks/results/report_memory.md` has one run over 10 GB: a peak of 1.18 GB
-against 1.10 GB, at a commit whose worst sequences kept their files in memory; a later commit was not measured.
+sequence, and the twelve worst sequences. `benchmarks/results/report_memory.md` has one run over 10 GB: a peak of 0.61 GB
+against 1.10 GB.
 
 ## The neutral form
 
@@ -124,8 +124,8 @@ the advantage, p the trainer's probability of the token, and 1 - p about the siz
 what an unbiased gradient would have. Where 32 responses or more of a batch have products of ratios with an effective
 sample of one quarter, v is that product (`response_cosine`, a mean over such batches); else v is the token's ratio
 (`coefficient_cosine`), which says nothing of products over responses. `benchmarks/results/report_collapse.md` holds both
-against the true cosine, and runs a proposal where the run before collapsed. Without advantages the effective
-sample size ranks. Of configs within 0.005 of each other the one with the fewest parts
+against the true cosine, and runs a proposal where the run before collapsed and a control with matched
+precision held. Without advantages the effective sample size ranks. Of configs within 0.005 of each other the one with the fewest parts
 that corrects is proposed: it costs little, and guards a run whose mismatch may climb.
 """
 
