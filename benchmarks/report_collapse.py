@@ -8,8 +8,9 @@ neutral form. The report reads that file alone. Its proposal then trains from th
 warm start the proxy that ranks configs is held against the true cosine of each config's policy gradient.
 
 A run of the same recipe whose engine has the trainer's own weights is the control: where it falls too, the mismatch is
-not why, and no correction can help. A seed is trained only if its warm start reaches `LEAST_START`. Neither reads what
-the proposal does. The rules of the proposal were set after seeds 1 to 6 had been seen; the default seeds are others.
+not why, and no correction can help. A seed is trained only if its warm start reaches `LEAST_START`. Neither the control
+nor the start reads what the proposal does. The rules of the proposal were set after seeds 1 to 6 had been seen; the
+default seeds are others.
 """
 
 from __future__ import annotations
