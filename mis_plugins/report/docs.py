@@ -147,7 +147,7 @@ def _page() -> Iterator[str]:
     yield from (f"| `{name}` | {_limit(*limits)} |" for name, limits in LIMITS.items())
     yield from _ladder()
     yield f"\n{CONFIGS}\n# Causes\n"
-    yield "`benchmarks/results/report_causes.md` has the measured power and false alarm rate of each detector, of an earlier commit.\nThere `quantized-head` is today's `differing-weights`, and `stale-weights` today's `jump`. Stale weights by age, and a\nrounded layer before the head, were tried on one planted run each.\n"
+    yield "`benchmarks/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
     for name, cause in CAUSES.items():
         yield from _cause(name, cause)
     yield f"# What it cannot tell\n\n{CANNOT}"
