@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import oracle
 import pytest
 import torch
-from batches import make_batch, ratio_batch
+from batches import host_args, make_batch, ratio_batch
 from drive import assert_all_same, assert_close, assert_matches_oracle, call, run, same_bytes
 from tolerances import EPS, sum_rtol
 
@@ -121,6 +122,23 @@ def test_rejection_without_a_weight():
     outcome = run(batch, config)
     assert [m.tolist() for m in outcome.masks] == [[0, 0], [1]]
     assert outcome.weights[1].tolist() == [1.0] and outcome.weights[0].tolist() == [0.0, 0.0]
+
+
+def test_metrics_only_with_the_shipped_yaml_does_not_correct(caplog: pytest.LogCaptureFixture):
+    """`use_rs: true` under `--get-mismatch-metrics`: nothing is rejected, and it says so once."""
+    batch = ratio_batch([[0.5, 1e-5], [9.0]])
+    with caplog.at_level(logging.WARNING, logger="mis_plugins"):
+        loss_in, loss, masks, _ = call(batch, **flat(use_tis=False, get_mismatch_metrics=True))
+    assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
+    assert len(caplog.records) == 1
+
+
+def test_a_preset_is_not_turned_on_by_use_tis_in_args():
+    """`use_tis` stays the host's flag: our own keys never set it, and without it a config changes nothing."""
+    args = host_args(use_tis=False, mis={"weight": {"upper": 1.1}})
+    batch = ratio_batch([[3.0]])
+    loss_in, loss, _, _ = call(batch, **vars(args))
+    assert same_bytes(loss_in, loss)
 
 
 @pytest.mark.parametrize(

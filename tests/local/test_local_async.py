@@ -252,6 +252,19 @@ def recompute_a_pool(args: Namespace) -> None:
     loop.close()
 
 
+def test_a_trainer_slower_than_the_rollout_trains_at_the_bound(tmp_path: Path, warm: Path) -> None:
+    """A hook that takes its time: the worker gets as far ahead as it may, and no further."""
+    slow = f"--rollout-data-postprocess-path {__name__}.take_time"
+    assert run(f"--async --max-head-offpolicyness 2 {slow}", tmp_path, warm, rollouts=6) == 0
+    oldest = [max(ages(row)) for row in records(tmp_path)]
+    assert oldest == [0, 1, 2, 2, 2, 2]
+    assert [min(ages(row)) for row in records(tmp_path)][2:] == [2, 2, 2, 2]
+
+
+def take_time(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    time.sleep(1.0)
+
+
 def ages(row: dict[str, Any]) -> list[int]:
     prefix = "staleness/tokens/age_"
     return [int(name.removeprefix(prefix)) for name in row if name.startswith(prefix) and row[name]]
@@ -305,6 +318,20 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert saved["next_rollout"] == len(rows) == rows[-1]["rollout"] + 1
     assert summary["worker_restarts"] == 0, "the worker heard nothing of it"
+
+
+def test_killed_trainers_leave_no_worker(tmp_path: Path, warm: Path) -> None:
+    process = long_run(f"--async --rollout-step-seconds 0.01 --warmup-cache {warm}", tmp_path)
+    wait_for(tmp_path / "metrics.jsonl", lines=1)
+    (worker,) = (pid for pid, line in group(process.pid).items() if "spawn_main" in line)
+    for pid in group(process.pid):
+        if pid != worker:
+            os.kill(pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 60
+    while group(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def group(leader: int) -> dict[int, str]:
