@@ -444,7 +444,10 @@ def broken(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         "optimizer steps": lambda x: x["steps"].pop(),
         "weight versions of the engine": lambda x: x["versions"].pop(),
         f"k3 {step}": lambda x: x["steps"][-1].update(k3=0.02),
-        f"loss {step}": lambda x: x["micro_batches"][0][0]["advantages"].__setitem__(0, 9.0),
+        # All tokens of a response: a rule may reject some of them, which the loss then leaves out.
+        f"loss {step}": lambda x: x["micro_batches"][0][0].update(
+            advantages=[9.0] * len(x["micro_batches"][0][0]["mask"])
+        ),
         f"mis_k3_kl {step}": lambda x: x["micro_batches"][0][0]["behavior"].__setitem__(0, -9.0),
     }.items():  # fmt: skip
         other = copy.deepcopy(record)
