@@ -95,8 +95,31 @@ def test_blocks_are_found_with_their_notes() -> None:
     assert [plain.parsed_only, smoke.parsed_only, parsed.parsed_only] == [False, False, True]
 
 
-MOST_WORDS, MOST_LINES = 1200, 160
+MOST_WORDS, MOST_LINES, LONGEST = 1200, 160, 30
+
+
+def prose(text: str) -> str:
+    """A page without its blocks, tables, headings and pictures."""
+    text = re.sub(r"^```.*?^```$", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^(\||#|!|<!--).*$", "\n", text, flags=re.MULTILINE)
+
+
+def sentences(text: str) -> list[str]:
+    parts = re.split(r"\n\s*\n|\n(?=[*-] |\d\. )|(?<=[.!?:;])\s+", prose(text))
+    return [" ".join(part.split()) for part in parts if part.strip()]
 
 
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= MOST_WORDS and len(README.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("page", ["README", "choose", "opsm", "index"])
+def test_sentences_of_a_page_for_newcomers_are_short(page: str) -> None:
+    assert [one for one in sentences(PAGES[page]) if len(one.split()) > LONGEST] == []
+
+
+def test_a_long_sentence_of_a_page_is_seen() -> None:
+    long = " ".join(["word"] * (LONGEST + 1))
+    assert [
+        len(one.split()) for one in sentences(f"Short.\n\n* {long}.\n| {long} |\n```\n{long}\n```\n")
+    ] == [1, 32]

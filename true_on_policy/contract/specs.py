@@ -27,6 +27,10 @@ class NormOrder:
     rounds_normalized: bool
 
 
+OWN_SERVER = "its server, in the environment that true_on_policy/engines/install.sh makes"
+"""What an engine is that runs in an environment of its own."""
+
+
 def at(address: str) -> Callable[..., Any]:
     """Return a function that imports `module:name` when it is called, and calls it."""
 

@@ -23,6 +23,7 @@ from true_on_policy.engines.protocol import EngineError
 
 START_SECONDS = 600  # 15 s on two idle cores; more than 300 were seen on overloaded ones
 GENERATE_SECONDS = 300
+LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
 POLL_SECONDS = 0.25

@@ -18,7 +18,7 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, named, started
+from true_on_policy.engines.server import DTYPES, LOOP_TOKENS, named, started
 
 Target = Literal["fsdp"]
 
@@ -42,7 +42,6 @@ class Pool:
 
 # In chunks, and with preemptions by force: a proof shall meet both.
 PROOF = Pool(prefill_chunk=128, retract_every=40)
-LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLang:

@@ -1,6 +1,6 @@
 """The record of SGLang as a rollout engine."""
 
-from true_on_policy.contract.specs import EngineSpec, NormOrder, at
+from true_on_policy.contract.specs import OWN_SERVER, EngineSpec, NormOrder, at
 
 ENGINE = EngineSpec(
     start=at("true_on_policy.engines.sglang.engine:start"),
@@ -9,5 +9,5 @@ ENGINE = EngineSpec(
     splits=True,
     abilities=("prefix cache", "preemption"),
     serve=at("true_on_policy.engines.sglang.engine:serve"),
-    words="its server, in the environment that true_on_policy/engines/install.sh makes",
+    words=OWN_SERVER,
 )

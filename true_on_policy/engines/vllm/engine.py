@@ -18,11 +18,10 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, named, started
+from true_on_policy.engines.server import DTYPES, LOOP_TOKENS, named, started
 
 ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
 BLOCK = 32  # slots of a block of the key-value cache
-LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 
 
 @dataclass(frozen=True)

