@@ -159,6 +159,12 @@ def test_leaning_texts_are_seen(code: str, leans: bool) -> None:
     assert bool(leaning(ast.parse(code))) == leans
 
 
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_openings_are_refused(opening: str) -> None:
+    assert fault(f"{opening.capitalize()} rows, added up.")
+    assert not fault("Rows of one micro-batch, added up.")
+
+
 @pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy", "benchmarks"])
 def test_sentences_are_short(room: str) -> None:
     found = [
