@@ -43,9 +43,12 @@ ASYNCHRONOUS = f"--async --max-head-offpolicyness {BOUND} --rollout-steps-per-up
 METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "synchronous": ({"segment_wise": {}}, ()),
     "standard": ({"segment_wise": {"enabled": False}}, ASYNCHRONOUS),
-    "segment-wise": ({"segment_wise": {}}, ASYNCHRONOUS),
+    "segment-wise": ({"segment_wise": {"clip_against": "proximal"}}, ASYNCHRONOUS),
+    "clip against next": ({"segment_wise": {"clip_against": "next"}}, ASYNCHRONOUS),
 }
 """What stands under `mis:`, and flags."""
+WEIGHTS = ("standard", "segment-wise", "clip against next")
+"""Methods whose gradients of equal stale samples are compared."""
 
 SETTLED, MEASURED = 10, 20
 """Rollouts before throughput is measured, in which the worker starts and the first ones begin together; and then."""
@@ -143,7 +146,7 @@ class Directions:
 
     def methods(self) -> dict[str, Namespace]:
         """The arguments of each method, by name."""
-        configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
+        configs = {name: METHODS[name][0] for name in WEIGHTS} | {"no weights": None}
         lines = {
             name: command_line(config, self.lr, self.seed, self.folder / name, self.root)
             for name, config in configs.items()
@@ -156,7 +159,7 @@ class Directions:
         return {"methods": methods, "bound": BOUND, "rollouts": self.plan.bias_rollouts}
 
     def arm(self) -> Arm:
-        """The measurement of standard, segment-wise and no weights."""
+        """The measurement of each of `WEIGHTS`, and of no weights."""
 
         def work() -> int:
             return in_ranks(1, partial(_write_directions, self.methods(), self.plan.bias_rollouts, self.file))
@@ -319,7 +322,8 @@ def _rewards(folder: Path) -> list[tuple[float, float]]:
 def main() -> int:
     """Return 0, or the exit code of the run that failed or was interrupted."""
     options = parsed(_parser(), "async")
-    content = held(options.results / "async.json") if options.throughput or options.tables else {}
+    keeps = options.throughput or options.keep_throughput or options.tables
+    content = held(options.results / "async.json") if keeps else {}
     code, measured = (0, {}) if options.tables else measure(options)
     if code:
         return code
@@ -332,6 +336,10 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="bash scripts/experiment-async.sh", description=__doc__)
     for flag, does in (
         ("--throughput", "measure throughput alone, and put it into the results that are there"),
+        (
+            "--keep-throughput",
+            "measure the rest, beside other work, and keep the throughput of the results that are there",
+        ),
         ("--tables", "measure nothing: tables and picture of the results that are there"),
     ):
         parser.add_argument(flag, action="store_true", help=does)
@@ -339,17 +347,18 @@ def _parser() -> ArgumentParser:
 
 
 def measure(options: Namespace) -> tuple[int, dict[str, Any]]:
-    """Measure everything, or throughput alone; throughput comes first, before our own work burdens the machine.
+    """Measure everything, or one half of it; throughput comes first, before our own work burdens the machine.
 
     Returns:
         0 and the results, or the exit code of the run that failed.
     """
     plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
-    measured_with = provenance()
-    code, throughput = measure_throughput(plan, root)
-    first = {"throughput": {**throughput, "measured_with": measured_with}}
-    if code or options.throughput:
-        return code, first
+    measured_with, first = provenance(), {}
+    if not options.keep_throughput:
+        code, throughput = measure_throughput(plan, root)
+        first = {"throughput": {**throughput, "measured_with": measured_with}}
+        if code or options.throughput:
+            return code, first
     bias = all_directions(plan, seeds, root)
     arms = [cell_arm(cell, plan, root) for cell in cells(plan, seeds)]
     arms += [one.arm() for ones in bias.values() for one in ones]

@@ -34,7 +34,8 @@ def draw(content: Mapping[str, Any], output: Path) -> None:
 def _legend(axis: Axes) -> None:
     """What each colour is; the last place of the picture holds no axis."""
     axis.set_axis_off()
-    names = ("synchronous", "standard", "segment-wise", "no weights", "on-policy, again")
+    weights = ("standard", "segment-wise", "clip against next", "no weights")
+    names = ("synchronous", *weights, "on-policy, again")
     shades = [*map(color, names[:-1]), FRAME]
     handles = [
         Line2D([], [], color=shade, marker="o", lw=2, label=name)
@@ -76,14 +77,14 @@ def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) 
 
 
 def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]]) -> None:
-    names = ["on-policy", "standard", "segment-wise", "no weights"]
+    names = ["on-policy", "standard", "segment-wise", "clip against next", "no weights"]
     for place, name in enumerate(names):
         values = [[run[name]["pooled"] for run in runs] for runs in bias.values()]
-        at = [index + (place - 1.5) * 0.2 for index in range(len(values))]
+        at = [index + (place - 2) * 0.16 for index in range(len(values))]
         axis.bar(
             at,
             [fmean(one) for one in values],
-            0.18,
+            0.15,
             color=FRAME if name == "on-policy" else color(name),
             label=name,
         )

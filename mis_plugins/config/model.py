@@ -268,6 +268,8 @@ class SegmentWiseConfig:
     fresh_tokens: what stands for pi_{v+1} at ages 0 and 1. `proximal` is pi_old at both, which at age 1 is pi_{v+1}.
         `behavior` is mu at both, so that their weight is 1. `behavior_at_age_0` is mu at age 0 and pi_old at age 1, the
         rule of AReaL's branch.
+    clip_against: the policy that PPO's ratio and clip compare pi_theta with: `next` is pi_{v+1}, so that weight and
+        ratio multiply to pi_theta / pi_v; `proximal` is pi_old, the rule of AReaL's branch.
     too_old: of a token without the stored log-prob that it needs: `raise`, naming the sample, or `drop` it from the
         loss mask.
     """
@@ -278,6 +280,7 @@ class SegmentWiseConfig:
     mode: CappingBoundName = "truncate"
     method: Literal["recompute", "loglinear"] = "recompute"
     fresh_tokens: Literal["proximal", "behavior", "behavior_at_age_0"] = "proximal"
+    clip_against: Literal["next", "proximal"] = "next"
     too_old: Literal["raise", "drop"] = "raise"
 
     def __post_init__(self) -> None:
@@ -285,7 +288,7 @@ class SegmentWiseConfig:
             raise ConfigError(f"{{mode}}: {self.mode} needs a {{weight_cap}}; give one, or drop {{mode}}")
         if self.method == "loglinear" and self.too_old == "drop":
             raise ConfigError("{too_old}: drop has no effect with {method}: loglinear, which lacks nothing")
-        for name in ("method", "fresh_tokens", "too_old"):
+        for name in ("method", "fresh_tokens", "clip_against", "too_old"):
             value = getattr(self, name)
             if not self.enabled and value != getattr(SegmentWiseConfig, name):
                 raise ConfigError(f"{{{name}}}: {value} has no effect with {{enabled}}: false; drop it")
@@ -438,6 +441,11 @@ class CorrectionConfig:
     def segment_wise_on(self) -> bool:
         """Whether the weight is pi_{v+1} / pi_v, and not pi_old / pi_v."""
         return self.segment_wise is not None and self.segment_wise.enabled
+
+    @property
+    def clips_against_next(self) -> bool:
+        """Whether PPO's ratio compares pi_theta with pi_{v+1}, and not with what `objective.old` names."""
+        return self.segment_wise_on and self.segment_wise.clip_against == "next"  # type: ignore[union-attr]
 
     @property
     def weighs_by_segment_wise(self) -> bool:

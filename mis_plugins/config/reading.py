@@ -174,9 +174,9 @@ def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
 def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
     """AReaL's flat keys: standard or segment-wise decoupled PPO, beyond whose bounds a token keeps the weight 0.
 
-    As there, no cap is no bound, and no floor is 0. `enable_segment_wise_ppo: true` takes AReaL's rule for fresh
-    tokens, `behavior_at_age_0`. Without the key the host decides, as without `mis.segment_wise`. `use_decoupled_loss:
-    false` compares pi_theta with mu itself, and has no weight.
+    As there, no cap is no bound, and no floor is 0. `enable_segment_wise_ppo: true` takes AReaL's rules for fresh
+    tokens, `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the key the host decides, as
+    without `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu itself, and has no weight.
     """
     cap = _convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
     floor = _convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
@@ -199,8 +199,8 @@ def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> Correction
             WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
         )
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
-    fresh = "behavior_at_age_0" if asked else "proximal"
-    chosen = None if asked is None else SegmentWiseConfig(asked, fresh_tokens=fresh)
+    areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
+    chosen = None if asked is None else areals if asked else SegmentWiseConfig(enabled=False)
     return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen)
 
 

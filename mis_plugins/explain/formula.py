@@ -5,7 +5,7 @@ q_t      segment-wise: of a token that version v wrote, pi_{v+1}(y_t) / mu(y_t);
 prod r   over the valid tokens of a sequence (or of a segment), n of them
 w_t      importance weight
 n_t      number of layers of a mixture of experts that route the token to other experts than the engine
-s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t), or over mu(y_t) in bypass
+s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in bypass, over q_t mu(y_t) segment-wise
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def formula(config: CorrectionConfig) -> list[str]:
     rules = [_rule(rule, trainer) for rule in config.reject]
     lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
-        lines += _objective(config.objective or ObjectiveConfig())
+        lines += _objective(config)
     else:
         lines.append("L_t    = w_t * the host's policy loss of the token where keep_t, else 0")
     count = "kept tokens" if config.denominator == "kept" else "tokens of before rejection"
@@ -129,9 +129,10 @@ def _opsm(opsm: OpsmConfig | None) -> list[str]:
     return [f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"]
 
 
-def _objective(objective: ObjectiveConfig) -> list[str]:
-    old = "mu" if objective.old == "behavior" else "pi_old"
-    ratio = f"pi_theta(y_t) / {old}(y_t)"
+def _objective(config: CorrectionConfig) -> list[str]:
+    objective = config.objective or ObjectiveConfig()
+    old = "(q_t mu(y_t))" if config.clips_against_next else "mu(y_t)" if config.bypass else "pi_old(y_t)"
+    ratio = f"pi_theta(y_t) / {old}"
     lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
     lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where keep_t, else 0")
     factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl

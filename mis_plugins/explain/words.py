@@ -65,6 +65,10 @@ OLDER = {
     "recompute": "what was recomputed under pi_{v+1} before the weights moved on",
     "loglinear": "a line in log-probs between pi_v and pi_old",
 }
+CLIP_AGAINST = {
+    "next": "PPO's ratio is pi_theta / pi_{v+1}; rules and OPSM look at pi_old",
+    "proximal": "PPO's ratio, rules and OPSM look at pi_old",
+}
 TOO_OLD = {
     "raise": "a token of which nothing was stored is an error that names its sample",
     "drop": "a token of which nothing was stored leaves the loss mask",
@@ -110,7 +114,7 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
     if config.routing:
         lines.append(_routing(config.routing))
     if config.objective:
-        lines.append(_objective(config.objective))
+        lines.append(_objective(config.objective, config.clips_against_next))
     if config.aggregate == "kept":
         lines.append(
             "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
@@ -254,8 +258,8 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
     if config.needs_loss_hook and config.where_versions_are_known().segment_wise_on:
         return [
             "segment_wise: on where the host hands on which version wrote each token (Miles: with "
-            "mis_plugins.mis.carry_versions; slime: not): the weight is pi_{v+1} / mu there; enabled: false keeps "
-            "pi_old / mu"
+            "mis_plugins.mis.carry_versions; slime: not): the weight is pi_{v+1} / mu there, and PPO's ratio "
+            "pi_theta / pi_{v+1}; enabled: false keeps pi_old in both"
         ]
     return []
 
@@ -267,7 +271,7 @@ def _told(segment_wise: SegmentWiseConfig) -> str:
     )
     if segment_wise.method == "recompute":
         line += f"; {TOO_OLD[segment_wise.too_old]}"
-    return line + "; clip ratio, rules and OPSM look at pi_old as ever"
+    return f"{line}; {CLIP_AGAINST[segment_wise.clip_against]}"
 
 
 def _rule(rule: RejectRule, trainer: str) -> str:
@@ -298,8 +302,8 @@ def _routing(routing: RoutingConfig) -> str:
     return f"routing: {whose[routing.experts]}; a replay that did not happen {fault[routing.on_fault]}"
 
 
-def _objective(objective: ObjectiveConfig) -> str:
-    old = "mu" if objective.old == "behavior" else "pi_old"
+def _objective(objective: ObjectiveConfig, next_version: bool) -> str:
+    old = "pi_{v+1}" if next_version else "mu" if objective.old == "behavior" else "pi_old"
     ratio = f"pi_theta / {old}" + (
         "" if objective.ratio == "token" else " (geometric mean over the sequence)"
     )

@@ -123,6 +123,17 @@ def numerator_of(
     return proximal_t(proximal, behavior, written, config.segment_wise)
 
 
+def compared_with(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
+    """Log-probs of the policy, called `old`, that PPO's ratio compares pi_theta with; NaN where they are not known."""
+    if config.clips_against_next:
+        next_version = numerator_of(x.proximal, x.behavior, x.written, config)
+        assert next_version is not None
+        return next_version
+    old = x.behavior if config.bypass else x.proximal
+    assert old is not None
+    return old
+
+
 @torch.no_grad()
 def share_of(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
     """Which tokens enter the loss after correction and OPSM, and by which factor.
@@ -216,8 +227,7 @@ def micro_batch_loss(
         reduce_policy: the host's average of the surrogate; None takes `reduce`.
     """
     objective = config.objective or ObjectiveConfig()
-    old = x.behavior if objective.old == "behavior" else x.proximal
-    assert old is not None
+    old = compared_with(x, config)
     term = policy_term(x.target, old, x.finite_advantages, share.factor, x.ragged, objective, flags.clip)
     loss = pg_loss = (reduce_policy or reduce)(term.loss)
     terms = {"pg_loss": pg_loss, "entropy_loss": torch.zeros_like(pg_loss)}
@@ -242,8 +252,7 @@ def micro_batch_loss(
 def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> Float[Tensor, " T"]:
     """The surrogate of each token before weight, rejection and OPSM."""
     objective = config.objective or ObjectiveConfig()
-    old = x.behavior if objective.old == "behavior" else x.proximal
-    assert old is not None
+    old = compared_with(x, config)
     every, advantages = x.ragged.loss_mask.float(), x.finite_advantages
     term = policy_term(x.target.detach(), old, advantages, every, x.ragged, objective, flags.clip)
     if (objective.surrogate, objective.ratio) != ("clip", "sequence"):

@@ -83,7 +83,7 @@ def policy_term(
 
     Args:
         target: log-probs under pi_theta, with gradient.
-        old: log-probs under the policy that `config.old` names.
+        old: log-probs under the policy that the ratio compares pi_theta with; NaN where they are not known.
         factor: what multiplies a token's loss: the weight, at least 0, and 0 where the token is rejected.
     """
     log_r, usable = target_log_ratio(target, old, ragged.loss_mask)

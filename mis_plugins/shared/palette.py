@@ -34,6 +34,7 @@ MEANING = {
     "synchronous": GREEN,
     "on-policy": GREEN,
     "sequence": PURPLE,
+    "clip against next": PURPLE,
     "token TIS": AMBER,
     "standard": AMBER,
 }

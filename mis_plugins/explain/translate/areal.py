@@ -28,6 +28,7 @@ SOURCES = {
     "reject[0]": (REJECTION,),
     "segment_wise.enabled": (ENABLE,),
     "segment_wise.fresh_tokens": (ENABLE,),
+    "segment_wise.clip_against": (ENABLE,),
     "objective.old": (DECOUPLED,),
 }
 DEFAULTS: dict[str, Any] = {
