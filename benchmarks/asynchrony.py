@@ -47,8 +47,6 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "clip against next": ({"segment_wise": {"clip_against": "next"}}, ASYNCHRONOUS),
 }
 """What stands under `mis:`, and flags."""
-WEIGHTS = ("standard", "segment-wise", "clip against next")
-"""Methods whose gradients of equal stale samples are compared."""
 
 SETTLED, MEASURED = 10, 20
 """Rollouts before throughput is measured, in which the worker starts and the first ones begin together; and then."""
@@ -99,9 +97,9 @@ class Cell:
         return root / f"{self.method}-lr{self.lr}-seed{self.seed}"
 
 
-def cells(plan: Plan, seeds: Sequence[int]) -> list[Cell]:
+def cells(plan: Plan, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> list[Cell]:
     """List the cells seed by seed, so that an interrupted experiment holds whole comparisons."""
-    return [Cell(method, lr, seed) for seed, lr, method in itertools.product(seeds, plan.rates, METHODS)]
+    return [Cell(method, lr, seed) for seed, lr, method in itertools.product(seeds, plan.rates, methods)]
 
 
 def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: Path, root: Path) -> list[str]:
@@ -146,7 +144,7 @@ class Directions:
 
     def methods(self) -> dict[str, Namespace]:
         """The arguments of each method, by name."""
-        configs = {name: METHODS[name][0] for name in WEIGHTS} | {"no weights": None}
+        configs = {name: METHODS[name][0] for name in ("standard", "segment-wise")} | {"no weights": None}
         lines = {
             name: command_line(config, self.lr, self.seed, self.folder / name, self.root)
             for name, config in configs.items()
@@ -159,7 +157,7 @@ class Directions:
         return {"methods": methods, "bound": BOUND, "rollouts": self.plan.bias_rollouts}
 
     def arm(self) -> Arm:
-        """The measurement of each of `WEIGHTS`, and of no weights."""
+        """The measurement of standard, segment-wise and no weights."""
 
         def work() -> int:
             return in_ranks(1, partial(_write_directions, self.methods(), self.plan.bias_rollouts, self.file))
@@ -266,10 +264,17 @@ def result(plan: Plan, root: Path, seeds: Sequence[int]) -> dict[str, Any]:
             lr: [json.loads((folder / SUMMARY).read_text())["recompute/share"] for folder in folders]
             for lr, folders in segment_wise.items()
         },
-        "rewards": {
-            lr: {name: [_rewards(Cell(name, lr, seed).folder(root)) for seed in seeds] for name in METHODS}
-            for lr in plan.rates
-        },
+        "rewards": rewards(plan, root, seeds, tuple(METHODS)),
+    }
+
+
+def rewards(
+    plan: Plan, root: Path, seeds: Sequence[int], methods: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Collect the curves of held-out rewards by learning rate, method and seed."""
+    return {
+        lr: {name: [_rewards(Cell(name, lr, seed).folder(root)) for seed in seeds] for name in methods}
+        for lr in plan.rates
     }
 
 
@@ -322,8 +327,10 @@ def _rewards(folder: Path) -> list[tuple[float, float]]:
 def main() -> int:
     """Return 0, or the exit code of the run that failed or was interrupted."""
     options = parsed(_parser(), "async")
-    keeps = options.throughput or options.keep_throughput or options.tables
+    keeps = options.throughput or options.only or options.tables
     content = held(options.results / "async.json") if keeps else {}
+    if options.only:
+        return _put(options, content)
     code, measured = (0, {}) if options.tables else measure(options)
     if code:
         return code
@@ -336,29 +343,43 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="bash scripts/experiment-async.sh", description=__doc__)
     for flag, does in (
         ("--throughput", "measure throughput alone, and put it into the results that are there"),
-        (
-            "--keep-throughput",
-            "measure the rest, beside other work, and keep the throughput of the results that are there",
-        ),
         ("--tables", "measure nothing: tables and picture of the results that are there"),
     ):
         parser.add_argument(flag, action="store_true", help=does)
+    parser.add_argument(
+        "--only",
+        choices=METHODS,
+        help="train one method, and put its rewards into the results that are there, which have their own seeds",
+    )
     return parser
 
 
+def _put(options: Namespace, content: dict[str, Any]) -> int:
+    """Train one method at the learning rates and seeds of results that are there, and publish them with its rewards."""
+    plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, content["seeds"]
+    made = provenance()
+    arms = [cell_arm(cell, plan, root) for cell in cells(plan, seeds, (options.only,))]
+    if code := run_arms(arms, options.processes, this_code()):
+        return code
+    for lr, found in rewards(plan, root, seeds, (options.only,)).items():
+        content["rewards"][lr] |= found
+    content.setdefault("rewards_measured_with", {})[options.only] = made
+    publish(options.results / "async", content, markdown(content), {"": partial(draw, content)})
+    return 0
+
+
 def measure(options: Namespace) -> tuple[int, dict[str, Any]]:
-    """Measure everything, or one half of it; throughput comes first, before our own work burdens the machine.
+    """Measure everything, or throughput alone; throughput comes first, before our own work burdens the machine.
 
     Returns:
         0 and the results, or the exit code of the run that failed.
     """
     plan, root, seeds = SMOKE if options.smoke else FULL, options.runs, options.seeds
-    measured_with, first = provenance(), {}
-    if not options.keep_throughput:
-        code, throughput = measure_throughput(plan, root)
-        first = {"throughput": {**throughput, "measured_with": measured_with}}
-        if code or options.throughput:
-            return code, first
+    measured_with = provenance()
+    code, throughput = measure_throughput(plan, root)
+    first = {"throughput": {**throughput, "measured_with": measured_with}}
+    if code or options.throughput:
+        return code, first
     bias = all_directions(plan, seeds, root)
     arms = [cell_arm(cell, plan, root) for cell in cells(plan, seeds)]
     arms += [one.arm() for ones in bias.values() for one in ones]

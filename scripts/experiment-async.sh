@@ -2,7 +2,7 @@
 # Segment-wise against standard decoupled PPO, and clipped against the next version, three learning rates, three seeds: variance of the weights by age, the gradient's direction, rewards, throughput.
 #   bash scripts/experiment-async.sh            what the same committed code finished with the same settings is not repeated
 #   bash scripts/experiment-async.sh --throughput         throughput alone, put into the results that are there; wants a machine without other work
-#   bash scripts/experiment-async.sh --keep-throughput    the rest alone; the throughput of the results that are there stays
+#   bash scripts/experiment-async.sh --only "clip against next"   rewards of one method, put into the results that are there
 #   bash scripts/experiment-async.sh --smoke --seeds 0    minutes, shows only that it works, in runs/async-smoke
 #   bash scripts/experiment-async.sh --tables             tables and picture of the results that are there
 # Results: benchmarks/results/async.{json,md,png}

@@ -77,14 +77,14 @@ def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) 
 
 
 def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]]) -> None:
-    names = ["on-policy", "standard", "segment-wise", "clip against next", "no weights"]
+    names = ["on-policy", "standard", "segment-wise", "no weights"]
     for place, name in enumerate(names):
         values = [[run[name]["pooled"] for run in runs] for runs in bias.values()]
-        at = [index + (place - 2) * 0.16 for index in range(len(values))]
+        at = [index + (place - 1.5) * 0.2 for index in range(len(values))]
         axis.bar(
             at,
             [fmean(one) for one in values],
-            0.15,
+            0.18,
             color=FRAME if name == "on-policy" else color(name),
             label=name,
         )

@@ -78,8 +78,9 @@ def markdown(content: Mapping[str, Any]) -> str:
     shares = {lr: spread(values, "{:.1%}") for lr, values in content["recompute_share"].items()}
     parts.append(markdown_table(("lr", "recompute, share of the runs above"), shares.items()))
     parts += [LOGLINEAR, *(_loglinear(lr, runs) for lr, runs in content["loglinear"].items())]
-    made_with = content["measured_with"], content["throughput"]["measured_with"]
-    heads = ("## Measured with\n", "Throughput:\n")
+    added = content.get("rewards_measured_with", {})
+    made_with = content["measured_with"], content["throughput"]["measured_with"], *added.values()
+    heads = ("## Measured with\n", "Throughput:\n", *(f"Rewards of {name}:\n" for name in added))
     parts += [f"{head}\n{as_markdown(one)}" for head, one in zip(heads, made_with, strict=True)]
     return "\n".join(parts)
 

@@ -86,7 +86,7 @@ def content(tmp_path: Path) -> dict[str, Any]:
     for seed, method in ((seed, method) for seed in (0, 1) for method in METHODS):
         leave_a_run(Cell(method, "1e-4", seed).folder(tmp_path), (0.7, 0.8)[seed])
     numbers = {"pooled": 0.9, "single": 0.5, "norm": 1.1}
-    names = ("on-policy", "standard", "segment-wise", "clip against next", "no weights")
+    names = ("on-policy", "standard", "segment-wise", "no weights")
     measured_with = {
         "command": "bash scripts/experiment-async.sh",
         "mis-plugins commit": "0123456789ab (modified)",

@@ -125,9 +125,31 @@ def drive(args: Namespace, batch: dict[str, Any], step: Step) -> Outcome:
 
 
 class ExpectedAged(Expected):
-    """The same loss with pi_{v+1} / mu as what the weight bounds, and pi_old in everything else."""
+    """The loss with pi_{v+1} / mu as what the weight bounds, and pi_theta / pi_{v+1} as what PPO clips if asked."""
 
     step: Aged
+
+    @property
+    def block(self) -> dict:
+        return self.question.mis.get("segment_wise", {})
+
+    @property
+    def on(self) -> bool:
+        return self.block.get("enabled", True)
+
+    def numerators(self) -> list[list[float | None]]:
+        spec = segmentwise_oracle.Spec(
+            method=self.block.get("method", "recompute"), fresh=self.block.get("fresh_tokens", "proximal")
+        )
+        return [[segmentwise_oracle.numerator(token, spec) for token in row] for row in self.step.tokens]
+
+    def _response(self, i: int, x: Response) -> Response:
+        found = super()._response(i, x)
+        if not self.on or self.block.get("clip_against", "next") == "proximal":
+            return found
+        known = [math.nan if y is None else y for y in self.numerators()[i]]
+        assert not any(math.isnan(known[t]) for t in x.valid)
+        return dataclasses.replace(found, old=known)
 
     @property
     def correction(self) -> dict:
@@ -139,17 +161,12 @@ class ExpectedAged(Expected):
         return said
 
     def samples(self) -> list[oracle.Sample]:
-        block = self.question.mis.get("segment_wise", {})
-        spec = segmentwise_oracle.Spec(
-            method=block.get("method", "recompute"), fresh=block.get("fresh_tokens", "proximal")
-        )
         found = super().samples()
-        if not block.get("enabled", True):
+        if not self.on:
             return found
-        rows = [[segmentwise_oracle.numerator(token, spec) for token in row] for row in self.step.tokens]
         return [
             dataclasses.replace(sample, numerator=[math.nan if x is None else x for x in row])
-            for sample, row in zip(found, rows, strict=True)
+            for sample, row in zip(found, self.numerators(), strict=True)
         ]
 
 
@@ -157,6 +174,7 @@ TOKEN_RULE = {"over": "token", "lower": 0.7, "upper": 1.5}
 SEQUENCE_RULE = {"over": "mean", "lower": 0.85, "upper": 1.2}
 CORRECTIONS = [
     {"segment_wise": {"weight_cap": 1.2}},
+    {"segment_wise": {"weight_cap": 1.2, "clip_against": "proximal"}},
     {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.8, "mode": "mask", "fresh_tokens": "behavior"},
      "denominator": "kept"},
     {"segment_wise": {"weight_cap": 1.3, "weight_floor": 0, "mode": "zero", "method": "loglinear",
@@ -180,7 +198,7 @@ def questions() -> Iterator[Question]:
 
 @pytest.mark.parametrize("question", list(questions()), ids=str)
 def test_composition(question: Question):
-    """Only the weight looks at pi_{v+1}: clip ratio, rules, OPSM and KL are those of pi_old and pi_theta."""
+    """Only the weight and PPO's ratio look at pi_{v+1}: rules and OPSM look at pi_old and pi_theta."""
     candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
     expected = next(e for e in candidates if e.margin > DECISION and e.decides)
     found = call(expected.step, question.mis, **question.settings)
@@ -336,12 +354,13 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
     ("areal", "ours"),
     [
         ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero", "fresh_tokens": "behavior_at_age_0"}}),
+         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero", "fresh_tokens": "behavior_at_age_0",
+                           "clip_against": "proximal"}}),
         ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": "1.2", "behav_imp_weight_floor": 0.9},
          {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.9, "mode": "zero",
-                           "fresh_tokens": "behavior_at_age_0"}}),
+                           "fresh_tokens": "behavior_at_age_0", "clip_against": "proximal"}}),
         ({"enable_segment_wise_ppo": True, "use_decoupled_loss": True},
-         {"segment_wise": {"weight_cap": None, "fresh_tokens": "behavior_at_age_0"}}),
+         {"segment_wise": {"weight_cap": None, "fresh_tokens": "behavior_at_age_0", "clip_against": "proximal"}}),
         ({"enable_segment_wise_ppo": False, "behav_imp_weight_cap": 1.2},
          {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}, "segment_wise": {"enabled": False}}),
         ({"behav_imp_weight_cap": 1.2, "max_head_offpolicyness": 4},
