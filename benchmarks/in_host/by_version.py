@@ -13,8 +13,10 @@ from typing import Any
 
 from in_host.dumps import MicroBatch, Recorded
 
-BY_VERSION = ("segment_wise", "standard", "fresh")
-"""Losses of rows that know versions: segment-wise weights, standard ones, and rows whose bound leaves no old token."""
+NEXT = "next"
+BY_VERSION = (NEXT, "segment_wise", "standard", "fresh")
+"""Losses of rows that know versions: segment-wise weights with PPO's ratio against pi_{v+1}, or against pi_V; standard
+weights; and rows whose bound leaves no old token."""
 RECOMPUTED_FROM = 2
 """The age from which log pi_{v+1} must have been stored; before, the trainer's own log-prob is that or newer."""
 
@@ -29,7 +31,10 @@ class Token:
 
 
 def numerator(row: Recorded, t: int, loss: str) -> float:
-    """Return the log-prob that the weight of a token compares with the engine's; NaN where nobody knows it."""
+    """Return the log-prob that the weight of a token compares with the engine's; NaN where nobody knows it.
+
+    With the loss `next` it is also what PPO's ratio compares the target policy with.
+    """
     assert row.age is not None and row.following is not None
     if loss == "standard" or row.age[t] < RECOMPUTED_FROM:
         return row.proximal[t]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from in_host import by_version
-from in_host.by_version import BY_VERSION
+from in_host.by_version import BY_VERSION, NEXT
 from in_host.dumps import MicroBatch, Recorded
 from mis_plugins.report.readers.curves import our_name
 
@@ -135,6 +135,7 @@ def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
         return
     expected = Expected(batches, record["config"], record["loss"], record.get("flags", ()))
     yield _close(f"loss of step {number}", expected.loss(), metrics.get("train/loss"))
+    yield from _of_the_objective(expected, metrics, number)
     if record["loss"] in BY_VERSION:
         yield from _weights_by_age(batches, record, metrics, number)
         return
@@ -148,17 +149,20 @@ def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
     )
     for name, value in compared.items():
         yield _close(f"mis_{name} of step {number}", value, metrics[f"train/mis_{name}"])
-    yield from _of_the_objective(expected, metrics, number)
     yield from _of_the_filter(record, batches, number)
     yield from _exact(expected, metrics, number)
     yield from _of_the_curves(record)
 
 
 def _of_the_objective(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
-    """Compare what clip and OPSM held back with the oracle's share, which is some of the tokens and not all."""
+    """Compare what clip and OPSM held back with the oracle's share.
+
+    A row of an objective is one whose clip and OPSM each hold some tokens back and not all.
+    """
     for name, value in expected.held_back().items():
         yield _close(f"{name} of step {number}", value, metrics.get(f"train/{name}"))
-        yield Line(f"{name} of step {number} decides", "above 0, below 1", f"{value:.4g}", 0 < value < 1)
+        if expected.kind == "objective":
+            yield Line(f"{name} of step {number} decides", "above 0, below 1", f"{value:.4g}", 0 < value < 1)
 
 
 def _of_the_filter(record: Mapping[str, Any], batches: Sequence[MicroBatch], number: int) -> Iterator[Line]:
@@ -211,7 +215,7 @@ def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[
     yield _equal("tokens that cannot be weighed", 0, sum(one["lacking"] for one in found))
     if loss == "standard":
         yield _equal("steps with a recompute", 0, scored)
-    if loss == "segment_wise":
+    if loss in ("segment_wise", NEXT):
         yield Line("steps with a recompute", "at least 1", str(scored), scored >= 1)
         yield from _nearer(found)
 
@@ -288,12 +292,12 @@ class Expected:
         return [other for other in self.samples if other is not batch] if scope == "rollout" else []
 
     def loss(self) -> float:
-        """Add up -A w over what is kept, by each response's number of valid tokens, over the number of responses."""
+        """Add up -A w, or the surrogate, over what is kept: means over responses' valid tokens, over all responses."""
         total = 0.0
         for batch, corrected in zip(self.batches, self.corrected, strict=True):
             for i, row in enumerate(batch):
                 factors = self._factors(row, corrected.weights[i], corrected.keep[i])
-                if self.kind == "objective":
+                if self.kind in ("objective", NEXT):
                     total += self._surrogate(row, factors)
                     continue
                 counted = corrected.keep[i] if self.kind == "kept" else row.mask
@@ -331,6 +335,8 @@ class Expected:
         from loss_oracle import Response
 
         old = row.behavior if self.objective.get("old") == "behavior" else row.proximal
+        if self.kind == NEXT:
+            old = [by_version.numerator(row, t, NEXT) for t in range(len(row.mask))]
         return Response(row.proximal, old, row.proximal, row.advantages, factors, row.mask)
 
     def _spec(self) -> Any:
@@ -349,7 +355,7 @@ class Expected:
         if self.opsm is not None:
             masked = [_mean(row.mask, [not stay for stay in self._stays(row)]) for row in rows]
             found["opsm_clipfrac"] = math.fsum(masked) / len(rows)
-        if self.objective:
+        if self.objective or self.kind == NEXT:
             spec = self._spec()
             shares = [_mean(row.mask, [held_back(self._response(row, ()), t, spec) and valid
                                        for t, valid in enumerate(row.mask)]) for row in rows]  # fmt: skip

@@ -257,7 +257,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class SegmentWiseConfig:
-    """The behavior weight of segment-wise decoupled PPO: of a token that version v wrote, bound(pi_{v+1} / pi_v).
+    """Segment-wise decoupled PPO: a token that version v wrote has the behavior weight bound(pi_{v+1} / pi_v).
 
     enabled: false is standard decoupled PPO, bound(pi_old / pi_v).
     weight_cap: the largest ratio; null is no bound.

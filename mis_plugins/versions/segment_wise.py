@@ -2,12 +2,13 @@
 
 Of a token that version v wrote, while the trainer is at version V and pi_V is its proximal policy:
 
-    loss_t = -w_t min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_V,    w_t = bound(pi_{v+1} / pi_v)
+    loss_t = -w_t min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_{v+1},    w_t = bound(pi_{v+1} / pi_v)
 
-Standard decoupled PPO has w_t = pi_V / pi_v: the two policies are V - v updates apart, and w_t varies accordingly. The
-price of the smaller variance is that pi_V / pi_{v+1} stays uncorrected. The two weights agree where V - v is 1, and
-both methods clip r_t. Decoupling: Hilton et al. 2021, arxiv.org/abs/2110.00641, section 3; asynchronous training: Fu et
-al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.2; segment-wise weights: AReaL's `enable_segment_wise_ppo`.
+Standard decoupled PPO has w_t = pi_V / pi_v and r_t = pi_theta / pi_V: the two policies of w_t are V - v updates apart,
+and w_t varies accordingly. Here w_t r_t is pi_theta / pi_v up to bound and clip. AReaL's branch clips pi_theta / pi_V
+beside the segment-wise weight (`clip_against: proximal`), and leaves pi_V / pi_{v+1} uncorrected. All of these losses
+agree where V - v is 1. Decoupling: Hilton et al. 2021, arxiv.org/abs/2110.00641, section 3; asynchronous training: Fu
+et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.2; segment-wise weights: AReaL's `enable_segment_wise_ppo`.
 
 A token's age is V - v: 0 for a token that the trainer's own version wrote.
 """

@@ -369,8 +369,10 @@ def versioned(loss: str = "segment_wise") -> dict[str, Any]:
     batches = aged()
     expected = verdict.Expected(batches, config, loss)
     logged = {verdict.STEP + name: x for name, x in by_version.metrics(batches, 1.04, loss).items()}
+    clipped = {f"train/{name}": x for name, x in expected.held_back().items()}
     step = {
-        "metrics": {"train/loss": expected.loss(), "train/grad_norm": 1.0, **logged}, "k3": verdict.k3(batches),
+        "metrics": {"train/loss": expected.loss(), "train/grad_norm": 1.0, **logged, **clipped},
+        "k3": verdict.k3(batches),
         "reward": 0.5, "by_version": by_version.summary(batches, loss),
         "times": {} if loss == "standard" else {"recompute": 0.1},
     }  # fmt: skip
@@ -379,7 +381,7 @@ def versioned(loss: str = "segment_wise") -> dict[str, Any]:
             "stale": True, "log_holds": {}, "bits": None}  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", ["segment_wise", "standard"])
+@pytest.mark.parametrize("loss", ["next", "segment_wise", "standard"])
 def test_each_line_on_versions_can_break(loss: str) -> None:
     def failed(record: dict[str, Any]) -> set[str]:
         return {line.what for line in verdict.judge(record) if not line.holds}
@@ -407,7 +409,7 @@ def test_each_line_on_versions_can_break(loss: str) -> None:
             times={"recompute": 0.1} if loss == "standard" else {}
         ),
     }
-    if loss == "segment_wise":
+    if loss != "standard":
         changes["k3 of old tokens to log pi_{v+1}"] = lambda x: x["steps"][0]["by_version"].update(
             k3_next=9.0
         )

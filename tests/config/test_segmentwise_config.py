@@ -93,6 +93,8 @@ def test_where_versions_are_known_it_is_on_unless_something_speaks_against_it(ma
          r"^mis\.segment_wise\.too_old: drop has no effect with mis\.segment_wise\.method: loglinear"),
         ({"segment_wise": {"enabled": False, "fresh_tokens": "behavior"}},
          r"^mis\.segment_wise\.fresh_tokens: behavior has no effect with mis\.segment_wise\.enabled: false"),
+        ({"segment_wise": {"enabled": False, "clip_against": "proximal"}},
+         r"^mis\.segment_wise\.clip_against: proximal has no effect with mis\.segment_wise\.enabled: false"),
         ({"weight": {}, "segment_wise": {"weight_cap": 5.0}},
          r"^mis\.segment_wise\.weight_cap: has no effect beside mis\.weight, which has bounds"),
         ({"weight": {}, "segment_wise": {"mode": "truncate"}}, r"^mis\.segment_wise\.mode: has no effect beside"),
@@ -122,6 +124,7 @@ blocks = st.fixed_dictionaries(
     optional={
         "method": st.just("loglinear"),
         "fresh_tokens": st.sampled_from(["proximal", "behavior", "behavior_at_age_0"]),
+        "clip_against": st.sampled_from(["next", "proximal"]),
     },
 )
 bounds = st.one_of(
@@ -151,11 +154,12 @@ AREAL = {
     "enable_segment_wise_ppo: true\nbehav_imp_weight_cap: 5.0\nbehav_imp_weight_floor: 0.2\nmax_head_offpolicyness: 2":
         CorrectionConfig(
             WeightConfig("token", "zero", 0.2, 5.0),
-            segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0"),
+            segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal"),
         ),
     "enable_segment_wise_ppo: true\nbehav_imp_weight_cap: null":
         CorrectionConfig(
-            WeightConfig(bound="none"), segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0")
+            WeightConfig(bound="none"),
+            segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal"),
         ),
     "behav_imp_weight_cap: 5\nuse_decoupled_loss: true\nmis: {metrics: all}":
         CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0), metrics="all"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import loss_oracle
 import oracle
@@ -139,6 +140,8 @@ FORMULAS = [
         "       = pi_{v+1}(y_t) / mu(y_t), as stored before the weights moved on, from age 2",
     ),
     ({"segment_wise": {"too_old": "drop", "weight_cap": None}}, "w_t    = q_t"),
+    ({"segment_wise": {"weight_cap": 4}}, "s_t    = pi_theta(y_t) / (q_t mu(y_t))"),
+    ({"segment_wise": {"clip_against": "proximal"}}, "s_t    = pi_theta(y_t) / pi_old(y_t)"),
     (
         {"weight": {"normalize": {}}, "segment_wise": {"method": "loglinear", "fresh_tokens": "behavior"}},
         "       = (pi_old(y_t) / mu(y_t))^(1 / age), from age 2",
@@ -405,8 +408,9 @@ def stays_of(part: slice, config: CorrectionConfig) -> list[bool]:
     )
 
 
-def response(part: slice, bypass: bool = False, factor: list[float] | None = None) -> loss_oracle.Response:
-    old = six_tokens.BEHAVIOR if bypass else six_tokens.PROXIMAL
+def response(
+    part: slice, old: Sequence[float] = six_tokens.PROXIMAL, factor: list[float] | None = None
+) -> loss_oracle.Response:
     ones = [1.0] * (part.stop - part.start)
     return loss_oracle.Response(
         _log(six_tokens.TARGET[part]), _log(old[part]), ones, six_tokens.ADVANTAGES[part], factor or ones,
@@ -421,8 +425,11 @@ def test_losses_are_the_oracles(name: str):
     worked = six_tokens.work(config)
     assert worked.loss is not None
     spec = loss_oracle.Spec(objective.surrogate, objective.ratio, six_tokens.CLIP, six_tokens.CLIP)
+    old = six_tokens.BEHAVIOR if config.bypass else six_tokens.PROXIMAL
+    if config.clips_against_next:  # stored of tokens of age 2 and more, which at younger ones is pi_old
+        old = [x if math.isnan(kept) else kept for x, kept in zip(old, six_tokens.NEXT, strict=True)]
     for part in parts():
-        one = response(part, objective.old == "behavior")
+        one = response(part, old)
         for i, t in enumerate(range(part.start, part.stop)):
             factor = worked.correction.weights[t].item() if worked.keep[t] else 0.0
             expected = factor * loss_oracle.surrogate(one, one, i, spec) if six_tokens.LOSS_MASK[t] else 0.0

@@ -898,7 +898,7 @@ def test_a_file_of_another_framework_is_told_from_an_empty_one(
 
 # ------------------------------------------------------------------------------------------------------------ AReaL
 
-SEGMENT_WISE = SegmentWiseConfig(fresh_tokens="behavior_at_age_0")
+SEGMENT_WISE = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
 CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decoupled_loss": True}
 
 

@@ -71,7 +71,7 @@ def test_every_number_is_the_hosts_own(tmp_path: Path, path: Path) -> None:
     assert len(names) >= 10 and "train_rollout_logprob_abs_diff" in names
     if not record.get("micro_batched", True):  # docs/report.md says which numbers are others there
         names = {name for name in names if not name.endswith("_mb")} - {OF_HOST}
-    if record["loss"] == "segment_wise":
+    if record["loss"] in ("segment_wise", "next"):
         names -= OF_WEIGHTS
     wanted = {name: told[f"train/{name}"] for name in names}
     assert {name: found[name] for name in names} == pytest.approx(wanted, rel=RELATIVE, abs=ABSOLUTE)

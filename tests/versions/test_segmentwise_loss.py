@@ -256,6 +256,18 @@ def test_one_version_behind_is_standard_decoupled(config: dict):
     assert not torch.equal(on.gradient, off.gradient)
 
 
+def test_clipped_against_the_next_version_nothing_is_left_uncorrected():
+    """Weight and ratio multiply to pi_theta / pi_v where neither has a bound: the loss is bypass PPO's."""
+    step, unclipped = aged(random_step(2), 2), {"eps_clip": 1.0, "eps_clip_high": 1e9}
+    config = {"weight": {"bound": "none"}, "segment_wise": {}, "metrics": "none"}
+    bypass = {"objective": {"old": "behavior"}, "segment_wise": {"enabled": False}, "metrics": "none"}
+    found, wanted = call(step, config, **unclipped), call(step, bypass, **unclipped)
+    for ours, theirs in ((found.loss, wanted.loss), (found.gradient, wanted.gradient)):
+        torch.testing.assert_close(ours, theirs, rtol=normalized_rtol(3.0), atol=normalized_rtol(3.0))
+    against_old = config | {"segment_wise": {"clip_against": "proximal"}}
+    assert not torch.allclose(call(step, against_old, **unclipped).gradient, wanted.gradient, atol=1e-3)
+
+
 @pytest.mark.parametrize("config", ON)
 @pytest.mark.parametrize("metrics", ["full", "core"])
 def test_off_does_what_a_host_without_versions_does(config: dict, metrics: str):
