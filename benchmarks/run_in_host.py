@@ -165,10 +165,34 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
         started = time.monotonic()
         code = processes.run(command, checkout, settings, folder / "log", LIMIT_S)
         seconds = time.monotonic() - started
+        again = None
+        if row.again is not None and code == 0:
+            again = _synchronous(row, folder, words, checkout, settings)
         mark = settings[processes.MARK]
     commits = trees.commits({row.host: checkout, "megatron": megatron})
     made = {"seconds": round(seconds), "commits": commits | {"mis-plugins": commit(REPOSITORY, MEASURED)}}
-    return _record(row, folder, code, len(processes.of(mark))) | made
+    return _record(row, folder, code, len(processes.of(mark))) | made | {"again": again}
+
+
+def _synchronous(
+    row: Row, folder: Path, words: Sequence[str], checkout: Path, settings: dict[str, str]
+) -> list[dict[str, float]]:
+    """Train anew, by the host's synchronous script, on the rollouts that the run dumped; return each step's metrics."""
+    assert row.again is not None
+    command = [
+        sys.executable,
+        "train.py",
+        *words,
+        *("--load-debug-rollout-data", str(folder / "details" / "rollout_data" / "{rollout_id}.pt")),
+        *("--dump-details", str(folder / "again")),
+        *("--custom-config-path", str(CONFIGS / row.config)),
+        *row.again,
+    ]
+    log = folder / "again.log"
+    if processes.run(command, checkout, settings, log, LIMIT_S) != 0:
+        raise CannotRun(f"{row.name}: the synchronous run failed; read {log}")
+    steps = dumps.logged(log.read_text(errors="replace"), dumps.STEP)
+    return [steps[number] for number in sorted(steps)]
 
 
 def _shrunk(

@@ -30,8 +30,13 @@ TENSORBOARD = ("--use-tensorboard", "--tb-project-name", "tb")
 
 
 def fully_async(bound: int) -> tuple[str, ...]:
-    """List the flags under which Miles says which version wrote each token; `bound` is on a group's oldest version."""
+    """List the flags under which Miles says which version wrote each token; `bound` is on a group's oldest version.
+
+    Above a bound of 0 four batches are under way at once, so that tokens get old.
+    """
+    ahead = ("--async-max-concurrent-samples", "64") if bound else ()
     return (
+        *ahead,
         "--fully-async", "--max-weight-staleness", str(bound), "--pause-generation-mode", "in_place",
         "--custom-generate-function-path", "mis_plugins.mis.generate_with_versions",
         "--custom-convert-samples-to-train-data-path", "mis_plugins.mis.convert_with_versions",
@@ -61,6 +66,8 @@ class Row:
         curves: kinds of trackers' files whose exact metrics must be those of the log.
         broken: how many responses of each rollout get a NaN for a log-prob before the sample filter sees them.
         contract: fields of the CPU contract that pins both sides; None leaves them as they are.
+        again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first one dumped;
+            None for no second run.
     """
 
     name: str
@@ -79,6 +86,7 @@ class Row:
     curves: tuple[str, ...] = ()
     broken: int = 0
     contract: Mapping[str, Any] | None = None
+    again: tuple[str, ...] | None = None
 
     @property
     def launched_with(self) -> str:
@@ -109,10 +117,10 @@ def _replayed(name: str, config: str = "token.yaml", sizes: Sizes = ONE_RANK, **
     return [replace(row, rollouts=row.host) for row in _both(f"replay-{name}", config, sizes, **more)]
 
 
-def _fully_async(name: str, loss: str, bound: int, config: str = "versions.yaml") -> Row:
+def _fully_async(name: str, loss: str, bound: int, config: str = "versions.yaml", **more: Any) -> Row:
     flags = (*LOSS_HOOK, *fully_async(bound), *REPORT, *TENSORBOARD)
     return Row(f"miles-fully-async{name}", "miles", config, Sizes(steps=8, response=96), flags, _BY_LOSS, loss,
-               "train_async.py", log_holds=("behav_imp_weight/",))  # fmt: skip
+               "train_async.py", log_holds=("behav_imp_weight/",), **more)  # fmt: skip
 
 
 COMPARED_ON_FSDP = (
@@ -169,7 +177,7 @@ ROWS: tuple[Row, ...] = (
     _fully_async("", "next", 4),
     _fully_async("-clip-proximal", "segment_wise", 4, "versions_proximal.yaml"),
     _fully_async("-off", "standard", 4, "versions_off.yaml"),
-    _fully_async("-bound-0", "fresh", 0),
+    _fully_async("-bound-0", "fresh", 0, again=(*LOSS_HOOK, *REPORT)),
     *_replayed("opsm", "opsm.yaml", flags=LOSS_HOOK, dropped=_BY_LOSS, loss="objective"),
     *_replayed("gspo", "gspo.yaml", flags=GSPO, dropped=_BY_LOSS, loss="objective"),
     *_replayed("kept-token-mean", "kept.yaml", flags=KEPT, loss="kept"),

@@ -30,6 +30,7 @@ CURVE = 1e-6
 """Tensorboard keeps float32."""
 STEP = "train/mis_step/"
 HOOK = "train/true_on_policy_"
+AGAIN = ("train/loss", "train/pg_", "train/grad_norm", "train/mis_", "train/train_rollout_", "train/ppo_kl")
 GRADIENT = 1e-9
 WEIGHT_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-8
 """Both sides have the dump's float32 log-probs; the weights themselves are float32."""
@@ -70,6 +71,22 @@ def _of_the_run(record: Mapping[str, Any]) -> Iterator[Line]:
     yield from _of_the_bits(record)
     if record["loss"] in BY_VERSION:
         yield from _of_the_versions(record["steps"], record["loss"])
+    yield from _trained_again(record)
+
+
+def _trained_again(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Compare each step with the host's synchronous run over the same rollouts: every number that both logged."""
+    if record.get("again") is None:
+        return
+    yield _equal("optimizer steps of the synchronous run", len(record["steps"]), len(record["again"]))
+    for number, (step, again) in enumerate(zip(record["steps"], record["again"], strict=False)):
+        found = step["metrics"]
+        names = sorted(name for name in found.keys() & again.keys() if name.startswith(AGAIN))
+        differ = [name for name in names if found[name] != again[name]]
+        holds = not differ and "train/loss" in names and "train/grad_norm" in names
+        yield Line(
+            f"step {number} as in the synchronous run", "every number", f"{len(names)}, but {differ}", holds
+        )
 
 
 def _k3_by_version(found: Mapping[str, Any], number: int) -> Iterator[Line]:
