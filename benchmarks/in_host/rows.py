@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from in_host.by_version import BY_VERSION
 from in_host.launching import Sizes
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.engines.handover import ACTIVE
@@ -91,7 +92,7 @@ class Row:
     @property
     def launched_with(self) -> str:
         """Name the config that the launch script checks, as one of the TIS hook; the row's own follows and wins."""
-        return "token.yaml" if self.loss == "objective" else self.config
+        return "token.yaml" if self.loss in ("objective", *BY_VERSION) else self.config
 
     @property
     def stale(self) -> bool:
