@@ -146,7 +146,7 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
     folder.mkdir(parents=True)
     model.write(work / "model")
     words = launching.captured(host, checkout, CONFIGS / row.launched_with, folder)
-    with processes.marked(checkout, megatron) as settings:
+    with processes.alone(), processes.marked(checkout, megatron) as settings:
         words = _shrunk(row, host, checkout, work, folder, words, settings)
         print(f"{row.name}: {folder / 'log'}", file=sys.stderr)
         contract = row.pinned_to(work / "model")

@@ -6,6 +6,7 @@ finds them all at the end, whoever their parent is by then.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from in_host.launching import GPUS, REPOSITORY
 
 MARK = "MIS_PLUGINS_IN_HOST"
 GRACE_S = 5.0
+LOCK = Path(tempfile.gettempdir()) / "mis-plugins-in-host.lock"
 SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1",
@@ -54,6 +56,21 @@ def environment(checkout: Path, megatron: Path, mark: str, ray_folder: str) -> d
         "PYTHONPATH": os.pathsep.join(map(str, paths)), MARK: mark, "RAY_TMPDIR": ray_folder,
         "PATH": f"{bin_folder}{os.pathsep}{inherited.get('PATH', '')}",
     }  # fmt: skip
+
+
+@contextmanager
+def alone(lock: Path = LOCK) -> Iterator[None]:
+    """Wait until no other run of a host is under way on this machine.
+
+    Engines of two runs may take one port, and then one run's trainer updates the weights of the other run's engine.
+    """
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another run of a host is under way on this machine: waiting for its end", file=sys.stderr)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

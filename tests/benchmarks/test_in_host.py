@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -249,6 +250,26 @@ with processes.marked(folder, folder) as settings:
         assert started.wait(60) != 0
         assert processes.of((tmp_path / "mark").read_text()) == []
         (tmp_path / "up").unlink()
+
+
+def test_a_second_run_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock, order = tmp_path / "lock", []
+
+    def second() -> None:
+        with processes.alone(lock):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
+    with processes.alone(lock):
+        assert capsys.readouterr().err == ""
+        waiting.start()
+        told = ""
+        while "waiting for its end" not in told:
+            time.sleep(0.01)
+            told += capsys.readouterr().err
+        order.append("first")
+    waiting.join(30)
+    assert order == ["first", "second"]
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
