@@ -564,6 +564,17 @@ def test_a_response_that_the_filter_left_in_the_loss_fails() -> None:
     assert lines_of(record, "responses taken out") == lines_of(record, "without a log-prob") == [True]
 
 
+def test_a_response_that_the_filter_took_out_does_not_lower_the_share_that_is_kept() -> None:
+    """Three of four tokens are kept; the host's plain mean over three responses would say one half."""
+    config = {"reject": [{"over": "token", "upper": 1.1}]}
+    gone = row(1.0, 0.0, 0.0, mask=[False, False])
+    found = one_step(config, "tis", row(1.0, 0.0, 0.0), row(1.0, 0.0, 0.5), gone).metrics()
+    assert found["kept_fraction"] == pytest.approx(0.75, rel=1e-12)
+    assert found["k3_kl"] == pytest.approx(
+        (math.expm1(0.5) - 0.5) / 2 / 3, rel=1e-12
+    )  # a name of Miles's mis.py
+
+
 def test_the_tracker_s_file_must_hold_the_log_s_numbers() -> None:
     record = json.loads((run_in_host.RECORDS / "miles-report-step.json").read_text())
     step = max(
