@@ -164,6 +164,7 @@ torch.manual_seed(3); a = torch.rand(1); state = torch.cuda.get_rng_state(); b =
 torch.cuda.set_rng_state(state); assert torch.equal(torch.rand(1), b)
 torch.cuda.manual_seed(3); assert torch.equal(torch.rand(1), a)
 with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.Event().record()
+assert all(size >= 3 << 30 for size in torch.cuda.mem_get_info("cuda:0"))
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     done = subprocess.run(
