@@ -209,7 +209,8 @@ def test_sizes_win_over_the_launch_script_s(tmp_path: Path) -> None:
     assert words[words.index("--update-weight-transport") + 1] == "disk"
     assert words[words.index("--actor-num-gpus-per-node") + 1] == "2"
     kept = launching.shrunk(trees.HOSTS["slime"], given, tmp_path, tmp_path, sizes, colocate=True)
-    assert "--colocate" in kept and "--update-weight-transport" not in kept
+    assert {"--colocate", "--no-offload-train", "--no-offload-rollout"} <= set(kept)
+    assert "--update-weight-transport" not in kept and "--no-offload-train" not in words
 
 
 def test_the_user_s_flags_tell_how_many_steps_are_wanted() -> None:
