@@ -4,13 +4,15 @@
     python benchmarks/report_collapse.py --smoke     shows that it works, in a minute
 
 The embedded host trains the recipe of docs/collapse.md without correction, and a hook writes each rollout in the
-neutral form. The report reads that file alone. Its proposal then trains from the same warm start. At the first seed's
-warm start the proxy that ranks configs is held against the true cosine of each config's policy gradient.
+neutral form. The report reads that file alone. Where it trusts no config and says to give the engine more bits, the run
+is made again with the next of `ENGINES`, still without correction, and reported again. The proposal of the last report
+then trains from the same warm start, with that report's engine. At the first seed's warm start the proxy that ranks
+configs is held against the true cosine of each config's policy gradient.
 
 A run of the same recipe whose engine has the trainer's own weights is the control: where it falls too, the mismatch is
 not why, and no correction can help. A seed is trained only if its warm start reaches `LEAST_START`. Neither the control
-nor the start reads what the proposal does. The rules of the proposal were set after seeds 1 to 6 had been seen; the
-default seeds are others.
+nor the start reads what the proposal does. The rules of the proposal were set after the runs of `SEEN` and of seeds
+below them; the other default seeds judge the rules.
 """
 
 from __future__ import annotations
@@ -44,13 +46,14 @@ from mis_plugins.report.survey import Survey
 from mis_plugins.report.sweep import Candidate, candidates, file_of
 from mis_plugins.shared.provenance import committed_tree
 
-ARMS = ("matched", "uncorrected", "proposed")
+ENGINES = (precision("uncorrected"), "int4", "int8")
 PROXIES = ("coefficient_cosine", "response_cosine")
 DUMP = "dump.jsonl"
 HOOK = "mis_plugins.mis.compute_mis_weights_with_cp"
 COMPARED = ("tis", "cis", "mis", "icepop", "geometric-mis", "geometric-rs", "sequence", "seq-mask-tis")
 EVALUATED = "--eval-interval 10".split()
-SEEDS = [7, 8, 9, 10, 11, 12]
+SEEN = (7, 8, 9, 10, 11)
+SEEDS = [*SEEN, 13, 14, 15, 16, 17]
 LEAST_START = 0.9  # as in docs/collapse.md: from a poor start a run falls with matched precision too
 # What training follows from: a change of the report's rules repeats no run.
 TRAINING = ("mis.py", "local", "hosts", "loss", "metrics", "versions", "correction", "config", "packing")
@@ -167,31 +170,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.seed = seed
         made[seed] = of_seed(options)
         publish(options, made, {})
-    options.seed = next(seed for seed, one in made.items() if "proposal" in one)
+    options.seed = next(seed for seed, one in made.items() if "reports" in one)
     publish(options, made, in_process(options))
     return 0
 
 
 def of_seed(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a seed without correction and with matched precision, read the report, and train its proposal."""
+    """Train a seed with matched precision and without correction, read the reports, and train the last proposal."""
     start = trained("start", options, "--num-rollout", "1")["trainer_start"]
     if start < LEAST_START and not options.smoke:
         return {"start": start}
     runs = {"matched": trained("matched", options, "--rollout-weights", precision("matched"))}
-    hook = ("--rollout-data-postprocess-path", "report_collapse.dump")
-    runs["uncorrected"] = trained("uncorrected", options, *hook)
-    said = diagnosed(options.runs / f"seed-{options.seed}" / "uncorrected", options)
-    runs["proposed"] = proposed(said["proposal"], options)
-    kept = {name: said[name] for name in ("verdict", "causes", "proposal")}
-    return {"start": start, "runs": {name: _outcome(run) for name, run in runs.items()}} | kept
+    reports: dict[str, dict[str, Any]] = {}
+    for engine in ENGINES:
+        name = f"uncorrected-{engine}"
+        hook = ("--rollout-data-postprocess-path", "report_collapse.dump")
+        runs[name] = trained(name, options, "--rollout-weights", engine, *hook)
+        said = diagnosed(options.runs / f"seed-{options.seed}" / name, options)
+        reports[engine] = {key: said[key] for key in ("verdict", "causes", "opening", "proposal")}
+        if said["proposal"]["trusted"]:
+            break
+    runs["proposed"] = proposed(said["proposal"], engine, options)
+    return {"start": start, "runs": {name: _outcome(run) for name, run in runs.items()}, "reports": reports}
 
 
-def proposed(proposal: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Train the proposal of a report."""
+def proposed(proposal: Mapping[str, Any], engine: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train the proposal of a report with the engine of the run that was reported."""
     path = options.runs / f"seed-{options.seed}" / "proposal.yaml"
     path.write_text(proposal["yaml"])
     config = corrected(path) if proposal["name"] != "none" else []
-    return trained("proposed", options, *config, config=proposal["yaml"])
+    return trained("proposed", options, "--rollout-weights", engine, *config, config=proposal["yaml"])
 
 
 def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,20 +221,61 @@ def page(made: Mapping[int, Mapping[str, Any]], compared: Mapping[str, Mapping[s
     poor = ", ".join(f"{seed} ({one['start']:.2f})" for seed, one in made.items() if seed not in run)
     text = (
         "# A collapse, its report, and the proposal run\n\nReward of the trainer's policy, at the start and over the "
-        "last tenth of the run. `matched`: the engine has the trainer's own weights, so that nothing is to be "
-        "corrected. fell: below half of the start. The rules of the proposal were set after seeds 1 to 6 had been "
-        "seen.\n\n"
+        "last tenth of the run. matched: the engine has the trainer's own weights, so that nothing is to be "
+        "corrected. A run with the next engine was made only where the report before trusted no config. In brackets: "
+        "the overlap of both policies over whole responses in the run's opening, of which the report asks one half. "
+        "fell: below half of the start.\n\n"
     )
-    heads = ("seed", "start", *(f"{arm}, final" for arm in ARMS), "proposal")
-    text += f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+    for heading, chosen in _groups(run):
+        heads = (
+            "seed",
+            "start",
+            "matched",
+            *(f"uncorrected, {engine}" for engine in ENGINES),
+            "proposed",
+            "proposal",
+        )
+        text += f"{heading}\n\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+        text += "".join(_row(seed, one) for seed, one in chosen.items()) + "\n"
+    text += f"Not trained, for a warm start below {LEAST_START:g}: {poor}.\n" if poor else ""
     for seed, one in run.items():
-        finals = " | ".join(_final(one["runs"][arm]) for arm in ARMS)
-        text += f"| {seed} | {one['start']:.2f} | {finals} | {one['proposal']['name']} |\n"
-    text += f"\nNot trained, for a warm start below {LEAST_START:g}: {poor}.\n" if poor else ""
-    for seed, one in run.items():
-        verdict = "\n".join(f"* {line}" for line in (one["verdict"]["headline"], *one["verdict"]["lines"]))
-        text += f"\nThe report on the file of seed {seed}'s uncorrected run alone:\n\n{verdict}\n"
+        for engine, said in one["reports"].items():
+            verdict = "\n".join(
+                f"* {line}" for line in (said["verdict"]["headline"], *said["verdict"]["lines"])
+            )
+            text += f"\nThe report on the file of seed {seed}'s uncorrected run with {engine} alone:\n\n{verdict}\n"
     return text + (_proxies(compared) if compared else "")
+
+
+def _groups(run: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[int, Mapping[str, Any]]]]:
+    """The seeds that judge the rules, and those from which the rules were made; a group without a seed is left out."""
+    fresh = {seed: one for seed, one in run.items() if seed not in SEEN}
+    if fresh:
+        yield "Seeds that nobody had seen when the rules were set:", fresh
+    if len(fresh) < len(run):
+        yield "Seeds from which the rules were made:", {seed: run[seed] for seed in run if seed not in fresh}
+
+
+def _row(seed: int, one: Mapping[str, Any]) -> str:
+    """A seed in the table."""
+    runs, reports = one["runs"], one["reports"]
+    uncorrected = [
+        f"{_final(runs[f'uncorrected-{engine}'])} [{reports[engine]['opening']['response_overlap']:.2f}]"
+        if engine in reports
+        else ""
+        for engine in ENGINES
+    ]
+    engine = list(reports)[-1]
+    told = f"{reports[engine]['proposal']['name']}, with {engine}"
+    cells = (
+        seed,
+        f"{one['start']:.2f}",
+        _final(runs["matched"]),
+        *uncorrected,
+        _final(runs["proposed"]),
+        told,
+    )
+    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def _final(run: Mapping[str, Any]) -> str:

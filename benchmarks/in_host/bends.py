@@ -181,7 +181,34 @@ def _cuda_is_there(module: Any) -> None:
     module._cuda_available = lambda: True
 
 
+def _plain_memory(module: Any) -> None:
+    """Take memory of the host as it is: only that of a GPU is registered with CUDA."""
+    import torch
+
+    def allocate(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _without_a_gpu_s_name(module: Any) -> None:
+    """Leave torch's own handles as they are, which name no GPU where the tensor lies on none."""
+    module.monkey_patch_torch_reductions = lambda: None
+
+
+def _by_name(module: ModuleType) -> None:
+    """Hand on tensors by the name of their shared memory, which any process of this machine can open."""
+    import torch
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+
 ROUTER_S = 600
+DIRECT = "backends/megatron_utils/update_weight/hf_weight_iterator_direct.py"
+FROM_TENSOR = "backends/megatron_utils/update_weight/update_weight_from_tensor.py"
+SERIALIZED = (
+    "serialized_tensors.append(MultiprocessingSerializer.serialize(flattened_tensor_data, output_str=True))"
+)
 UPDATES = "miles/backends/megatron_utils/update_weight/update_weight_from_distributed/"
 
 BENDS: tuple[Bend, ...] = (
@@ -298,5 +325,33 @@ BENDS: tuple[Bend, ...] = (
         (Line("slime", "slime/utils/reloadable_process_group.py", 423, "def _reduce_scatter_base(self, *a, **kw):"),),
         "slime.utils.reloadable_process_group",
         _forwards_new_names,
+    ),
+    Bend(
+        "SGLang keeps the routes that it returns in memory which it registers with CUDA (state_capturer/base.py)",
+        (Line("miles", "miles/backends/sglang_utils/sglang_engine.py", 758,
+              'kwargs["enable_return_routed_experts"] = True'),
+         Line("slime", "slime/backends/sglang_utils/sglang_engine.py", 570,
+              'kwargs["enable_return_routed_experts"] = True')),
+        "sglang.srt.mem_cache.pool_host.common",
+        _plain_memory,
+    ),
+    Bend(
+        "SGLang has torch's handles of tensors name a GPU, which those of a CPU's tensors have no place for",
+        (Line("miles", f"miles/{DIRECT}", 66, "monkey_patch_torch_reductions()"),
+         Line("slime", f"slime/{DIRECT}", 74, "monkey_patch_torch_reductions()")),
+        "sglang.srt.utils.patch_torch",
+        _without_a_gpu_s_name,
+    ),
+    Bend(
+        "a colocated trainer hands on handles of GPU memory; torch opens those of a CPU's memory to children alone",
+        (Line("miles", f"miles/{FROM_TENSOR}", 496, SERIALIZED),),
+        "miles.backends.megatron_utils.update_weight.update_weight_from_tensor",
+        _by_name,
+    ),
+    Bend(
+        "a colocated trainer hands on handles of GPU memory; torch opens those of a CPU's memory to children alone",
+        (Line("slime", f"slime/{FROM_TENSOR}", 389, SERIALIZED),),
+        "slime.backends.megatron_utils.update_weight.update_weight_from_tensor",
+        _by_name,
     ),
 )  # fmt: skip

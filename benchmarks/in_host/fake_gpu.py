@@ -15,6 +15,8 @@ FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand",
     "randint", "randn", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
+MEMORY = 64 << 30
+"""Free bytes: below 3 GiB slime collects garbage at every collective (slime/utils/reloadable_process_group.py:488)."""
 METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
@@ -120,7 +122,7 @@ def _answer_for_cuda(torch: Any) -> None:
     cuda.stream = lambda *_: nullcontext()
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: 1
-    cuda.mem_get_info = lambda *_: (1, 1)
+    cuda.mem_get_info = lambda *_: (MEMORY, MEMORY)
     cuda.memory_stats = lambda *_: {}
     cuda.get_device_properties = lambda *_: Properties
     cuda.get_device_name = lambda *_: Properties.name

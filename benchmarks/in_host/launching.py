@@ -33,6 +33,9 @@ ENGINE = (
     "--sglang-max-total-tokens", "8192", "--sglang-max-running-requests", "16", "--sglang-sleep-on-idle",
 )  # fmt: skip
 GPUS = 8
+RESIDENT = ("--no-offload-train", "--no-offload-rollout")
+"""Beside a colocated engine: what frees memory for the other side is a library that every process of both would load,
+torch_memory_saver, and it wants libcuda."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,10 @@ def shrunk(
     dropped = DROPPED if colocate else DROPPED | {"--colocate": 0}
     if sizes.tensor == 1:
         dropped = dropped | {"--sequence-parallel": 0}
-    update = (
-        [*host.update, "--update-weight-disk-dir", str(run / "weights")]
-        if host.update and not colocate
-        else []
-    )
+    update = [*host.update, "--update-weight-disk-dir", str(run / "weights")] if host.update else []
+    place = RESIDENT if colocate else update
     return [
-        *without(words, dropped), *model.shape_flags(work / "model"), *SPEC, *ENGINE, *update, *_sizes(sizes),
+        *without(words, dropped), *model.shape_flags(work / "model"), *SPEC, *ENGINE, *place, *_sizes(sizes),
         *_split(sizes), "--ref-load", str(work / "torch_dist"), *_data(work, run),
     ]  # fmt: skip
 

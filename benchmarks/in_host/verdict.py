@@ -389,14 +389,18 @@ class Expected:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Average each metric as the hosts do: over a response's valid tokens, then over all responses."""
+        """Average each metric as the hosts do: over a response's valid tokens, then over all responses.
+
+        A response without a valid token adds 0 to that mean. Metrics that Miles's `mis.py` lacks are scaled back within
+        the micro-batch that holds such a response.
+        """
         import oracle
 
         totals: dict[str, float] = {}
         for batch, samples, corrected in zip(self.batches, self.samples, self.corrected, strict=True):
             for name, rows in corrected.metrics.items():
                 added = sum(_mean(row.mask, values) for row, values in zip(batch, rows, strict=True))
-                totals[name] = totals.get(name, 0.0) + added
+                totals[name] = totals.get(name, 0.0) + added * oracle.host_scale(name, samples)
             for name, value in oracle.batch_metrics(samples, self.config, corrected).items():
                 taught = sum(any(row.mask) for row in batch)
                 totals[name] = totals.get(name, 0.0) + value * taught * oracle.host_scale(name, samples)

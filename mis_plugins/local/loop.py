@@ -58,8 +58,10 @@ def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups,
         head_dim=args.kv_channels,
-        ffn_size=args.ffn_hidden_size,
+        ffn_size=args.moe_ffn_hidden_size if args.num_experts else args.ffn_hidden_size,
         qk_norm=args.qk_layernorm,
+        experts=args.num_experts or 0,
+        top_k=args.moe_router_topk or 0,
     )
 
 

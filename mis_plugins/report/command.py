@@ -77,7 +77,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     if made:
         shown = (token for one in made.worst_sequences for token in one["tokens"])
         spell(chain(made.worst_tokens, shown), found.tokenizer, problems)
-    proposal = propose(swept, made.outcomes, made.whole) if made else None
+    proposal = propose(swept, made.outcomes, made.whole, made.opening) if made else None
     curves = found.read_curves(problems)
     meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
     said = verdict(made, proposal, meant) if made else of_curve(curves[0].values if curves else {})

@@ -129,6 +129,16 @@ Of three such seeds the proposal, `sequence` each time, held on two. The run of 
 effective sample of 19% there, and of 34% and 37% on the others. Without advantages the effective sample size ranks.
 Of configs within 0.005 of each other the one with the fewest parts that corrects is proposed: it costs little, and
 guards a run whose mismatch may climb.
+
+**Where no config is trusted.** `response_overlap` is the mean of min(1, product of a response's ratios): 1 less the
+total variation distance of both policies over whole responses, or the share of what the trainer would write that the
+engine writes as often. Weights up to 1 bring the share back. The rest stands on weights above 1 and on responses that nobody
+sampled. Below one half the rest is the larger part: with rewards between 0 and 1 it can lose more than the share can
+gain, whatever the config. `opening` in `report.json` has it for the first tenth of the steps. A run that starts anew with
+another config meets the same opening, and later rollouts come from a policy that the reported run's own config made.
+Long responses overlap little under any mismatch, and corrections help there nonetheless. So the report says "no config is
+trusted" only where kl_k3 of the opening is also more than a real model shows with an engine in int5. Then lower the
+mismatch, and report again: the config that ranks first is shown, and not proposed.
 """
 
 

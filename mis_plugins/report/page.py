@@ -291,8 +291,11 @@ def _configs(document: Document) -> str:
 
 def _proposal(proposal: Proposal, document: Document) -> str:
     why = "".join(f"<li>{escape(text)}</li>" for text in proposal.why)
+    kind, title = (
+        ("card good", "Proposed") if proposal.trusted else ("card", "No config is trusted; ranked first")
+    )
     return (
-        f'{_own(document.own)}<article class="card good"><h3>Proposed: <code>{escape(proposal.name)}</code></h3>'
+        f'{_own(document.own)}<article class="{kind}"><h3>{title}: <code>{escape(proposal.name)}</code></h3>'
         f"<ul>{why}</ul>"
         f'<pre tabindex="0">{escape(proposal.yaml)}</pre><pre tabindex="0">{escape(proposal.flags)}</pre></article>'
     )

@@ -11,6 +11,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.explain.rungs import record
 from mis_plugins.explain.words import flags
 from mis_plugins.report.numbers import FIRST
+from mis_plugins.report.opening import Opening
 from mis_plugins.report.sweep import Candidate
 
 NOTHING_TO_DO = (
@@ -21,6 +22,9 @@ LEAST_KEPT = 0.5
 LEAST_ESS = 0.1
 LENGTH_LEAN, SIGN_LEAN = 0.8, 0.05
 SLOWEST, SLOW, FASTEST = 0.25, 0.8, 1.25  # mean weights, which act as a factor on the learning rate
+# Weights up to 1 bring back the share of the trainer's policy that both policies sample. The rest stands on weights
+# above 1 and on responses never seen. Below one half it is the larger part, and can lose more than the share can gain.
+LEAST_OVERLAP = 0.5
 MEASURES = {
     "response_cosine": "cosine to the products of whole responses",
     "coefficient_cosine": "coefficient cosine",
@@ -63,9 +67,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The config to run with, in the words and files that a user needs."""
+    """The config to run with, in the words and files that a user needs.
+
+    trusted: false where no config is, and `name` is the one that ranks first among them.
+    """
 
     name: str
+    trusted: bool
     why: tuple[str, ...]
     yaml: str
     flags: str
@@ -97,7 +105,10 @@ def _against(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def propose(
-    candidates: Sequence[Candidate], outcomes: Mapping[str, Mapping[str, Any]], whole: Mapping[str, float]
+    candidates: Sequence[Candidate],
+    outcomes: Mapping[str, Mapping[str, Any]],
+    whole: Mapping[str, float],
+    opening: Opening | None,
 ) -> Proposal | None:
     """The best candidate; None where nothing was swept."""
     judged = [judge(one, outcomes[one.name]) for one in candidates if one.name in outcomes]
@@ -111,10 +122,16 @@ def propose(
         return _proposal(none, (why,), ranking)
     if not best:
         out = f"every candidate is out; the least unfit one {'; '.join(ranking[0].reasons)}"
-        return _proposal(ranking[0], (out, "lower the mismatch first: no config repairs it"), ranking)
+        return _proposal(
+            ranking[0], (out, "lower the mismatch first: no config repairs it"), ranking, trusted=False
+        )
     alike = [one for one in best if one.direction > best[0].direction - ALIKE]
     chosen = min(alike, key=lambda one: (not one.candidate.config.corrects, one.parts, -one.direction))
-    return _proposal(chosen, (*_why(chosen, alike, none), *_doubts(whole)), ranking)
+    why = _why(chosen, alike, none)
+    if distrust := _distrust(opening):
+        first = f"with a closer engine try {chosen.candidate.name}, which ranks first here"
+        return _proposal(chosen, (distrust, first, *why), ranking, trusted=False)
+    return _proposal(chosen, (*why, *_doubts(whole)), ranking)
 
 
 # What a proposal says of itself.
@@ -141,6 +158,23 @@ def _why(chosen: Judged, alike: Sequence[Judged], none: Judged | None) -> tuple[
     return tuple(found)
 
 
+def _distrust(opening: Opening | None) -> str | None:
+    """Why no config is trusted; None where one is.
+
+    Long responses have little in common under any mismatch, and corrections help there nonetheless: the share speaks
+    only where no real model was seen with as large a mismatch.
+    """
+    worst = record().rungs[-1]
+    if opening is None or opening.response_overlap >= LEAST_OVERLAP or opening.kl_k3 <= worst.k3:
+        return None
+    steps = f"in the first {opening.steps} of {opening.of} steps" if opening.of > 1 else "in this step"
+    return (
+        f"no config is trusted: {steps} both policies share {opening.response_overlap:.0%} of what they write, less "
+        f"than {LEAST_OVERLAP:.0%}, and kl_k3 is {opening.kl_k3:.2g}, more than a real model shows with an engine in "
+        f"{worst.name}; give the engine more bits, or newer weights, and report again"
+    )
+
+
 def _doubts(whole: Mapping[str, float]) -> tuple[str, ...]:
     worst = record().rungs[-1]
     if whole.get(FIRST, 0.0) <= worst.k3:
@@ -151,10 +185,12 @@ def _doubts(whole: Mapping[str, float]) -> tuple[str, ...]:
     )
 
 
-def _proposal(chosen: Judged, why: tuple[str, ...], ranking: Sequence[Judged]) -> Proposal:
+def _proposal(
+    chosen: Judged, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True
+) -> Proposal:
     config = chosen.candidate.config
     text = writing.to_yaml(writing.as_mapping(config))
-    return Proposal(chosen.candidate.name, why, text, _flags(config), tuple(ranking))
+    return Proposal(chosen.candidate.name, trusted, why, text, _flags(config), tuple(ranking))
 
 
 def _flags(config: CorrectionConfig) -> str:

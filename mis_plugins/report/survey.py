@@ -16,6 +16,7 @@ from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
 from mis_plugins.report.logged import Logged
 from mis_plugins.report.numbers import FIRST, StepNumbers, corrected, ordered
+from mis_plugins.report.opening import FirstSteps, Opening
 from mis_plugins.report.places import Tables
 from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Record
@@ -39,6 +40,7 @@ class Survey:
     tables: Tables = field(default_factory=Tables)
     worst: Worst = field(default_factory=Worst)
     evidence: Evidence = field(default_factory=Evidence)
+    first: FirstSteps = field(default_factory=FirstSteps)
     sequences: int = 0
     seconds: float = 0.0
 
@@ -56,6 +58,7 @@ class Survey:
         self.tables.add(batch, tokens)
         self.worst.add(batch, tokens)
         self.evidence.add(batch, correction, tokens)
+        self.first.add(batch, tokens)
         self.sweep.add(batch, correction.stage.ratio)
         self.logged.add(batch.records)
         self.sequences += len(batch.records)
@@ -90,6 +93,7 @@ class Report:
     sequences: int
     seconds: float
     logged: list[dict[str, float]]
+    opening: Opening | None
 
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
@@ -132,4 +136,5 @@ def report(survey: Survey) -> Report | None:
         sequences=survey.sequences,
         seconds=survey.seconds,
         logged=survey.logged.numbers(),
+        opening=survey.first.numbers(),
     )

@@ -145,4 +145,7 @@ def _meant(own: Intent | None) -> list[str]:
 
 
 def _helped(proposal: Proposal | None) -> list[str]:
-    return [f"What to run with: {proposal.name}; {'; '.join(proposal.why)}."] if proposal else []
+    if proposal is None:
+        return []
+    first = proposal.name if proposal.trusted else "an engine closer to the trainer"
+    return [f"What to run with: {first}; {'; '.join(proposal.why)}."]

@@ -64,6 +64,7 @@ def as_json(document: Document) -> dict[str, Any]:
 def _of_report(report: Report) -> dict[str, Any]:
     return {
         "whole": report.whole,
+        "opening": asdict(report.opening) if report.opening else None,
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "logged": report.logged,
         "sequences": report.sequences,
@@ -88,8 +89,8 @@ def _of_report(report: Report) -> dict[str, Any]:
 
 def _of_proposal(proposal: Proposal) -> dict[str, Any]:
     ranking = [{"name": one.candidate.name, "against": list(one.reasons)} for one in proposal.ranking]
-    told = {"name": proposal.name, "why": list(proposal.why), "yaml": proposal.yaml, "flags": proposal.flags}
-    return told | {"ranking": ranking}
+    told = {"name": proposal.name, "trusted": proposal.trusted, "why": list(proposal.why)}
+    return told | {"yaml": proposal.yaml, "flags": proposal.flags, "ranking": ranking}
 
 
 def _problems(problems: Problems) -> list[str]:

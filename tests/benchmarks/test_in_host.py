@@ -165,6 +165,7 @@ torch.manual_seed(3); a = torch.rand(1); state = torch.cuda.get_rng_state(); b =
 torch.cuda.set_rng_state(state); assert torch.equal(torch.rand(1), b)
 torch.cuda.manual_seed(3); assert torch.equal(torch.rand(1), a)
 with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.Event().record()
+assert all(size >= 3 << 30 for size in torch.cuda.mem_get_info("cuda:0"))
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     done = subprocess.run(
@@ -209,7 +210,8 @@ def test_sizes_win_over_the_launch_script_s(tmp_path: Path) -> None:
     assert words[words.index("--update-weight-transport") + 1] == "disk"
     assert words[words.index("--actor-num-gpus-per-node") + 1] == "2"
     kept = launching.shrunk(trees.HOSTS["slime"], given, tmp_path, tmp_path, sizes, colocate=True)
-    assert "--colocate" in kept and "--update-weight-transport" not in kept
+    assert {"--colocate", "--no-offload-train", "--no-offload-rollout"} <= set(kept)
+    assert "--update-weight-transport" not in kept and "--no-offload-train" not in words
 
 
 def test_the_user_s_flags_tell_how_many_steps_are_wanted() -> None:
@@ -585,6 +587,17 @@ def test_a_response_that_the_filter_left_in_the_loss_fails() -> None:
     gone = record["micro_batches"][0][0]
     gone["mask"], gone["behavior"][0] = [False] * len(gone["mask"]), 0.0
     assert lines_of(record, "responses taken out") == lines_of(record, "without a log-prob") == [True]
+
+
+def test_a_response_that_the_filter_took_out_does_not_lower_the_share_that_is_kept() -> None:
+    """Three of four tokens are kept; the host's plain mean over three responses would say one half."""
+    config = {"reject": [{"over": "token", "upper": 1.1}]}
+    gone = row(1.0, 0.0, 0.0, mask=[False, False])
+    found = one_step(config, "tis", row(1.0, 0.0, 0.0), row(1.0, 0.0, 0.5), gone).metrics()
+    assert found["kept_fraction"] == pytest.approx(0.75, rel=1e-12)
+    assert found["k3_kl"] == pytest.approx(
+        (math.expm1(0.5) - 0.5) / 2 / 3, rel=1e-12
+    )  # a name of Miles's mis.py
 
 
 def test_the_tracker_s_file_must_hold_the_log_s_numbers() -> None:

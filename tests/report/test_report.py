@@ -26,6 +26,7 @@ from mis_plugins.report import survey as surveys
 from mis_plugins.report.batches import Batch, batches
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes
+from mis_plugins.report.opening import Opening
 from mis_plugins.report.proposal import judge, propose
 from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Record
@@ -133,18 +134,63 @@ def test_noise_is_borne_and_a_learning_rate_is_told() -> None:
     }  # fmt: skip
     plain = numbers | {"ess": 1.0, "applied_mean": 1.0, "response_cosine": 0.4}
     tried = [Candidate("none", NONE), Candidate("sequence", load(file_of("sequence")))]
-    found = propose(tried, {"none": plain, "sequence": numbers}, {"kl_k3": 0.3})
-    assert found is not None and found.name == "sequence"
+    found = propose(tried, {"none": plain, "sequence": numbers}, {"kl_k3": 0.3}, Opening(1, 8, 0.3, 0.5))
+    assert found is not None and found.name == "sequence" and found.trusted
     assert found.why[-2] == "a mean weight of 0.5 acts as that factor on the learning rate"
     assert found.why[-1].startswith(
         "lower the mismatch too: kl_k3 is above what a real model shows with an engine in int5"
     )
-    calm = propose(tried, {"none": plain, "sequence": numbers}, {"kl_k3": 0.1})
+    calm = propose(tried, {"none": plain, "sequence": numbers}, {"kl_k3": 0.1}, None)
     assert calm is not None and not any("lower the mismatch" in line for line in calm.why)
     assert (
         judge(tried[1], numbers | {"ess": 0.05}).reasons
         and judge(tried[1], numbers | {"applied_mean": 0.2}).reasons
     )
+
+
+def test_no_config_is_trusted_where_most_of_the_trainers_policy_is_out_of_reach() -> None:
+    """It takes both signs: long responses share little at any mismatch, and short ones much at a large one."""
+    numbers = {
+        "kept_fraction": 1.0, "ess": 0.5, "applied_mean": 1.0, "kept_by_usual_length": {}, "kept_by_advantage": {},
+        "response_cosine": 0.9,
+    }  # fmt: skip
+    tried = [Candidate("none", NONE), Candidate("sequence", load(file_of("sequence")))]
+    outcomes = {"none": numbers | {"response_cosine": 0.4}, "sequence": numbers}
+    found = propose(tried, outcomes, {"kl_k3": 0.1}, Opening(2, 20, 0.3, 0.4))
+    assert found is not None and not found.trusted and found.name == "sequence"
+    assert found.why[0].startswith(
+        "no config is trusted: in the first 2 of 20 steps both policies share 40% of what they write, less than 50%"
+    )
+    assert found.why[1] == "with a closer engine try sequence, which ranks first here"
+    for opening in (Opening(2, 20, 0.3, 0.5), Opening(2, 20, 0.1, 0.4)):
+        found = propose(tried, outcomes, {"kl_k3": 0.1}, opening)
+        assert found is not None and found.trusted
+
+
+def test_the_opening_is_the_overlap_of_the_first_steps() -> None:
+    """Of two policies over four responses that are sampled in turn: the sum of the smaller probabilities."""
+    engine, trainer = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    drawn = engine.multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(1))
+    records = []
+    for step in reversed(range(11)):  # a tenth of eleven steps are two
+        both = (engine, trainer) if step < 2 else (engine, engine)
+        behavior, proximal = (policy[drawn].log() for policy in both)
+        half = torch.ones(2, dtype=torch.bool)
+        records += [
+            Record(step, str(place), mu.repeat(2) / 2, pi.repeat(2) / 2, half)  # a response of two tokens
+            for place, (mu, pi) in enumerate(zip(behavior[:2000], proximal[:2000], strict=True))
+        ]
+    opening = surveyed(records).opening
+    assert opening is not None and (opening.steps, opening.of) == (2, 11)
+    assert opening.response_overlap == pytest.approx(0.6, abs=0.03)
+    steps = surveyed(records).steps
+    assert opening.kl_k3 == pytest.approx(steps[0]["kl_k3"]) and steps[2]["kl_k3"] == 0
+
+
+def test_an_opening_without_a_known_ratio_is_none() -> None:
+    (record,) = some_records(lengths=(5,))[:1]
+    unknown = replace(record, behavior_log_probs=torch.full((record.size,), torch.nan))
+    assert surveyed([unknown]).opening is None
 
 
 def test_a_mismatch_without_a_cause_says_that_it_cannot_tell() -> None:

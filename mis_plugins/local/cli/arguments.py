@@ -49,6 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _check_positive(args)
     _fill_defaults(args)
     _check_sizes(args)
+    _check_experts(args)
     _check_engine(args)
     _fill_asynchronous(args)
     _check_asynchronous(args)
@@ -70,6 +71,9 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     args.micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // args.data_parallel_size)
     args.rollout_weights = args.rollout_weights or ("fp32" if args.true_on_policy else "bf16")
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
+    if args.num_experts:
+        args.moe_router_topk = args.moe_router_topk or 2
+        args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     args.qkv_format = "thd"
     args.entropy_coef = 0.0
 
@@ -129,6 +133,39 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"torchrun's WORLD_SIZE = {started} is not the product of --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size}, --context-parallel-size {args.context_parallel_size} "
             f"and --data-parallel-size {args.data_parallel_size}"
+        )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    """Refuse flags of a mixture of experts without one, and what its layers or its replay cannot do here."""
+    given = [name for name in _OF_EXPERTS if getattr(args, name)]
+    if given and not args.num_experts:
+        raise ConfigError(f"{_flag(given[0])} has no effect without --num-experts; give both, or drop it")
+    if not args.num_experts:
+        return
+    if args.moe_router_topk > args.num_experts:
+        raise ConfigError(
+            f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: a token cannot take more "
+            "experts than there are"
+        )
+    if args.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            f"--num-experts with --tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-core trains "
+            "experts so with sequence parallelism alone, which this host lacks; use context or data parallelism"
+        )
+    if not args.qk_layernorm:
+        raise ConfigError(
+            "--num-experts with --no-qk-layernorm: the experts are Qwen3-MoE's, which has it; drop one"
+        )
+    if args.use_rollout_routing_replay and args.rollout_engine != "local":
+        raise ConfigError(
+            f"--use-rollout-routing-replay with --rollout-engine {args.rollout_engine}: on a CPU that engine does not "
+            "return its routes; choose local"
+        )
+    if args.use_rollout_routing_replay and args.asynchronous:
+        raise ConfigError(
+            "--use-rollout-routing-replay with --async: a response that outlives an update has routes of several "
+            "weights, which the worker does not hand on; drop one"
         )
 
 
@@ -296,10 +333,13 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_OF_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_routing_replay")
+
 _HOOKS = (
     "custom_tis_function_path",
     "custom_loss_function_path",
     "custom_pg_loss_reducer_function_path",
+    "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
     "rollout_data_postprocess_path",
     "rollout_sample_filter_path",
@@ -318,6 +358,9 @@ _POSITIVE = (
     "num_layers",
     "num_attention_heads",
     "num_query_groups",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
     "num_digits",
     "eval_interval",
     "eval_prompts",

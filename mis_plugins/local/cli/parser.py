@@ -191,6 +191,11 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="the same batch-invariant kernels on both sides: rollout and recomputed log-probs are equal to the bit",
     )
     group.add_argument(
+        "--use-rollout-routing-replay",
+        action="store_true",
+        help="R3: the engine returns the experts that each token took, and the trainer's routers take the same ones",
+    )
+    group.add_argument(
         "--rollout-data-postprocess-path",
         metavar="FN",
         help="called as slime calls it, fn(args, rollout_id, rollout_data), after log-probs and advantages",
@@ -408,6 +413,11 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         help="limit of the gradient norm; 0: none (default: %(default)s)",
     )
     group.add_argument(
+        "--custom-megatron-before-log-prob-hook-path",
+        metavar="FN",
+        help="fn(args, model, store_prefix), before the log-probs of each policy",
+    )
+    group.add_argument(
         "--custom-megatron-before-train-step-hook-path",
         metavar="FN",
         help="fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), once gradients are zero",
@@ -427,7 +437,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "A Qwen3- or Llama-shaped decoder, under Megatron's names.")
+    group = parser.add_argument_group(
+        "model", "A Qwen3-, Llama- or Qwen3-MoE-shaped decoder, under Megatron's names."
+    )
     group.add_argument(
         "--qk-layernorm",
         action=argparse.BooleanOptionalAction,
@@ -440,3 +452,15 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     _count(group, "--num-query-groups", 2)
     _count(group, "--kv-channels", 16, "size of a head")
     _count(group, "--ffn-hidden-size", 128)
+    group.add_argument(
+        "--num-experts", type=whole, metavar="N", help="experts of each layer (default: none, a dense model)"
+    )
+    group.add_argument(
+        "--moe-router-topk", type=whole, metavar="N", help="experts of each token (default: 2)"
+    )
+    group.add_argument(
+        "--moe-ffn-hidden-size",
+        type=whole,
+        metavar="N",
+        help="width of each expert (default: --ffn-hidden-size)",
+    )

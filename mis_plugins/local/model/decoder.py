@@ -3,7 +3,7 @@
 The decoder shares no forward code with the trainer on purpose, so that engine and trainer mismatch as in real runs.
 
 Shapes: `B` sequences, `T` tokens of this call, `S` cache slots, `L` layers, `G` key-value heads,
-`D` head size, `E` hidden size, `V` vocabulary.
+`D` head size, `E` hidden size, `V` vocabulary, `K` experts of a token.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.local.model.mlp import Experts, SwiGlu
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A Qwen3-shaped decoder: GQA, QK-norm, RMSNorm, SwiGLU, RoPE, an untied head and no bias.
 
-    Without `qk_norm` the decoder is Llama-shaped.
+    Without `qk_norm` the decoder is Llama-shaped, with `experts` a Qwen3-MoE.
+
+    Attributes:
+        ffn_size: width of the MLP; in a mixture of experts, of each expert.
+        experts, top_k: how many experts each layer has, and how many of them a token takes; 0 in a dense model.
     """
 
     vocab_size: int
@@ -36,6 +41,8 @@ class ModelConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     qk_norm: bool = True
+    experts: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -44,10 +51,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: got {self.head_dim}; RoPE rotates pairs, so make it even")
+        if self.experts and not 0 < self.top_k <= self.experts:
+            raise ConfigError(f"top_k: got {self.top_k}; give at least 1, at most experts, {self.experts}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by its Hugging Face name; a matrix is [out, in]."""
-        hidden, head, ffn = self.hidden_size, self.head_dim, self.ffn_size
+        hidden, head = self.hidden_size, self.head_dim
         norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if self.qk_norm else {}
         layer = {
             "input_layernorm": (hidden,),
@@ -57,9 +66,7 @@ class ModelConfig:
             "self_attn.o_proj": (hidden, self.num_heads * head),
             **norms,
             "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
+            **self._mlp_shapes(),
         }
         return {
             "model.embed_tokens.weight": (self.vocab_size, hidden),
@@ -70,6 +77,17 @@ class ModelConfig:
             },
             "model.norm.weight": (hidden,),
             "lm_head.weight": (self.vocab_size, hidden),
+        }
+
+    def _mlp_shapes(self) -> dict[str, tuple[int, ...]]:
+        wide, narrow = (self.ffn_size, self.hidden_size), (self.hidden_size, self.ffn_size)
+        if not self.experts:
+            return {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": narrow}
+        each = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
+        return {"mlp.gate": (self.experts, self.hidden_size)} | {
+            f"mlp.experts.{number}.{name}": shape
+            for number in range(self.experts)
+            for name, shape in each.items()
         }
 
 
@@ -103,6 +121,7 @@ class KVCache:
         keys, values: [layers, B, G, S, D], filled up to `used` slots.
         bias: [B, 1, S, S], added to attention scores: 0 where a query slot sees a key slot, else -inf.
         cos, sin: [B, S, 1, D], the rotation of each slot's position; `sin` carries the sign of rotate-half.
+        routes: [layers, B, S, K], the experts that each slot's token took; None in a dense model.
     """
 
     keys: Float[Tensor, "L B G S D"]
@@ -110,6 +129,7 @@ class KVCache:
     bias: Float[Tensor, "B 1 S S"]
     cos: Float[Tensor, "B S 1 D"]
     sin: Float[Tensor, "B S 1 D"]
+    routes: Int[Tensor, "L B S K"] | None = None
     used: int = 0
 
 
@@ -122,8 +142,7 @@ class LayerWeights:
     qk_norm: Tensor | None
     out: Tensor
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: SwiGlu | Experts
 
 
 class Decoder:
@@ -144,7 +163,10 @@ class Decoder:
         bias = torch.where(_visible(batch.padding, slots), 0.0, -torch.inf).to(dtype)
         cos, sin = _rotation(batch.padding, slots, config)
         keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        return KVCache(keys, values, bias, cos.to(dtype), sin.to(dtype))
+        routes = None
+        if config.experts:
+            routes = torch.empty(config.num_layers, len(batch.tokens), slots, config.top_k, dtype=torch.int32)
+        return KVCache(keys, values, bias, cos.to(dtype), sin.to(dtype), routes)
 
     def forward(self, tokens: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T V"]:
         """Logits after each of `tokens`, which take the next slots of `cache`."""
@@ -152,7 +174,7 @@ class Decoder:
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
             hidden = hidden + self._attention(hidden, layer, cache, index, slots)
-            hidden = hidden + self._swiglu(hidden, layer)
+            hidden = hidden + self._mlp(hidden, layer, cache, index, slots)
         cache.used = slots.stop
         return F.linear(self._rms_norm(hidden, self.norm), self.head)
 
@@ -176,9 +198,16 @@ class Decoder:
         )
         return F.linear(mixed.transpose(1, 2).flatten(2), layer.out)
 
-    def _swiglu(self, hidden: Float[Tensor, "B T E"], layer: LayerWeights) -> Float[Tensor, "B T E"]:
-        gate, up = F.linear(self._rms_norm(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, layer.down)
+    def _mlp(
+        self, hidden: Float[Tensor, "B T E"], layer: LayerWeights, cache: KVCache, index: int, slots: slice
+    ) -> Float[Tensor, "B T E"]:
+        normed = self._rms_norm(hidden, layer.post_norm)
+        if isinstance(layer.mlp, SwiGlu):
+            return layer.mlp(normed)
+        assert cache.routes is not None
+        mixed, experts = layer.mlp(normed.flatten(0, 1))
+        cache.routes[index, :, slots] = experts.unflatten(0, hidden.shape[:2]).int()
+        return mixed.view_as(hidden)
 
     def _rms_norm(self, x: Float[Tensor, "... n"], weight: Tensor) -> Float[Tensor, "... n"]:
         """`weight x / rms(x)` over the last dimension, in float32."""
@@ -220,6 +249,8 @@ def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], index: int) 
     def joined(*names: str) -> Tensor:
         return torch.cat([held[f"model.layers.{index}.{name}.weight"] for name in names])
 
+    mlp = f"model.layers.{index}.mlp"
+
     def norm_of_each_head() -> Tensor:
         counts = [("q", config.num_heads), ("k", config.num_kv_heads)]
         return torch.cat([joined(f"self_attn.{kind}_norm").expand(count, -1) for kind, count in counts])
@@ -230,6 +261,5 @@ def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], index: int) 
         qk_norm=norm_of_each_head() if config.qk_norm else None,
         out=joined("self_attn.o_proj"),
         post_norm=joined("post_attention_layernorm"),
-        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-        down=joined("mlp.down_proj"),
+        mlp=Experts.of(held, mlp, config.top_k) if config.experts else SwiGlu.of(held, mlp),
     )

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mis_plugins.local.model.decoder import LeftPadded, ModelConfig
+from mis_plugins.local.model.decoder import KVCache, LeftPadded, ModelConfig
 from mis_plugins.local.model.sampling import counter_uniform, sample
 
 
@@ -79,6 +79,7 @@ class Decoding:
         self._added: list[list[int]] = [[] for _ in responses]
         batch = LeftPadded.of([one.prompt + one.tokens for one in responses], decoder.config.vocab_size)
         drawn = [len(one.tokens) for one in responses]
+        self._padding = batch.padding.tolist()
         self._cache = decoder.cache(batch, sampling.max_new_tokens - min(drawn))
         self._position = torch.tensor(drawn)
         self._uniform = counter_uniform([one.seed for one in responses], sampling.max_new_tokens)
@@ -94,6 +95,23 @@ class Decoding:
         """Responses that have not ended, with the tokens drawn so far."""
         rows = zip(self._responses, self._added, self._alive.tolist(), strict=True)
         return [replace(one, tokens=(*one.tokens, *added)) for one, added, alive in rows if alive]
+
+    @property
+    def routes(self) -> list[Int[Tensor, "N L K"]] | None:
+        """The experts of each token of prompt and response but the last; None in a dense model.
+
+        The last token was drawn, and no layer has seen it.
+        """
+        held = self._cache.routes if isinstance(self._cache, KVCache) else None
+        if held is None:
+            return None
+        rows = enumerate(zip(self._responses, self._added, self._padding, strict=True))
+        return [
+            held[:, row, start : start + len(one.prompt + one.tokens) + len(added) - 1]
+            .transpose(0, 1)
+            .contiguous()
+            for row, (one, added, start) in rows
+        ]
 
     @torch.no_grad()
     def step(self) -> Drawn:

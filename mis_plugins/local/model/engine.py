@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
@@ -24,11 +24,14 @@ class Generation:
         tokens: token ids; the last one is EOS unless the response was cut at `max_new_tokens`.
         log_probs: log-probability of each token under the distribution it was drawn from, after temperature.
         version: version of the weights it was drawn with.
+        routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
+            in a dense model, and from an engine that does not tell.
     """
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     version: int
+    routes: Int[Tensor, "N L K"] | None = field(default=None, compare=False)
 
 
 @runtime_checkable
@@ -107,8 +110,8 @@ class DecodeEngine:
             for row, token, log_prob in zip(drawn.numbers, drawn.tokens, drawn.log_probs, strict=True):
                 tokens[row].append(token)
                 log_probs[row].append(log_prob)
-        made = zip(tokens, log_probs, strict=True)
-        return [Generation(tuple(row), tuple(scores), self.version) for row, scores in made]
+        made = zip(tokens, log_probs, decoding.routes or [None] * len(prompts), strict=True)
+        return [Generation(tuple(row), tuple(scores), self.version, routes) for row, scores, routes in made]
 
     def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Decoding:
         """Begin a batch of responses, which the caller steps."""

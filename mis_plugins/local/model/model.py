@@ -1,6 +1,7 @@
-"""The trainer's policy: Megatron-core's ``GPTModel``, Qwen3- or Llama-shaped, on CPU.
+"""The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-, Llama- or Qwen3-MoE-shaped, on CPU.
 
-Nothing of Megatron is changed but what :func:`cpu_shims` changes. Weights enter and leave under the names of a
+Nothing of Megatron is changed but what :func:`cpu_shims` changes, and with ``--true-on-policy`` how a layer of experts
+chooses and adds. Weights enter and leave under the names of a
 Hugging Face checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout
 all read the same dictionary.
 """
@@ -8,6 +9,7 @@ all read the same dictionary.
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +27,7 @@ from mis_plugins.local.model.attention import PackedAttention, PackedLayout
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.train.batch import Layout
 from mis_plugins.local.train.parallel import GroupInfo, ParallelState
+from true_on_policy.trainers import experts
 from true_on_policy.trainers.plain import DECODER
 
 INIT_STD = 0.02
@@ -39,13 +42,20 @@ def cpu_shims() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def build_model(config: ModelConfig, state: ParallelState, *, per_token_loss: bool) -> GPTModel:
+def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> GPTModel:
     """An uninitialised ``GPTModel`` of this rank; its weights come through :class:`Naming`."""
     cpu_shims()
-    spec: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(
+        num_experts=config.experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_norm,
+        normalization="RMSNorm",
+    )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if config.experts and args.true_on_policy:
+        spec.submodules.mlp = experts.in_order(spec.submodules.mlp, divided=True)
     return GPTModel(
-        config=_transformer_config(config, state, per_token_loss),
+        config=_transformer_config(config, state, args),
         transformer_layer_spec=spec,
         vocab_size=config.vocab_size,
         max_sequence_length=1 << 20,  # RoPE needs no table; Megatron only stores the number
@@ -56,7 +66,7 @@ def build_model(config: ModelConfig, state: ParallelState, *, per_token_loss: bo
     )
 
 
-def _transformer_config(config: ModelConfig, state: ParallelState, per_token_loss: bool) -> TransformerConfig:
+def _transformer_config(config: ModelConfig, state: ParallelState, args: Namespace) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -68,9 +78,21 @@ def _transformer_config(config: ModelConfig, state: ParallelState, per_token_los
         qk_layernorm=config.qk_norm,
         tensor_model_parallel_size=state.tp.size,
         context_parallel_size=state.cp.size,
-        calculate_per_token_loss=per_token_loss,
+        calculate_per_token_loss=args.calculate_per_token_loss,
         **DECODER,
+        **(_experts(config, args) if config.experts else {}),
     )
+
+
+def _experts(config: ModelConfig, args: Namespace) -> dict[str, Any]:
+    return {
+        "num_moe_experts": config.experts,
+        "moe_router_topk": config.top_k,
+        "moe_ffn_hidden_size": config.ffn_size,
+        "moe_router_pre_softmax": args.true_on_policy,  # scores of all experts, which the agreed order divides
+        "moe_enable_routing_replay": args.use_rollout_routing_replay,
+        **experts.RUNS_HERE,
+    }
 
 
 def packed_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
@@ -147,12 +169,12 @@ def shards(config: ModelConfig, tensor_parallel: int) -> dict[str, Shards]:
         "output_layer.weight": Shards(("lm_head.weight",)),
     }
     for index in range(config.num_layers):
-        table |= _layer_shards(index, config.num_kv_heads // tensor_parallel)
+        table |= _layer_shards(index, config.num_kv_heads // tensor_parallel, config.experts)
     held = config.shapes()
     return {name: shard for name, shard in table.items() if all(one in held for one in shard.names)}
 
 
-def _layer_shards(index: int, groups: int) -> dict[str, Shards]:
+def _layer_shards(index: int, groups: int, experts: int) -> dict[str, Shards]:
     def of(*names: str) -> tuple[str, ...]:
         return tuple(f"model.layers.{index}.{name}.weight" for name in names)
 
@@ -167,7 +189,12 @@ def _layer_shards(index: int, groups: int) -> dict[str, Shards]:
         "pre_mlp_layernorm": Shards(of("post_attention_layernorm"), "whole"),
         "mlp.linear_fc1": Shards(of("mlp.gate_proj", "mlp.up_proj")),
         "mlp.linear_fc2": Shards(of("mlp.down_proj"), "columns"),
+        "mlp.router": Shards(of("mlp.gate"), "whole"),
     }
+    for number in range(experts):
+        theirs, hf = f"mlp.experts.local_experts.{number}", f"mlp.experts.{number}"
+        layer[f"{theirs}.linear_fc1"] = Shards(of(f"{hf}.gate_proj", f"{hf}.up_proj"))
+        layer[f"{theirs}.linear_fc2"] = Shards(of(f"{hf}.down_proj"), "columns")
     return {f"decoder.layers.{index}.{name}.weight": value for name, value in layer.items()}
 
 

@@ -112,8 +112,10 @@ class HuggingFaceSteps:
         Raises:
             InputError: a name is missing or unknown, or a shape is wrong.
         """
+        from true_on_policy.models.hf_weights import stacked
+
         try:
-            self._decoder.model.load_state_dict(weights)
+            self._decoder.model.load_state_dict(stacked(weights, self._decoder.config.experts))
         except RuntimeError as error:
             raise InputError(f"update_weights: {error}") from error
         self.version = version

@@ -83,6 +83,8 @@ class ServedEngine:
 
 def model_family(config: ModelConfig) -> Family:
     """The family that computes what our own decoder computes."""
+    if config.experts:
+        return FAMILIES["qwen3-moe"]
     return FAMILIES["qwen3-dense" if config.qk_norm else "llama"]
 
 
@@ -99,6 +101,8 @@ def model_shape(config: ModelConfig) -> Shape:
         tied=False,
         rope_theta=config.rope_theta,
         norm_eps=config.norm_eps,
+        experts=config.experts,
+        top_k=config.top_k,
     )
 
 

@@ -40,7 +40,7 @@ class Trainer:
     ) -> None:
         self.args, self.state = args, state
         self.naming = Naming(config, state.tp)
-        model = build_model(config, state, per_token_loss=args.calculate_per_token_loss)
+        model = build_model(config, state, args)
         self.parameters = dict(model.named_parameters())
         self.load_weights(weights)
         self.ddp = DistributedDataParallel(

@@ -72,7 +72,8 @@ def supervise(
     excluded: Collection[tuple[int, ...]],
 ) -> dict[str, Tensor]:
     """Train fresh weights on right answers, with cosine decay: the end does not depend on the last few batches."""
-    settings = Namespace(**{**vars(args), "micro_batch_size": BATCH, "weight_decay": 0.0})
+    plain = {"micro_batch_size": BATCH, "weight_decay": 0.0, "use_rollout_routing_replay": False}
+    settings = Namespace(**{**vars(args), **plain})
     trainer = Trainer(settings, config, state, initial_weights(config, args.seed), args.warmup_lr)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
     mine = training_order(BATCH, BATCH, state.effective_dp.rank, state.effective_dp.size)
