@@ -380,7 +380,7 @@ def parts() -> list[slice]:
     return [slice(0, first), slice(first, sum(six_tokens.LENGTHS))]
 
 
-def _log(row: tuple[float, ...]) -> list[float]:
+def _log(row: Sequence[float]) -> list[float]:
     return [math.log(p) for p in row]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import loss_oracle
 import oracle
 import pytest
 import segmentwise_oracle
@@ -143,7 +144,7 @@ class ExpectedAged(Expected):
         )
         return [[segmentwise_oracle.numerator(token, spec) for token in row] for row in self.step.tokens]
 
-    def _response(self, i: int, x: Response) -> Response:
+    def _response(self, i: int, x: loss_oracle.Response) -> loss_oracle.Response:
         found = super()._response(i, x)
         if not self.on or self.block.get("clip_against", "next") == "proximal":
             return found
