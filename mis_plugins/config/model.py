@@ -140,7 +140,7 @@ class WeightConfig:
 
 @dataclass(frozen=True)
 class RejectRule:
-    """Drop what lies outside [lower, upper]: a statistic of one token, or what it adds up to over a unit.
+    """Drop, or down-weigh, what lies outside [lower, upper]: a statistic of one token, or its sum over a unit.
 
     statistic: a row of `terms/statistics.py`, with its value, its range and its formula.
     over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.
@@ -148,6 +148,9 @@ class RejectRule:
         masking). `min` with `lower` is a veto.
     unit: what is dropped: `sequence`, or `segment`, a run of ones in the loss mask.
     aggregate: which tokens of the unit the rule reads; None takes the `aggregate` of `CorrectionConfig`.
+    down_weigh: what multiplies the weight of a token outside; the token stays in the loss mask. None drops the token.
+        Normalization divides by the mean of the weights of tokens so multiplied; a segment or sequence enters the mean
+        with its own weight.
     """
 
     statistic: StatisticName = "ratio"
@@ -156,8 +159,10 @@ class RejectRule:
     upper: float | None = None
     unit: Unit = "sequence"
     aggregate: Population | None = None
+    down_weigh: float | None = None
 
     def __post_init__(self) -> None:
+        self._check_down_weigh()
         if self.over == "token" and self.unit == "segment":
             raise ConfigError("{unit}: segment has no effect with {over}: token, which drops single tokens")
         if self.over == "token" and self.aggregate is not None:
@@ -172,6 +177,20 @@ class RejectRule:
         if self.lower is None and self.upper is None:
             raise ConfigError(
                 "{lower} and {upper} are both unset: the rule rejects nothing; give at least one"
+            )
+
+    def _check_down_weigh(self) -> None:
+        if self.down_weigh is None:
+            return
+        if not 0 < self.down_weigh < 1:
+            raise ConfigError(
+                f"{{down_weigh}}: got {self.down_weigh:g}; give a factor above 0 and below 1, or drop the key, and the "
+                "rule drops what it finds"
+            )
+        if self.over != "token":
+            raise ConfigError(
+                f"{{down_weigh}}: {self.down_weigh:g} needs {{over}}: token; over {self.over} a rule drops whole "
+                "sequences or segments"
             )
 
     def _check_range(self) -> None:
@@ -190,6 +209,11 @@ class RejectRule:
     def record(self) -> statistics.Statistic:
         """Everything that is known of the statistic."""
         return statistics.STATISTICS[self.statistic]
+
+    @property
+    def drops(self) -> bool:
+        """Whether what lies outside leaves the loss mask."""
+        return self.down_weigh is None
 
     @property
     def multiplies(self) -> bool:
@@ -323,7 +347,7 @@ WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # of SegmentWiseConfig, 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """The whole config. `weight: null` multiplies by 1; a token is kept if every rule of `reject` keeps it.
+    """The whole config. `weight: null` multiplies by 1; a token is kept if every rule of `reject` that drops keeps it.
 
     segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. It is a
         weight of tokens by itself, and `weight` reads so; a `weight` of tokens beside it bounds and normalizes instead.
@@ -466,7 +490,13 @@ class CorrectionConfig:
     @property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
-        return bool(self.reject) or (self.weight is not None and self.weight.record.drops_token)
+        by_rule = any(rule.drops for rule in self.reject)
+        return by_rule or (self.weight is not None and self.weight.record.drops_token)
+
+    @property
+    def down_weighing(self) -> tuple[RejectRule, ...]:
+        """The rules that multiply the weight of a token, and drop none."""
+        return tuple(rule for rule in self.reject if not rule.drops)
 
     @property
     def reads_routes(self) -> bool:
@@ -476,7 +506,8 @@ class CorrectionConfig:
     def drops_below(self, unit: Unit) -> bool:
         """Whether less than such a unit can be dropped, by rules or by the bound of the weight."""
         masks = self.weight if self.weight and self.weight.record.drops_token else None
-        tokens = any(rule.over == "token" for rule in self.reject) or (masks and masks.level == "token")
+        by_token = any(rule.over == "token" and rule.drops for rule in self.reject)
+        tokens = by_token or (masks and masks.level == "token")
         segments = any(rule.unit == "segment" for rule in self.reject) or (masks and masks.by_segment)
         return bool(tokens or (unit == "sequence" and segments))
 

@@ -210,7 +210,7 @@ def correct(
     """Importance weights and rejection masks of one micro-batch.
 
         log r_t = log pi_old(y_t) - log mu(y_t)
-        w       = bound(exp(aggregate(log r))) / mean weight
+        w       = bound(exp(aggregate(log r))) d / mean weight, where d is what rules down-weigh by
         keep    = loss_mask and every rule
 
     At most one collective over context-parallel ranks, one more each for segments and for `aggregate: kept`, and one
@@ -317,7 +317,7 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
     kept = totals["kept_weight"] if "kept_weight" in totals else kept_below(totals)
     if verdict.sequence_weight is not None:
         kept = kept * verdict.sequence_weight
-    # Above 0 a weight is at least e^-20, and a number of tokens at least 1.
+    # Above 0 a weight is at least e^-20 times what rules down-weigh by, and a number of tokens at least 1.
     least = totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
     return verdict.of_kept_sequences(kept).amax() < least
 
@@ -342,13 +342,12 @@ def nothing_rejected(verdict: Verdict) -> Verdict:
 
 
 def _token_weights(verdict: Verdict, ragged: Ragged) -> Float[Tensor, " T"]:
-    """Weight of each token before normalization: its own, or its sequence's; 1 of a usable one where there is none."""
-    stage = verdict.stage
-    if stage.weight is not None:
-        return stage.weight
+    """Weight of each token before normalization: its own times its sequence's; 1 where a usable one has none."""
+    own = verdict.stage.weight
     if verdict.sequence_weight is None:
-        return stage.usable.float()
-    return torch.where(stage.loss_mask, ragged.to_tokens(verdict.sequence_weight.float()), 0)
+        return verdict.stage.usable.float() if own is None else own
+    weight = torch.where(verdict.stage.loss_mask, ragged.to_tokens(verdict.sequence_weight.float()), 0)
+    return weight if own is None else weight * own
 
 
 def _mean_weight(verdict: Verdict, ragged: Ragged, weight: WeightConfig) -> Float[Tensor, ""]:

@@ -6,7 +6,7 @@ A statistic that is not known (a non-finite log-prob) satisfies no rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from jaxtyping import Bool, Float
@@ -103,9 +103,19 @@ def kept_tokens(
 ) -> Bool[Tensor, " T"]:
     """`keep`, less what rules over tokens drop; `statistic` gives the values of tokens by the statistic's name."""
     for rule in config.reject:
-        if rule.over == "token":
+        if rule.over == "token" and rule.drops:
             keep = passes(statistic(rule.statistic), rule, keep)
     return keep
+
+
+def down_weights(config: CorrectionConfig, statistic: Callable[[str], Tensor]) -> Float[Tensor, " T"] | None:
+    """What rules multiply the weight of each token by: 1 within their bounds. None where no rule down-weighs."""
+    factors = [
+        torch.where(within(statistic(rule.statistic), *rule.limits), 1.0, rule.down_weigh)
+        for rule in config.reject
+        if rule.down_weigh is not None
+    ]
+    return reduce(torch.mul, factors) if factors else None
 
 
 def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Bool[Tensor, " *"]:

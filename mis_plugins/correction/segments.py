@@ -95,6 +95,6 @@ def _weighted(
     return replace(
         stage,
         unit_log_ratio=spread(known_log_ratio(of_segment, weight).float()),
-        weight=torch.where(stage.usable, spread(bounded.float()), 0),
+        bounded=torch.where(stage.usable, spread(bounded.float()), 0),
         passing=stage.usable & spread(passing_units(of_segment, weight)),
     )

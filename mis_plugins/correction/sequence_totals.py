@@ -98,14 +98,14 @@ def needed_for_units(rules: Iterable[RejectRule]) -> set[str]:
 
 
 def weighs_tokens(config: CorrectionConfig) -> bool:
-    """Whether each token has a weight of its own, or of its segment."""
-    return config.weight is not None and not config.weight.by_sequence
+    """Whether each token has a weight of its own, of its segment, or of rules that down-weigh."""
+    return bool(config.down_weighing) or (config.weight is not None and not config.weight.by_sequence)
 
 
 def monotone(config: CorrectionConfig) -> bool:
     """Whether the extreme weights of a sequence are those of its extreme token ratios."""
     weight = config.weight
-    if weight is None or config.segment_wise_on:
+    if weight is None or config.segment_wise_on or config.down_weighing:
         return False
     return weight.level == "token" and weight.record.monotone
 
@@ -147,7 +147,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
     if config.metrics == "core":
         return names
     names |= {"proximal", "ratio_squared", "log_ratio_min"}
-    names |= _needed_for_weights(config) if config.weight else set()
+    names |= _needed_for_weights(config)
     return names | (_needed_for_step(config) if config.metrics == "all" else set())
 
 

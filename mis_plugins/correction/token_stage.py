@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -12,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.terms.statistics import STATISTICS, Evidence, statistic_of
 from mis_plugins.correction.ratios import LogProbs, bits, exp_clamped, log_ratios, nonfinite, only, only_
-from mis_plugins.correction.rejection import in_bounds, kept_tokens
+from mis_plugins.correction.rejection import down_weights, in_bounds, kept_tokens
 from mis_plugins.correction.weights import bounded_weight
 
 
@@ -27,10 +28,11 @@ class TokenStage:
     unit_log_ratio: log ratio of what weighs the token: its own, 0 where it is not usable, or its segment's, NaN where
         that is not known and any at a masked token; None at the other levels. With segment-wise weights log pi_{v+1} -
         log mu, and a token of which that is not known is not usable either.
-    weight: bounded, of the token or of its segment; None at the other levels.
+    bounded: the weight after its bound, of the token or of its segment; None at the other levels.
     passing: the weight is known, and within a bound that gives no weight outside.
     keep: what mask bound and rules over tokens and segments leave; None where they can drop nothing.
     routes: number of layers that route the token otherwise than the engine; None where nothing watched.
+    down_weight: what rules multiply the weight by, 1 within their bounds; None where no rule does.
     """
 
     config: CorrectionConfig
@@ -41,10 +43,23 @@ class TokenStage:
     usable_bits: Int[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     unit_log_ratio: Float[Tensor, " T"] | None
-    weight: Float[Tensor, " T"] | None
+    bounded: Float[Tensor, " T"] | None
     passing: Bool[Tensor, " T"]
     keep: Bool[Tensor, " T"] | None
     routes: Float[Tensor, " T"] | None = None
+    down_weight: Float[Tensor, " T"] | None = None
+
+    @cached_property
+    def weight(self) -> Float[Tensor, " T"] | None:
+        """The bounded weight times what rules multiply it by, 0 where the token is not usable.
+
+        Where a sequence or nothing has a weight, it is the rules' factor alone; None where there is neither.
+        """
+        if self.down_weight is None:
+            return self.bounded
+        if self.bounded is None:
+            return only(self.down_weight, self.usable_bits)
+        return self.bounded * self.down_weight
 
     @property
     def weighed(self) -> Float[Tensor, " T"]:
@@ -107,11 +122,13 @@ def token_stage(
         usable_bits=usable_bits,
         ratio=ratio,
         unit_log_ratio=unit_log_ratio if weight else None,
-        weight=bounded_weight(unit_ratio, usable, passing, weight) if weight else None,
+        bounded=bounded_weight(unit_ratio, usable, passing, weight) if weight else None,
         passing=passing,
         keep=None,
         routes=routes,
     )
+    if config.down_weighing:
+        stage = replace(stage, down_weight=down_weights(config, stage.statistic))
     if not config.drops_below("sequence"):
         return stage
     in_mask = passing if weight and weight.record.drops_token else usable

@@ -49,8 +49,8 @@ def formula(config: CorrectionConfig) -> list[str]:
         lines.append("prod r = product over the tokens that every rule over tokens keeps, n of them")
     if config.segment_wise and config.segment_wise.enabled:
         lines += _segment_wise(config.segment_wise)
-    lines.append(f"w_t    = {_weight(config.weight, config.segment_wise_on)}")
-    rules = [_rule(rule, trainer) for rule in config.reject]
+    lines.append(f"w_t    = {_weight(config, trainer)}")
+    rules = [_rule(rule, trainer) for rule in config.reject if rule.drops]
     lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
         lines += _objective(config)
@@ -90,17 +90,32 @@ def _bounded(ratio: str, weight: WeightConfig) -> str:
     )
 
 
-def _weight(weight: WeightConfig | None, segment_wise: bool) -> str:
+def _weight(config: CorrectionConfig, trainer: str) -> str:
+    """The weight of a token, in the order in which it is made: its bound, rules that down-weigh, its mean."""
+    weight = config.weight
+    factors = [f"(1 where {_rule(rule, trainer)}, else {rule.down_weigh:g})" for rule in config.down_weighing]
     if weight is None:
-        return "1"
-    bounded = _bounded("q_t" if segment_wise else RATIO[weight.level], weight)
+        return " * ".join(factors) or "1"
+    bounded = _bounded("q_t" if config.segment_wise_on else RATIO[weight.level], weight)
+    if weight.level == "token":
+        return _over_mean(" * ".join([_grouped(bounded, weight) if factors else bounded, *factors]), weight)
+    return " * ".join([_over_mean(bounded, weight), *factors])
+
+
+def _grouped(bounded: str, weight: WeightConfig) -> str:
+    """The bounded weight as a factor of a product."""
+    return bounded if weight.record.weighs_outside else f"({bounded})"
+
+
+def _over_mean(bounded: str, weight: WeightConfig) -> str:
+    """The weight over its mean, where the config normalizes."""
     if weight.normalize is None:
         return bounded
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
     over = (
         f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
     )
-    return f"{bounded} / {over}" if weight.record.weighs_outside else f"({bounded}) / {over}"
+    return f"{_grouped(bounded, weight)} / {over}"
 
 
 def _rule(rule: RejectRule, trainer: str) -> str:

@@ -166,8 +166,9 @@ def _bounds(config: CorrectionConfig) -> list[str]:
     for i, rule in enumerate(config.reject):
         agreed = rule.record.on_policy
         if agreed is not None and not _holds(rule.lower, agreed, rule.upper):
+            verb = "drops" if rule.drops else "down-weighs"
             told.append(
-                f"reject[{i}] drops what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
+                f"reject[{i}] {verb} what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
                 f"which is outside {_interval(rule.lower, rule.upper)}"
             )
     return told
@@ -281,7 +282,12 @@ def _rule(rule: RejectRule, trainer: str) -> str:
     )
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
     bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
-    return f"reject: {what} is {' or '.join(bounds)}{AMONG[rule.aggregate]}"
+    outside = f"{what} is {' or '.join(bounds)}"
+    if rule.down_weigh is not None:
+        return (
+            f"down-weigh: {outside}: {rule.down_weigh:g} times their weight, and they stay in the loss mask"
+        )
+    return f"reject: {outside}{AMONG[rule.aggregate]}"
 
 
 def _opsm(opsm: OpsmConfig) -> str:

@@ -916,7 +916,7 @@ RULES: dict[str, Metric] = {
     ),
     "rule_{i}_rejected_fraction": Metric(
         lambda s, rule: s.over_rule(rule, "_low") + s.over_rule(rule, "_high"),
-        "Share of the tokens that this rule alone would drop.",
+        "Share of the tokens that this rule alone would drop, or down-weigh.",
         range="0 to 1.",
         bad="near rejected_fraction: this rule makes most of the rejection.",
         do="widen the rule.",
@@ -974,7 +974,7 @@ RULES: dict[str, Metric] = {
     ),
     "rule_{i}_unit_rejected_fraction": Metric(
         lambda s, rule: s.over_rule(rule, "_unit_touched", "_unit_count"),
-        "Share of the units of which this rule alone would drop at least one token.",
+        "Share of the units of which this rule alone would drop, or down-weigh, at least one token.",
         range="0 to 1.",
         bad="near 1 for a rule over units: nothing is kept.",
         do="widen the rule.",

@@ -78,9 +78,9 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         TAILS,
     ),
     "Each rule": (
-        "i is the place of the rule in `mis.reject`, from 1. Each metric tells what the rule would drop alone. Values "
-        "are those that the rule compares, for `statistic: ratio` the logarithm. A unit is a sequence, or a segment "
-        "where the rule drops segments.",
+        "i is the place of the rule in `mis.reject`, from 1. Each metric tells what the rule would drop, or "
+        "down-weigh, alone. Values are those that the rule compares, for `statistic: ratio` the logarithm. A unit is a "
+        "sequence, or a segment where the rule drops segments.",
         RULES,
     ),
     "Weight versions": (

@@ -33,7 +33,8 @@ ROUTED: dict[str, Metric] = {
         "engine's.",
         range="0 to 1; 0.02 with 8 experts and 0.14 with 64 have been measured in bf16.",
         bad="a rise, or one layer far above the others.",
-        do="compare the gate's dtype on both sides; replay (R3), or drop such tokens with `statistic: route`.",
+        do="compare the gate's dtype on both sides; replay (R3), or drop or down-weigh such tokens with `statistic: "
+        "route`.",
     ),
     "route_strange": Metric(
         lambda s: ratio_of(s.routed["strange"], s.routed["tokens"]),

@@ -197,11 +197,9 @@ class Sequences:
         c = self.correction
         if c.after_opsm is not None:
             return self._over_valid(c.after_opsm.weight)
-        if weighs_tokens(self.config):
-            total = self.totals["kept_weight"]
-            total = total if c.keep_sequences is None else torch.where(c.keep_sequences, total, 0)
-        else:
-            total = self.kept if c.sequence_weight is None else self.kept * c.sequence_weight
+        weighs = weighs_tokens(self.config)
+        total = c.verdict.of_kept_sequences(self.totals["kept_weight"]) if weighs else self.kept
+        total = total if c.sequence_weight is None else total * c.sequence_weight
         return self._over_valid(total if c.mean_weight is None else total / c.mean_weight)
 
     def mean(self, row: str) -> Float[Tensor, " N"]:

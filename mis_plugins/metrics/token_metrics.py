@@ -218,10 +218,10 @@ def chi2_seq(c: Correction) -> Float[Tensor, " N"]:
 
 def final_mean(c: Correction) -> Float[Tensor, " N"]:
     """Mean over the sequence of the weights as multiplied into the loss, dropped tokens included."""
-    if c.sequence_weight is not None:
+    if c.sequence_weight is not None and c.stage.weight is None:
         return _normalized(c, c.sequence_weight)
     total = c.totals["usable"] if c.stage.weight is None else c.totals["weight"]
-    return _normalized(c, total / c.totals.size)
+    return _normalized(c, _of_sequence(c, total / c.totals.size))
 
 
 def final_min(c: Correction) -> Float[Tensor, " N"]:
@@ -345,7 +345,7 @@ def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
     }
     if not weight.by_sequence:
         far: dict[str, Metric] = {"saturated_segment_fraction": lambda c: saturated(_of_unit(c))}
-        bounded = _around_bound(weight, _of_unit, _token_ratio(weight), lambda c: c.stage.weight)
+        bounded = _around_bound(weight, _of_unit, _token_ratio(weight), lambda c: c.stage.bounded)
         return Catalogue(far | bounded if weight.by_segment else bounded, final)
     log_ratio = lambda c: known_log_ratio(c.verdict.unit_totals, weight)  # noqa: E731
     before = lambda c: unit_ratio(c.verdict.unit_totals, weight)  # noqa: E731
@@ -457,31 +457,34 @@ def _of_unit(c: Correction) -> Float[Tensor, " T"]:
 
 def _extreme_weight(c: Correction, side: Literal["min", "max"]) -> Float[Tensor, " N"]:
     """Smallest or largest weight of each sequence; some finite number where a sequence has no usable token."""
-    weight = c.config.weight
-    if c.sequence_weight is not None:
-        return _normalized(c, c.sequence_weight)
-    if weight is None:
-        return torch.ones_like(c.totals["valid"])
-    if monotone(c.config):
+    if not weighs_tokens(c.config):
+        weight = torch.ones_like(c.totals["valid"]) if c.sequence_weight is None else c.sequence_weight
+        return _normalized(c, weight)
+    if c.config.weight is not None and monotone(c.config):
         ratio = c.totals["ratio_max"] if side == "max" else c.totals.ratio_min
-        return _normalized(c, applied_bound(ratio, weight))
+        return _normalized(c, applied_bound(ratio, c.config.weight))
     row = c.totals[f"{'weight' if zero_weights(c.config) else 'passing_weight'}_{side}"]
-    return _normalized(c, row.nan_to_num(posinf=0.0, neginf=0.0))
+    return _normalized(c, _of_sequence(c, row.nan_to_num(posinf=0.0, neginf=0.0)))
 
 
 def _extreme_passing(c: Correction, side: Literal["min", "max"]) -> Float[Tensor, " N"]:
     """Smallest or largest weight of each sequence that a mask or zero bound lets pass; infinite where none passes."""
     weight = c.config.weight
-    if weighs_tokens(c.config) and not monotone(c.config):
+    units = weight if weight and weight.by_sequence else None
+    if weighs_tokens(c.config) and not monotone(c.config) and units is None:
         return _normalized(c, c.totals[f"passing_weight_{side}"])
-    if weighs_tokens(c.config) and weight and weight.record.drops_token:
+    if weighs_tokens(c.config) and weight and weight.record.drops_token and units is None:
         row = c.totals[f"passing_{side}"]
         exists, extreme = row.abs() < torch.inf, _normalized(c, applied_bound(exp_clamped(row), weight))
     else:
-        units = weight if weight and weight.by_sequence else None
         exists = passing_units(c.verdict.unit_totals, units) if units else c.totals.any_usable
         extreme = _extreme_weight(c, side)
     return torch.where(exists, extreme, torch.inf if side == "min" else -torch.inf)
+
+
+def _of_sequence(c: Correction, own: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """A number made of the weights of a sequence's tokens, times the weight of the sequence where it has one."""
+    return own if c.sequence_weight is None else own * c.sequence_weight
 
 
 def _largest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
@@ -495,8 +498,8 @@ def _smallest(value: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 
 def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Sum and sum of squares of the weights of each sequence's kept tokens, before the common normalization."""
-    if "kept_weight" in c.totals:
-        return c.totals["kept_weight"], c.totals["kept_weight_squared"]
     kept = kept_below(c.totals)
-    weight = torch.ones_like(kept) if c.sequence_weight is None else c.sequence_weight
-    return weight * kept, weight.square() * kept
+    total, squares = (c.totals.get(name, kept) for name in ("kept_weight", "kept_weight_squared"))
+    if c.sequence_weight is None:
+        return total, squares
+    return c.sequence_weight * total, c.sequence_weight.square() * squares

@@ -72,8 +72,9 @@ def _parts(config: CorrectionConfig, whole: Mapping[str, float]) -> Iterator[tup
     weight = config.weight
     if weight is not None and weight.record.has_ceiling:
         yield f"weight.bound: {weight.bound}", "acts on", whole.get("outside_bound_fraction", 0.0)
-    for number, _ in enumerate(config.reject):
-        yield f"reject[{number}]", "drops", whole.get(f"rule_{number + 1}_rejected_fraction", 0.0)
+    for number, rule in enumerate(config.reject):
+        verb = "drops" if rule.drops else "down-weighs"
+        yield f"reject[{number}]", verb, whole.get(f"rule_{number + 1}_rejected_fraction", 0.0)
 
 
 def _said(key: str, verb: str, share: float) -> str:

@@ -149,6 +149,7 @@ def test_a_config_that_changes_between_two_calls_is_read_again():
         ({"weight": {"bound": "clip"}}, False, False),
         ({"weight": {"level": "segment_geometric", "bound": "zero"}}, False, False),
         ({"weight": None, "reject": [{"upper": 2}]}, True, True),
+        ({"weight": None, "reject": [{"upper": 2, "down_weigh": 0.5}]}, False, False),
         ({"weight": None, "reject": [{"over": "mean", "unit": "segment", "upper": 2}]}, False, True),
         ({"weight": None, "reject": [{"over": "mean", "upper": 2}]}, False, False),
     ],

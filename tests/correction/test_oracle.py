@@ -21,10 +21,10 @@ from batches import (
     nested,
     ratio_batch,
 )
-from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, call, run
+from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, call, run, same_bytes
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from tolerances import DECISION
+from tolerances import DECISION, normalized_rtol
 
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct
@@ -78,6 +78,8 @@ def test_rules_over_routes(batch: Batch, data: st.DataObject):
     over = data.draw(st.sampled_from(["token", "sum", "mean", "min", "max"]))
     unit = {} if over == "token" else {"unit": data.draw(st.sampled_from(["sequence", "segment"]))}
     rule = {"statistic": "route", "over": over, "upper": data.draw(st.sampled_from([0.45, 1.3, 4.2])), **unit}
+    if over == "token" and data.draw(st.booleans()):
+        rule["down_weigh"] = 0.25
     rows = [[float(data.draw(st.integers(0, 3))) for _ in range(n)] for n in batch.response_lengths]
     samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
     config = {"weight": None, "reject": [rule]}
@@ -86,6 +88,46 @@ def test_rules_over_routes(batch: Batch, data: st.DataObject):
     log_probs, routes = (torch.cat(batch.proximal), torch.cat(batch.behavior)), torch.tensor(sum(rows, []))
     found = correct(*log_probs, Ragged(ends, batch.flat_mask), from_mapping(config), routes=routes)
     assert found.keep.tolist() == sum(expected.keep, [])
+    assert found.weights.tolist() == sum(expected.weights, [])
+
+
+@pytest.mark.parametrize("level", [*LEVELS, None])
+def test_a_down_weighed_token_is_kept(level: str | None):
+    """Against the same rule that drops: ratios of sequences, masks and counts are those of no rule."""
+    batch = ratio_batch(WIDE, MASKS)
+    weight = level and {"level": level, "bound": "clip", "lower": 0.3, "upper": 2.75}
+    rule = {"over": "token", "lower": 0.5, "upper": 2.5}
+    far = [not 0.5 <= ratio <= 2.5 for row in WIDE for ratio in row]
+    plain, dropped, lowered = (
+        run(batch, {"weight": weight, "reject": rules})
+        for rules in ([{"over": "token", "upper": 100.0}], [rule], [rule | {"down_weigh": 0.25}])
+    )
+    assert all(map(same_bytes, lowered.masks, plain.masks)) and sum(far) == 4
+    of = [torch.cat(one.weights) for one in (plain, lowered, dropped)]
+    factor = torch.where(torch.tensor(far), 0.25, 1.0)
+    assert same_bytes(of[1], of[0] * factor) and same_bytes(of[2], torch.where(torch.tensor(far), 0.0, of[0]))
+    assert torch.equal(
+        torch.cat(lowered.metrics["mis_kept_fraction"]), torch.cat(plain.metrics["mis_kept_fraction"])
+    )
+    shares = [torch.cat(one.metrics["mis_rs_mask_fraction_high"]) for one in (lowered, dropped)]
+    assert same_bytes(*shares)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_mean_is_of_the_weights_of_tokens_down_weighed(level: str):
+    """At token level the mean weight is 1 after normalization; a unit enters its mean without the factor."""
+    batch = ratio_batch(WIDE, MASKS)
+    weight = {"level": level, "bound": "clip", "lower": 0.3, "upper": 2.75, "normalize": {"over": "valid"}}
+    config = {"weight": weight, "reject": [{"over": "token", "upper": 1.15, "down_weigh": 0.25}]}
+    expected = oracle.correct(batch.samples, config)
+    outcome = run(batch, config)
+    assert_matches_oracle(outcome, batch, expected)
+    assert_batch_metrics_match(outcome, batch, config, expected)
+    plain = oracle.correct(batch.samples, config | {"reject": []})
+    assert (expected.factor == plain.factor) == (level != "token")
+    if level == "token":
+        valid = torch.cat(outcome.weights)[batch.flat_mask]
+        assert valid.mean().item() == pytest.approx(1, rel=normalized_rtol(1))
 
 
 def product() -> list[tuple]:

@@ -82,6 +82,7 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
                [{"over": "mean", "lower": 0.8, "upper": 1.2}, {"over": "min", "lower": 0.2}],
                [{"over": "max", "upper": 4.0}, {"over": "token", "upper": 2.5},
                 {"over": "sum", "lower": 0.05}],
+               [{"over": "token", "upper": 1.3, "down_weigh": 0.25}, {"over": "token", "lower": 0.4}],
                [{"statistic": "k3", "over": "mean", "upper": 0.3},
                 {"over": "sum", "unit": "segment", "lower": 0.3},
                 {"statistic": "abs_prob_diff", "over": "max", "unit": "segment", "upper": 0.6}]]  # fmt: skip

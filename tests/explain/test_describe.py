@@ -178,6 +178,23 @@ FORMULAS = [
         {"weight": None, "reject": [{"statistic": "k2", "over": "mean", "upper": 2}]},
         "keep_t = mask_t and mean_t (log r_t)^2 / 2 <= 2",
     ),
+    (
+        {"weight": {"normalize": {}}, "reject": [{"statistic": "route", "upper": 0.5, "down_weigh": 0.1}]},
+        "w_t    = min(r_t, 2) * (1 where n_t <= 0.5, else 0.1) / its mean over the valid tokens of the micro batch",
+    ),
+    (
+        {
+            "weight": {"level": "geometric", "bound": "zero", "upper": 2, "normalize": {}},
+            "reject": [{"lower": 0.5, "down_weigh": 0.2}, {"upper": 4}],
+        },
+        "w_t    = ((prod r)^(1/n) where 0.5 <= (prod r)^(1/n) <= 2, else 0) / its mean over the valid sequences of the "
+        "micro batch * (1 where 0.5 <= r_t, else 0.2)",
+    ),
+    (
+        {"weight": None, "reject": [{"upper": 4, "down_weigh": 0.5}, {"lower": 0.5, "down_weigh": 0.2}]},
+        "w_t    = (1 where r_t <= 4, else 0.5) * (1 where 0.5 <= r_t, else 0.2)",
+    ),
+    ({"weight": {}, "reject": [{"upper": 4, "down_weigh": 0.5}]}, "keep_t = mask_t"),
 ]
 
 
@@ -214,6 +231,16 @@ def test_bypass_compares_the_policy_itself_with_mu():
         assert f"tokens whose probability difference ({scored} - mu) is above 0.2" in describe.describe(
             config
         )
+
+
+def test_a_rule_that_down_weighs_is_told_as_one():
+    rule = {"statistic": "route", "upper": 0.5, "down_weigh": 0.1}
+    text = describe.describe(from_mapping({"weight": {}, "reject": [rule]}))
+    assert (
+        "down-weigh: tokens whose number of layers with other experts than the engine's is above 0.5: 0.1 times their "
+        "weight, and they stay in the loss mask"
+    ) in text
+    assert "reject:" not in text and "all rejected" not in text and "watch_routes" in text
 
 
 def test_all_rejected_and_floor_are_told():
@@ -262,6 +289,8 @@ def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
         ({"weight": None, "reject": [{"lower": 1.2}, {"over": "mean", "upper": 0.99}, {"over": "max", "upper": 100}]},
          ["reject[0] drops what trainer and rollout engine agree on: there its ratio is 1, which is outside [1.2, inf]",
           "reject[1] drops what trainer and rollout engine agree on: there its ratio is 1, which is outside"]),
+        ({"weight": None, "reject": [{"lower": 1.2, "down_weigh": 0.5}]},
+         ["reject[0] down-weighs what trainer and rollout engine agree on: there its ratio is 1"]),
         ({"weight": None, "reject": [{"statistic": "k3", "over": "max", "lower": 0.1}]},
          ["reject[0] drops what trainer and rollout engine agree on: there its k3 is 0"]),
         ({"weight": None, "reject": [{"statistic": "proximal_prob", "over": "min", "lower": 0.1}]}, []),

@@ -212,6 +212,7 @@ GRIDS = {
     "one rank": (1, {}, 1),
     "dp 2": (2, {}, 2),
     "cp 2": (2, {"cp": 2}, 1),
+    "cp 4": (4, {"cp": 4}, 1),
     "pp 2": (2, {"pipeline_model_parallel_size": 2}, 1),
     "ep 2": (2, {"expert_model_parallel_size": 2}, 2),
     "tp 2": (2, {"tensor_model_parallel_size": 2}, 1),
@@ -429,8 +430,12 @@ def log_probs(batch: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
     return proximal, behavior
 
 
-def hooked(kept: list[list[bool]]) -> Loss:
-    """A loss that calls the TIS hook as a host does, and keeps the masks that come back."""
+def hooked(kept: list[list[bool]], weights: list[dict[int, float]] | None = None) -> Loss:
+    """A loss that calls the TIS hook as a host does, and keeps the masks that come back.
+
+    Args:
+        weights: gets, for each sample, what the loss of each of this rank's response tokens was multiplied by.
+    """
 
     def loss(args: Namespace, batch: list[list[int]]) -> None:
         cp, rank, _ = grid()
@@ -440,7 +445,7 @@ def hooked(kept: list[list[bool]]) -> Loss:
             [torch.cat([x[a:b] for a, b in spans.pieces(i)]) for i, x in enumerate(rows)]
             for rows in log_probs(batch)
         ]
-        _, masks, _ = mis.compute_mis_weights_with_cp(
+        weighed, masks, _ = mis.compute_mis_weights_with_cp(
             args,
             pg_loss=torch.ones(sum(len(x) for x in pieces[0]), requires_grad=True),
             train_log_probs=pieces[0],
@@ -450,6 +455,10 @@ def hooked(kept: list[list[bool]]) -> Loss:
             response_lengths=lengths,
         )
         kept.extend(mask.bool().tolist() for mask in masks)
+        if weights is not None:
+            for i, part in enumerate(weighed.detach().split([len(x) for x in pieces[0]])):
+                places = [t for a, b in spans.pieces(i) for t in range(a, b)]
+                weights.append(dict(zip(places, part.tolist(), strict=True)))
 
     return loss
 
@@ -465,30 +474,44 @@ def routed(data: int) -> Iterator[tuple[list[int], list[int]]]:
             yield counts, [1 if count else 2 if any(counts[:t]) else 0 for t, count in enumerate(counts)]
 
 
-@pytest.mark.parametrize("name", ["one rank", "cp 2", "tp 2", "sp 2", "sp 2, pp 2"])
-def test_tokens_by_route_in_the_hook(name: str, tmp_path: Path):
-    """`statistic: route` drops the tokens that differ in a layer, and k3 is split by class, like an oracle does."""
-    rule = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
+ROUTED = [(name, None) for name in ("one rank", "cp 2", "tp 2", "sp 2", "sp 2, pp 2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "down_weigh"), [*ROUTED, ("one rank", 0.25), ("cp 2", 0.25), ("cp 4", 0.25)]
+)
+def test_tokens_by_route_in_the_hook(name: str, down_weigh: float | None, tmp_path: Path):
+    """`statistic: route` drops or down-weighs tokens that differ in a layer; k3 is split by class, as by an oracle."""
+    rule = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5, "down_weigh": down_weigh}]}
     args = host_args(sequence_parallel="sp 2" in name, mis=rule)
 
     def work(rank: int) -> Any:
         kept: list[list[bool]] = []
-        seen, _, said = watched(args, loss=hooked(kept))
-        return kept, seen.split.tolist(), said
+        weights: list[dict[int, float]] = []
+        seen, _, said = watched(args, loss=hooked(kept, weights))
+        return kept, weights, seen.split.tolist(), said
 
+    beyond, drops = down_weigh or 0.0, down_weigh is None
     proximal, behavior = log_probs(samples(0))
-    for kept, split, said in on_ranks(name, work, tmp_path):
+    held: list[set[int]] = [set() for _ in proximal]
+    for kept, weights, split, said in on_ranks(name, work, tmp_path):
         assert said == []
         expected = [[0.0] * 4 for _ in range(3)]
         for i, (counts, kinds) in enumerate(routed(0)):
             places = range(PROMPT - 1, len(counts) - 1)
-            assert kept[i] == [counts[t] == 0 for t in places]
+            alike = [counts[t] == 0 for t in places]
+            assert kept[i] == (alike if drops else [True] * len(alike))
+            assert weights[i] == {t: 1.0 if alike[t] else beyond for t in weights[i]}
+            held[i] |= weights[i].keys()
             for t, p, b in zip(places, proximal[i].tolist(), behavior[i].tolist(), strict=True):
                 row, ratio = expected[kinds[t]], p - b
-                for n, value in enumerate((1, oracle.k3(ratio), abs(ratio) > 0.5, counts[t] == 0)):
+                for n, value in enumerate(
+                    (1, oracle.k3(ratio), abs(ratio) > 0.5, counts[t] == 0 or not drops)
+                ):
                     row[n] += value
         if "pp" not in name:  # elsewhere only the last stage has a loss, and here each one calls the hook
             assert split == [pytest.approx(row, rel=1e-5) for row in expected]
+    assert held == [set(range(len(rows))) for rows in proximal]
 
 
 def test_the_statistic_stops_where_a_layer_compared_nothing(tmp_path: Path):

@@ -187,7 +187,11 @@ STATISTICS = {
 def weight_configs(
     draw: Callable, scope: str = "micro_batch", rejects: bool = False, level: str | None = None
 ) -> dict:
-    """`mis.weight`: every key that has an effect for the drawn bound."""
+    """`mis.weight`: every key that has an effect for the drawn bound.
+
+    Args:
+        rejects: whether a rule drops something.
+    """
     bound = draw(st.sampled_from(BOUNDS))
     weight: dict = {"level": level or draw(st.sampled_from(LEVELS)), "bound": bound}
     if bound != "none":
@@ -203,7 +207,9 @@ def weight_configs(
 @st.composite
 def rules(draw: Callable) -> dict:
     over = draw(st.sampled_from(["token", "sum", "mean", "min", "max"]))
-    rule = {"over": over}
+    rule: dict = {"over": over}
+    if over == "token" and draw(st.booleans()):
+        rule["down_weigh"] = draw(st.sampled_from([0.01, 0.1, 0.5]))
     if over != "token" and draw(st.integers(0, 3)) == 0:
         rule["unit"] = "segment"
     sides = draw(st.sampled_from([("lower",), ("upper",), ("lower", "upper")]))
@@ -221,9 +227,8 @@ def rules(draw: Callable) -> dict:
 def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = None) -> dict:
     """The nested `mis:` mapping: any weight or none, up to two rules; never neither. `metrics` draws if None."""
     reject = draw(st.lists(rules(), max_size=2))
-    weight = draw(
-        weight_configs(scope, bool(reject)) if not reject else st.none() | weight_configs(scope, bool(reject))
-    )
+    drops = any("down_weigh" not in rule for rule in reject)
+    weight = draw(weight_configs(scope, drops) if not reject else st.none() | weight_configs(scope, drops))
     config = {
         "weight": weight,
         "reject": reject,
@@ -231,9 +236,9 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
     }
     masks = weight is not None and weight["bound"] == "mask"
     zeroes = weight is not None and weight["bound"] == "zero"
-    if reject or masks:
+    if drops or masks:
         config["denominator"] = draw(st.sampled_from(["original", "original", "kept"]))
-    by_token = [rule["over"] == "token" for rule in reject]
+    by_token = [rule["over"] == "token" and "down_weigh" not in rule for rule in reject]
     narrow = any(by_token) or (weight is not None and masks and weight["level"] == "token")
     larger = [rule for rule in reject if rule["over"] != "token"] if narrow else []
     for rule in larger:
@@ -244,7 +249,7 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
     ):
         config["aggregate"] = draw(st.sampled_from(["valid", "kept"]))
     kept = {config.get("aggregate"), *(rule.get("aggregate") for rule in reject)}
-    if reject and not masks and not zeroes and "kept" not in kept:
+    if drops and not masks and not zeroes and "kept" not in kept:
         config["on_all_rejected"] = draw(st.sampled_from(["skip", "keep"]))
     return config
 

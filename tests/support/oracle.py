@@ -2,7 +2,7 @@
 
 Imports nothing of `mis_plugins`. The config is the plain nested `mis:` mapping, with every key optional:
 `{"weight": {"level", "bound", "lower", "upper", "normalize": {"scope", "over"}},
-"reject": [{"statistic", "over", "unit", "lower", "upper"}], "denominator", "on_all_rejected"}`.
+"reject": [{"statistic", "over", "unit", "lower", "upper", "down_weigh"}], "denominator", "on_all_rejected"}`.
 """
 
 from __future__ import annotations
@@ -92,12 +92,13 @@ def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sam
     keep, pool, restored = [kept_tokens(s, config) for s in batch], config, False
     if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
         keep, restored = [[bool(valid) for valid in s.mask] for s in batch], True
-        pool = {**config, "reject": []}
+        pool = {**config, "reject": [rule for rule in config.get("reject", []) if "down_weigh" in rule]}
     factor = 1.0
     if normalizes(weight):
         factor = normalizer([s for group in [batch, *others] for s in group], pool)
+    after_bound, bounded = bounded, [down_weighed(s, w, config) for s, w in zip(batch, bounded, strict=True)]
     weights = [[w / factor for w in tokens] for tokens in bounded]
-    metrics = all_metrics(batch, config, bounded, weights, keep, factor)
+    metrics = all_metrics(batch, config, after_bound, weights, keep, factor)
     scale = [1.0 if restored else denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
     return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config), scale)
 
@@ -140,7 +141,7 @@ def pooled(sample: Sample, config: dict) -> Sample:
     sample = replace(sample, aggregate=config.get("aggregate", "valid"))
     for unit, smaller in (("segment", ("token",)), ("sequence", ("token", "segment"))):
         weight = config.get("weight")
-        part = {"reject": [rule for rule in config["reject"] if unit_of(rule) in smaller],
+        part = {"reject": [r for r in config["reject"] if unit_of(r) in smaller and "down_weigh" not in r],
                 "weight": weight if weight and UNITS[weight["level"]] in smaller else None}  # fmt: skip
         if not part["reject"] and (part["weight"] or {}).get("bound") != "mask":
             continue  # nothing smaller is dropped, and a token that is not known leaves its unit unknown
@@ -198,6 +199,15 @@ def bounded_weights(sample: Sample, weight: dict | None) -> Tokens:
         else:
             tokens.append(0.0)
     return tokens
+
+
+def down_weighed(sample: Sample, weights: Tokens, config: dict) -> Tokens:
+    """The weights of tokens, each times what every rule that it fails multiplies by."""
+    rules = [rule for rule in config.get("reject", []) if "down_weigh" in rule]
+    return [
+        w * math.prod(rule["down_weigh"] for rule in rules if not passes(sample, t, rule)) if w else 0.0
+        for t, w in enumerate(weights)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- rejection
@@ -285,7 +295,7 @@ def inside(sample: Sample, t: int, weight: dict | None) -> bool:
 
 
 def kept_tokens(sample: Sample, config: dict) -> list[bool]:
-    rules = config.get("reject", [])
+    rules = [rule for rule in config.get("reject", []) if "down_weigh" not in rule]
     return [
         bool(valid)
         and inside(sample, t, config.get("weight"))
@@ -308,6 +318,7 @@ def normalizer(samples: Sequence[Sample], config: dict) -> float:
     units = []
     for sample in samples:
         tokens = bounded_weights(sample, weight)
+        tokens = down_weighed(sample, tokens, config) if level == "token" else tokens
         enters = (
             kept_tokens(sample, config)
             if over == "kept"
