@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -141,10 +142,10 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
     host = replace(HOSTS[row.host], launch=trees.FSDP_LAUNCH) if row.fsdp else HOSTS[row.host]
     for warning in trees.check(host, checkout, megatron):
         print(f"warning: {warning}", file=sys.stderr)
-    work = work.resolve() / row.host
+    work = work.resolve() / (row.host if row.model == model.MODEL else f"{row.host}-{row.model}")
     folder = work / "runs" / row.name / time.strftime("%H%M%S")
     folder.mkdir(parents=True)
-    model.write(work / "model")
+    model.write(work / "model", row.model)
     words = launching.captured(host, checkout, CONFIGS / row.launched_with, folder)
     with processes.marked(checkout, megatron) as settings:
         words = _shrunk(row, host, checkout, work, folder, words, settings)
@@ -242,7 +243,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "row": row.name, "host": row.host, "exit": code, "left": left, "sizes": asdict(row.sizes), "loss": row.loss,
         "config": yaml.safe_load((CONFIGS / row.config).read_text()).get("mis", {}), "flags": list(row.flags),
         "versions": sorted(set(dumps.versions(log))),
-        "wanted_versions": [] if row.rollouts else list(range(1, row.sizes.steps + 2)),
+        "wanted_versions": [] if row.rollouts else list(range(1, 2 if row.stopped else row.sizes.steps + 2)),
         "steps": [
             {"metrics": steps[number], "k3": verdict.k3(batches), "reward": rewards[number].get("rollout/raw_reward")}
             | _versions_of(row, batches, perf[number])
@@ -255,10 +256,17 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "micro_batched": not row.fsdp,
         "curves": {kind: _curve(folder, kind, steps) for kind in row.curves},
         "log_holds": {text: text in log for text in row.log_holds},
+        "stopped": None if row.stopped is None else {"told": _told(row.stopped, log), "named": row.named},
         "contract": None if row.contract is None else dict(row.contract),
         "timed": timed.of_the_log(log, [perf[number]["perf/actor_train_time"] for number in sorted(perf)]),
         "bits": [verdict.bits(batches) for batches in recorded] if row.compared else None,
     }  # fmt: skip
+
+
+def _told(pattern: str, log: str) -> str | None:
+    """Return what the job said as it stopped; None where it never said such words."""
+    found = re.search(pattern, log)
+    return None if found is None else found[1]
 
 
 def _versions_of(row: Row, batches: Sequence[dumps.MicroBatch], perf: Mapping[str, float]) -> dict[str, Any]:
