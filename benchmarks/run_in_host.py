@@ -228,7 +228,9 @@ def _convert(host: Host, checkout: Path, work: Path, words: Sequence[str], setti
 
 def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, Any]:
     log = (folder / "log").read_text(errors="replace")
-    steps, rewards = dumps.logged(log, dumps.STEP), dumps.logged(log, dumps.ROLLOUT)
+    rewards, said = dumps.logged(log, dumps.ROLLOUT), dumps.logged(log, dumps.STEP)
+    # A watch that stops the job logs what it saw under a step's number, before that step.
+    steps = {number: metrics for number, metrics in said.items() if "train/loss" in metrics}
     recorded = [dumps.micro_batches(folder / "details", number) for number in sorted(steps)]
     reported = [
         i
