@@ -42,5 +42,4 @@ HOST = Host(
     more_arguments=arguments,
     rollout_batch=True,
     versions=True,
-    routers=False,
 )
