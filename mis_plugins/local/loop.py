@@ -79,6 +79,8 @@ def run_rank(args: Namespace) -> None:
     Raises:
         KeyboardInterrupt: a rank was interrupted; everything was written.
     """
+    import mis_plugins.local.tracking  # noqa: F401  (a hook finds it where a run is, and nowhere else)
+
     loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
     pin = kernels(args, loop.reference.config)

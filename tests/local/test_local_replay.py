@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from test_local_parallel import strong_weights
 from mis_plugins.config.reading import preset_path
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.errors import InputError
-from mis_plugins.hosts import tracking
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.folders import STEPS
 from mis_plugins.local.loop import Loop
 from mis_plugins.local.model.replay import ROUTES, rows_of
 from mis_plugins.local.rollout.sampler import shard
 from mis_plugins.local.train.batch import pack
 from mis_plugins.local.train.parallel import initialize, launch
-from mis_plugins.mis import report_step
 
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --num-layers 3"
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
@@ -32,31 +30,20 @@ R3 = f"{EXPERTS} {PUSHED} --use-rollout-routing-replay"
 WATCHED = "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes"
 HOOK = "--use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 RAISES = "weight: {level: token, bound: truncate, upper: 2.0}, routing: {on_fault: raise}"
-STEPS = "steps.jsonl"
-
-
-def report(args: Namespace, rollout_id: int, step_id: int, *more: Any) -> None:
-    """The step hook, which leaves what it logs."""
-
-    def kept(args: Namespace, metrics: dict[str, float], step: int) -> None:
-        with (Path(args.output) / STEPS).open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
-
-    with patch.object(tracking, "log", kept):
-        report_step(args, rollout_id, step_id, *more)
+DIFFERS = "train/mis_step/route_differs"
 
 
 def steps(output: Path) -> list[dict[str, float]]:
     """What the watch logged of each step."""
     found = [json.loads(line) for line in (output / STEPS).read_text().splitlines()]
-    return [one for one in found if "route_differs" in one]
+    return [one for one in found if DIFFERS in one]
 
 
 def watched(flags: str, output: Path, config: str = RAISES, **settings: int) -> int:
     """A run of three rollouts, two steps each, that stops where the watch finds a fault."""
     path = output.with_suffix(".yaml")
     path.write_text(f"mis: {{{config}}}\n")
-    hooks = f"{WATCHED} --custom-megatron-before-train-step-hook-path {__name__}.report"
+    hooks = f"{WATCHED} --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
     cache = f"--warmup-cache {output.parent / 'warm'} --custom-config-path {path}"
     return run(f"{R3} {hooks} {HOOK} {cache} {flags}", output, **{"micro_batch_size": 4, **settings})
 
@@ -92,15 +79,15 @@ def test_replay_takes_most_of_the_mismatch_away(tmp_path: Path) -> None:
 def test_what_is_replayed_is_what_the_engine_recorded(flags: str, tmp_path: Path) -> None:
     assert watched(flags, tmp_path / "run") == 0
     seen = steps(tmp_path / "run")
-    assert len(seen) == 6, "before each step, of the passes since the one before it"
-    assert all(0 <= one["route_differs"] < 0.5 for one in seen)
-    assert {"route_differs/layer_0", "route_differs/layer_2"} <= seen[0].keys()
+    assert [one["train/step"] for one in seen] == list(range(6)), "of the passes since the step before"
+    assert all(0 <= one[DIFFERS] < 0.5 for one in seen)
+    assert {f"{DIFFERS}/layer_0", f"{DIFFERS}/layer_2"} <= seen[0].keys()
 
 
 def test_truly_on_policy_no_token_is_routed_otherwise(tmp_path: Path) -> None:
     # A second step of a rollout would start from other parameters than the engine has.
     assert watched("--true-on-policy", tmp_path / "run", global_batch_size=16) == 0
-    assert [one["route_differs"] for one in steps(tmp_path / "run")] == [0] * 3
+    assert [one[DIFFERS] for one in steps(tmp_path / "run")] == [0] * 3
     assert [(row["k3_kl"], row["train_rollout_logprob_abs_diff"]) for row in records(tmp_path / "run")] == [
         (0, 0)
     ] * 3
