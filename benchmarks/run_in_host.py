@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -141,10 +142,10 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
     host = replace(HOSTS[row.host], launch=trees.FSDP_LAUNCH) if row.fsdp else HOSTS[row.host]
     for warning in trees.check(host, checkout, megatron):
         print(f"warning: {warning}", file=sys.stderr)
-    work = work.resolve() / row.host
+    work = work.resolve() / (row.host if row.model == model.MODEL else f"{row.host}-{row.model}")
     folder = work / "runs" / row.name / time.strftime("%H%M%S")
     folder.mkdir(parents=True)
-    model.write(work / "model")
+    model.write(work / "model", row.model)
     words = launching.captured(host, checkout, CONFIGS / row.launched_with, folder)
     with processes.alone(), processes.marked(checkout, megatron) as settings:
         words = _shrunk(row, host, checkout, work, folder, words, settings)
@@ -251,7 +252,9 @@ def _convert(host: Host, checkout: Path, work: Path, words: Sequence[str], setti
 
 def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, Any]:
     log = (folder / "log").read_text(errors="replace")
-    steps, rewards = dumps.logged(log, dumps.STEP), dumps.logged(log, dumps.ROLLOUT)
+    rewards, said = dumps.logged(log, dumps.ROLLOUT), dumps.logged(log, dumps.STEP)
+    # A watch that stops the job logs what it saw under a step's number, before that step.
+    steps = {number: metrics for number, metrics in said.items() if "train/loss" in metrics}
     recorded = [dumps.micro_batches(folder / "details", number) for number in sorted(steps)]
     reported = [
         i
@@ -266,7 +269,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "row": row.name, "host": row.host, "exit": code, "left": left, "sizes": asdict(row.sizes), "loss": row.loss,
         "config": yaml.safe_load((CONFIGS / row.config).read_text()).get("mis", {}), "flags": list(row.flags),
         "versions": sorted(set(dumps.versions(log))),
-        "wanted_versions": [] if row.rollouts else list(range(1, row.sizes.steps + 2)),
+        "wanted_versions": [] if row.rollouts else list(range(1, 2 if row.stopped else row.sizes.steps + 2)),
         "steps": [
             {"metrics": steps[number], "k3": verdict.k3(batches), "reward": rewards[number].get("rollout/raw_reward")}
             | _versions_of(row, batches, perf[number])
@@ -279,10 +282,17 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "micro_batched": not row.fsdp,
         "curves": {kind: _curve(folder, kind, steps) for kind in row.curves},
         "log_holds": {text: text in log for text in row.log_holds},
+        "stopped": None if row.stopped is None else {"told": _told(row.stopped, log), "named": row.named},
         "contract": None if row.contract is None else dict(row.contract),
         "timed": timed.of_the_log(log, [perf[number]["perf/actor_train_time"] for number in sorted(perf)]),
         "bits": [verdict.bits(batches) for batches in recorded] if row.compared else None,
     }  # fmt: skip
+
+
+def _told(pattern: str, log: str) -> str | None:
+    """Return what the job said as it stopped; None where it never said such words."""
+    found = re.search(pattern, log)
+    return None if found is None else found[1]
 
 
 def _versions_of(row: Row, batches: Sequence[dumps.MicroBatch], perf: Mapping[str, float]) -> dict[str, Any]:

@@ -181,6 +181,18 @@ def _cuda_is_there(module: Any) -> None:
     module._cuda_available = lambda: True
 
 
+def _asked_for_routes(module: Any) -> None:
+    """Let an engine that keeps routes return them with every request."""
+    generate = module.TokenizerManager.generate_request
+
+    def with_routes(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.server_args.enable_return_routed_experts and hasattr(request, "return_routed_experts"):
+            request.return_routed_experts = True
+        return generate(self, request, *args, **kwargs)
+
+    module.TokenizerManager.generate_request = with_routes
+
+
 def _plain_memory(module: Any) -> None:
     """Take memory of the host as it is: only that of a GPU is registered with CUDA."""
     import torch
@@ -334,6 +346,12 @@ BENDS: tuple[Bend, ...] = (
               'kwargs["enable_return_routed_experts"] = True')),
         "sglang.srt.mem_cache.pool_host.common",
         _plain_memory,
+    ),
+    Bend(
+        "sglang-router 0.3.2 of PyPI drops the word of a request that asks for routes; Miles has a router of its own",
+        (Line("slime", "slime/rollout/sglang_rollout.py", 182, 'payload["return_routed_experts"] = True'),),
+        "sglang.srt.managers.tokenizer_manager",
+        _asked_for_routes,
     ),
     Bend(
         "SGLang has torch's handles of tensors name a GPU, which those of a CPU's tensors have no place for",

@@ -84,6 +84,10 @@ class Stream:
             raise AttributeError(name)
         return lambda *_, **__: 0.0
 
+    def record_event(self, *_: Any) -> Stream:
+        """Return the event that is over already."""
+        return Stream()
+
     def __enter__(self) -> Stream:
         return self
 

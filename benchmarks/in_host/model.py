@@ -1,14 +1,16 @@
-"""The tiny Qwen3 that every run trains: a checkpoint with a tokenizer of bytes, and prompts for it."""
+"""The tiny model that a run trains: a checkpoint with a tokenizer of bytes, and prompts for it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 MODEL, SEED, PROMPTS = "tiny-qwen3", 0, 64
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, name: str = MODEL) -> Path:
     """Write the checkpoint once in Hugging Face's format, with a tokenizer, and the prompts beside it."""
     import torch
 
@@ -16,7 +18,7 @@ def write(folder: Path) -> Path:
 
     done = folder / "prompts.jsonl"
     if not done.exists():
-        checkpoint(MODEL, folder, torch.bfloat16, SEED)
+        checkpoint(name, folder, torch.bfloat16, SEED)
         write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
         done.write_text(
             "".join(json.dumps({"prompt": _prompt(i), "label": ""}) + "\n" for i in range(PROMPTS))
@@ -58,4 +60,15 @@ def shape_flags(folder: Path) -> list[str]:
         "rotary-base": int(config["rope_parameters"]["rope_theta"]),
     }
     untied = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
-    return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *untied]
+    experts = _expert_flags(config) if "num_experts_per_tok" in config else []
+    return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *untied, *experts]
+
+
+def _expert_flags(config: Mapping[str, Any]) -> list[str]:
+    """State the experts' number and sizes, and a router without a loss of its own."""
+    sizes = {"num-experts": "num_local_experts", "moe-router-topk": "num_experts_per_tok",
+             "moe-ffn-hidden-size": "moe_intermediate_size"}  # fmt: skip
+    return [
+        *(str(part) for flag, key in sizes.items() for part in (f"--{flag}", config[key])),
+        "--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall",
+    ]  # fmt: skip

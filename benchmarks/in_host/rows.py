@@ -9,6 +9,7 @@ from typing import Any
 
 from in_host.by_version import BY_VERSION
 from in_host.launching import Sizes
+from in_host.model import MODEL
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.engines.handover import ACTIVE
 from true_on_policy.models.tiny import read_config
@@ -69,6 +70,9 @@ class Row:
         contract: fields of the CPU contract that pins both sides; None leaves them as they are.
         again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first one dumped;
             None for no second run.
+        model: a tiny model of `true_on_policy/contract/families.py`.
+        stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
+        named: what those words, the first group of `stopped`, must say of the fault.
     """
 
     name: str
@@ -88,6 +92,9 @@ class Row:
     broken: int = 0
     contract: Mapping[str, Any] | None = None
     again: tuple[str, ...] | None = None
+    model: str = MODEL
+    stopped: str | None = None
+    named: str = ""
 
     @property
     def launched_with(self) -> str:
@@ -157,6 +164,42 @@ ON_POLICY: tuple[Row, ...] = (
     _on_policy("slime", "bf16", {"dtype": "bf16"}),
 )
 
+MIXTURE = "tiny-qwen3-moe"
+# SGLang's recorder of routes is as large as a chunk, and cannot do without one.
+WATCHED = ("--use-rollout-routing-replay", "--sglang-chunked-prefill-size", "2048",
+           "--custom-megatron-before-log-prob-hook-path", "mis_plugins.mis.watch_routes", *REPORT)  # fmt: skip
+STOPPED = r"mis\.routing\.on_fault: raise: (.*)"
+FUSED = r"(moe_router_fusion: .*)"
+
+
+def _routed(name: str, *flags: str, **more: Any) -> list[Row]:
+    """Build rows in which the trainer replays the engine's routes, and the watch checks the replay.
+
+    slime has a log-prob pass before a rollout's only step where it is asked for metrics of the mismatch.
+    """
+    rows = _both(f"routes{name}", "routes.yaml", model=MIXTURE, **more)
+    own = {"miles": "--use-miles-router", "slime": "--get-mismatch-metrics"}
+    return [replace(row, flags=(own[row.host], *WATCHED, *flags)) for row in rows]
+
+
+def _planted(fault: str, words: str) -> list[Row]:
+    """Build rows whose recorded routes carry a fault: the watch names it before the first optimizer step."""
+    return _routed(f"-{fault}", "--custom-rm-path", f"in_host.routes.{fault.replace('-', '_')}",
+                   stopped=STOPPED, named=words)  # fmt: skip
+
+
+ROUTED: tuple[Row, ...] = (
+    *_routed("", log_holds=("mis_step/route_differs", "mis_step/route_kl_k3")),
+    *_planted("drop-a-layer", r"layer 1 \(pipeline stage 0\), sample \d+ of micro-batch \d+: \d+ of \d+ tokens share "
+              r"less than half of their recorded experts with the router's own: the rows belong to another layer"),
+    *_planted("swap-stages", r"layer 0 \(pipeline stage 0\), sample .*; layer 1 \(pipeline stage 0\), sample .*; "
+              r"layer 2 \(pipeline stage 0\), sample .*: the rows belong to another layer, stage or sample"),
+    *_planted("repeat-a-row", r"sample \d+ of micro-batch \d+, layers 0, 1, 2 \(pipeline stage 0\): \d+ tokens share "
+              r"less than half .*: rows of another token, repeated, stale or missing"),
+    *_routed("-fusion", "--moe-router-fusion", stopped=FUSED, named="the fused router of megatron-core returns before "
+             "the replay"),
+)  # fmt: skip
+
 ROWS: tuple[Row, ...] = (
     *_both("tis"),
     *_both("tis-cp2", sizes=Sizes(context=2)),
@@ -189,5 +232,6 @@ ROWS: tuple[Row, ...] = (
         "--rollout-data-postprocess-path", "mis_plugins.mis.normalize_rollout", "--get-mismatch-metrics")),
     *_both("cost", "mis.yaml", Sizes(steps=4, samples=8, response=96, micro_batch_tokens=4096),
            flags=("--custom-tis-function-path", "in_host.timed.compute"), log_holds=("timed call",)),
+    *ROUTED,
     *ON_POLICY,
 )  # fmt: skip

@@ -7,6 +7,7 @@ needs, so a committed record can be judged again without a host.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,9 @@ CURVE = 1e-6
 STEP = "train/mis_step/"
 HOOK = "train/true_on_policy_"
 AGAIN = ("train/loss", "train/pg_", "train/grad_norm", "train/mis_", "train/train_rollout_", "train/ppo_kl")
+ROUTED, REPLAYED = f"{STEP}route_differs", f"{STEP}route_unequal"
+ROUTED_LIMIT = 0.1
+"""Of 8 experts, with both sides in bf16: 0.7 to 1.2 % were seen."""
 GRADIENT = 1e-9
 WEIGHT_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-8
 """Both sides have the dump's float32 log-probs; the weights themselves are float32."""
@@ -48,7 +52,19 @@ class Line:
 
 def judge(record: Mapping[str, Any]) -> list[Line]:
     """Judge a record: the run as a whole, and the step whose log-probs the record holds."""
+    if record.get("stopped") is not None:
+        return list(_of_the_stop(record))
     return [*_of_the_run(record), *_of_the_step(record)]
+
+
+def _of_the_stop(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Look at a job that a planted fault must stop before its first optimizer step, with words that name the fault."""
+    code, told, named = record["exit"], record["stopped"]["told"] or "", record["stopped"]["named"]
+    yield Line("exit code of train.py", "not 0", str(code), code not in (0, None))
+    yield _equal("optimizer steps", 0, len(record["steps"]))
+    yield _equal("weight versions of the engine", record["wanted_versions"], record["versions"])
+    yield _equal("processes left", 0, record["left"])
+    yield Line("what is said of the fault", named, told, bool(re.search(named, told)))
 
 
 def _of_the_run(record: Mapping[str, Any]) -> Iterator[Line]:
@@ -69,6 +85,7 @@ def _of_the_run(record: Mapping[str, Any]) -> Iterator[Line]:
         yield Line(f"gradient norm of step {number}", f"above {GRADIENT:g}", f"{norm:.4g}", norm > GRADIENT)
 
     yield from _of_the_bits(record)
+    yield from _of_the_routes(record["steps"])
     if record["loss"] in BY_VERSION:
         yield from _of_the_versions(record["steps"], record["loss"])
     yield from _trained_again(record)
@@ -102,7 +119,9 @@ def _at_most(what: str, found: float, limit: float) -> Line:
 
 
 def largest_k3(record: Mapping[str, Any]) -> float:
-    """Return the largest k3 of a run's steps that a line limits."""
+    """Return the largest k3 of a run's steps that a line limits; NaN of a run without a step."""
+    if not record["steps"]:
+        return math.nan
     if record["loss"] not in BY_VERSION:
         return max(step["k3"] for step in record["steps"])
     known = (step["by_version"]["k3_near"] for step in record["steps"])
@@ -123,6 +142,18 @@ def _of_the_bits(record: Mapping[str, Any]) -> Iterator[Line]:
         holds = compared > 0 and step["metrics"].get(f"{HOOK}compared", 0) > 0
         holds = holds and ((different == 0 and by_hook == 0) if pinned else (different > 0 and by_hook > 0))
         yield Line(f"log-probs of step {number} that differ", wanted, told, holds)
+
+
+def _of_the_routes(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    """Look at watched routers: each replayed what was recorded, and would have chosen a little otherwise."""
+    seen = [(number, step["metrics"]) for number, step in enumerate(steps) if ROUTED in step["metrics"]]
+    for number, metrics in seen:
+        yield _equal(
+            f"share of rows of step {number} with other experts than recorded", 0.0, metrics[REPLAYED]
+        )
+        own = metrics[ROUTED]
+        yield Line(f"share that the trainer alone routes otherwise in step {number}", f"above 0, below {ROUTED_LIMIT}",
+                   f"{own:.4g}", 0 < own < ROUTED_LIMIT)  # fmt: skip
 
 
 def bits(batches: Sequence[MicroBatch]) -> tuple[int, int]:

@@ -74,25 +74,30 @@ class Targets:
         return any(_action(each) == FORWARD for each in instances)
 
     def has_queue(self, router: Any) -> bool:
-        return router.router_replay is not None
+        return of_megatron(router) is not None
 
     def recorded(self, router: Any) -> int:
-        return int(router.router_replay.target_topk_idx is not None)
+        return int(of_megatron(router).target_topk_idx is not None)
 
     def consumed(self, router: Any) -> int | None:
         return None
 
     def rows(self, router: Any) -> Tensor | None:
-        return router.router_replay.target_topk_idx if self.has_queue(router) else None
+        return of_megatron(router).target_topk_idx if self.has_queue(router) else None
 
     @contextmanager
     def passing_over(self, router: Any) -> Iterator[None]:
-        replay = router.router_replay
+        replay = of_megatron(router)
         action, replay.router_replay_action = replay.router_replay_action, None
         try:
             yield
         finally:
             replay.router_replay_action = action
+
+
+def of_megatron(router: Any) -> Any:
+    """Megatron-core's own replay of a router, behind what `true_on_policy` may have put before it; None without one."""
+    return getattr(router.router_replay, "replay", router.router_replay)
 
 
 def _action(replay: Any) -> str | None:

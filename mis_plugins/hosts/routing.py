@@ -1,9 +1,10 @@
-"""The watch over routers inside Miles or slime: begun by a hook before each log-prob pass, read by the step hook."""
+"""The watch over routers inside a host: begun by a hook before each log-prob pass, read by the step hook."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +67,25 @@ class Watching:
             seen = read(watch, _groups(args))
             self._say(args, seen, tracking.number_of(args, rollout_id, step_id))
         watch.begin(TRAIN)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep passes of the block apart from those of the run, for a gradient that no optimizer step will apply.
+
+        Within, a pass is watched where the hook begins it, and `gather` stands for the step hook.
+        """
+        kept = None if self.watch is None else self.watch.set_aside()
+        try:
+            yield
+        finally:
+            if self.watch is not None:
+                self.watch.take_back(kept)
+
+    def gather(self, args: Any) -> None:
+        """Let the loss read what the log-prob pass told, and say nothing of it."""
+        if self.watch is not None and self.watch.part is not None:
+            read(self.watch, _groups(args))
+            self.watch.begin(TRAIN)
 
     def _say(self, args: Any, seen: Seen, number: int) -> None:
         ranks = current(args).parallel()[0]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mis_plugins.errors import ConfigError
 
-METRICS, SUMMARY, CURVES = "metrics.jsonl", "summary.json", "curves.png"
+METRICS, SUMMARY, CURVES, STEPS = "metrics.jsonl", "summary.json", "curves.png", "steps.jsonl"
 CHECKPOINT = "checkpoint.pt"
 RESULTS = Path("benchmarks/results")
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
+from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.local import report
 from mis_plugins.local.asynchronous.source import AsynchronousRollouts
@@ -26,6 +27,7 @@ from mis_plugins.local.folders import CURVES, METRICS, SUMMARY
 from mis_plugins.local.model import checkpoint
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
+from mis_plugins.local.model.replay import ROUTES
 from mis_plugins.local.rollout.rollout_engines import kernels, rollout_engine
 from mis_plugins.local.rollout.sampler import (
     Rollout,
@@ -36,7 +38,13 @@ from mis_plugins.local.rollout.sampler import (
     shard,
 )
 from mis_plugins.local.rollout.tasks import TASKS, Problem, Task
-from mis_plugins.local.train.gradients import cosine, mean_gradient, on_policy, on_policy_reference
+from mis_plugins.local.train.gradients import (
+    before_log_probs,
+    cosine,
+    mean_gradient,
+    on_policy,
+    on_policy_reference,
+)
 from mis_plugins.local.train.loss import LOSSES
 from mis_plugins.local.train.parallel import ParallelState, StopSignal, initialize
 from mis_plugins.local.train.trainer import RolloutData, Trainer
@@ -71,6 +79,8 @@ def run_rank(args: Namespace) -> None:
     Raises:
         KeyboardInterrupt: a rank was interrupted; everything was written.
     """
+    import mis_plugins.local.tracking  # noqa: F401  (a hook finds it where a run is, and nowhere else)
+
     loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
     pin = kernels(args, loop.reference.config)
@@ -248,10 +258,13 @@ class Loop:
     def prepare(self, rollout_id: int, data: RolloutData) -> None:
         """Compute the log-probs of proximal and reference policy and call the rollout-data hook, in slime's order."""
         if not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics:
+            before_log_probs(self.args, self.trainer)
             data["log_probs"] = self.trainer.log_probs(data)
         if self.frozen is not None:
+            before_log_probs(self.args, self.trainer, "ref_")
+            unrouted = {name: value for name, value in data.items() if name != ROUTES}
             with self.trainer.holding(self.frozen):
-                data["ref_log_probs"] = self.trainer.log_probs(data)
+                data["ref_log_probs"] = self.trainer.log_probs(unrouted)
         if self.postprocess is not None:
             self.postprocess(self.args, rollout_id, data)
 
@@ -275,10 +288,10 @@ class Loop:
     def gradient_cosines(self) -> Row:
         """Direction of the gradient at these weights, with this run's correction and without."""
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
-        reference = on_policy_reference(self.args, self.state, self.trainer, samples)
         sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
-        with RECORDER.unobserved():
+        with RECORDER.unobserved(), WATCHING.apart():
+            reference = on_policy_reference(self.args, self.state, self.trainer, samples)
             gradients = {
                 name: mean_gradient(args, self.state, self.trainer, sampled)
                 for name, args in settings.items()

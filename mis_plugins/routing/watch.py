@@ -112,6 +112,20 @@ class Watch:
         self.table = empty_table(layers, device)
         self.split = torch.zeros(len(CLASSES), len(SPLIT), dtype=torch.float64, device=device)
 
+    def set_aside(self) -> dict[str, Any]:
+        """End the pass, hand out all that was seen, and begin as if nothing had been."""
+        self.end()
+        seen = dict(vars(self))
+        self.take_back(None)
+        return seen
+
+    def take_back(self, seen: dict[str, Any] | None) -> None:
+        """Know what was set aside, and nothing else; None is nothing at all."""
+        assert self.table is not None and self.split is not None
+        fresh = Watch(self.source, self.grid, self.own, self.stage, self.watched, chunks=self.chunks)
+        fresh.table, fresh.split = torch.zeros_like(self.table), torch.zeros_like(self.split)
+        vars(self).update(vars(fresh) if seen is None else seen)
+
     def begin(self, part: str | None) -> None:
         """A pass begins: what it adds is kept apart from what the pass before it told of single tokens."""
         self.end()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import run_in_host
 import torch
@@ -34,7 +35,7 @@ from in_host import (
 )
 from in_host.bends import BENDS, Bend, Line
 from in_host.launching import Sizes
-from in_host.rows import ROWS
+from in_host.rows import MIXTURE, ROWS, STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted((ROOT / "benchmarks" / "results" / "in_host").glob("*.json"))
@@ -165,6 +166,7 @@ torch.manual_seed(3); a = torch.rand(1); state = torch.cuda.get_rng_state(); b =
 torch.cuda.set_rng_state(state); assert torch.equal(torch.rand(1), b)
 torch.cuda.manual_seed(3); assert torch.equal(torch.rand(1), a)
 with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.Event().record()
+torch.cuda.current_stream().record_event().synchronize()
 assert all(size >= 3 << 30 for size in torch.cuda.mem_get_info("cuda:0"))
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
@@ -695,3 +697,77 @@ def test_one_sample_of_each_rollout_is_broken() -> None:
 
     broken = [index for index in range(48) if math.isnan(score(index)[0])]
     assert broken == [5, 21, 37] and score(0) == [-1.0, -1.0]
+
+
+# ---------------------------------------------------------------------------------------------- routes and their faults
+
+
+def scored(plant: str, index: int, rows: np.ndarray) -> np.ndarray:
+    import asyncio
+
+    from in_host import routes
+
+    sample = types.SimpleNamespace(
+        index=index, tokens=[1, 2, 4], response_length=2, rollout_routed_experts=rows
+    )
+    assert asyncio.run(getattr(routes, plant)(None, sample)) == 1.0
+    return sample.rollout_routed_experts
+
+
+def test_what_is_planted_in_the_recorded_routes() -> None:
+    rows = np.arange(2 * 4 * 2).reshape(2, 4, 2)
+    assert np.array_equal(scored("drop_a_layer", 3, rows), rows[:, [0, 2, 3, 3]])
+    assert np.array_equal(scored("swap_stages", 3, rows), rows[:, [2, 3, 0, 1]])
+    assert np.array_equal(scored("repeat_a_row", 21, rows), rows[[0, 0]])
+    assert np.array_equal(scored("repeat_a_row", 20, rows), rows)
+
+
+FAULT = "layer 1 (pipeline stage 0), sample 3 of micro-batch 1: 20 of 31 tokens share less than half"
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({}, []),
+        ({"exit": 0}, ["exit code of train.py"]),
+        ({"exit": None}, ["exit code of train.py"]),
+        ({"steps": [{}]}, ["optimizer steps"]),
+        ({"left": 2}, ["processes left"]),
+        ({"versions": []}, ["weight versions of the engine"]),
+        ({"stopped": {"told": FAULT, "named": "layer 2 "}}, ["what is said of the fault"]),
+        ({"stopped": {"told": None, "named": "layer 1 "}}, ["what is said of the fault"]),
+    ],
+)
+def test_a_planted_fault_stops_the_job_and_is_named(change: dict[str, Any], broken: list[str]) -> None:
+    record = {"exit": 1, "steps": [], "left": 0, "versions": [1], "wanted_versions": [1],
+              "stopped": {"told": FAULT, "named": r"layer 1 \(pipeline stage 0\), sample \d+"}}  # fmt: skip
+    assert [line.what for line in verdict.judge(record | change) if not line.holds] == broken
+    assert math.isnan(verdict.largest_k3(record | {"loss": "tis"}))
+
+
+@pytest.mark.parametrize(
+    ("unequal", "differs", "holds"),
+    [(0.0, 0.01, [True, True]), (0.002, 0.01, [False, True]), (0.0, 0.0, [True, False]), (0.0, 0.5, [True, False])],
+)  # fmt: skip
+def test_routers_replay_all_rows_and_would_have_chosen_a_little_otherwise(
+    unequal: float, differs: float, holds: list[bool]
+) -> None:
+    step = {"metrics": {verdict.REPLAYED: unequal, verdict.ROUTED: differs}}
+    assert [line.holds for line in verdict._of_the_routes([step, {"metrics": {}}])] == holds
+
+
+def test_what_the_job_said_is_found_in_its_log() -> None:
+    log = f"(pid=7) MisError: mis.routing.on_fault: raise: {FAULT}\nnext line"
+    assert run_in_host._told(STOPPED, log) == FAULT
+    assert run_in_host._told(STOPPED, "nothing of that kind") is None
+
+
+def test_a_mixture_of_experts_states_its_sizes(tmp_path: Path) -> None:
+    from in_host import model
+
+    words = model.shape_flags(model.write(tmp_path, MIXTURE))
+    sizes = {
+        name: words[words.index(f"--{name}") + 1]
+        for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size")
+    }
+    assert sizes == {"num-experts": "8", "moe-router-topk": "2", "moe-ffn-hidden-size": "64"}

@@ -27,7 +27,7 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import replay
 from mis_plugins.hosts import routing as hooks
-from mis_plugins.hosts.adapters import embedded, slime
+from mis_plugins.hosts.adapters import miles_fsdp, slime
 from mis_plugins.hosts.host import Host
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.routing import watch as watch_room
@@ -579,7 +579,7 @@ def test_own_experts_leave_the_recorded_ones_unused(tmp_path: Path):
     ("host", "error", "told"),
     [
         (slime.HOST, InputError, r"mis\.reject: statistic: route needs .* mis_plugins\.mis\.watch_routes"),
-        (embedded.HOST, ConfigError, r"mis\.reject: statistic: route needs a hook .* the embedded host does not call"),
+        (miles_fsdp.HOST, ConfigError, r"mis\.reject: statistic: route needs a hook .* Miles on FSDP does not call"),
     ],
 )  # fmt: skip
 def test_the_statistic_is_refused_where_no_pass_was_watched(host: Host, error: type[MisError], told: str):

@@ -1,6 +1,8 @@
-"""Layers of a dense decoder for `--spec` of Miles and slime on a CPU, under Transformer Engine's names of parameters.
+"""Layers of a decoder for `--spec` of Miles and slime on a CPU, under Transformer Engine's names of parameters.
 
     --spec true_on_policy.trainers.host_layers layers
+
+Stock layers may have a mixture of experts in place of their MLP.
 
 The hosts' converters want Transformer Engine's names, where a norm is a part of the linear layer that follows it.
 Megatron's local attention takes no packed sequences, and `SpecAttention` does.
@@ -45,18 +47,20 @@ def layers(args: Any, config: Any, vp_stage: int | None = None) -> TransformerBl
         )
     contract = stated_contract()
     order, tree = agreed_order(contract, "sglang", "megatron"), agreed_tree(contract)
+    assert not args.num_experts, "the contract has no experts under a host"
     layer: Any = fused_layer(config, partial(rms_norm, order=order))
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add(order)
     if tree is not None:
         row_parallel = ModuleSpec(SpecRowParallel, params={"tree": tree})
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
         attention.submodules.linear_proj = mlp.submodules.linear_fc2 = row_parallel
-    return block(args, config, layer, partial(rms_norm, order=order))
+    return block(config, layer, partial(rms_norm, order=order))
 
 
 def stock_layers(args: Any, config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Build layers that hold no contract: torch's own RMSNorm and Megatron's own residual and row sums."""
-    return block(args, config, fused_layer(config, _torch_norm), _torch_norm)
+    build = mixture_layer if args.num_experts else fused_layer
+    return block(config, build(config, _torch_norm), _torch_norm)
 
 
 def _torch_norm(stream: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,18 +70,37 @@ def _torch_norm(stream: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_layer(config: Any, normalize: Normalize) -> ModuleSpec:
     """Build the spec of one layer, whose norms are parts of the linear layers behind them."""
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-    attention.core_attention = SpecAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = _norm(normalize)
-    attention.linear_qkv = mlp.linear_fc1 = ModuleSpec(NormedLinear, params={"normalize": normalize})
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+    _fuse_attention(layer, config, normalize)
+    layer.submodules.mlp.submodules.linear_fc1 = ModuleSpec(NormedLinear, params={"normalize": normalize})
+    layer.submodules.pre_mlp_layernorm = IdentityOp
     return layer
 
 
-def block(args: Any, config: Any, layer: ModuleSpec, normalize: Normalize) -> TransformerBlockSubmodules:
-    """Build the spec of all layers on this rank: no pipeline, no experts."""
-    assert config.pipeline_model_parallel_size == 1 and not args.num_experts, "one stage, no experts"
+def mixture_layer(config: Any, normalize: Normalize) -> ModuleSpec:
+    """Build the spec of one layer with Megatron's own router and dispatcher, and experts that need no GPU."""
+    from true_on_policy.trainers.host_experts import SequentialExperts
+
+    layer: Any = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    _fuse_attention(layer, config, normalize)
+    layer.submodules.mlp.submodules.experts = ModuleSpec(SequentialExperts)
+    layer.submodules.pre_mlp_layernorm = _norm(normalize)
+    return layer
+
+
+def _fuse_attention(layer: Any, config: Any, normalize: Normalize) -> None:
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SpecAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = _norm(normalize)
+    attention.linear_qkv = ModuleSpec(NormedLinear, params={"normalize": normalize})
+    layer.submodules.input_layernorm = IdentityOp
+
+
+def block(config: Any, layer: ModuleSpec, normalize: Normalize) -> TransformerBlockSubmodules:
+    """Build the spec of all layers on this rank, which holds the whole pipeline."""
+    assert config.pipeline_model_parallel_size == 1, "one stage"
     return TransformerBlockSubmodules([layer] * config.num_layers, cast(Any, _norm(normalize)))
 
 

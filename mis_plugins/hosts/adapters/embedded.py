@@ -39,8 +39,8 @@ HOST = Host(
     megatron=False,
     own_loss="mis_plugins.mis.policy_loss",
     reports=megatron.reports,
+    tracking="mis_plugins.local.tracking",
     more_arguments=arguments,
     rollout_batch=True,
     versions=True,
-    routers=False,
 )

@@ -95,13 +95,22 @@ def _experts(config: ModelConfig, args: Namespace) -> dict[str, Any]:
     }
 
 
-def packed_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
-    """``[1, S, V / tp]``: this rank's slots and its part of the vocabulary, with gradient."""
+def packed_logits(model: torch.nn.Module, layout: Layout, loss_mask: Tensor | None = None) -> Tensor:
+    """``[1, S, V / tp]``: this rank's slots and its part of the vocabulary, with gradient.
+
+    Args:
+        loss_mask: ``[R]``, which of the scored tokens the loss reads. Megatron hands it to nobody here; a watch over
+            the routers reads it from the call, as in the hosts. None where nobody shall watch.
+    """
+    at_slots = None
+    if loss_mask is not None:
+        at_slots = torch.zeros(1, len(layout.tokens)).index_fill(1, layout.scored[loss_mask > 0], 1)
     return model(
         input_ids=layout.tokens[None],
         position_ids=layout.positions[None],
         attention_mask=None,
         packed_seq_params=PackedLayout.of(layout),
+        loss_mask=at_slots,
     )
 
 

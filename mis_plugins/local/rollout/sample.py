@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mis_plugins.local.cli.loading import load_function
 from mis_plugins.local.model.engine import Generation
@@ -32,6 +33,8 @@ class Sample:
     output_versions: the version of each token of the response, -1 where no version wrote it; None where nobody knows.
     recomputed_log_probs: log-prob of each token under the version after the token's; None where it was not stored.
     loss_mask: which tokens of the response are valid; None makes all of them valid.
+    rollout_routed_experts: [tokens - 1, layers, top k], the experts that each token took in the rollout engine; None
+        in a dense model, and from an engine that does not tell.
     remove_sample: whether to leave the sample out of the loss, though not out of its group's advantages.
     """
 
@@ -48,6 +51,7 @@ class Sample:
     loss_mask: list[int] | None = None
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
+    rollout_routed_experts: Tensor | None = field(default=None, compare=False)
 
     @property
     def mask(self) -> list[int]:
@@ -72,6 +76,7 @@ def make_samples(
             rollout_log_probs=list(generation.log_probs),
             weight_versions=[str(generation.version)],
             output_versions=[generation.version] * len(generation.tokens),
+            rollout_routed_experts=generation.routes,
             status=Status.COMPLETED if generation.tokens[-1:] == (task.eos,) else Status.TRUNCATED,
         )
         for index, (problem, generation) in enumerate(pairs)

@@ -21,6 +21,7 @@ from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import watching
 from mis_plugins.local.model.engine import Generation, RolloutEngine
+from mis_plugins.local.model.replay import ROUTES
 from mis_plugins.local.rollout.sample import Sample, filtered, make_samples
 from mis_plugins.local.rollout.tasks import Problem, Task
 from mis_plugins.local.train.advantages import ESTIMATORS
@@ -149,16 +150,23 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     advantages = rollout.advantages[torch.tensor(order)]
     masks = [torch.tensor(sample.mask, dtype=torch.int) for sample in samples]
     versions, masks = _versions(args, rollout, samples, masks, layout)
-    return versions | {
-        "tokens": tokens,
-        "total_lengths": [len(sequence) for sequence in tokens],
-        "response_lengths": lengths,
-        "loss_masks": masks,
-        "rewards": [sample.reward for sample in samples],
-        "rollout_log_probs": list(behavior[layout.response_index].split(layout.local_lengths)),
-        "advantages": list(advantages[layout.response_sequence].split(layout.local_lengths)),
-        "weight_versions": [sample.weight_versions for sample in samples],
-    }
+    routes = (
+        [sample.rollout_routed_experts for sample in samples] if args.use_rollout_routing_replay else None
+    )
+    return (
+        versions
+        | ({} if routes is None else {ROUTES: routes})
+        | {
+            "tokens": tokens,
+            "total_lengths": [len(sequence) for sequence in tokens],
+            "response_lengths": lengths,
+            "loss_masks": masks,
+            "rewards": [sample.reward for sample in samples],
+            "rollout_log_probs": list(behavior[layout.response_index].split(layout.local_lengths)),
+            "advantages": list(advantages[layout.response_sequence].split(layout.local_lengths)),
+            "weight_versions": [sample.weight_versions for sample in samples],
+        }
+    )
 
 
 def _versions(

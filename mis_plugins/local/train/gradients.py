@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mis_plugins.hosts.routing import WATCHING
+from mis_plugins.local.cli.loading import load_function
 from mis_plugins.local.rollout.sampler import Rollout, shard
 from mis_plugins.local.train.loss import LOSSES
 from mis_plugins.local.train.parallel import ParallelState
@@ -26,8 +28,18 @@ def on_policy(args: Namespace) -> Namespace:
         "get_mismatch_metrics": False,
         "use_rollout_logprobs": False,
         "use_kl_loss": False,
+        "use_rollout_routing_replay": False,
+        "custom_megatron_before_log_prob_hook_path": None,
     }
     return Namespace(**{**vars(args), **plain, "loss_type": "policy_loss"})
+
+
+def before_log_probs(args: Namespace, trainer: Trainer, prefix: str = "") -> None:
+    """Call ``--custom-megatron-before-log-prob-hook-path``; the hosts' prefix of a reference policy is ``ref_``."""
+    path = args.custom_megatron_before_log_prob_hook_path
+    if path is not None:
+        hook = load_function(path, "--custom-megatron-before-log-prob-hook-path")
+        hook(args, [trainer.ddp], prefix)
 
 
 def mean_gradient(
@@ -38,7 +50,9 @@ def mean_gradient(
     whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].samples)})
     for rollout in rollouts:
         data = shard(whole, state, rollout)
+        before_log_probs(whole, trainer)
         data["log_probs"] = trainer.log_probs(data)
+        WATCHING.gather(whole)
         trainer.accumulate(whole, data, range(len(data["tokens"])), LOSSES[args.loss_type])
         total = total + trainer.gradient()
     return total / len(rollouts)

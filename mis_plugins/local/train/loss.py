@@ -27,6 +27,11 @@ LOGGED_LIMIT = 10.0
 """Where log ratios are clamped for the metric ``k3_kl``: one token of a broken engine shall not hide all others."""
 
 
+def masked(layout: Layout, masks: Sequence[Tensor]) -> Tensor:
+    """``[R]`` full-response masks, cut to this rank's tokens."""
+    return torch.cat(list(masks)).float()[layout.response_index]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of a data-parallel rank. Lists have one entry a sample; log-probs and versions are CP-local,
@@ -46,7 +51,7 @@ class MicroBatch:
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """``[R]`` full-response masks, cut to this rank's tokens."""
-        return torch.cat(list(masks)).float()[self.layout.response_index]
+        return masked(self.layout, masks)
 
 
 @dataclass(frozen=True)

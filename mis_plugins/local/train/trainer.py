@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.model import Naming, build_model, packed_logits
+from mis_plugins.local.model.replay import ROUTES, Replay
 from mis_plugins.local.train.batch import Layout, pack
 from mis_plugins.local.train.log_probs import response_log_probs
-from mis_plugins.local.train.loss import LossFunction, Metrics, MicroBatch
+from mis_plugins.local.train.loss import LossFunction, Metrics, MicroBatch, masked
 from mis_plugins.local.train.parallel import ParallelState
 
 RolloutData = dict[str, Any]
@@ -41,6 +42,7 @@ class Trainer:
         self.args, self.state = args, state
         self.naming = Naming(config, state.tp)
         model = build_model(config, state, args)
+        self.replay = Replay(model)
         self.parameters = dict(model.named_parameters())
         self.load_weights(weights)
         self.ddp = DistributedDataParallel(
@@ -74,7 +76,11 @@ class Trainer:
         parts: list[Tensor] = []
         for indices in self.micro_batches(range(len(data["tokens"])), micro_batch_size):
             layout = self._layout(data, indices)
-            logits = packed_logits(self.ddp, layout)
+            mask = None
+            if "loss_masks" in data:
+                mask = masked(layout, [data["loss_masks"][index] for index in indices])
+            with self.replay.of(layout, _routes(data, indices)):
+                logits = packed_logits(self.ddp, layout, mask)
             scores = response_log_probs(logits, layout, self.args)
             parts.extend(scores.split(layout.local_lengths))
         return parts
@@ -121,7 +127,9 @@ class Trainer:
         sums: list[Metrics] = []
         for micro in self.micro_batches(indices):
             batch = self._micro_batch(data, micro)
-            loss, metrics = loss_function(args, self.state, batch, packed_logits(self.ddp, batch.layout))
+            with self.replay.of(batch.layout, _routes(data, micro)):
+                logits = packed_logits(self.ddp, batch.layout, batch.masked(batch.loss_masks))
+            loss, metrics = loss_function(args, self.state, batch, logits)
             (loss * self._loss_scale(count)).backward()
             sums.append(metrics)
             tokens += sum(int(mask.sum()) for mask in batch.loss_masks)
@@ -217,6 +225,10 @@ class Trainer:
             recomputed=pick("recomputed_log_probs") if "recomputed_log_probs" in data else None,
             proximal_version=data.get("proximal_version"),
         )
+
+
+def _routes(data: RolloutData, indices: Sequence[int]) -> list[Tensor] | None:
+    return [data[ROUTES][index] for index in indices] if ROUTES in data else None
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
