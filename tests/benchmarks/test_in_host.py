@@ -733,7 +733,8 @@ def test_routers_replay_all_rows_and_would_have_chosen_a_little_otherwise(
 
 
 def test_what_the_job_said_is_found_in_its_log() -> None:
-    log = f"(pid=7) MisError: mis.routing.on_fault: raise: {FAULT}\nnext line"
+    log = 'raise MisError(f"mis.routing.on_fault: raise: {told or seen}")\n'
+    log += f"(pid=7) MisError: mis.routing.on_fault: raise: {FAULT}\nnext line"
     assert run_in_host._told(STOPPED, log) == FAULT
     assert run_in_host._told(STOPPED, "nothing of that kind") is None
 
