@@ -732,6 +732,16 @@ def test_routers_replay_all_rows_and_would_have_chosen_a_little_otherwise(
     assert [line.holds for line in verdict._of_the_routes([step, {"metrics": {}}])] == holds
 
 
+def test_a_row_that_a_line_of_the_host_stops_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = next(row for row in ROWS if row.blocked)
+    monkeypatch.setattr(run_in_host, "run_row", lambda *_: pytest.fail("started"))
+    arguments = types.SimpleNamespace(record=tmp_path, words=[], hosts=tmp_path, work=tmp_path)
+    assert run_in_host._rows(arguments, [stopped]) == 0  # pyright: ignore[reportArgumentType]
+    assert f"**not run**: {stopped.blocked}" in run_in_host.table(tmp_path)
+
+
 def test_what_the_job_said_is_found_in_its_log() -> None:
     log = 'raise MisError(f"mis.routing.on_fault: raise: {told or seen}")\n'
     log += f"(pid=7) MisError: mis.routing.on_fault: raise: {FAULT}\nnext line"
