@@ -116,7 +116,7 @@ def _rows(arguments: argparse.Namespace, rows: Sequence[Row]) -> int:
     """Run the rows that are asked for, or that have no record, and write a record of each whose lines hold."""
     arguments.record.mkdir(parents=True, exist_ok=True)
     wanted = [row for row in rows if row.name in arguments.words] or [
-        row for row in rows if not (arguments.record / f"{row.name}.json").exists()
+        row for row in rows if not row.blocked and not (arguments.record / f"{row.name}.json").exists()
     ]
     codes = []
     for row in wanted:
@@ -359,7 +359,7 @@ def _table_line(row: Row, path: Path) -> str:
     sizes = f"{row.sizes.tensor} x {row.sizes.context} x {row.sizes.data}"
     start = f"| {row.name} | {sizes} | {row.config} | {'recorded' if row.rollouts else 'SGLang'} |"
     if not path.exists():
-        return f"{start} **not run** | | | | |"
+        return f"{start} **not run**{row.blocked and f': {row.blocked}'} | | | | |"
     record = json.loads(path.read_text())
     judged = verdict.judge(record)
     held, largest = sum(line.holds for line in judged), verdict.largest_k3(record)

@@ -254,7 +254,8 @@ class ObjectiveConfig:
     """The policy loss of `--custom-loss-function-path mis_plugins.mis.policy_loss`; clip widths are the host's flags.
 
     surrogate: `clip` (PPO, GRPO), `reinforce` -w A log pi_theta, or `cispo`, the same with the clipped ratio as a
-        constant factor.
+        constant factor. `dppo_tv` and `dppo_kl` have the ratio as that factor, and 0 where the token's probability has
+        moved away from `old` in the direction of A by more than the clip width, as a total variation or a KL.
     old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
         the rollout engine (bypass; weights and rules then compare pi_theta with mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
@@ -263,7 +264,7 @@ class ObjectiveConfig:
         leaves KL and entropy in any case, as in the hosts.
     """
 
-    surrogate: Literal["clip", "reinforce", "cispo"] = "clip"
+    surrogate: Literal["clip", "reinforce", "cispo", "dppo_tv", "dppo_kl"] = "clip"
     old: Literal["proximal", "behavior"] = "proximal"
     ratio: Literal["token", "sequence"] = "token"
     unbiased_kl: bool = False
@@ -277,6 +278,11 @@ class ObjectiveConfig:
             )
         if self.surrogate == "reinforce" and self.ratio == "sequence":
             raise ConfigError("{ratio}: sequence has no effect with {surrogate}: reinforce")
+        if self.surrogate.startswith("dppo") and self.ratio == "sequence":
+            raise ConfigError(
+                f"{{ratio}}: sequence contradicts {{surrogate}}: {self.surrogate}, whose divergence is of a token; use "
+                "token"
+            )
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,13 @@ SURROGATE: dict[str, str] = {
     "clip": "-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)",
     "reinforce": "-w_t A_t log pi_theta(y_t)",
     "cispo": "-w_t sg(clip(s_t, 1 - eps, 1 + eps_high)) A_t log pi_theta(y_t)",
+    "dppo_tv": "-w_t sg(min(s_t, c)) A_t log pi_theta(y_t)",
+    "dppo_kl": "-w_t sg(min(s_t, c)) A_t log pi_theta(y_t)",
+}
+AWAY = "away_t = (A_t > 0 and pi_theta > {old} and D_t > eps_high) or (A_t < 0 and pi_theta < {old} and D_t > eps)"
+DIVERGENCE: dict[str, str] = {
+    "dppo_tv": "|pi_theta - {old}|",
+    "dppo_kl": "{old} * log({old} / pi_theta) + (1 - {old}) * log((1 - {old}) / (1 - pi_theta))",
 }
 
 
@@ -149,7 +156,12 @@ def _objective(config: CorrectionConfig) -> list[str]:
     old = "(q_t mu(y_t))" if config.clips_against_next else "mu(y_t)" if config.bypass else "pi_old(y_t)"
     ratio = f"pi_theta(y_t) / {old}"
     lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
-    lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where keep_t, else 0")
+    kept = "keep_t"
+    if objective.surrogate in DIVERGENCE:
+        kept = "keep_t and not away_t"
+        lines.append(f"D_t    = {DIVERGENCE[objective.surrogate].format(old=old)}, of the sampled token")
+        lines.append(AWAY.format(old=old))
+    lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where {kept}, else 0")
     factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl
     if factors:
         kept = ", 0 where not keep_t" if objective.weigh_kl else ""

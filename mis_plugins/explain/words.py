@@ -51,10 +51,16 @@ AMONG: dict[Population | None, str] = {
     "valid": ", dropped tokens included",
     "kept": ", tokens that a rule has dropped left out",
 }
+DPPO = (
+    "DPPO, -A log pi_theta, with {{ratio}} (at most --eps-clip-c, or 20) as a constant factor, and 0 where A moved the "
+    "token's probability {by} --eps-clip-high up, or --eps-clip down"
+)
 SURROGATE: dict[str, str] = {
     "clip": "PPO's clip of {ratio}",
     "reinforce": "REINFORCE, -A log pi_theta, with the weight as a constant factor",
     "cispo": "CISPO, -A log pi_theta, with the clipped {ratio} as a constant factor",
+    "dppo_tv": DPPO.format(by="by more than"),
+    "dppo_kl": DPPO.format(by="by a binary KL of more than"),
 }
 FRESH = {
     "proximal": "at ages 0 and 1, pi_old",

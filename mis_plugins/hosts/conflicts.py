@@ -60,6 +60,11 @@ def _top_p_cuts(setting: Setting) -> bool:
     return isinstance(top_p, int | float) and top_p < 1 and setting.config.corrects
 
 
+def _top_k_cuts(setting: Setting) -> bool:
+    top_k = setting.keys.get("rollout_top_k")
+    return isinstance(top_k, int) and top_k > 0 and setting.config.corrects
+
+
 def _chunks_cut(setting: Setting) -> bool:
     """Whether a prompt may be cut into chunks, or be larger than what SGLang keeps routes of."""
     size, longest = (
@@ -128,6 +133,13 @@ CONFLICTS: dict[str, Conflict] = {
         _top_p_cuts,
         "rollout_top_p: the engine samples from the tokens that top-p leaves, and this host does not hand them to the "
         "trainer, so that every importance ratio would be wrong; set rollout_top_p: 1.0",
+        serves=lambda host: host.kept_set,
+    ),
+    "top-k": Conflict(
+        ("rollout_top_k",),
+        _top_k_cuts,
+        "rollout_top_k: the engine samples from the tokens that top-k leaves, and this host does not hand them to the "
+        "trainer, so that every importance ratio would be wrong; set rollout_top_k: -1",
         serves=lambda host: host.kept_set,
     ),
 }

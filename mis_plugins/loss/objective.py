@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.config.terms.divergence import k1, k2, k3
+from mis_plugins.config.terms.statistics import binary_kl, prob_diff
 from mis_plugins.correction.ratios import exp_clamped, finite, widened
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
@@ -27,7 +28,10 @@ KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 @dataclass(frozen=True)
 class Clip:
-    """Range of the clipped ratio pi_theta / old, [1 - low, 1 + high]; `dual`, above 1, bounds the loss where A < 0."""
+    """Range of the clipped ratio pi_theta / old, [1 - low, 1 + high]; `dual`, above 1, bounds the loss where A < 0.
+
+    DPPO reads `low` and `high` as the largest divergences, and `dual` as the largest ratio.
+    """
 
     low: float
     high: float
@@ -60,12 +64,14 @@ class Operands:
 
     usable: tokens in the loss mask of which both log-probs are finite.
     target, log_ratio: log-probs under pi_theta and log pi_theta - log old, with gradient.
+    old: log-probs under the policy that pi_theta is compared with, without gradient.
     advantages, factor: the host's advantages and the correction's factor, without gradient.
     """
 
     usable: Bool[Tensor, " T"]
     target: Float[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
+    old: Float[Tensor, " T"]
     advantages: Float[Tensor, " T"]
     factor: Float[Tensor, " T"]
 
@@ -88,7 +94,8 @@ def policy_term(
     """
     log_r, usable = target_log_ratio(target, old, ragged.loss_mask)
     or_0 = lambda x: torch.where(usable, widened(x), 0)  # noqa: E731
-    operands = Operands(usable, or_0(target), log_r, or_0(advantages.detach()), or_0(factor.detach()))
+    constants = (or_0(x.detach()) for x in (old, advantages, factor))
+    operands = Operands(usable, or_0(target), log_r, *constants)
     return TERMS[config.surrogate, config.ratio](operands, ragged, clip)
 
 
@@ -136,6 +143,28 @@ def held_back(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     """
     beyond = torch.where(advantages > 0, ratio > 1 + clip.high, (ratio < 1 - clip.low) & (advantages < 0))
     return beyond.to(ratio.dtype)
+
+
+DPPO_CAP = 20.0  # of the ratio where the host sets no --eps-clip-c; verl's and TRL's default
+
+
+def dppo_surrogate(ratio: Tensor, target: Tensor, advantages: Tensor, away: Tensor, clip: Clip) -> Tensor:
+    """-sg(min(r, c)) A log pi_theta, and 0 where the policy has moved away.
+
+    Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arxiv.org/abs/2602.04879.
+    """
+    cap = DPPO_CAP if clip.dual is None else clip.dual
+    return -ratio.detach().clamp(max=cap).masked_fill(away, 0) * advantages * target
+
+
+def moved_away(divergence: Tensor, moved: Tensor, advantages: Tensor, clip: Clip) -> Bool[Tensor, " T"]:
+    """DPPO's mask: tokens whose probability A has moved beyond the trust region, so that A would move it further.
+
+    Args:
+        moved: pi_theta - old, of the sampled token.
+    """
+    up = (advantages > 0) & (moved > 0) & (divergence > clip.high)
+    return up | ((advantages < 0) & (moved < 0) & (divergence > clip.low))
 
 
 # Terms: a surrogate with the ratio that it is given, and what is reported of both.
@@ -186,6 +215,25 @@ def _cispo(x: Operands, log_ratio: Tensor, known: Tensor, clip: Clip) -> PolicyT
     return PolicyTerm(loss, outside, log_ratio, known)
 
 
+def dppo_tv(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
+    """DPPO with the total variation |pi_theta - old| of the sampled token against all others."""
+    moved = prob_diff(x.target.detach(), x.old)
+    return _dppo(x, moved.abs(), moved, clip)
+
+
+def dppo_kl(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
+    """DPPO with the binary KL divergence from old to pi_theta of the sampled token against all others."""
+    target = x.target.detach()
+    return _dppo(x, binary_kl(target, x.old), prob_diff(target, x.old), clip)
+
+
+def _dppo(x: Operands, divergence: Tensor, moved: Tensor, clip: Clip) -> PolicyTerm:
+    away = moved_away(divergence, moved, x.advantages, clip)
+    ratio = exp_clamped(x.log_ratio.detach())
+    loss = x.factor * dppo_surrogate(ratio, x.target, x.advantages, away, clip)
+    return PolicyTerm(loss, away.to(ratio.dtype), x.log_ratio.detach(), x.usable)
+
+
 def reinforce(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """REINFORCE: nothing is clipped."""
     loss = x.factor * reinforce_surrogate(x.target, x.advantages)
@@ -197,6 +245,8 @@ TERMS: dict[tuple[str, str], Callable[[Operands, Ragged, Clip], PolicyTerm]] = {
     ("clip", "sequence"): sequence_clip,
     ("cispo", "token"): token_cispo,
     ("cispo", "sequence"): sequence_cispo,
+    ("dppo_tv", "token"): dppo_tv,
+    ("dppo_kl", "token"): dppo_kl,
     ("reinforce", "token"): reinforce,
 }
 

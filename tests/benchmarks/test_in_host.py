@@ -650,7 +650,10 @@ def test_a_row_that_cannot_run_does_not_stop_the_others(
     monkeypatch.setattr(run_in_host, "run_row", run_row)
     words = ["matrix", "--hosts", str(tmp_path), "--record", str(tmp_path / "records")]
     assert run_in_host.main(words) == 2
-    assert asked == [row.name for row in ROWS] and "slime-tis: no checkout" in capsys.readouterr().err
+    assert (
+        asked == [row.name for row in ROWS if not row.blocked]
+        and "slime-tis: no checkout" in capsys.readouterr().err
+    )
     asked.clear()
     assert run_in_host.main(words) == 2 and {name.split("-")[0] for name in asked} == {"slime"}
     assert (tmp_path / "records.md").read_text() == run_in_host.table(tmp_path / "records")
@@ -756,8 +759,19 @@ def test_routers_replay_all_rows_and_would_have_chosen_a_little_otherwise(
     assert [line.holds for line in verdict._of_the_routes([step, {"metrics": {}}])] == holds
 
 
+def test_a_row_that_a_line_of_the_host_stops_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = next(row for row in ROWS if row.blocked)
+    monkeypatch.setattr(run_in_host, "run_row", lambda *_: pytest.fail("started"))
+    arguments = types.SimpleNamespace(record=tmp_path, words=[], hosts=tmp_path, work=tmp_path)
+    assert run_in_host._rows(arguments, [stopped]) == 0  # pyright: ignore[reportArgumentType]
+    assert f"**not run**: {stopped.blocked}" in run_in_host.table(tmp_path)
+
+
 def test_what_the_job_said_is_found_in_its_log() -> None:
-    log = f"(pid=7) MisError: mis.routing.on_fault: raise: {FAULT}\nnext line"
+    log = 'raise MisError(f"mis.routing.on_fault: raise: {told or seen}")\n'
+    log += f"(pid=7) MisError: mis.routing.on_fault: raise: {FAULT}\nnext line"
     assert run_in_host._told(STOPPED, log) == FAULT
     assert run_in_host._told(STOPPED, "nothing of that kind") is None
 

@@ -195,6 +195,18 @@ FORMULAS = [
         "w_t    = (1 where r_t <= 4, else 0.5) * (1 where 0.5 <= r_t, else 0.2)",
     ),
     ({"weight": {}, "reject": [{"upper": 4, "down_weigh": 0.5}]}, "keep_t = mask_t"),
+    (
+        {"objective": {"surrogate": "dppo_tv"}},
+        "D_t    = |pi_theta - pi_old|, of the sampled token",
+    ),
+    (
+        {"objective": {"surrogate": "dppo_tv", "old": "behavior"}},
+        "away_t = (A_t > 0 and pi_theta > mu and D_t > eps_high) or (A_t < 0 and pi_theta < mu and D_t > eps)",
+    ),
+    (
+        {"weight": {}, "objective": {"surrogate": "dppo_kl"}},
+        "L_t    = -w_t sg(min(s_t, c)) A_t log pi_theta(y_t) where keep_t and not away_t, else 0",
+    ),
 ]
 
 

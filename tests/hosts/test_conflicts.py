@@ -40,6 +40,7 @@ FOUND: list[Case] = [
     ("gate dtype", {**REPLAYED, "moe_router_dtype": "fp32"}, WEIGHT, MEGATRON),
     ("gate dtype", {"moe_router_dtype": "fp64"}, ROUTE, MEGATRON),
     ("top-p", {"rollout_top_p": 0.95}, WEIGHT, ("miles", "fsdp")),
+    ("top-k", {"rollout_top_k": 50}, WEIGHT, ("miles", "fsdp")),
 ]  # fmt: skip
 CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (REPLAYED, ROUTE),
@@ -50,6 +51,8 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**REPLAYED, "sglang_chunked_prefill_size": 8192, "rollout_max_context_len": 8192}, WEIGHT),
     ({"use_rollout_routing_replay": False, "moe_router_dtype": "fp32"}, WEIGHT),
     ({"rollout_top_p": 1.0}, WEIGHT),
+    ({"rollout_top_k": -1}, WEIGHT),
+    ({"rollout_top_k": 50}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"metrics": "full"}),
 ]
 

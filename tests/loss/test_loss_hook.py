@@ -300,6 +300,8 @@ OBJECTIVES = [
     ({"old": "behavior"}, Spec(dual=1.3)),
     ({"old": "behavior", "ratio": "sequence"}, Spec(ratio="sequence")),
     ({"old": "behavior", "surrogate": "reinforce"}, Spec("reinforce")),
+    ({"old": "behavior", "surrogate": "dppo_tv"}, Spec("dppo_tv")),
+    ({"surrogate": "dppo_kl"}, Spec("dppo_kl", dual=1.3)),
 ]
 
 

@@ -101,7 +101,7 @@ SPECS = [
     Spec(surrogate, ratio, low, high, dual)
     for surrogate, ratio in TERMS
     for low, high, dual in [(0.2, 0.28, None), (0.05, 0.05, 1.6), (1.0, 0.1, None)]
-    if surrogate == "clip" or dual is None
+    if surrogate in ("clip", "dppo_tv", "dppo_kl") or dual is None
 ]
 
 
@@ -279,6 +279,36 @@ def test_reinforce_with_the_ratio_as_weight_is_the_unclipped_surrogate():
     free = term_of(batch, Spec("clip", low=1.0, high=1e9), target, factor=torch.ones_like(ratio)).loss.sum()
     slopes = [torch.autograd.grad(x, target)[0] for x in (loss, free)]
     assert (slopes[0] - slopes[1]).abs().max() <= float64_atol(loss_oracle.magnitude(batch), 1)
+
+
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
+def test_dppo_masks_by_direction_and_divergence(surrogate: str):
+    """0.5 -> 0.8 and back: masked where the advantage points the same way alone; a large ratio of rare tokens stays."""
+    old, target = [0.5, 0.5, 0.8, 0.8, 1e-6], [0.8, 0.8, 0.5, 0.5, 1e-4]
+    advantages = [1.0, -1.0, 1.0, -1.0, 1.0]
+    logs = lambda row: torch.tensor(row, dtype=torch.float64).log()  # noqa: E731
+    scored = logs(target).requires_grad_()
+    one = Ragged(torch.tensor([0, 5]), torch.ones(5, dtype=torch.bool))
+    config = ObjectiveConfig(surrogate, "behavior")  # type: ignore[arg-type]
+    rows = logs(old), torch.tensor(advantages, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    term = policy_term(scored, *rows, one, config, Clip(0.15, 0.15))
+    assert term.clipped.tolist() == [1, 0, 0, 1, 0]
+    (slope,) = torch.autograd.grad(term.loss.sum(), scored)
+    assert slope.tolist() == [0, pytest.approx(1.6), pytest.approx(-0.625), 0, pytest.approx(-20)]
+
+
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
+def test_dppo_on_policy_is_reinforce(surrogate: str):
+    """Nothing has moved at the first step: the value and the gradient are those of -A log pi_theta."""
+    batch = [replace(x, old=x.target) for x in random_responses(3)]
+    for spec in (Spec(surrogate, low=1e-9, high=1e-9), Spec("reinforce")):
+        target = flat(batch, "target").requires_grad_()
+        term = term_of(batch, spec, target)
+        (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+        assert not term.clipped.any()
+        if spec.surrogate != "reinforce":
+            found = term.loss, gradient
+    assert same_bytes(found[0], term.loss) and same_bytes(found[1], gradient)
 
 
 def test_a_clipped_token_teaches_in_cispo_alone():

@@ -713,6 +713,43 @@ def test_verl_other_losses(name: str, objective: dict, level: str, batch: Rows):
     assert_same_loss(batch, theirs, target, tokens)
 
 
+def clear_of_dppo(batch: Rows, old: Tensor, kind: str) -> None:
+    """No token's divergence lies within rounding of a width of `CLIP`, and no probability where peers clamp."""
+    mu, pi = old.exp(), batch.pad(batch.target).exp()
+    valid = batch.mask.bool()
+    assume(bool(((mu < 1 - 1e-3) & (mu > 1e-5) & (pi < 1 - 1e-3) & (pi > 1e-5))[valid].all()))
+    kl = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
+    divergence = (pi - mu).abs() if kind == "tv" else kl
+    assume(all(((divergence - width).abs() > DECISION)[valid].all() for width in (CLIP.low, CLIP.high)))
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@few
+@given(batch=rows())
+def test_verl_dppo(kind: str, batch: Rows):
+    """TRL had an experimental DPPO until July 2026 (trl#6402): the judge is verl, and of the gradient SkyRL."""
+    clear_of_dppo(batch, batch.proximal, kind)
+    weights = {"rollout_is": "token", "rollout_is_threshold": 1.2}
+    correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
+    target, tokens = token_losses(batch, correction, {"surrogate": f"dppo_{kind}"}, DUAL_CLIP)
+    theirs = lambda x: verl.surrogate_loss(batch, x, weights, f"dppo_{kind}", "token-sum")  # noqa: E731
+    assert_same_loss(batch, theirs, target, tokens)
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@few
+@given(batch=rows())
+def test_skyrl_dppo(kind: str, batch: Rows):
+    """SkyRL reports the ratio itself as the loss, whose gradient is that of the ratio as a constant factor."""
+    clear_of_dppo(batch, batch.behavior, kind)
+    objective = {"surrogate": f"dppo_{kind}", "old": "behavior"}
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, Clip(0.2, 0.28, 1e9))
+    (mine,) = torch.autograd.grad(tokens.sum(), target)
+    their_target = batch.pad(batch.target).requires_grad_()
+    (theirs,) = torch.autograd.grad(skyrl.dppo_loss(batch, their_target, f"binary_{kind}"), their_target)
+    assert_all_close(mine, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+
+
 @few
 @given(batch=rows())
 def test_dual_clip(batch: Rows):

@@ -36,7 +36,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Spec:
-    """Which loss: `surrogate` clip, cispo or reinforce, of the `ratio` of a token or a sequence."""
+    """Which loss: `surrogate` clip, cispo, dppo_tv, dppo_kl or reinforce, of the `ratio` of a token or a sequence."""
 
     surrogate: str = "clip"
     ratio: str = "token"
@@ -47,6 +47,8 @@ class Spec:
     @property
     def kinks(self) -> list[float]:
         """Ratios at which the loss has no derivative."""
+        if self.surrogate.startswith("dppo"):
+            return []
         return [1 - self.low, 1 + self.high] + ([] if self.dual is None else [self.dual])
 
 
@@ -65,6 +67,9 @@ def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float
     ratio, advantage = math.exp(unit_log_ratio(response, t, spec)), response.learned[t]
     if spec.surrogate == "reinforce":
         return -advantage * response.target[t]
+    if spec.surrogate.startswith("dppo"):
+        constant = 0.0 if away(frozen, t, spec) else min(math.exp(frozen.log_ratios[t]), spec.dual or 20.0)
+        return -constant * advantage * response.target[t]
     if spec.surrogate == "cispo":
         constant = math.exp(unit_log_ratio(frozen, t, spec))
         return -clamp(constant, 1 - spec.low, 1 + spec.high) * advantage * response.target[t]
@@ -74,6 +79,24 @@ def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float
     return -gain
 
 
+def divergence(response: Response, t: int, spec: Spec) -> float:
+    """Of two outcomes, the sampled token and any other: |p - q|, or KL(q || p) of clamped probabilities."""
+    p, q = math.exp(response.target[t]), math.exp(response.old[t])
+    if spec.surrogate == "dppo_tv":
+        return abs(p - q)
+    p, q = clamp(p, 1e-6, 1 - 1e-6), clamp(q, 1e-6, 1 - 1e-6)
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+def away(response: Response, t: int, spec: Spec) -> bool:
+    """DPPO's mask: the probability lies beyond the trust region on the side to which the advantage pushes it."""
+    if response.learned[t] > 0:
+        return response.target[t] > response.old[t] and divergence(response, t, spec) > spec.high
+    if response.learned[t] < 0:
+        return response.target[t] < response.old[t] and divergence(response, t, spec) > spec.low
+    return False
+
+
 def policy_sums(batch: Sequence[Response], spec: Spec, frozen: Sequence[Response]) -> list[float]:
     """Of each sequence, the sum of factor times surrogate over its valid tokens."""
     pairs = zip(batch, frozen, strict=True)
@@ -81,7 +104,9 @@ def policy_sums(batch: Sequence[Response], spec: Spec, frozen: Sequence[Response
 
 
 def held_back(response: Response, t: int, spec: Spec) -> bool:
-    """PPO's fraction: the clip decides against the ratio; CISPO's: the ratio lies outside."""
+    """PPO's fraction: the clip decides against the ratio; CISPO's: the ratio lies outside; DPPO's: its mask."""
+    if spec.surrogate.startswith("dppo"):
+        return away(response, t, spec)
     ratio = math.exp(unit_log_ratio(response, t, spec))
     inside = clamp(ratio, 1 - spec.low, 1 + spec.high)
     if spec.surrogate == "clip":
@@ -117,7 +142,10 @@ def gradient(
 
 
 def margin(batch: Sequence[Response], spec: Spec) -> float:
-    """How far, in log units, the nearest ratio lies from a kink."""
+    """How far, in log units, the nearest ratio lies from a kink; how far a divergence lies from its bound."""
+    if spec.surrogate.startswith("dppo"):
+        found = [divergence(x, t, spec) for x in batch for t in x.valid]
+        return min((abs(d - bound) for d in found for bound in (spec.low, spec.high)), default=math.inf)
     gaps = [
         abs(unit_log_ratio(x, t, spec) - math.log(kink))
         for x in batch

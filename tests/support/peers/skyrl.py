@@ -55,6 +55,15 @@ def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | Non
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
 
 
+def dppo_loss(batch: Rows, target: Tensor, kind: str) -> Tensor:
+    """The sum over tokens of `dppo_policy_loss`, against the rollout engine."""
+    algorithm = SimpleNamespace(
+        dppo=SimpleNamespace(dppo_type=kind, delta_low=0.2, delta_high=0.28), off_policy_correction=settings()
+    )
+    compute = load(LOSSES).dppo_policy_loss
+    return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
+
+
 def mapping_of(config: SimpleNamespace) -> dict:
     """Our words for the chain: outliers, tokens, weights, sequences.
 

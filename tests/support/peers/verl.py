@@ -155,11 +155,13 @@ def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: f
 
 
 def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode: str) -> Tensor:
-    """Another of its policy losses, `gspo` or `cispo`, on the same weights; these insist on an actor's own config."""
+    """Another of its policy losses (gspo, cispo, dppo) on the same weights; these insist on an actor's own config."""
     weights, mask, _ = correction(batch, settings)
     losses = load(PEERS["losses"])
     config = object.__new__(losses.ActorConfig)
-    vars(config).update(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info={})
+    vars(config).update(
+        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, global_batch_info={}
+    )
     compute = getattr(losses, f"compute_policy_loss_{name}")
     return compute(batch.proximal, target, batch.token_advantages, mask, mode, config, weights)[0]
 
