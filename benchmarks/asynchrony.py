@@ -273,7 +273,7 @@ def rewards(
 ) -> dict[str, dict[str, Any]]:
     """Collect the curves of held-out rewards by learning rate, method and seed."""
     return {
-        lr: {name: [_rewards(Cell(name, lr, seed).folder(root)) for seed in seeds] for name in methods}
+        lr: {name: [course(Cell(name, lr, seed).folder(root)) for seed in seeds] for name in methods}
         for lr in plan.rates
     }
 
@@ -312,7 +312,7 @@ def _loglinear(folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def _rewards(folder: Path) -> list[tuple[float, float]]:
+def course(folder: Path) -> list[tuple[float, float]]:
     """Return (tokens trained on, held-out reward of the trainer) at each evaluation."""
     found, tokens = [], 0.0
     settings = json.loads((folder / SUMMARY).read_text())["arguments"]

@@ -74,7 +74,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         BIAS.format(rollouts=content["bias_rollouts"]),
         *(_bias(lr, runs) for lr, runs in content["bias"].items()),
     ]
-    parts += [REWARDS, _rewards(content["rewards"]), *_throughput(content["throughput"])]
+    parts += [REWARDS, rewards_table(content["rewards"]), *_throughput(content["throughput"])]
     shares = {lr: spread(values, "{:.1%}") for lr, values in content["recompute_share"].items()}
     parts.append(markdown_table(("lr", "recompute, share of the runs above"), shares.items()))
     parts += [LOGLINEAR, *(_loglinear(lr, runs) for lr, runs in content["loglinear"].items())]
@@ -113,7 +113,7 @@ def _bias(lr: str, runs: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
     return f"--lr {lr}\n\n" + markdown_table(("weights", *kinds), rows)
 
 
-def _rewards(rewards: Mapping[str, Mapping[str, Any]]) -> str:
+def rewards_table(rewards: Mapping[str, Mapping[str, Any]]) -> str:
     def row(lr: str, methods: Mapping[str, Any]) -> tuple[str, ...]:
         starts = [run[0][1] for run in next(iter(methods.values()))]
         finals = [spread([run[-1][1] for run in runs], "{:.2f}") for runs in methods.values()]

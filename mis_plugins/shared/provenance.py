@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,9 +36,9 @@ def measured_with(
 
 
 def as_given(program: str, words: Sequence[str]) -> str:
-    """A command as it was typed, with absolute paths cut to their last part."""
+    """A command as a shell reads it, with absolute paths cut to their last part."""
     shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
-    return " ".join([program, *shown])
+    return " ".join([program, *map(shlex.quote, shown)])
 
 
 def as_markdown(found: Mapping[str, str]) -> str:

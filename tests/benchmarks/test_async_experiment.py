@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import async_rewards
 import asynchrony
 import pytest
 from asynchrony import (
@@ -161,6 +162,25 @@ def test_the_page_has_the_figures_of_the_results() -> None:
     folder = Path(__file__).resolve().parents[2] / "benchmarks/results"
     content = json.loads((folder / "async.json").read_text())
     assert (folder / "async.md").read_text() == markdown(content), "bash scripts/experiment-async.sh --tables"
+
+
+def test_a_bound_of_two_changes_the_ages_alone(tmp_path: Path) -> None:
+    for weight in async_rewards.WEIGHTS:
+        args = parse_args(async_rewards.words(weight, "1e-4", 1, FULL, tmp_path))
+        wide = parse_args(
+            [*command_line(METHODS[weight][0], "1e-4", 1, tmp_path, tmp_path), *METHODS[weight][1]]
+        )
+        assert (args.max_head_offpolicyness, args.rollout_steps_per_update) == (2, 3)
+        own = {"max_head_offpolicyness", "rollout_steps_per_update", "output", "custom_config_path", "mis"}
+        different = {name for name, value in vars(args).items() if vars(wide)[name] != value}
+        assert different <= own and from_args(args) == from_args(wide)
+
+
+def test_the_page_of_the_lower_bound_has_its_figures() -> None:
+    folder = Path(__file__).resolve().parents[2] / "benchmarks/results"
+    content = json.loads((folder / "async_rewards.json").read_text())
+    assert (folder / "async_rewards.md").read_text() == async_rewards.markdown(content)
+    assert {len(runs) for methods in content["rewards"].values() for runs in methods.values()} == {3}
 
 
 def test_throughput_alone_needs_results(tmp_path: Path) -> None:
