@@ -475,7 +475,8 @@ class CorrectionConfig:
     @property
     def clips_against_next(self) -> bool:
         """Whether PPO's ratio compares pi_theta with pi_{v+1}, and not with what `objective.old` names."""
-        return self.segment_wise_on and self.segment_wise.clip_against == "next"  # type: ignore[union-attr]
+        said = self.segment_wise
+        return said is not None and said.enabled and said.clip_against == "next"
 
     @property
     def weighs_by_segment_wise(self) -> bool:

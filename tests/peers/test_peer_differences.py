@@ -442,7 +442,9 @@ def test_sequence_ratio_gradient_differs():
     """
     batch, weights = fixed_rows([[0.0, 0.6]]), {"rollout_is": "token", "rollout_is_threshold": 9.0}
     target = batch.pad(batch.target).requires_grad_()
-    (theirs,) = torch.autograd.grad(verl.surrogate_loss(batch, target, weights, "gspo", "token-sum"), target)
+    (theirs,) = torch.autograd.grad(
+        verl.surrogate_loss(batch, target, weights, "gspo", "token-sum", Clip(0.2, 0.28, 3.0)), target
+    )
     assert theirs[0].tolist() == pytest.approx([-1.0, -math.exp(0.6)], rel=WRITTEN)
     mean = (1 + math.exp(0.6)) / 2
     trl_loss = 2 * trl.loss(

@@ -26,6 +26,7 @@ from peers.rows import (
     assert_same_metrics,
     assert_same_weights,
     clear_of,
+    fixed_rows,
     keep_away,
     our_metrics,
     ours,
@@ -709,7 +710,7 @@ def test_verl_other_losses(name: str, objective: dict, level: str, batch: Rows):
     weights = {"rollout_is": level, "rollout_is_threshold": 1.2}
     correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
     target, tokens = token_losses(batch, correction, objective, CLIP)
-    theirs = lambda x: verl.surrogate_loss(batch, x, weights, name, "token-sum")  # noqa: E731
+    theirs = lambda x: verl.surrogate_loss(batch, x, weights, name, "token-sum", DUAL_CLIP)  # noqa: E731
     assert_same_loss(batch, theirs, target, tokens)
 
 
@@ -732,7 +733,7 @@ def test_verl_dppo(kind: str, batch: Rows):
     weights = {"rollout_is": "token", "rollout_is_threshold": 1.2}
     correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
     target, tokens = token_losses(batch, correction, {"surrogate": f"dppo_{kind}"}, DUAL_CLIP)
-    theirs = lambda x: verl.surrogate_loss(batch, x, weights, f"dppo_{kind}", "token-sum")  # noqa: E731
+    theirs = lambda x: verl.surrogate_loss(batch, x, weights, f"dppo_{kind}", "token-sum", DUAL_CLIP)  # noqa: E731
     assert_same_loss(batch, theirs, target, tokens)
 
 
@@ -746,8 +747,33 @@ def test_skyrl_dppo(kind: str, batch: Rows):
     target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, Clip(0.2, 0.28, 1e9))
     (mine,) = torch.autograd.grad(tokens.sum(), target)
     their_target = batch.pad(batch.target).requires_grad_()
-    (theirs,) = torch.autograd.grad(skyrl.dppo_loss(batch, their_target, f"binary_{kind}"), their_target)
+    loss = skyrl.dppo_loss(batch, their_target, f"binary_{kind}", CLIP)
+    (theirs,) = torch.autograd.grad(loss, their_target)
     assert_all_close(mine, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_dppo_masks_the_tokens_that_verl_and_skyrl_mask(kind: str):
+    """Four moves of a probability of 0.135, far and near, up and down, once with each sign of the advantage."""
+    batch, narrow = fixed_rows([[0.0] * 4, [0.0] * 4]), Clip(0.01, 0.02, 3.0)
+    moves = torch.tensor([0.6, -0.6, 0.01, -0.01])
+    batch = replace(
+        batch,
+        target=[old.float() + moves for old in batch.batch.proximal],
+        advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
+    )
+    masked = [[True, False, False, False], [False, True, False, False]]
+    for old, judge in (
+        ("proximal", lambda x: verl.surrogate_loss(batch, x, {}, f"dppo_{kind}", "token-sum", narrow)),
+        ("behavior", lambda x: skyrl.dppo_loss(batch, x, f"binary_{kind}", narrow)),
+    ):
+        objective = {"surrogate": f"dppo_{kind}", "old": old}
+        target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, narrow)
+        (mine,) = torch.autograd.grad(tokens.sum(), target)
+        their_target = batch.pad(batch.target).requires_grad_()
+        (theirs,) = torch.autograd.grad(judge(their_target), their_target)
+        assert (mine == 0).tolist() == (theirs == 0).tolist() == masked
+        assert_all_close(mine, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
 
 
 @few

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mis_plugins.loss.objective import Clip
 from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 
@@ -55,10 +56,11 @@ def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | Non
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
 
 
-def dppo_loss(batch: Rows, target: Tensor, kind: str) -> Tensor:
+def dppo_loss(batch: Rows, target: Tensor, kind: str, clip: Clip) -> Tensor:
     """The sum over tokens of `dppo_policy_loss`, against the rollout engine."""
     algorithm = SimpleNamespace(
-        dppo=SimpleNamespace(dppo_type=kind, delta_low=0.2, delta_high=0.28), off_policy_correction=settings()
+        dppo=SimpleNamespace(dppo_type=kind, delta_low=clip.low, delta_high=clip.high),
+        off_policy_correction=settings(),
     )
     compute = load(LOSSES).dppo_policy_loss
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]

@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor
 
 from mis_plugins.explain.translate.verl import translate
+from mis_plugins.loss.objective import Clip
 from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 
@@ -154,13 +155,17 @@ def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: f
     return loss
 
 
-def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode: str) -> Tensor:
+def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode: str, clip: Clip) -> Tensor:
     """Another of its policy losses (gspo, cispo, dppo) on the same weights; these insist on an actor's own config."""
     weights, mask, _ = correction(batch, settings)
     losses = load(PEERS["losses"])
     config = object.__new__(losses.ActorConfig)
     vars(config).update(
-        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, global_batch_info={}
+        clip_ratio=clip.low,
+        clip_ratio_low=clip.low,
+        clip_ratio_high=clip.high,
+        clip_ratio_c=clip.dual,
+        global_batch_info={},
     )
     compute = getattr(losses, f"compute_policy_loss_{name}")
     return compute(batch.proximal, target, batch.token_advantages, mask, mode, config, weights)[0]
