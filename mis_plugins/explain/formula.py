@@ -153,8 +153,10 @@ def _opsm(opsm: OpsmConfig | None) -> list[str]:
 
 def _objective(config: CorrectionConfig) -> list[str]:
     objective = config.objective or ObjectiveConfig()
-    old = "(q_t mu(y_t))" if config.clips_against_next else "mu(y_t)" if config.bypass else "pi_old(y_t)"
-    ratio = f"pi_theta(y_t) / {old}"
+    old = "mu" if config.bypass else "pi_old"
+    ratio = f"pi_theta(y_t) / {old}(y_t)"
+    if config.clips_against_next:
+        old, ratio = "(q_t mu)", "pi_theta(y_t) / (q_t mu(y_t))"
     lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
     kept = "keep_t"
     if objective.surrogate in DIVERGENCE:
