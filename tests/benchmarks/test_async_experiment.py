@@ -176,6 +176,13 @@ def test_a_bound_of_two_changes_the_ages_alone(tmp_path: Path) -> None:
         assert different <= own and from_args(args) == from_args(wide)
 
 
+def test_the_page_of_the_lower_bound_has_its_figures() -> None:
+    folder = Path(__file__).resolve().parents[2] / "benchmarks/results"
+    content = json.loads((folder / "async_rewards.json").read_text())
+    assert (folder / "async_rewards.md").read_text() == async_rewards.markdown(content)
+    assert {len(runs) for methods in content["rewards"].values() for runs in methods.values()} == {3}
+
+
 def test_throughput_alone_needs_results(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"there is no .*async.json; run the whole experiment first"):
         held(tmp_path / "async.json")
