@@ -140,7 +140,7 @@ class WeightConfig:
 
 @dataclass(frozen=True)
 class RejectRule:
-    """Drop, or down-weigh, what lies outside [lower, upper]: a statistic of one token, or its sum over a unit.
+    """Drop or down-weigh what lies outside [lower, upper]: a token's statistic, or what it adds up to over a unit.
 
     statistic: a row of `terms/statistics.py`, with its value, its range and its formula.
     over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.
@@ -249,13 +249,17 @@ class OpsmConfig:
             raise ConfigError(f"{{delta}}: got {self.delta:g}; give a finite number of nats, at least 0")
 
 
+BY_DIVERGENCE = ("dppo_tv", "dppo_kl")  # surrogates that mask a token by how far its probability has moved
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """The policy loss of `--custom-loss-function-path mis_plugins.mis.policy_loss`; clip widths are the host's flags.
 
     surrogate: `clip` (PPO, GRPO), `reinforce` -w A log pi_theta, or `cispo`, the same with the clipped ratio as a
-        constant factor. `dppo_tv` and `dppo_kl` have the ratio as that factor, and 0 where the token's probability has
-        moved away from `old` in the direction of A by more than the clip width, as a total variation or a KL.
+        constant factor. `dppo_tv` and `dppo_kl` have the capped ratio as a constant factor. The factor is 0 where the
+        token's probability has moved away from `old` in the direction of A by more than the clip width, measured as a
+        total variation or as a KL divergence.
     old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
         the rollout engine (bypass; weights and rules then compare pi_theta with mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
@@ -278,7 +282,7 @@ class ObjectiveConfig:
             )
         if self.surrogate == "reinforce" and self.ratio == "sequence":
             raise ConfigError("{ratio}: sequence has no effect with {surrogate}: reinforce")
-        if self.surrogate.startswith("dppo") and self.ratio == "sequence":
+        if self.surrogate in BY_DIVERGENCE and self.ratio == "sequence":
             raise ConfigError(
                 f"{{ratio}}: sequence contradicts {{surrogate}}: {self.surrogate}, whose divergence is of a token; use "
                 "token"

@@ -200,8 +200,8 @@ def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> Correction
         )
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
     areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
-    chosen = None if asked is None else areals if asked else SegmentWiseConfig(enabled=False)
-    return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen)
+    chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
+    return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen[asked])
 
 
 def areal_places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -11,6 +11,7 @@ s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in by
 from __future__ import annotations
 
 from mis_plugins.config.model import (
+    BY_DIVERGENCE,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -159,7 +160,7 @@ def _objective(config: CorrectionConfig) -> list[str]:
         old, ratio = "(q_t mu)", "pi_theta(y_t) / (q_t mu(y_t))"
     lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
     kept = "keep_t"
-    if objective.surrogate in DIVERGENCE:
+    if objective.surrogate in BY_DIVERGENCE:
         kept = "keep_t and not away_t"
         lines.append(f"D_t    = {DIVERGENCE[objective.surrogate].format(old=old)}, of the sampled token")
         lines.append(AWAY.format(old=old))

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +460,21 @@ def test_a_recorded_run_holds(path: Path) -> None:
 
 def test_the_table_is_that_of_the_records() -> None:
     assert run_in_host.TABLE.read_text() == run_in_host.table(run_in_host.RECORDS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda again: again[3].update({"train/loss": 0.5}),
+        lambda again: again[0].pop("train/grad_norm"),
+        lambda again: again.pop(),
+    ],
+)
+def test_a_synchronous_run_that_differs_is_told(change: Callable[[list[dict[str, float]]], Any]) -> None:
+    record = json.loads((run_in_host.RECORDS / "miles-fully-async-bound-0.json").read_text())
+    change(record["again"])
+    failed = [line for line in verdict.judge(record) if not line.holds]
+    assert len(failed) == 1 and "synchronous run" in failed[0].what
 
 
 def broken(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from test_local_engine import CONFIG as DENSE
 from test_local_engine import NO_EOS, PROMPTS, hf_log_probs, transformers_sizes
 from test_local_parallel import Grid, assert_same_run, settings, strong_weights, train
 from test_local_true_on_policy import sides, trained
@@ -16,26 +18,13 @@ from tolerances import FP32_LOG_PROB
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.loop import model_config
-from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import DecodeEngine, Generation
 from mis_plugins.local.model.quantize import at_precision
 from mis_plugins.local.rollout.sample import make_samples
 from mis_plugins.local.rollout.sampler import Rollout, draw_problems
 from mis_plugins.local.rollout.tasks import TASKS
 
-CONFIG = ModelConfig(
-    vocab_size=16,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=24,
-    rope_theta=100.0,
-    norm_eps=1e-5,
-    experts=8,
-    top_k=2,
-)
+CONFIG = replace(DENSE, ffn_size=24, experts=8, top_k=2)
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 

@@ -149,7 +149,7 @@ def test_noise_is_borne_and_a_learning_rate_is_told() -> None:
 
 
 def test_no_config_is_trusted_where_most_of_the_trainers_policy_is_out_of_reach() -> None:
-    """It takes both signs: long responses share little at any mismatch, and short ones much at a large one."""
+    """Overlap and k3 must both say so: long responses share little at any mismatch, short ones much at a large one."""
     numbers = {
         "kept_fraction": 1.0, "ess": 0.5, "applied_mean": 1.0, "kept_by_usual_length": {}, "kept_by_advantage": {},
         "response_cosine": 0.9,
@@ -168,7 +168,7 @@ def test_no_config_is_trusted_where_most_of_the_trainers_policy_is_out_of_reach(
 
 
 def test_the_opening_is_the_overlap_of_the_first_steps() -> None:
-    """Of two policies over four responses that are sampled in turn: the sum of the smaller probabilities."""
+    """Two policies over four responses overlap by the sum of the smaller probability of each response."""
     engine, trainer = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     drawn = engine.multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(1))
     records = []

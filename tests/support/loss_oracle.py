@@ -80,7 +80,7 @@ def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float
 
 
 def divergence(response: Response, t: int, spec: Spec) -> float:
-    """Of two outcomes, the sampled token and any other: |p - q|, or KL(q || p) of clamped probabilities."""
+    """DPPO's divergence over two outcomes, the sampled token and any other: |p - q|, or KL(q || p), clamped."""
     p, q = math.exp(response.target[t]), math.exp(response.old[t])
     if spec.surrogate == "dppo_tv":
         return abs(p - q)
