@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.versions.shelf import SHELF, VERSIONS
+from mis_plugins.hosts.versions.miles.shelf import NUMBERING
+from mis_plugins.hosts.versions.numbering import VERSIONS
 from mis_plugins.versions.response import spans
 
 logger = logging.getLogger("mis_plugins")
@@ -40,7 +41,7 @@ async def generate(input: Any) -> Any:
         sampling_params=input.sampling_params,
         multimodal_inputs=sample.multimodal_inputs,
     )
-    number = SHELF.begin(sample, prompt)
+    number = NUMBERING.begin(sample, prompt)
     if payload is None:
         sample.status = halted
         return GenerateFnOutput(samples=sample)
@@ -58,7 +59,7 @@ def name_versions(sample: Any, number: int, meta_info: Mapping[str, Any]) -> Non
     versions = [version for version, start, stop in runs for _ in range(start, stop)]
     setattr(sample, VERSIONS, versions)
     sample.weight_versions = [str(version) for version, _, _ in runs]
-    SHELF.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
+    NUMBERING.shelf.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
 
 
 async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> dict[str, Any]:
@@ -72,7 +73,7 @@ async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> d
             if not left:
                 raise
             logger.info("generate: %s; asked again, %d tries left", error, left)
-            SHELF.say(number, 0, [], [])
+            NUMBERING.shelf.say(number, 0, [], [])
             await asyncio.sleep(PAUSE_S)
     raise AssertionError("unreachable")
 
@@ -100,7 +101,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
         new = told[len(rows) :] if whole else told
         text = chunk["text"] if whole else text + chunk["text"]
         versions += [_version(meta)] * len(new)
-        SHELF.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
+        NUMBERING.shelf.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
         rows += new
     if not meta.get("finish_reason"):
         raise httpx.RemoteProtocolError("the stream ended before the response did")
