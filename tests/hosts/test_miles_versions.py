@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -148,6 +149,21 @@ def test_a_stream_that_breaks_is_asked_for_again(fresh: Numbering) -> None:
     output = asyncio.run(generate.answered(lambda: next(streams), number))
     assert output["text"] == "abcd" and shelf(fresh).waiting(3, -1).requests[0].tokens == (7, 11, 12, 13)
     assert sample is not None
+
+
+def test_a_response_may_hold_what_other_ends_of_lines_are() -> None:
+    text = "a\u0085b\u2028c\u2029d\x0be"
+    sent = f"data: {json.dumps({'text': text}, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for i in range(0, len(sent), 7):
+            yield sent[i : i + 7]
+
+    async def told() -> list[bytes]:
+        return [line async for line in generate.lines(parts()) if line]
+
+    first, last = asyncio.run(told())
+    assert json.loads(first.removeprefix(b"data:")) == {"text": text} and last == b"data: [DONE]"
 
 
 def host_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
