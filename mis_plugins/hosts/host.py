@@ -80,7 +80,8 @@ class Host:
         version_flags: flags with which it does, where `versions` is false; "" where none do.
         step_hook: whether it calls a hook before each train step.
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
-        kept_set: whether it hands the trainer the tokens that top-p left of the vocabulary.
+        kept_set: whether, with arguments by name, it hands the trainer the tokens that top-p or top-k left of the
+            vocabulary, so that its log-probs are of what the engine sampled from.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Host:
     version_flags: str = ""
     step_hook: bool = True
     routers: bool = True
-    kept_set: bool = False
+    kept_set: Callable[[Mapping[str, Any]], bool] = lambda keys: False
 
 
 def sequences_of(batch: Batch) -> dict[str, Any]:

@@ -368,7 +368,7 @@ CAUSES: dict[str, Cause] = {
         "Top-p, top-k or min-p on one side",
         "`ratio_mean` is below 1 by far more than `ratio_mean_error`.",
         "The engine samples from a part of the vocabulary and renormalizes; the trainer does not.",
-        "Set `--rollout-top-p 1 --rollout-top-k -1`, or return log-probs before the cut.",
+        "Set `--rollout-top-p 1 --rollout-top-k -1`, or hand the kept tokens to the trainer.",
         _cut_off,
         "0.005 and six standard errors below 1, on 16,000 tokens, with an ESS above one half, and log r nearly the "
         "same everywhere: `metrics/slope.py`.",

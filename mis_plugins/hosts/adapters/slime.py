@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from mis_plugins.hosts import megatron
@@ -16,8 +17,13 @@ def runs(args: Any) -> bool:
     return TRACKING in sys.modules
 
 
+def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
+    """Whether slime asks its engine for the tokens that it samples from: by top-p alone, whatever top-k says."""
+    return keys.get("rollout_top_p", 1) != 1
+
+
 def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
-    """slime's own log-probs, over the tokens that top-p left where it replays them, and its entropy."""
+    """slime's own log-probs, over the tokens that top-p left, and its entropy, of the whole vocabulary."""
     from slime.backends.megatron_utils.loss import (  # type: ignore[import-not-found]
         get_log_probs_and_entropy,
         get_rollout_top_p_logprob_kwargs,
@@ -46,5 +52,5 @@ HOST = Host(
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
     rollout_batch=True,
-    kept_set=True,
+    kept_set=hands_on_kept_sets,
 )
