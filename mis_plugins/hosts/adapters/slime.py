@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import Batch, Host, LogProbs, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import Batch, Host, LogProbs, Ranks, Scores, Tensor, sequences_of
 
+TRAINER = "slime.backends.megatron_utils.actor"
 TRACKING = "slime.observability.logging_utils"
 
 
@@ -30,6 +32,13 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     return found["log_probs"], found["entropy"]
 
 
+def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+    """A second log-prob pass of slime's trainer."""
+    from mis_plugins.hosts.resplit import rescored
+
+    return rescored(TRAINER, args, data, ranks)
+
+
 HOST = Host(
     name="slime",
     title="slime",
@@ -46,5 +55,6 @@ HOST = Host(
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
     rollout_batch=True,
+    rescore=rescore,
     kept_set=True,
 )
