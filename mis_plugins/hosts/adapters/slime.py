@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import Batch, Host, LogProbs, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import Batch, Host, LogProbs, Ranks, Scores, Tensor, sequences_of
 
+TRAINER = "slime.backends.megatron_utils.actor"
 TRACKING = "slime.observability.logging_utils"
 
 
@@ -36,6 +37,13 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     return found["log_probs"], found["entropy"]
 
 
+def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+    """A second log-prob pass of slime's trainer."""
+    from mis_plugins.hosts.resplit import rescored
+
+    return rescored(TRAINER, args, data, ranks)
+
+
 HOST = Host(
     name="slime",
     title="slime",
@@ -53,4 +61,5 @@ HOST = Host(
     records=("slime", "megatron", "sglang"),
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
+    rescore=rescore,
 )
