@@ -4,6 +4,7 @@
     --custom-tis-function-path       mis_plugins.mis.compute_mis_weights_fsdp      (FSDP)
     --rollout-data-postprocess-path  mis_plugins.mis.normalize_rollout             (`scope: rollout`)
     --rollout-data-postprocess-path  mis_plugins.mis.count_samples                 (metrics beside masked samples)
+    (either of the last two: the trainer against itself, `resplit_every`)
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
@@ -41,6 +42,7 @@ from mis_plugins.hosts import (
     loss_batch,
     loss_flags,
     megatron,
+    resplit,
     watching,
 )
 from mis_plugins.hosts.adapters import miles, miles_fsdp
@@ -172,6 +174,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "mis.weight.normalize.scope: rollout"
         )
     rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
+    resplit.compare(args, rollout_id, data)
     if not _has_log_probs(data):
         return
     ranks, cp = current(args).parallel()
@@ -192,6 +195,8 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
 def count_samples(args: Any, *rest: Any) -> None:
     """The rollout-data hook for metrics beside fully masked samples: leaves on `args` which share of a step trains.
 
+    With `mis.resplit_every` the trainer computes log-probs once more (`hosts/resplit.py`); in `normalize_rollout` too.
+
     slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
     it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
     means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
@@ -204,6 +209,7 @@ def count_samples(args: Any, *rest: Any) -> None:
     rollout_id, data = rollout_data(
         rest, "mis_plugins.mis.count_samples", "drop it: metrics: all has exact means"
     )
+    resplit.compare(args, rollout_id, data)
     if megatron.holds_log_probs():
         args._mis_counted = averages.count(args, rollout_id, data, current(args).parallel()[0])
 
@@ -246,6 +252,7 @@ def policy_loss(
     """
     host = current(args, sum_of_sample_mean)
     asked = reading.from_args(args)
+    resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
@@ -352,6 +359,7 @@ def config_in_force(args: Any) -> CorrectionConfig:
         ConfigError: what this hook cannot serve; it says which could.
     """
     config = reading.from_args(args)
+    resplit.check_hook(args, config)
     if config.needs_loss_hook:
         key = "opsm" if config.opsm else "objective" if config.objective else "segment_wise"
         unseen = (

@@ -16,6 +16,7 @@ from host_modules import Host
 from torch import Tensor
 
 from parity.cases import Batch, Case
+from parity.nucleus import cut
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 OUR_LOSS = "mis_plugins.mis.policy_loss"
@@ -68,7 +69,7 @@ def drive(host: Host, args: Namespace, batch: Batch) -> Outcome:
     record = _Record()
     try:
         with record.of(host):
-            given = _host_batch(host, args, batch)
+            given = _given(host, args, batch)
             logits = _host_logits(host, args, leaves)
             path = getattr(args, "custom_loss_function_path", None)
             function = host.loss.load_function(path) if path else host.loss.policy_loss_function
@@ -90,6 +91,14 @@ def _host_logits(host: Host, args: Namespace, leaves: list[Tensor]) -> Tensor:
     longest = max(map(len, leaves))
     rows = [host.cp.slice_with_cp(leaf, 0, *host.layout(args, longest)) for leaf in leaves]
     return torch.stack(rows) if args.qkv_format == "bshd" else torch.cat(rows).unsqueeze(0)
+
+
+def _given(host: Host, args: Namespace, batch: Batch) -> dict[str, Any]:
+    """The micro-batch of a loss, with the nuclei where top-p leaves a part of the vocabulary."""
+    if args.rollout_top_p == 1:
+        return _host_batch(host, args, batch)
+    renormalized, kept = cut(batch, args.rollout_top_p)
+    return _host_batch(host, args, renormalized) | kept
 
 
 def _host_batch(host: Host, args: Namespace, batch: Batch) -> dict[str, Any]:

@@ -373,6 +373,8 @@ class CorrectionConfig:
         nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
     routing: how to watch the routers of a mixture of experts; null watches where a hook of the watch is given.
+    resplit_every: how many rollouts lie between two in which the trainer computes its log-probs a second time, from
+        micro-batches that are cut otherwise, and logs what differs; null is never. The rollout-data hooks do it.
     """
 
     weight: WeightConfig | None = None
@@ -386,6 +388,7 @@ class CorrectionConfig:
     keep_floor: float = 0.1
     segment_wise: SegmentWiseConfig | None = None
     routing: RoutingConfig | None = None
+    resplit_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.segment_wise is not None:
@@ -402,6 +405,10 @@ class CorrectionConfig:
             )
         if not 0 <= self.keep_floor <= 1:
             raise ConfigError(f"{{keep_floor}}: got {self.keep_floor:g}; give a share between 0 and 1")
+        if self.resplit_every is not None and self.resplit_every < 1:
+            raise ConfigError(
+                f"{{resplit_every}}: got {self.resplit_every}; give at least 1 rollout, or null for never"
+            )
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "

@@ -479,6 +479,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
+    if kind is int:
+        return _whole(value, path)
     return _boolean(value, path) if kind is bool else number(value, path)
 
 
@@ -493,6 +495,13 @@ def _boolean(value: Any, path: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{path}: got {value!r}; expected true or false")
     return value
+
+
+def _whole(value: Any, path: str) -> int:
+    found = number(value, path)
+    if not found.is_integer():
+        raise ConfigError(f"{path}: got {value!r}; expected a whole number")
+    return int(found)
 
 
 def number(value: Any, path: str) -> float:

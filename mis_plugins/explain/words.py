@@ -18,6 +18,7 @@ from mis_plugins.config.model import (
 from mis_plugins.config.terms.bounds import Outside
 from mis_plugins.explain.formula import trainer_policy
 from mis_plugins.hosts.host import ROUTES_HOOK, Host
+from mis_plugins.metrics.alarms import COUNT
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
@@ -127,6 +128,11 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         )
     if config.can_end_empty or config.opsm:
         lines += _consequences(config)
+    if config.resplit_every is not None:
+        lines.append(
+            f"trainer against itself: of each {config.resplit_every} rollouts one is scored again from other "
+            "micro-batches, which costs a log-prob pass; resplit_differs is 0 where no kernel depends on the batch"
+        )
     lines += [f"metrics: {config.metrics}", f"needs: {flags(config, host)} --custom-config-path {file}"]
     return "\n".join(lines + [f"warning: {text}" for text in warnings(config)])
 
@@ -143,6 +149,8 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     normalize = config.weight and config.weight.normalize
     if normalize and normalize.scope == "rollout":
         hook = f"{hook} {ROLLOUT_HOOK}"
+    elif config.resplit_every is not None:
+        hook = f"{hook} {COUNT}"
     watches = config.reads_routes or config.routing is not None
     steps = (host is None or host.step_hook) and (
         config.metrics == "all" or config.on_all_rejected == "raise" or watches

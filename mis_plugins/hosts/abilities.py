@@ -30,6 +30,10 @@ def check_served(config: CorrectionConfig, host: Host, names: Mapping[str, str])
             "it out, and give its bounds as {weight}"
         ).spelled(names, "mis.")
     check_routes(config, host, names)
+    if config.resplit_every is not None and host.rescore is None:
+        raise ConfigError(
+            f"{{resplit_every}} needs the rollout-data hook, which {host.title} does not call; leave it out"
+        ).spelled(names, "mis.")
     if not host.step_hook and config.on_all_rejected == "raise":
         raise ConfigError(
             f"{{on_all_rejected}}: raise needs a hook before each train step, which {host.title} does not call; use "

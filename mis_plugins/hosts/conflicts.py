@@ -43,16 +43,20 @@ class Conflict:
 
     arguments: names that the host's parser must have for the conflict to arise.
     holds: whether the settings conflict.
-    text: what happens, and what to change.
+    text: what happens, and what to change; `{host}` stands for the host's title.
     refused: whether the numbers would be wrong; otherwise they are only worse, or the engine may stop.
-    serves: whether a host is safe from the conflict whatever its arguments say.
+    serves: whether a host is safe from the conflict with its arguments by name.
     """
 
     arguments: tuple[str, ...]
     holds: Callable[[Setting], bool]
     text: str
     refused: bool = True
-    serves: Callable[[Host], bool] = lambda host: False
+    serves: Callable[[Host, Mapping[str, Any]], bool] = lambda host, keys: False
+
+    def told(self, host: Host) -> str:
+        """Tell the conflict to somebody who runs a host."""
+        return self.text.format(host=host.title)
 
 
 def _top_p_cuts(setting: Setting) -> bool:
@@ -131,16 +135,17 @@ CONFLICTS: dict[str, Conflict] = {
     "top-p": Conflict(
         ("rollout_top_p",),
         _top_p_cuts,
-        "rollout_top_p: the engine samples from the tokens that top-p leaves, and this host does not hand them to the "
+        "rollout_top_p: the engine samples from the tokens that top-p leaves, and {host} does not hand them to the "
         "trainer, so that every importance ratio would be wrong; set rollout_top_p: 1.0",
-        serves=lambda host: host.kept_set,
+        serves=lambda host, keys: host.kept_set(keys),
     ),
     "top-k": Conflict(
         ("rollout_top_k",),
         _top_k_cuts,
-        "rollout_top_k: the engine samples from the tokens that top-k leaves, and this host does not hand them to the "
-        "trainer, so that every importance ratio would be wrong; set rollout_top_k: -1",
-        serves=lambda host: host.kept_set,
+        "rollout_top_k: the engine samples from the tokens that top-k leaves, and {host} does not hand them to the "
+        "trainer, so that every importance ratio would be wrong; set rollout_top_k: -1 (slime hands them on beside a "
+        "rollout_top_p below 1: set both in this file)",
+        serves=lambda host, keys: host.kept_set(keys),
     ),
 }
 """By a short name for tests and readers."""
@@ -154,17 +159,17 @@ def check(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> None
     """
     for conflict in _found(keys, config, host):
         if conflict.refused:
-            raise ConfigError(conflict.text)
+            raise ConfigError(conflict.told(host))
 
 
 def warnings(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[str]:
     """Settings that make numbers worse, or may stop the engine."""
-    return (conflict.text for conflict in _found(keys, config, host) if not conflict.refused)
+    return (conflict.told(host) for conflict in _found(keys, config, host) if not conflict.refused)
 
 
 def _found(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[Conflict]:
     setting, known = Setting(keys, config), kinds(host)
     for conflict in CONFLICTS.values():
-        possible = known.keys() >= set(conflict.arguments) and not conflict.serves(host)
+        possible = known.keys() >= set(conflict.arguments) and not conflict.serves(host, keys)
         if possible and conflict.holds(setting):
             yield conflict

@@ -24,6 +24,7 @@ VERSION_FLAGS = (
 Batch = Mapping[str, Any]
 Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of context parallelism
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
+Rescore = Callable[[Any, Batch, Ranks], Sequence[Tensor] | None]
 Recomputes = Literal["always", "never", "sometimes"]
 Sign = Literal["modules", "arguments", "nothing"]  # what tells that a host runs, the surest first
 
@@ -80,7 +81,14 @@ class Host:
         version_flags: flags with which it does, where `versions` is false; "" where none do.
         step_hook: whether it calls a hook before each train step.
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
+        kept_set: whether, with arguments by name, it hands the trainer the tokens that top-p or top-k left of the
+            vocabulary, so that its log-probs are of what the engine sampled from.
         kept_set: whether it hands the trainer the tokens that top-p left of the vocabulary.
+
+    Its log-prob pass:
+        rescore: the trainer's log-probs of the rollout batch from micro-batches that are cut otherwise, called within
+            the rollout-data hook on every rank; None where no hook reaches the pass. It gives None on a stage that
+            computes no log-probs, and where the batch cannot be cut otherwise.
     """
 
     name: str
@@ -108,7 +116,8 @@ class Host:
     version_flags: str = ""
     step_hook: bool = True
     routers: bool = True
-    kept_set: bool = False
+    kept_set: Callable[[Mapping[str, Any]], bool] = lambda keys: False
+    rescore: Rescore | None = None
 
 
 def sequences_of(batch: Batch) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are compared
     where a sample holds both. A generate function of the user's may keep SGLang's entries, one for each response token
     and None where no engine sampled, in `metadata["output_token_logprobs"]`. And slime has `rollout_top_p_token_ids`
-    where top-p is below 1: each sampled token is one of its own.
+    where top-p is below 1: each sampled token is one of its own, but for a token of a draft, which slime's engine may
+    accept from outside. With `--sglang-speculative-algorithm` they are not compared.
 
     Args:
         args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores samples anew after this
@@ -61,9 +62,9 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         InputError: no sample has any rollout log-prob at all, which no filter mends.
     """
     samples = [sample for sample in _flat(data) if not _scored_later(args, sample)]
-    dropped = []
+    drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
     for sample in samples:
-        fault = None if sample.remove_sample else fault_of(sample)
+        fault = None if sample.remove_sample else fault_of(sample, drafts)
         if fault is not None:
             dropped.append((sample, fault))
             sample.remove_sample = True
@@ -73,8 +74,12 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     _report(dropped, len(samples))
 
 
-def fault_of(sample: Any) -> Fault | None:
-    """What is wrong with the rollout log-probs of a host's `Sample`, if anything."""
+def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
+    """What is wrong with the rollout log-probs of a host's `Sample`, if anything.
+
+    Args:
+        drafts: whether the engine speculates.
+    """
     log_probs, expected = _numbers(sample.rollout_log_probs), sample.response_length
     if expected and not log_probs:
         return Fault("missing", f"no rollout log-probs for {expected} response tokens")
@@ -84,17 +89,20 @@ def fault_of(sample: Any) -> Fault | None:
     broken = sum(counts and not math.isfinite(x) for x, counts in pairs)
     if broken:
         return Fault("not finite", f"{broken} of {expected} rollout log-probs not finite")
-    return _other_tokens(sample)
+    return _other_tokens(sample, drafts)
 
 
-def _other_tokens(sample: Any) -> Fault | None:
+def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
     """Whether a token of the loss is another than the engine returned, as far as the sample tells."""
     length = sample.response_length
     metadata = getattr(sample, "metadata", None)
     entries = metadata.get(ENTRIES) if isinstance(metadata, Mapping) else None
     if entries is not None and len(entries) != length:
         return Fault("of other tokens", f"{len(entries)} {ENTRIES} for {length} response tokens")
-    changed = _outside_nucleus(sample) if entries is None else _unlike_entries(sample, entries)
+    if entries is None:
+        changed = [False] * length if drafts else _outside_nucleus(sample)
+    else:
+        changed = _unlike_entries(sample, entries)
     pairs = zip(changed, _in_loss(sample), strict=True)
     places = [i for i, (is_other, counts) in enumerate(pairs) if is_other and counts]
     if not places:

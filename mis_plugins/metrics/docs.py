@@ -18,6 +18,7 @@ from mis_plugins.metrics.catalogue import PERCENTILES, QUANTILES, RULES, SECTION
 from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import PREFIX, STEP_KEY, Metric
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
+from mis_plugins.metrics.resplit import RESPLIT
 from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
@@ -106,6 +107,18 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         "other experts than the engine did, `earlier` where this is so of a token before it in the sequence "
         "alone, else `same`.",
         SPLIT,
+    ),
+    "Trainer against itself": (
+        "With `mis: {resplit_every: 10}` the rollout-data hook (`count_samples`, or `normalize_rollout`) has the "
+        "trainer compute the log-probs of every tenth rollout twice, at equal weights, from micro-batches that are "
+        "cut otherwise: halved, or, where all hold one sample, joined by two. The second pass is the cost in one of "
+        "ten rollouts, and the others pay nothing. The metrics are reported whatever `metrics` says, under the number "
+        "of the rollout's first step. No hook of Miles and slime is handed the trainer: ours reads it from "
+        "`train_actor`, which calls the hook (in `backends/megatron_utils/actor.py`, Miles 31f1ca96 line 564, slime "
+        "624b824a line 506). Refused are a replay of routes, which is queued for one pass (Miles line 484, slime "
+        "line 431); `--keep-old-actor`, whose weights are gone when the hook is called (lines 556 and 499); and "
+        "Miles on FSDP, which calls no such hook.",
+        RESPLIT,
     ),
 }
 

@@ -201,8 +201,8 @@ def warnings(found: Relation) -> list[str]:
         messages.append(
             f"{mean}either the rollout engine samples from {found.mean_ratio:.1%} of the probability mass (top-p, "
             "top-k or min-p) and renormalizes, which the trainer does not (check --rollout-top-p and "
-            "--rollout-top-k, or have the engine return log-probs before the cut), or the trainer finds nearly every "
-            "token less likely than the engine did (compare weights, chat template and precision of both)"
+            "--rollout-top-k, or hand the kept tokens to the trainer), or the trainer finds nearly every token less "
+            "likely than the engine did (compare weights, chat template and precision of both)"
         )
     if unlikely(found):
         messages.append(_finds_unlikely(found.tokens, found.mean_log_ratio))

@@ -368,7 +368,7 @@ CAUSES: dict[str, Cause] = {
         "Top-p, top-k or min-p on one side",
         "`ratio_mean` is below 1 by far more than `ratio_mean_error`.",
         "The engine samples from a part of the vocabulary and renormalizes; the trainer does not.",
-        "Set `--rollout-top-p 1 --rollout-top-k -1`, or return log-probs before the cut.",
+        "Set `--rollout-top-p 1 --rollout-top-k -1`, or hand the kept tokens to the trainer.",
         _cut_off,
         "0.005 and six standard errors below 1, on 16,000 tokens, with an ESS above one half, and log r nearly the "
         "same everywhere: `metrics/slope.py`.",
@@ -378,7 +378,7 @@ CAUSES: dict[str, Cause] = {
         "The mean of log r is below -1: the trainer finds nearly every token unlikely.",
         "Trainer and engine hold different weights: a failed update, another checkpoint, swapped layers, or so few "
         "bits that little is left of them.",
-        "Compare the weights of both sides after an update (`python -m true_on_policy doctor`).",
+        "Compare the weights of both sides after an update (`python -m true_on_policy weights`).",
         _other_weights,
         "1 nat a token: three times what an int3 engine shows (`metrics/slope.py`). With a policy that had hardly "
         "learned, int3 reached the line.",

@@ -14,12 +14,15 @@ from mis_plugins.metrics.docs import FAMILIES, cells_of, document
 from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import Metric
 from mis_plugins.metrics.peer_names import PEERS
+from mis_plugins.metrics.resplit import RESPLIT
 from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY: dict[str, Metric] = METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS | ROUTED | SPLIT
+EVERY: dict[str, Metric] = (
+    METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS | ROUTED | SPLIT | RESPLIT
+)
 
 
 def test_the_committed_document_is_the_generated_one():
@@ -36,7 +39,7 @@ def test_every_metric_stands_in_one_section():
     listed = [name for metrics in SECTIONS.values() for name in metrics]
     assert sorted(listed) == sorted(METRICS)
     families = [metrics for _, metrics in FAMILIES.values()]
-    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS, ROUTED, SPLIT]
+    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS, ROUTED, SPLIT, RESPLIT]
 
 
 def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():

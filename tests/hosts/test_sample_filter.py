@@ -265,6 +265,13 @@ def test_tokens_that_an_environment_changed_are_dropped(case: str):
     assert sample.remove_sample
 
 
+def test_a_drafted_token_may_lie_outside_its_nucleus():
+    """slime's engine accepts some from there, and keeps them in the sum that it renormalizes by."""
+    sample, changed = (replace(CHANGED[case]) for case in ("outside its nucleus", "another token"))
+    drop_broken_samples(SimpleNamespace(sglang_speculative_algorithm="EAGLE"), [[sample, changed]])
+    assert (sample.remove_sample, changed.remove_sample) == (False, True)
+
+
 def test_the_log_says_which_token_differs(caplog: pytest.LogCaptureFixture):
     drop_broken_samples(ARGS, [[good(metadata=returned(5, 7)), good(metadata=returned(5))]])
     assert [record.getMessage() for record in caplog.records] == [

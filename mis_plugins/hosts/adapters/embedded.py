@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import cache
 from typing import Any
 
+from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import Batch, Host, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import Batch, Host, Ranks, Scores, Tensor, sequences_of
 
 
 def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
@@ -18,6 +19,29 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
         logits, args=args, with_entropy=args.entropy_coef != 0, **sequences_of(batch)
     )
     return found["log_probs"], found.get("entropy")
+
+
+def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+    """The log-probs from micro-batches of half as many samples, or of two where they are of one.
+
+    Raises:
+        InputError: the loop does not call the hook.
+    """
+    from mis_plugins.hosts.resplit import ONE_SPLIT, PREFIX
+    from mis_plugins.hosts.rollout_data import held_by
+    from mis_plugins.local.train.gradients import before_log_probs
+    from mis_plugins.shared.notices import warn_once
+
+    held = held_by("mis_plugins.local.loop", "prepare")
+    if "self" not in held:
+        raise InputError("mis.resplit_every: the loop of the embedded host does not call this hook")
+    samples = len(data["tokens"])
+    if samples == 1:
+        warn_once(ONE_SPLIT)
+        return None
+    trainer, size = held["self"].trainer, min(args.micro_batch_size, samples)
+    before_log_probs(args, trainer, PREFIX)
+    return trainer.log_probs(data, 2 if size == 1 else (size + 1) // 2)
 
 
 @cache
@@ -42,5 +66,6 @@ HOST = Host(
     tracking="mis_plugins.local.tracking",
     more_arguments=arguments,
     rollout_batch=True,
+    rescore=rescore,
     versions=True,
 )

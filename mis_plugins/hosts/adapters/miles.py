@@ -21,6 +21,7 @@ from mis_plugins.hosts.host import (
     sequences_of,
 )
 
+TRAINER = "miles.backends.megatron_utils.actor"
 PARALLEL = "miles.backends.training_utils.parallel"
 TRACKING = "miles.utils.tracking_utils.tracking"
 
@@ -101,6 +102,13 @@ def recomputes(args: Any) -> Recomputes:
     return "never" if args.skip_actor_forward_only else "always"
 
 
+def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+    """A second log-prob pass of Miles's trainer, whose pass takes the number of the rollout."""
+    from mis_plugins.hosts.resplit import rescored
+
+    return rescored(TRAINER, args, data, ranks, numbered=True)
+
+
 def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
     """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
 
@@ -147,4 +155,5 @@ HOST = Host(
     eval_engines=True,
     version_flags=f"--fully-async {VERSION_FLAGS}",
     rollout_batch=True,
+    rescore=rescore,
 )

@@ -77,5 +77,6 @@ HOST = replace(
     step_hook=False,
     version_flags="",
     rollout_batch=False,
+    rescore=None,
     routers=False,
 )

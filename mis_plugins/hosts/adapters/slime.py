@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, LogProbs, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, LogProbs, Ranks, Scores, Tensor, sequences_of
 
+TRAINER = "slime.backends.megatron_utils.actor"
 TRACKING = "slime.observability.logging_utils"
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
@@ -17,8 +19,13 @@ def runs(args: Any) -> bool:
     return TRACKING in sys.modules
 
 
+def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
+    """Whether slime asks its engine for the tokens that it samples from: by top-p alone, whatever top-k says."""
+    return keys.get("rollout_top_p", 1) != 1
+
+
 def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
-    """slime's own log-probs, over the tokens that top-p left where it replays them, and its entropy."""
+    """slime's own log-probs, over the tokens that top-p left, and its entropy, of the whole vocabulary."""
     from slime.backends.megatron_utils.loss import (  # type: ignore[import-not-found]
         get_log_probs_and_entropy,
         get_rollout_top_p_logprob_kwargs,
@@ -29,6 +36,13 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
         logits, args=args, with_entropy=True, **sequences_of(batch), **nucleus
     )
     return found["log_probs"], found["entropy"]
+
+
+def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+    """A second log-prob pass of slime's trainer."""
+    from mis_plugins.hosts.resplit import rescored
+
+    return rescored(TRAINER, args, data, ranks)
 
 
 HOST = Host(
@@ -48,5 +62,6 @@ HOST = Host(
     records=("slime", "megatron", "sglang"),
     version_flags=f"{FULLY_ASYNC} {VERSION_FLAGS}",
     rollout_batch=True,
-    kept_set=True,
+    kept_set=hands_on_kept_sets,
+    rescore=rescore,
 )

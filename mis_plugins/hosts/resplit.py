@@ -1,0 +1,205 @@
+"""The trainer against itself: the log-probs of a rollout once more, from micro-batches that are cut otherwise.
+
+A trainer whose kernels depend on the batch gives a token another log-prob in another micro-batch. That part of the
+mismatch no engine causes, and no update of weights takes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import megatron, tracking
+from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.registry import current
+from mis_plugins.hosts.rollout_data import held_by
+from mis_plugins.metrics.alarms import COUNT
+from mis_plugins.metrics.resplit import resplit_metrics
+from mis_plugins.packing.collectives import all_reduce
+from mis_plugins.packing.ragged import Ranks
+from mis_plugins.shared.notices import warn_once
+
+Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
+
+KEY = "resplit_every"
+PREFIX = "resplit_"  # what hosts call the pass by, as they call that of a reference policy `ref_`
+HELD = ("self", "data_iterator", "num_microbatches", "rollout_id")
+ONE_SPLIT = (
+    "mis.resplit_every: micro-batches of one sample, and no two of them that can be joined, so that nothing is "
+    "compared; give the trainer more samples or a larger micro-batch"
+)
+
+
+def check_hook(args: Any, config: CorrectionConfig) -> None:
+    """Refuse `resplit_every` where no rollout-data hook is given, so that nothing would be compared.
+
+    Raises:
+        ConfigError: it names the flag.
+    """
+    if config.resplit_every is not None and getattr(args, "rollout_data_postprocess_path", None) is None:
+        raise ConfigError(
+            f"{{resplit_every}}: {config.resplit_every} needs {COUNT} (normalize_rollout does it too)"
+        ).spelled(reading.spelling(args), "mis.")
+
+
+def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
+    """Compute the log-probs of each `resplit_every`-th rollout once more, and log what differs. Collective.
+
+    Raises:
+        ConfigError: arguments of the host under which a second pass would not be the same pass.
+        InputError: a rollout without the trainer's log-probs.
+    """
+    every = _every(args)
+    if every is None or rollout_id % every:
+        return
+    host = current(args)
+    _check_same_pass(args)
+    if megatron.holds_log_probs() and not data.get("log_probs"):
+        raise InputError(
+            "mis.resplit_every: rollout_data has no log-probs of the trainer to compare with; let it recompute them "
+            "(slime with one step a rollout: --get-mismatch-metrics beside --use-tis)"
+        )
+    if host.rescore is None:
+        raise ConfigError(
+            f"mis.resplit_every: no hook of {host.title} reaches its log-prob pass; leave it out"
+        )
+    ranks, cp = host.parallel()
+    again = host.rescore(args, data, ranks)
+    if again is None:
+        return
+    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
+    mask = layout.place(torch.cat(list(data["loss_masks"])), ranks).ragged.loss_mask
+    sums, largest = differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
+    for group in (ranks.cp, ranks.dp):
+        if group is not None:
+            all_reduce(sums, group)
+            all_reduce(largest, group, dist.ReduceOp.MAX)
+    if host.reports(ranks):
+        tokens, differing, apart = sums.tolist()
+        metrics = resplit_metrics(tokens, differing, apart, float(largest))
+        tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
+
+
+def _every(args: Any) -> int | None:
+    """The config's word. Without the key nothing is read: `count_samples` serves runs without a config."""
+    said = getattr(args, "mis", None)
+    return reading.from_args(args).resplit_every if isinstance(said, Mapping) and KEY in said else None
+
+
+def _check_same_pass(args: Any) -> None:
+    """Refuse arguments with which the weights or the routes of the log-prob pass are gone when the hook is called."""
+    for name in ("use_routing_replay", "use_rollout_routing_replay", "use_indexer_replay"):
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"{{resplit_every}} with --{name.replace('_', '-')}: what is replayed is queued for one pass, "
+                "micro-batch by micro-batch; drop one"
+            ).spelled({}, "mis.")
+    if getattr(args, "keep_old_actor", False):
+        raise ConfigError(
+            "{resplit_every} with --keep-old-actor: the trainer has switched to other weights by then; drop one"
+        ).spelled({}, "mis.")
+
+
+def differences(
+    first: Float[Tensor, " T"], second: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
+) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
+    """Valid tokens, those whose two log-probs differ, and the sum of |difference|; the largest |difference|.
+
+    Two NaN are equal; a NaN differs from a number by infinity.
+    """
+    second = second.to(first.device)
+    differs = loss_mask & (first != second) & ~(first.isnan() & second.isnan())
+    apart = torch.where(differs, (first.double() - second.double()).abs(), 0).nan_to_num(nan=torch.inf)
+    sums = torch.stack([loss_mask.sum().double(), differs.sum().double(), apart.sum()])
+    return sums, apart.max() if apart.numel() else sums.new_zeros(())
+
+
+def cut_otherwise(groups: Groups, halves: bool) -> Groups:
+    """The samples of a step in other micro-batches, whose number depends on the number of `groups` alone.
+
+    Ranks that hold other samples have as many groups, and must run as many forward passes. Halved, a group of one
+    sample becomes two of it, so that it is scored twice.
+
+    >>> cut_otherwise([[0, 1, 2], [3]], halves=True)
+    [[0, 1], [2], [3], [3]]
+    >>> cut_otherwise([[0], [1], [2]], halves=False)
+    [[0, 1], [2]]
+    """
+    if halves:
+        cut = [(group, (len(group) + 1) // 2) for group in groups]
+        return [part for group, half in cut for part in (group[:half], group[half:] or group)]
+    return [sum(groups[start : start + 2], []) for start in range(0, len(groups), 2)]
+
+
+def rescored(
+    module: str, args: Any, data: Mapping[str, Any], ranks: Ranks, numbered: bool = False
+) -> list[Tensor] | None:
+    """What the trainer of Miles or slime computes in `Host.rescore`, by its own log-prob pass.
+
+    No hook is handed the trainer: it is read from the function that calls the rollout-data hook.
+
+    Args:
+        module: of the trainer.
+        numbered: whether its pass takes the number of the rollout.
+
+    Raises:
+        InputError: another function calls the hook.
+    """
+    held = held_by(module, "train_actor")
+    if not held.keys() >= set(HELD):
+        raise InputError(
+            f"mis.resplit_every: {module}.train_actor does not call this hook, or holds no {', '.join(HELD)}: the "
+            "trainer cannot be asked for a second log-prob pass; leave it out"
+        )
+    trainer, iterators, numbers, rollout_id = (held[name] for name in HELD)
+    steps = list(_by_step(_groups(iterators[0], sum(numbers)), numbers))
+    halves = _anywhere(any(len(group) > 1 for step in steps for group in step), data, ranks)
+    # Stages of a virtual pipeline divide the number of micro-batches, which halves keep divisible.
+    if not halves and (len(iterators) > 1 or max(numbers) < 2):
+        warn_once(ONE_SPLIT)
+        return None
+    cut = [cut_otherwise(step, halves) for step in steps]
+    flat = [group for step in cut for group in step]
+    others = [type(one)(one.rollout_data, micro_batch_indices=flat) for one in iterators]
+    also = {"rollout_id": rollout_id} if numbered else {}
+    found = trainer.compute_log_prob(others, [len(step) for step in cut], store_prefix=PREFIX, **also)
+    scores = found.get(f"{PREFIX}log_probs")
+    if scores is None:
+        return None
+    samples = sum(flat, [])
+    # With dynamic batches both hosts put what they computed back in the order of the samples.
+    if args.use_dynamic_batch_size:
+        samples = range(len(set(samples)))
+    by_sample = dict(zip(samples, scores, strict=False))
+    return [by_sample[sample] for sample in sorted(by_sample)]
+
+
+def _groups(iterator: Any, number: int) -> Groups:
+    """The samples of each micro-batch of a rollout, as one of the host's iterators gives them."""
+    if iterator.micro_batch_indices is not None:
+        return [list(group) for group in iterator.micro_batch_indices]
+    size = iterator.micro_batch_size
+    return [list(range(start, start + size)) for start in range(0, number * size, size)]
+
+
+def _by_step(groups: Groups, numbers: Sequence[int]) -> Iterator[Groups]:
+    rest = iter(groups)
+    for number in numbers:
+        yield list(islice(rest, number))
+
+
+def _anywhere(here: bool, data: Mapping[str, Any], ranks: Ranks) -> bool:
+    """Whether something holds on any rank that has other samples."""
+    found = torch.tensor(float(here), device=data["loss_masks"][0].device)
+    if ranks.dp is not None:
+        all_reduce(found, ranks.dp, dist.ReduceOp.MAX)
+    return bool(found)

@@ -1,0 +1,279 @@
+"""The trainer against itself: other micro-batches, what differs between two passes, and how each host is asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batches import host_args
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mis_plugins import mis
+from mis_plugins.__main__ import main
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.explain.words import describe
+from mis_plugins.hosts import registry, resplit
+from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.resplit import cut_otherwise, differences
+from mis_plugins.packing.ragged import Ranks
+
+FLAG = "--rollout-data-postprocess-path mis_plugins.mis.count_samples"
+STEP = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+# --------------------------------------------------------------------------------------------------- micro-batches
+
+
+@given(STEP, st.booleans())
+def test_every_sample_is_scored_and_ranks_with_as_many_groups_run_as_many_passes(
+    sizes: list[int], halves: bool
+) -> None:
+    samples = iter(range(sum(sizes)))
+    groups = [[next(samples) for _ in range(size)] for size in sizes]
+    cut = cut_otherwise(groups, halves)
+    assert sorted({sample for group in cut for sample in group}) == list(range(sum(sizes)))
+    assert len(cut) == (2 * len(groups) if halves else (len(groups) + 1) // 2)
+    assert all(cut)
+    if halves:
+        assert max(map(len, cut)) <= max(sizes), "no micro-batch needs more memory"
+    whole = {tuple(group) for group in groups if len(group) > 1 or not halves and len(groups) > 1}
+    assert not {tuple(group) for group in cut[: len(cut) - len(groups) % 2 * (not halves)]} & whole
+
+
+# ----------------------------------------------------------------------------------------------------- differences
+
+
+def test_equal_passes_differ_by_0_exactly_and_one_bit_is_seen() -> None:
+    first = torch.tensor([-1.0, -2.0, float("nan"), -torch.inf])
+    valid = torch.ones(4, dtype=torch.bool)
+    sums, largest = differences(first, first.clone(), valid)
+    assert (sums.tolist(), float(largest)) == ([4, 0, 0], 0)
+    second = first.clone()
+    second[1] = torch.nextafter(second[1], torch.tensor(0.0))
+    sums, largest = differences(first, second, valid)
+    assert sums[1] == 1 and sums[2] == largest == 2.0**-23
+    assert differences(first, second, torch.tensor([True, False, True, True]))[0].tolist() == [3, 0, 0]
+
+
+def test_a_number_that_is_lost_in_one_pass_differs_by_infinity() -> None:
+    sums, largest = differences(
+        torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, float("nan")]), torch.tensor([True, True])
+    )
+    assert sums.tolist() == [2, 1, float("inf")] and float(largest) == float("inf")
+
+
+# ----------------------------------------------------------------------------------- Miles's and slime's own trainer
+
+TRAIN = """
+def train_actor(self, rollout_id, rollout_data, hook, args, data_iterator, num_microbatches):
+    hook(args, *handed(rollout_id, rollout_data))
+"""
+ACTOR = "{}.backends.megatron_utils.actor"
+SAMPLES = 6
+
+
+class Iterator:
+    """Both hosts' iterator over micro-batches, as far as a second pass reads it."""
+
+    def __init__(
+        self, rollout_data: Any, micro_batch_size: int | None = None, micro_batch_indices: Any = None
+    ) -> None:
+        self.rollout_data, self.micro_batch_size = rollout_data, micro_batch_size
+        self.micro_batch_indices = micro_batch_indices
+
+
+class Trainer:
+    """A trainer whose log-prob of a sample is its number, plus `leak` times what its micro-batch holds."""
+
+    def __init__(self, args: SimpleNamespace, leak: float) -> None:
+        self.args, self.leak = args, leak
+        self.passes: list[tuple[list[list[int]], list[int]]] = []
+
+    def scored(self, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+        scores = [torch.full((2,), -1.0 - i - self.leak * len(group)) for group in groups for i in group]
+        if not self.args.use_dynamic_batch_size:
+            return scores
+        placed: list[Any] = [None] * len(scores)
+        for sample, score in zip([i for group in groups for i in group], scores, strict=True):
+            placed[sample] = score
+        return placed
+
+    def compute_log_prob(
+        self, data_iterator: Any, num_microbatches: Any, store_prefix: str = "", **more: int
+    ) -> dict[str, list[Tensor]]:
+        assert more == self.args.more
+        groups = data_iterator[0].micro_batch_indices
+        self.passes.append((groups, num_microbatches))
+        return {f"{store_prefix}log_probs": self.scored(groups)}
+
+
+def trained(
+    host: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    groups: list[list[int]] | int = 3,
+    numbers: Sequence[int] = (1, 1),
+    leak: float = 0.0,
+    rollout: int = 0,
+    every: int = 2,
+    **settings: Any,
+) -> tuple[Trainer, dict[str, float]]:
+    """What the rollout-data hook asks of a host's trainer, and logs, of one rollout of six samples."""
+    monkeypatch.setattr(resplit, "current", lambda args: HOSTS[host])
+    monkeypatch.setattr("mis_plugins.hosts.tracking.current", lambda args: HOSTS[host])
+    monkeypatch.setattr(mis, "current", lambda args: HOSTS[host])
+    numbered = {"rollout_id": rollout} if host == "miles" else {}
+    args = host_args(
+        mis={"resplit_every": every},
+        use_dynamic_batch_size=isinstance(groups, list),
+        more=numbered,
+        **settings,
+    )
+    args.use_tis = False
+    own = groups if isinstance(groups, list) else [[*range(i, i + groups)] for i in range(0, SAMPLES, groups)]
+    trainer = Trainer(args, leak)
+    data = {
+        "log_probs": trainer.scored(own), "loss_masks": [torch.tensor([1, 1])] * SAMPLES,
+        "total_lengths": [4] * SAMPLES, "response_lengths": [2] * SAMPLES,
+    }  # fmt: skip
+    called: dict[str, Any] = {"__name__": ACTOR.format(host)}
+    called["handed"] = lambda *batch: () if host == "miles" else batch
+    exec(TRAIN, called)
+    iterator = Iterator(data, None, groups) if isinstance(groups, list) else Iterator(data, groups)
+    with caplog.at_level(logging.INFO, "mis_plugins"):
+        called["train_actor"](trainer, rollout, data, mis.count_samples, args, [iterator], list(numbers))
+    told: list[Any] = [record.args for record in caplog.records if record.msg == "step %d: %s"]
+    return trainer, {name.rpartition("/")[2]: value for _, one in told for name, value in one.items()}
+
+
+MEGATRON = pytest.mark.parametrize("host", ["miles", "slime"])
+
+
+@MEGATRON
+@pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
+def test_a_trainer_that_does_not_depend_on_the_batch_differs_in_nothing(
+    host: str, groups: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    trainer, told = trained(host, monkeypatch, caplog, groups)
+    halved = [[0, 1], [2], [3, 4], [5]] if groups == 3 else [[4, 0], [2], [1, 5], [3]]
+    assert trainer.passes == [(halved, [2, 2])]
+    assert told == {"resplit_differs": 0, "resplit_diff_abs_mean": 0, "resplit_diff_abs_max": 0, "step": 0}
+
+
+@MEGATRON
+@pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
+def test_a_planted_dependence_on_the_batch_is_told(
+    host: str, groups: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    _, told = trained(host, monkeypatch, caplog, groups, leak=0.25)
+    assert told["resplit_differs"] == 1
+    assert told["resplit_diff_abs_max"] == 0.5, "a sample that is alone, and was one of three"
+    assert told["resplit_diff_abs_mean"] == pytest.approx((2 * 0.25 + 0.5) / 3)
+
+
+@MEGATRON
+def test_micro_batches_of_one_sample_are_joined_and_a_lone_one_is_scored_twice(
+    host: str, monkeypatch: Any, caplog: Any
+) -> None:
+    trainer, told = trained(host, monkeypatch, caplog, 1, (3, 3), leak=0.25)
+    assert trainer.passes == [([[0, 1], [2], [3, 4], [5]], [2, 2])]
+    assert told["resplit_differs"] == pytest.approx(4 / 6)
+    trainer, _ = trained(host, monkeypatch, caplog, [[3], [0, 1, 2], [4, 5]], (2, 1))
+    assert trainer.passes == [([[3], [3], [0, 1], [2], [4], [5]], [4, 2])]
+
+
+@MEGATRON
+def test_between_the_asked_rollouts_nothing_is_computed(host: str, monkeypatch: Any, caplog: Any) -> None:
+    trainer, told = trained(host, monkeypatch, caplog, rollout=3)
+    assert not trainer.passes and not told
+    trainer, told = trained(host, monkeypatch, caplog, rollout=4, num_steps_per_rollout=2)
+    assert len(trainer.passes) == 1 and told["step"] == 8
+
+
+@MEGATRON
+def test_one_split_is_told_and_compares_nothing(host: str, monkeypatch: Any, caplog: Any) -> None:
+    resplit.warn_once.cache_clear()
+    trainer, told = trained(host, monkeypatch, caplog, 1, [1] * SAMPLES)
+    assert not trainer.passes and not told
+    assert "no two of them that can be joined" in caplog.text
+
+
+@MEGATRON
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"use_routing_replay": True}, "--use-routing-replay: what is replayed is queued for one pass"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay"),
+        ({"keep_old_actor": True}, "--keep-old-actor: the trainer has switched"),
+    ],
+)
+def test_what_makes_a_second_pass_another_pass_is_refused(
+    host: str, settings: Any, said: str, monkeypatch: Any, caplog: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"mis.resplit_every with .*{said}"):
+        trained(host, monkeypatch, caplog, **settings)
+
+
+def test_a_hook_that_another_function_calls_cannot_ask_the_trainer(monkeypatch: Any) -> None:
+    data = {"loss_masks": [torch.ones(2)]}
+    rescore = HOSTS["slime"].rescore
+    assert rescore is not None
+    with pytest.raises(
+        InputError, match="slime.backends.megatron_utils.actor.train_actor does not call this"
+    ):
+        rescore(host_args(), data, Ranks())
+
+
+# ---------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0, "got 0; give at least 1 rollout"),
+        (2.5, "got 2.5; expected a whole number"),
+        ("x", "expected a number"),
+    ],
+)
+def test_a_number_of_rollouts_that_cannot_be_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"mis.resplit_every: {said}|mis.resplit_every: got 'x'; {said}"):
+        from_mapping({"resplit_every": value})
+
+
+def test_the_key_without_the_hook_is_refused_by_the_hooks_that_read_it() -> None:
+    args = host_args(mis={"weight": {"upper": 2}, "resplit_every": 5})
+    with pytest.raises(ConfigError, match=f"mis.resplit_every: 5 needs {FLAG}"):
+        mis.config_in_force(args)
+    args.rollout_data_postprocess_path = "mis_plugins.mis.count_samples"
+    assert mis.config_in_force(args).resplit_every == 5
+
+
+def test_the_words_and_the_flags_of_a_config() -> None:
+    told = describe(from_mapping({"resplit_every": 10}))
+    assert "of each 10 rollouts one is scored again" in told and FLAG in told
+    rollout = {"weight": {"upper": 2, "normalize": {"scope": "rollout"}}, "resplit_every": 10}
+    assert "count_samples" not in describe(from_mapping(rollout)), "its hook does it too"
+
+
+def test_config_check_refuses_it_where_no_hook_reaches_the_pass(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mis.yaml"
+    file.write_text("mis: {weight: {upper: 2}, resplit_every: 10}\n")
+    assert main(["config", "check", str(file), "--host", "fsdp"]) == 2
+    assert "mis.resplit_every needs the rollout-data hook, which Miles on FSDP" in capsys.readouterr().err
+    for host in ("miles", "slime"):
+        assert main(["config", "check", str(file), "--host", host]) == 0
+        assert FLAG in capsys.readouterr().out
+
+
+def test_every_host_that_hands_the_rollout_batch_can_be_asked() -> None:
+    for host in registry.HOSTS.values():
+        assert (host.rescore is not None) == host.rollout_batch, host.name
