@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +17,14 @@ from torch import Tensor
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.rollout.served import ServedEngine
+from mis_plugins.local.train.parallel import EXIT_USER_ERROR, launch
 from true_on_policy.__main__ import main
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.engines.sglang.weights import answered
 from true_on_policy.errors import NotSeenError
+from true_on_policy.models.tiny import read_weights
 from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values, values
 from true_on_policy.weights.comparison import compare
 from true_on_policy.weights.held import Weights
@@ -70,7 +74,7 @@ def loaded(
         padded = torch.zeros(16, HIDDEN)
         padded[:VOCABULARY] = weights.get(name, weights["model.embed_tokens.weight"])
         held[name] = padded[rank * rows : (rank + 1) * rows].clone()
-    for kind in ("weight", "bias"):
+    for kind in ("weight", "bias") if f"{attn}.q_proj.bias" in weights else ("weight",):
         q, k, v = (weights[f"{attn}.{part}_proj.{kind}"] for part in "qkv")
         held[f"{attn}.qkv_proj.{kind}"] = torch.cat([q[heads], k[of_group], v[of_group]])
     held[f"{attn}.o_proj.weight"] = weights[f"{attn}.o_proj.weight"][:, heads].clone()
@@ -333,3 +337,37 @@ def test_the_exit_code_says_equal_different_or_not_compared(
 def test_the_embedded_host_refuses_an_engine_that_tells_no_weights(flags: str) -> None:
     with pytest.raises(ConfigError, match="--check-weights-every with .*: no weights can be asked for there"):
         parse_args(f"--smoke --check-weights-every 1 {flags}".split())
+
+
+class Served:
+    """An engine of the embedded host that never takes new weights, and tells those that it holds."""
+
+    def __init__(self, source: Path) -> None:
+        self.weights_checker = Engine([loaded(read_weights(source))])
+
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = ModelConfig(VOCABULARY, HIDDEN, 1, HEADS, GROUPS, HEAD, FFN, qk_norm=False)
+    before = {name: weight for name, weight in checkpoint().items() if "bias" not in name}
+    after = before | {f"{LAYER}.self_attn.v_proj.weight": before[f"{LAYER}.self_attn.v_proj.weight"] + 1}
+
+    def run() -> None:
+        engine = ServedEngine(config, lambda source: cast(Any, Served(source)))
+        engine.update_weights(before, 0)
+        assert engine.check_weights(before) == 7
+        engine.update_weights(after, 1)
+        engine.check_weights(after)
+
+    assert launch(1, run) == EXIT_USER_ERROR
+    said = capfd.readouterr().err
+    name = f"{LAYER}.self_attn.qkv_proj.weight"
+    assert (
+        f"error: --check-weights-every, weights 1: 1 of 7 tensors differ, the first: {name}: 64 of 256"
+        in said
+    )
