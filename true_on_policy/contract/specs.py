@@ -53,6 +53,7 @@ class EngineSpec:
         serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
         words: a description of the engine for a help text.
         head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
+        cuts: whether the engine samples from a cut vocabulary and returns what was left of it.
     """
 
     start: Callable[..., Any]
@@ -63,6 +64,7 @@ class EngineSpec:
     serve: Callable[..., Any] | None = None
     words: str = ""
     head_sizes: tuple[int, ...] = ()
+    cuts: bool = False
 
 
 @dataclass(frozen=True)
