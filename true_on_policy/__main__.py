@@ -22,7 +22,7 @@ from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_for
 from mis_plugins.shared.shell import REFUSED as FAILED
 
 # Each command is a room; its module `command` has add_parser(subparsers), which sets run(arguments) -> exit code.
-COMMANDS = ("verify", "diff", "contract", "flags", "doctor")
+COMMANDS = ("verify", "diff", "contract", "flags", "doctor", "weights")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

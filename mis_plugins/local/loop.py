@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -185,6 +185,8 @@ class Loop:
             else None,
         )
         loop.engine.update_weights(weights, loop.next_rollout)
+        if args.check_weights_every:
+            loop.check_weights(weights)
         return loop
 
     def one_rollout(self) -> Row:
@@ -225,10 +227,20 @@ class Loop:
         """Hand the weights on to what samples. Collective."""
         weights = self.trainer.weights()
         self.engine.update_weights(weights, self.next_rollout)
+        every = self.args.check_weights_every
+        if every and self.next_rollout % every == 0:
+            return self.check_weights(weights)
         if self.asynchronous is None:
             return {}
         self.asynchronous.update(weights)
         return self.asynchronous.take_row()
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> Row:
+        """Compare the engine's weights with the trainer's, which must be equal in every bit. Collective."""
+        from mis_plugins.local.rollout.served import ServedEngine
+
+        assert isinstance(self.engine, ServedEngine), "the command line asks engines that tell alone"
+        return {"weights_compared": self.engine.check_weights(weights)}
 
     def train(self, rollout_id: int, rollout: Rollout) -> Row:
         """All optimizer steps of one rollout; their metrics averaged."""

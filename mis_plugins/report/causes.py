@@ -378,7 +378,7 @@ CAUSES: dict[str, Cause] = {
         "The mean of log r is below -1: the trainer finds nearly every token unlikely.",
         "Trainer and engine hold different weights: a failed update, another checkpoint, swapped layers, or so few "
         "bits that little is left of them.",
-        "Compare the weights of both sides after an update (`python -m true_on_policy doctor`).",
+        "Compare the weights of both sides after an update (`python -m true_on_policy weights`).",
         _other_weights,
         "1 nat a token: three times what an int3 engine shows (`metrics/slope.py`). With a policy that had hardly "
         "learned, int3 reached the line.",

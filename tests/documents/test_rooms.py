@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "mis_plugins": "former __main__ local report mis explain hosts routing loss metrics versions correction config "
     "packing shared errors __version__",
-    "true_on_policy": "former __main__ doctor verify fsdp_worker trainers hosts engines observe models diff flags "
-    "kernels contract bitwise errors",
+    "true_on_policy": "former __main__ doctor weights verify fsdp_worker trainers hosts engines observe models diff "
+    "flags kernels contract bitwise errors",
 }
 # The embedded host is imported where it runs, as Miles and slime are: within a function.
 LAZY = {("mis_plugins.hosts.adapters.embedded", "mis_plugins.local")}

@@ -52,6 +52,7 @@ class EngineSpec:
         abilities: situations that the engine meets by itself and reports.
         serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
         words: a description of the engine for a help text.
+        tells_weights: whether what `serve` starts has a `weights_checker` that tells digests of its weights.
         head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
         cuts: whether the engine samples from a cut vocabulary and returns what was left of it.
     """
@@ -63,6 +64,7 @@ class EngineSpec:
     abilities: tuple[Ability, ...] = ()
     serve: Callable[..., Any] | None = None
     words: str = ""
+    tells_weights: bool = False
     head_sizes: tuple[int, ...] = ()
     cuts: bool = False
 

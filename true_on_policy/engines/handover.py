@@ -14,6 +14,7 @@ from true_on_policy.contract.stated import CONTRACT, ORDER, stated_contract
 FOLDER = (
     "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
 )
+ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker shall tell digests of its weights
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes held
 
 

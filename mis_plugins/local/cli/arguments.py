@@ -15,7 +15,7 @@ from mis_plugins.config.reading import from_args
 from mis_plugins.errors import ConfigError
 from mis_plugins.local.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from mis_plugins.local.cli.loading import load_function
-from mis_plugins.local.cli.parser import ASYNCHRONOUS, HOOK_POINTS, build_parser
+from mis_plugins.local.cli.parser import ASYNCHRONOUS, HOOK_POINTS, TELLING, build_parser
 from mis_plugins.shared.numerals import LARGEST, shown
 from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 from mis_plugins.versions.update_hooks import Hooks
@@ -182,6 +182,12 @@ def _check_engine(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--rollout-engine {args.rollout_engine} with --kv-channels {args.kv_channels}: on a CPU the engine knows "
             f"heads of {', '.join(map(str, sizes))}; give one of these sizes"
+        )
+    if args.check_weights_every and (args.asynchronous or args.rollout_engine not in TELLING):
+        engine = "--async" if args.asynchronous else f"--rollout-engine {args.rollout_engine}"
+        raise ConfigError(
+            f"--check-weights-every with {engine}: no weights can be asked for there; give --rollout-engine "
+            f"{' or '.join(TELLING)}, without --async, or drop it"
         )
     if args.true_on_policy and args.rollout_weights != "fp32":
         raise ConfigError(

@@ -14,6 +14,8 @@ PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 SERVED = {name: spec.words for name, spec in sorted(ENGINES.items()) if spec.serve}
 """Engines of ``true_on_policy`` that can serve a training loop, and what they are."""
 ENGINE_NAMES = ("local", *SERVED)
+TELLING = tuple(name for name, spec in sorted(ENGINES.items()) if spec.serve and spec.tells_weights)
+"""Engines that tell what weights they hold."""
 PAUSE_MODES = ("in_place", "retract", "abort")
 TASK_NAMES = ("reverse", "sort", "add")
 
@@ -199,6 +201,14 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         default="local",
         help=f"local: our own decoder; {'; '.join(f'{name}: {words}' for name, words in SERVED.items())} "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--check-weights-every",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="where a run starts or resumes, and after every N updates, compare each tensor of the engine with the "
+        f"trainer's, bit for bit, and stop at a difference; with --rollout-engine {' or '.join(TELLING)}; 0: never",
     )
     group.add_argument(
         "--true-on-policy",

@@ -17,8 +17,10 @@ from torch import Tensor
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import Generation
 from true_on_policy.contract.families import FAMILIES, Family, Shape
-from true_on_policy.engines.protocol import Cut, Engine, Request, Sample
+from true_on_policy.engines.protocol import Cut, Engine, Request, Sample, TellsWeights
+from true_on_policy.errors import DifferenceError
 from true_on_policy.models.tiny import write_checkpoint
+from true_on_policy.weights.comparison import compare
 
 
 class ServedEngine:
@@ -76,6 +78,23 @@ class ServedEngine:
             answers = [[next(samples) for _ in share] for share in asked]
         dist.broadcast_object_list(answers)
         return answers[dist.get_rank()]
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> int:
+        """Compare every tensor of the engine with the trainer's weights, and return how many there are.
+
+        Raises:
+            DifferenceError: a tensor differs; on every rank.
+            NotSeenError: the engine does not tell its weights.
+        """
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            assert isinstance(self._engine, TellsWeights), "the command line asks engines that tell alone"
+            found = [compare(self._engine.weights_checker, weights)]
+        dist.broadcast_object_list(found)
+        (comparison,) = found
+        if not comparison.equal:
+            raise DifferenceError(f"--check-weights-every, weights {self.version}: {comparison}")
+        return comparison.compared
 
     def close(self) -> None:
         if self._engine is not None:

@@ -17,6 +17,7 @@ from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
+from true_on_policy.engines.handover import ASKED
 from true_on_policy.engines.protocol import Cut, EngineError, Request, Sample
 from true_on_policy.engines.server import DTYPES, LOOP_TOKENS, named, started
 
@@ -177,6 +178,10 @@ class SGLang:
         if not answer["success"]:
             raise EngineError(f"sglang: refused the weights of {checkpoint}: {answer['message']}")
 
+    def weights_checker(self, body: Mapping[str, Any]) -> Any:
+        """Ask the server's weight checker, which our plugin has taught to tell digests (`weights.py`)."""
+        return self._server.post("/weights_checker", body)
+
     def close(self) -> None:
         self._server.close()
 
@@ -218,7 +223,7 @@ def _cpu_arguments(ranks: int) -> list[str]:
 def _environment(
     contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
 ) -> dict[str, str]:
-    added = {"PYTHONPATH": str(HERE / "sglang" / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1"}
+    added = {"PYTHONPATH": str(HERE / "sglang" / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1", ASKED: "1"}
     if ranks > 1:  # unset, SGLang refuses more ranks than NUMA nodes; set, it binds no thread here
         added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     if target is not None:  # SGLang's CPU path would round cos and sin to bf16, its GPU path does not

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from true_on_policy.contract.stated import CONTRACT, stated_contract
-from true_on_policy.engines.handover import FOLDER, asked_for, ordered_norm, pin_as_asked
+from true_on_policy.engines.handover import ASKED, FOLDER, asked_for, ordered_norm, pin_as_asked
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -20,6 +20,8 @@ def activate() -> None:
     """Register the hooks that the contract needs; SGLang calls this function and hides what a plugin raises."""
     if FOLDER in os.environ:
         _look()
+    if ASKED in os.environ:
+        _tell_weights()
     if asked_for():
         _align()
 
@@ -48,6 +50,15 @@ def _look() -> None:
     from true_on_policy.engines.sglang.settings import TARGET, written
 
     HookRegistry.register(TARGET, written, HookType.AFTER)
+
+
+def _tell_weights() -> None:
+    """Register the hook that tells digests and values of the engine's weights."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    from true_on_policy.engines.sglang.weights import TARGET, answered
+
+    HookRegistry.register(TARGET, answered, HookType.AROUND)
 
 
 def _align() -> None:

@@ -11,4 +11,5 @@ ENGINE = EngineSpec(
     serve=at("true_on_policy.engines.sglang.engine:serve"),
     words=OWN_SERVER,
     cuts=True,
+    tells_weights=True,
 )

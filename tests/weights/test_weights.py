@@ -1,0 +1,373 @@
+"""The engine's weights against a checkpoint's: fused and cut as SGLang holds them, and every planted fault named."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.local.cli.arguments import parse_args
+from mis_plugins.local.model.decoder import ModelConfig
+from mis_plugins.local.rollout.served import ServedEngine
+from mis_plugins.local.train.parallel import EXIT_USER_ERROR, launch
+from true_on_policy.__main__ import main
+from true_on_policy.engines.protocol import EngineError
+from true_on_policy.engines.sglang.weights import answered
+from true_on_policy.errors import NotSeenError
+from true_on_policy.models.tiny import read_weights
+from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values, values
+from true_on_policy.weights.comparison import compare
+from true_on_policy.weights.held import Weights
+
+HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCABULARY, EXPERTS = 8, 4, 2, 4, 12, 10, 4
+LAYER = "model.layers.0"
+
+
+def checkpoint(tied: bool = False, experts: bool = False) -> dict[str, Tensor]:
+    """Weights of one layer by Hugging Face name, all values different."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        f"{LAYER}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+        f"{LAYER}.self_attn.k_proj.weight": (GROUPS * HEAD, HIDDEN),
+        f"{LAYER}.self_attn.v_proj.weight": (GROUPS * HEAD, HIDDEN),
+        f"{LAYER}.self_attn.q_proj.bias": (HEADS * HEAD,),
+        f"{LAYER}.self_attn.k_proj.bias": (GROUPS * HEAD,),
+        f"{LAYER}.self_attn.v_proj.bias": (GROUPS * HEAD,),
+        f"{LAYER}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+        f"{LAYER}.input_layernorm.weight": (HIDDEN,),
+    }
+    for index in range(EXPERTS if experts else 1):
+        mlp = f"{LAYER}.mlp.experts.{index}" if experts else f"{LAYER}.mlp"
+        shapes |= {f"{mlp}.{part}_proj.weight": (FFN, HIDDEN) for part in ("gate", "up")}
+        shapes[f"{mlp}.down_proj.weight"] = (HIDDEN, FFN)
+    if experts:
+        shapes[f"{LAYER}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+    if not tied:
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def loaded(
+    weights: Mapping[str, Tensor], rank: int = 0, ranks: int = 1, ep: bool = False
+) -> dict[str, Tensor]:
+    """What a rank of SGLang holds of a checkpoint, written out here by slices and without the code under test."""
+    attn, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+    heads = slice(rank * HEADS // ranks * HEAD, (rank + 1) * HEADS // ranks * HEAD)
+    groups = max(GROUPS // ranks, 1)
+    first = rank * GROUPS // ranks * HEAD
+    of_group = slice(first, first + groups * HEAD)
+    ffn = slice(rank * FFN // ranks, (rank + 1) * FFN // ranks)
+    rows = 16 // ranks  # the vocabulary, padded
+    held = {}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        padded = torch.zeros(16, HIDDEN)
+        padded[:VOCABULARY] = weights.get(name, weights["model.embed_tokens.weight"])
+        held[name] = padded[rank * rows : (rank + 1) * rows].clone()
+    for kind in ("weight", "bias") if f"{attn}.q_proj.bias" in weights else ("weight",):
+        q, k, v = (weights[f"{attn}.{part}_proj.{kind}"] for part in "qkv")
+        held[f"{attn}.qkv_proj.{kind}"] = torch.cat([q[heads], k[of_group], v[of_group]])
+    held[f"{attn}.o_proj.weight"] = weights[f"{attn}.o_proj.weight"][:, heads].clone()
+    held[f"{LAYER}.input_layernorm.weight"] = weights[f"{LAYER}.input_layernorm.weight"].clone()
+    if f"{mlp}.gate.weight" not in weights:
+        gate, up, down = (weights[f"{mlp}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        held[f"{mlp}.gate_up_proj.weight"] = torch.cat([gate[ffn], up[ffn]])
+        held[f"{mlp}.down_proj.weight"] = down[:, ffn].clone()
+        return held
+    if ep:
+        mine, ffn = range(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks), slice(None)
+    else:
+        mine = range(EXPERTS)
+    w13, w2 = [], []
+    for index in mine:
+        gate, up, down = (
+            weights[f"{mlp}.experts.{index}.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
+        w13.append(torch.cat([gate[ffn], up[ffn]]))
+        w2.append(down[:, ffn])
+    held[f"{mlp}.experts.w13_weight"], held[f"{mlp}.experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
+    held[f"{mlp}.gate.weight"] = weights[f"{mlp}.gate.weight"].clone()
+    return held
+
+
+class Engine:
+    """SGLang's weight checker with our plugin, over the tensors of each rank."""
+
+    def __init__(self, ranks: list[dict[str, Tensor]], **place: int) -> None:
+        self.ranks, self.place, self.asked = ranks, place, []
+
+    def __call__(self, body: Mapping[str, Any]) -> Any:
+        self.asked.append(body["action"])
+        return {"success": True, "ranks": [self._rank(rank, body) for rank in range(len(self.ranks))]}
+
+    def _rank(self, rank: int, body: Mapping[str, Any]) -> Any:
+        place = {"role": "target", "tp_rank": rank, "tp_size": len(self.ranks), "dp_size": 1, "pp_size": 1}
+        info = SimpleNamespace(model_dump=lambda: place | self.place)
+        checker = SimpleNamespace(
+            _get_model=lambda: SimpleNamespace(state_dict=lambda: self.ranks[rank]),
+            _parallelism_info=lambda role: info,
+        )
+        told = answered(
+            pytest.fail, checker, body["action"], False, body.get("skip_tensor_list"), role="target"
+        )
+        return told | {"parallelism_info": [told["parallelism_info"]]}
+
+
+def bf16(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.bfloat16() for name, tensor in held.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ equal
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_as_each_rank_holds_it_is_equal(ranks: int, experts: bool, tied: bool) -> None:
+    weights = checkpoint(tied, experts)
+    engine = Engine([loaded(weights, rank, ranks) for rank in range(ranks)])
+    found = compare(engine, weights)
+    assert found.equal and found.compared == sum(map(len, engine.ranks))
+    assert "equal in every bit" in str(found) and engine.asked == [DIGESTS]
+
+
+def test_experts_that_are_shared_out_are_equal() -> None:
+    weights = checkpoint(experts=True)
+    assert compare(Engine([loaded(weights, rank, 2, ep=True) for rank in range(2)]), weights).equal
+
+
+def test_the_trainer_is_rounded_to_the_engines_dtype() -> None:
+    weights = checkpoint()
+    assert compare(Engine([bf16(loaded(weights))]), weights).equal
+
+
+def test_an_mlp_that_is_padded_with_zeros_is_equal_and_one_padded_with_others_is_not() -> None:
+    weights, wide = checkpoint(), torch.zeros(HIDDEN, FFN + 4)
+    held = loaded(weights)
+    gate, up = held[f"{LAYER}.mlp.gate_up_proj.weight"].chunk(2)
+    behind = torch.zeros(4, HIDDEN)
+    held[f"{LAYER}.mlp.gate_up_proj.weight"] = torch.cat([gate, behind, up, behind])
+    wide[:, :FFN] = held[f"{LAYER}.mlp.down_proj.weight"]
+    held[f"{LAYER}.mlp.down_proj.weight"] = wide
+    assert compare(Engine([held]), weights).equal
+    wide[0, -1] = 1
+    (difference,) = compare(Engine([held]), weights).differences
+    assert difference.name == f"{LAYER}.mlp.down_proj.weight" and "first at [0, 15]" in difference.why
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        (f"{LAYER}.self_attn.qkv_proj.weight", (17, 3)),
+        (f"{LAYER}.mlp.experts.w13_weight", (2, 13, 5)),
+        ("lm_head.weight", (3, 1)),
+    ],
+)
+def test_one_value_of_one_tensor_is_named_with_its_distance(name: str, at: tuple[int, ...]) -> None:
+    weights = checkpoint(experts=True)
+    engine = Engine([loaded(weights)])
+    value = engine.ranks[0][name][at]
+    engine.ranks[0][name][at] = torch.nextafter(value, value + 1)
+    found = compare(engine, weights)
+    assert [one.name for one in found.differences] == [name]
+    said = str(found)
+    assert said.startswith(f"1 of {len(engine.ranks[0])} tensors differ, the first: {name}: 1 of ")
+    assert f"first at {list(at)}" in said and "1 ulp apart" in said and "largest |difference|" in said
+    assert engine.asked == [DIGESTS, VALUES]
+
+
+def test_a_stale_engine_differs_in_what_the_update_moved() -> None:
+    before = checkpoint()
+    after = {name: weight if "layernorm" in name else weight + 1e-3 for name, weight in before.items()}
+    found = compare(Engine([loaded(before)]), after)
+    names = [one.name for one in found.differences]
+    assert names == [name for name in loaded(before) if "layernorm" not in name]
+    assert str(found).count("other values") == min(len(names), 8) - 1, "the first with its values"
+
+
+def test_a_tensor_that_was_not_sent_is_the_only_one() -> None:
+    before, after = checkpoint(), {name: weight + 1 for name, weight in checkpoint().items()}
+    lost = f"{LAYER}.self_attn.o_proj.weight"
+    found = compare(Engine([loaded(after | {lost: before[lost]})]), after)
+    assert [one.name for one in found.differences] == [lost]
+    assert "128 of 128 values differ" in str(found)
+
+
+def test_the_rank_that_differs_is_named() -> None:
+    weights = checkpoint()
+    engine = Engine([loaded(weights, rank, 2) for rank in range(2)])
+    name = f"{LAYER}.mlp.down_proj.weight"
+    engine.ranks[1][name] += 1
+    (difference,) = compare(engine, weights).differences
+    assert (difference.name, difference.rank) == (name, 1)
+
+
+def test_tensors_of_one_side_alone_and_of_other_shapes_are_named() -> None:
+    weights = checkpoint()
+    held = loaded(weights)
+    del held[f"{LAYER}.input_layernorm.weight"]
+    held["model.norm.weight"] = torch.ones(HIDDEN)
+    held[f"{LAYER}.self_attn.o_proj.weight"] = torch.ones(HIDDEN, HEADS * HEAD + 1)
+    found = {one.name: one.why for one in compare(Engine([held]), weights).differences}
+    assert found == {
+        "model.norm.weight": "the trainer holds no model.norm.weight",
+        f"{LAYER}.self_attn.o_proj.weight": "shape [8, 16] against the engine's [8, 17]",
+        f"{LAYER}.input_layernorm.weight": "the engine holds nothing of it",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- not compared
+
+
+@pytest.mark.parametrize("axis", ["dp_size", "pp_size"])
+def test_a_cut_that_is_not_served_is_not_compared(axis: str) -> None:
+    with pytest.raises(NotSeenError, match=f"runs with {axis} 2: served is tensor parallelism alone"):
+        compare(Engine([loaded(checkpoint())], **{axis: 2}), checkpoint())
+
+
+def test_a_quantized_engine_is_not_compared() -> None:
+    held = loaded(checkpoint())
+    held["lm_head.weight"] = held["lm_head.weight"].to(torch.int8)
+    with pytest.raises(
+        NotSeenError, match=r"1 tensors in a quantized form, the first lm_head.weight \(int8\)"
+    ):
+        compare(Engine([held]), checkpoint())
+
+
+def test_an_engine_without_our_plugin_is_not_compared() -> None:
+    def refuses(body: Mapping[str, Any]) -> Any:
+        raise EngineError("Unsupported action='true_on_policy.digests'")
+
+    with pytest.raises(NotSeenError, match="start SGLang with TRUE_ON_POLICY_WEIGHTS=1"):
+        compare(refuses, checkpoint())
+
+
+# ------------------------------------------------------------------------------------------------ digests and plugin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
+def test_digests_and_values_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(6)[: max(torch.Size(shape).numel(), 0)].to(dtype).reshape(shape)
+    digest = Digest.of(tensor)
+    assert Digest.read(digest.text) == digest and digest.shape == shape
+    assert torch.equal(read_values(values(tensor), digest), tensor) if tensor.numel() else True
+
+
+def test_a_digest_tells_zero_from_minus_zero_and_ignores_strides() -> None:
+    zero = torch.zeros(4, 2)
+    assert Digest.of(zero) != Digest.of(-zero)
+    assert Digest.of(torch.arange(8).view(2, 4).t()) == Digest.of(torch.arange(8).view(2, 4).t().contiguous())
+
+
+def test_every_other_action_is_sglangs() -> None:
+    calls = []
+
+    def original(*given: Any, **more: Any) -> str:
+        calls.append((given, more))
+        return "theirs"
+
+    checker = object()
+    assert answered(original, checker, "compare", True, ["a"], role="target") == "theirs"
+    assert calls == [((checker, "compare", True, ["a"]), {"role": "target"})]
+
+
+def test_what_no_tensor_of_the_engine_used_is_known() -> None:
+    weights = Weights(checkpoint())
+    weights.held("model.embed_tokens.weight", (VOCABULARY, HIDDEN), 0, 1)
+    assert "model.embed_tokens.weight" not in weights.unused and "lm_head.weight" in weights.unused
+
+
+# ---------------------------------------------------------------------------------------------------------- command
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, Engine]]:
+    """A server whose weight checker is an `Engine`'s."""
+    engine = Engine([loaded(checkpoint())])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = json.dumps(engine(body)).encode()
+            self.send_response(200 if self.path == "/weights_checker" else 404)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", engine
+    server.shutdown()
+
+
+def test_the_exit_code_says_equal_different_or_not_compared(
+    served: tuple[str, Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, engine = served
+    save_file(checkpoint(), tmp_path / "model.safetensors")
+    asked = ["weights", "--engine", url, "--trainer", str(tmp_path)]
+    assert main(asked) == 0
+    assert "8 tensors, equal in every bit" in capsys.readouterr().out
+    engine.ranks[0]["lm_head.weight"] += 1
+    assert main(asked) == 1
+    assert "1 of 8 tensors differ, the first: lm_head.weight" in capsys.readouterr().out
+    assert main(["weights", "--engine", url + "/nowhere", "--trainer", str(tmp_path)]) == 2
+    assert "answered 404" in capsys.readouterr().err
+    assert main(["weights", "--engine", url, "--trainer", str(tmp_path / "empty")]) == 2
+    assert main(["weights", "--engine", "http://127.0.0.1:9", "--trainer", str(tmp_path)]) == 2
+    assert "start SGLang with TRUE_ON_POLICY_WEIGHTS=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["", "--rollout-engine hf", "--rollout-engine sglang --async"])
+def test_the_embedded_host_refuses_an_engine_that_tells_no_weights(flags: str) -> None:
+    with pytest.raises(ConfigError, match="--check-weights-every with .*: no weights can be asked for there"):
+        parse_args(f"--smoke --check-weights-every 1 {flags}".split())
+
+
+class Served:
+    """An engine of the embedded host that never takes new weights, and tells those that it holds."""
+
+    def __init__(self, source: Path) -> None:
+        self.weights_checker = Engine([loaded(read_weights(source))])
+
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = ModelConfig(VOCABULARY, HIDDEN, 1, HEADS, GROUPS, HEAD, FFN, qk_norm=False)
+    before = {name: weight for name, weight in checkpoint().items() if "bias" not in name}
+    after = before | {f"{LAYER}.self_attn.v_proj.weight": before[f"{LAYER}.self_attn.v_proj.weight"] + 1}
+
+    def run() -> None:
+        engine = ServedEngine(config, lambda source: cast(Any, Served(source)))
+        engine.update_weights(before, 0)
+        assert engine.check_weights(before) == 7
+        engine.update_weights(after, 1)
+        engine.check_weights(after)
+
+    assert launch(1, run) == EXIT_USER_ERROR
+    said = capfd.readouterr().err
+    name = f"{LAYER}.self_attn.qkv_proj.weight"
+    assert (
+        f"error: --check-weights-every, weights 1: 1 of 7 tensors differ, the first: {name}: 64 of 256"
+        in said
+    )

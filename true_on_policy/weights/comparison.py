@@ -1,0 +1,174 @@
+"""Compare the weights of a running SGLang with a trainer's: digests by name, and the first tensor that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from true_on_policy.bitwise import FLOATS, first_mismatch
+from true_on_policy.engines.handover import ASKED
+from true_on_policy.engines.protocol import EngineError
+from true_on_policy.errors import NotSeenError
+from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values
+from true_on_policy.weights.held import Lacking, Weights
+
+Ask = Callable[[Mapping[str, Any]], Any]
+"""Posts a body to the engine's `/weights_checker` and returns its answer; raises EngineError."""
+
+SHOWN = 8
+LARGEST = 1 << 28  # bytes of a tensor that are still fetched to say by how much it differs
+ROUNDED = {str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype.itemsize > 1}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tensor-parallel rank of the engine told."""
+
+    rank: int
+    ranks: int
+    digests: Mapping[str, Digest]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the trainer's.
+
+    Attributes:
+        name: the engine's name, or the trainer's where the engine holds nothing of it.
+        rank: the engine's tensor-parallel rank; None where there is one, or the engine lacks the tensor.
+        why: what differs.
+    """
+
+    name: str
+    rank: int | None
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{'' if self.rank is None else f' (rank {self.rank})'}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All tensors of an engine against a trainer's, in the order of the engine's model.
+
+    Attributes:
+        compared: how many tensors the engine holds, over its ranks.
+        differences: those that differ.
+    """
+
+    compared: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"the engine's weights are the trainer's: {self.compared} tensors, equal in every bit"
+        first, *others = self.differences
+        lines = [f"{len(self.differences)} of {self.compared} tensors differ, the first: {first}"]
+        lines += [f"  {other}" for other in others[: SHOWN - 1]]
+        if len(others) >= SHOWN:
+            lines.append(f"  and {len(others) - SHOWN + 1} more")
+        return "\n".join(lines)
+
+
+def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
+    """Compare every tensor of the engine with what it should have made of a trainer's weights.
+
+    The trainer's weights are rounded to the dtype of the engine's tensor first, as an update rounds them.
+
+    Args:
+        weights: by Hugging Face name.
+
+    Raises:
+        NotSeenError: the engine does not tell its weights, or holds them in a form that cannot be compared.
+    """
+    parts, ours = told(ask), Weights(weights)
+    found = [difference for part in parts for difference in _of(part, ours)]
+    found += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
+    if found:
+        found[0] = _by_how_much(ask, found[0], parts, ours)
+    return Comparison(sum(len(part.digests) for part in parts), tuple(found))
+
+
+def told(ask: Ask) -> list[Part]:
+    """Ask an engine for the digests of all its tensors, one part a rank.
+
+    Raises:
+        NotSeenError: the engine does not know the question, or is cut in a way that is not served.
+    """
+    answer = _asked(ask, {"action": DIGESTS, "selector": "target"})
+    parts = []
+    for told in answer["ranks"]:
+        (place,) = told["parallelism_info"]
+        for axis in ("pp_size", "dp_size"):
+            if place[axis] > 1:
+                raise NotSeenError(
+                    f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone"
+                )
+        digests = {name: Digest.read(text) for name, text in told["checksums"].items()}
+        parts.append(Part(place["tp_rank"], place["tp_size"], digests))
+    strange = [f"{name} ({one.dtype})" for name, one in parts[0].digests.items() if one.dtype not in ROUNDED]
+    if strange:
+        raise NotSeenError(
+            f"the engine holds {len(strange)} tensors in a quantized form, the first {strange[0]}, and quantized bits "
+            "are not the trainer's by design"
+        )
+    return sorted(parts, key=lambda part: part.rank)
+
+
+def _asked(ask: Ask, body: Mapping[str, Any]) -> Any:
+    try:
+        return ask(body)
+    except EngineError as error:
+        raise NotSeenError(
+            f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
+            "mis-plugins is installed"
+        ) from error
+
+
+def _of(part: Part, weights: Weights) -> Iterator[Difference]:
+    rank = part.rank if part.ranks > 1 else None
+    for name, digest in part.digests.items():
+        try:
+            ours = weights.held(name, digest.shape, part.rank, part.ranks)
+        except Lacking as lacking:
+            yield Difference(name, rank, f"the trainer holds no {lacking}")
+            continue
+        if tuple(ours.shape) != digest.shape:
+            yield Difference(
+                name, rank, f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
+            )
+        elif Digest.of(_rounded(ours, digest)) != digest:
+            yield Difference(name, rank, "other values")
+
+
+def _rounded(tensor: Tensor, digest: Digest) -> Tensor:
+    return tensor.to(getattr(torch, digest.dtype))
+
+
+def _by_how_much(ask: Ask, first: Difference, parts: list[Part], weights: Weights) -> Difference:
+    """Fetch the values of a tensor that differs, unless they are too many, and say how far they lie apart."""
+    part = next((part for part in parts if part.rank == (first.rank or 0)), parts[0])
+    digest = part.digests.get(first.name)
+    if digest is None or first.why != "other values":
+        return first
+    ours = _rounded(weights.held(first.name, digest.shape, part.rank, part.ranks), digest)
+    if ours.nbytes > LARGEST:
+        return first
+    answer = _asked(ask, {"action": VALUES, "skip_tensor_list": [first.name], "selector": "target"})
+    texts = {one["parallelism_info"][0]["tp_rank"]: one["checksums"] for one in answer["ranks"]}
+    theirs = read_values(texts[part.rank][first.name], digest)
+    mismatch = first_mismatch(ours, theirs)
+    if mismatch is None:
+        return Difference(first.name, first.rank, "other values, which were the trainer's when asked again")
+    largest = float((ours.double() - theirs.double()).abs().max())
+    return Difference(
+        first.name, first.rank, f"{mismatch} (trainer against engine; largest |difference| {largest:.3g})"
+    )

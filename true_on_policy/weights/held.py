@@ -1,0 +1,120 @@
+"""A tensor as SGLang holds it, built from the weights of a checkpoint under their Hugging Face names.
+
+SGLang fuses q, k and v, gate and up, and the experts of a layer, and cuts them over tensor-parallel ranks (0.5.23).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+EXPERTS = {"w13_weight": GATE_UP, "w2_weight": ("down_proj",)}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VOCABULARY = (HEAD, EMBEDDING)
+
+
+class Lacking(Exception):
+    """The weights lack those of which an engine's tensor is made."""
+
+
+@dataclass
+class Weights:
+    """Weights by Hugging Face name, and which of them an engine's tensors were built from.
+
+    Attributes:
+        named: the tensors.
+        used: the names that `held` has read.
+    """
+
+    named: Mapping[str, Tensor]
+    used: set[str] = field(default_factory=set)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.named and name == HEAD:
+            name = EMBEDDING  # a tied head has no weights of its own
+        if name not in self.named:
+            raise Lacking(name)
+        self.used.add(name)
+        return self.named[name]
+
+    @property
+    def unused(self) -> list[str]:
+        return [name for name in self.named if name not in self.used]
+
+    def held(self, name: str, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
+        """Build the tensor that a tensor-parallel rank of SGLang holds under `name`.
+
+        Args:
+            shape: that of the engine's tensor, which tells how it is cut; another shape may come back.
+
+        Raises:
+            Lacking: a weight that the tensor is made of is not there.
+        """
+        module, _, kind = name.rpartition(".")
+        parent, _, part = module.rpartition(".")
+        if part == "experts" and kind in EXPERTS:
+            return self._experts(module, kind, shape, rank)
+        if part == "qkv_proj":
+            return _qkv([self[f"{parent}.{source}.{kind}"] for source in QKV], shape[0], rank, ranks)
+        if part == "gate_up_proj":
+            sources = [self[f"{parent}.{source}.{kind}"] for source in GATE_UP]
+            return torch.cat([_padded(source, shape[0] // 2, rank) for source in sources])
+        whole = self[name]
+        if name in VOCABULARY:
+            return _padded(whole, shape[0], rank)
+        if part == "down_proj" and kind == "weight":
+            return _padded(whole, shape[1], rank, 1)
+        return _cut(whole, shape, rank, ranks)
+
+    def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int) -> Tensor:
+        """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
+        pattern = re.compile(rf"{re.escape(module)}\.(\d+)\.")
+        numbers = {int(found[1]) for found in map(pattern.match, self.named) if found}
+        rows = [
+            [self[f"{module}.{number}.{source}.weight"] for source in EXPERTS[kind]]
+            for number in sorted(numbers)
+        ]
+        if not rows:
+            raise Lacking(f"{module}.0")
+        dim, mine = (0, shape[1] // 2) if kind == "w13_weight" else (1, shape[2])
+        parts = max(rows[0][0].shape[dim] // mine, 1)  # ranks that hold the same experts, each a part of them
+        group, part = divmod(rank, parts)
+        held = rows[group * shape[0] : (group + 1) * shape[0]] if shape[0] < len(rows) else rows
+        return torch.stack(
+            [torch.cat([_padded(source, mine, part, dim) for source in expert]) for expert in held]
+        )
+
+
+def _qkv(sources: Sequence[Tensor], rows: int, rank: int, ranks: int) -> Tensor:
+    """A rank's rows of q, then of k, then of v; with more ranks than key-value heads several ranks hold the same."""
+    q, k, v = sources
+    if rows == len(q) + len(k) + len(v):
+        return torch.cat(list(sources))
+    mine = (rows - len(q) // ranks) // 2
+    copies = max(mine * ranks // len(k), 1)
+    return torch.cat([q.chunk(ranks)[rank], *(x.chunk(ranks // copies)[rank // copies] for x in (k, v))])
+
+
+def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
+    """A rank's share of `mine` rows or columns, with zeros behind where the weight ends before the share does.
+
+    SGLang pads the vocabulary so, and on a CPU the width of an MLP.
+    """
+    start = 0 if mine >= whole.shape[dim] else min(rank * mine, whole.shape[dim])
+    share = whole.narrow(dim, start, min(mine, whole.shape[dim] - start))
+    zeros = [*whole.shape]
+    zeros[dim] = mine - share.shape[dim]
+    return torch.cat([share, whole.new_zeros(zeros)], dim)
+
+
+def _cut(whole: Tensor, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
+    """A rank's rows or columns, whichever the shape of the engine's tensor says."""
+    for dim, (size, mine) in enumerate(zip(whole.shape, shape, strict=False)):
+        if mine < size == mine * ranks:
+            return whole.chunk(ranks, dim)[rank]
+    return whole
