@@ -343,7 +343,7 @@ def table(folder: Path) -> str:
         "Made by `bash scripts/run-in-host.sh table` from the records beside it; [docs/hosts.md](../../docs/hosts.md).",
         "Rows with an engine start the real SGLang and update its weights every step; the others train on the rollouts",
         "that an engine left in another run of that host. k3 compares a step's tokens with the trainer's log-probs; in",
-        "the rows `miles-fully-async*` with those of weights that are a token's own, or one update newer.",
+        "the rows `*-fully-async*` with those of weights that are a token's own, or one update newer.",
         "",
         "| row | TP x CP x DP | config | engine | steps | lines that hold | largest k3 | versions | commit |",
         "|---|---|---|---|---|---|---|---|---|",

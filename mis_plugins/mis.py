@@ -54,8 +54,13 @@ from mis_plugins.hosts.rollout_data import rollout_data
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
-from mis_plugins.hosts.versions import carrying, train_data
-from mis_plugins.hosts.versions.generate import generate
+from mis_plugins.hosts.versions import carrying
+from mis_plugins.hosts.versions.miles import generate as miles_generate
+from mis_plugins.hosts.versions.miles import train_data as miles_train_data
+from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
+from mis_plugins.hosts.versions.slime import generate as slime_generate
+from mis_plugins.hosts.versions.slime import train_data as slime_train_data
+from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
 from mis_plugins.loss.micro_batch import (
     Reduce,
     compared_log_probs,
@@ -310,34 +315,41 @@ def report_last_step(args: Any, *_: Any) -> None:
     RECORDER.flush(args, current(args).parallel()[0])
 
 
-async def generate_with_versions(input: Any) -> Any:
-    """The generate function of Miles: its own single turn, with the version of every token on the sample.
+async def generate_with_versions(
+    input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
+) -> Any:
+    """The generate function of Miles and slime: the host's own, with the version of every token on the sample.
 
-    Pass `--sglang-stream-interval 1 --sglang-incremental-streaming-output` beside it. What an evaluation generates
-    is the host's own.
+    Miles calls it with `input` alone, and needs `--sglang-stream-interval 1 --sglang-incremental-streaming-output`
+    beside it; slime calls it as `(args, sample, sampling_params, evaluation)`. What an evaluation generates is the
+    host's own.
 
     Raises:
         InputError: the engine does not name the version of each token.
     """
-    return await generate(input)
+    if sample is None:
+        return await miles_generate.generate(input)
+    return await slime_generate.generate(input, sample, sampling_params, evaluation)
 
 
 def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """The conversion of Miles, with what `carry_versions` reads as the `weight_versions` of each sample.
+    """The conversion of Miles and slime, with what `carry_versions` reads of each sample beside it.
 
     Raises:
-        ConfigError, InputError: as `hosts/versions/train_data.py` says.
+        ConfigError, InputError: as `convert` of each host's `hosts/versions/*/train_data.py` says.
     """
+    train_data = slime_train_data if current(args).name == "slime" else miles_train_data
     return train_data.convert(args, samples)
 
 
 def carry_versions(args: Any) -> None:
-    """The init hook of Miles on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
+    """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
 
     Raises:
         ConfigError: an argument of the host under which versions would say something else.
     """
-    carrying.install(args)
+    trainer = SlimeTrainer() if current(args).name == "slime" else MilesTrainer()
+    carrying.install(args, trainer)
 
 
 def config_in_force(args: Any) -> CorrectionConfig:

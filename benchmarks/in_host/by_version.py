@@ -140,9 +140,9 @@ def times(perf: Mapping[str, float]) -> dict[str, float]:
 HEAD = """
 ## What the recompute costs of a step
 
-Medians over the steps that had one, of seconds that Miles logged; a tiny model on a CPU, beside which the engine ran.
-The recompute scores the tokens that the version before wrote, of all responses that run, wait or travel. Training is
-the forward and backward pass and the optimizer.
+Medians over the steps that had one, of seconds that the host logged; a tiny model on a CPU, beside which the engine
+ran. The recompute scores the tokens that the version before wrote, of all responses that run, wait or travel. Training
+is the forward and backward pass and the optimizer.
 
 | row | recompute | the host's own log-prob pass | training | recompute's share of the three |
 |---|---|---|---|---|

@@ -57,12 +57,15 @@ def _of_slime(dump: Mapping[str, Any]) -> Iterator[MicroBatch]:
         order = {index: place for place, index in enumerate(shard["sample_indices"])}
         mine.sort(key=lambda row: order[row["sample_index"]])
         for indices in shard["micro_batch_indices"]:
-            yield [_recorded(mine[i], "loss_masks") for i in indices]
+            yield [_recorded(mine[i], shard.get("proximal_version")) for i in indices]
 
 
-def _recorded(row: Mapping[str, Any], mask: str) -> Recorded:
-    fields = {name: row[key].double().tolist() for name, key in FIELDS.items()}
-    return Recorded(**fields, mask=[bool(valid) for valid in row[mask].tolist()])
+def _recorded(row: Mapping[str, Any], version: int | None) -> Recorded:
+    own = {name: row[key].double().tolist() for name, key in FIELDS.items()}
+    mask = [bool(valid) for valid in row["loss_masks"].tolist()]
+    if version is None:
+        return Recorded(**own, mask=mask)
+    return _aged(own, mask, version, *(row[key].tolist() for key in VERSIONS.values()))
 
 
 def _of_miles(ranks: Sequence[Mapping[str, Any]]) -> Iterator[MicroBatch]:
@@ -98,7 +101,11 @@ def _joined(parts: Mapping[int, Mapping[str, Any]], i: int) -> Recorded:
     mask = [bool(valid) for valid in first["loss_masks"][i].tolist()]
     if versions is None or stored is None:
         return Recorded(own["proximal"], own["behavior"], own["advantages"], mask)
-    age: Sequence[int] = [first["proximal_version"] - int(version) for version in versions]
+    return _aged(own, mask, first["proximal_version"], versions, stored)
+
+
+def _aged(own: Mapping[str, Row], mask: list[bool], current: int, versions: Row, stored: Row) -> Recorded:
+    age: Sequence[int] = [current - int(version) for version in versions]
     following: Sequence[float | None] = [None if math.isnan(x) else x for x in stored]
     return Recorded(own["proximal"], own["behavior"], own["advantages"], mask, age, following)
 

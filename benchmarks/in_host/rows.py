@@ -32,6 +32,14 @@ WANDB = ("--use-wandb", "--wandb-mode", "offline", "--wandb-project", "in-host",
 TENSORBOARD = ("--use-tensorboard", "--tb-project-name", "tb")
 
 
+CARRIED = ("--custom-generate-function-path", "mis_plugins.mis.generate_with_versions",
+           "--custom-convert-samples-to-train-data-path", "mis_plugins.mis.convert_with_versions",
+           "--custom-megatron-init-path", "mis_plugins.mis.carry_versions")  # fmt: skip
+# slime bounds no staleness: eight groups are under way, and as many may wait, of which a step trains four.
+SLIME_FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+                     "--sglang-server-concurrency", "8", *CARRIED)  # fmt: skip
+
+
 def fully_async(bound: int) -> tuple[str, ...]:
     """List the flags under which Miles says which version wrote each token; `bound` is on a group's oldest version.
 
@@ -40,10 +48,7 @@ def fully_async(bound: int) -> tuple[str, ...]:
     ahead = ("--async-max-concurrent-samples", "64") if bound else ()
     return (
         *ahead,
-        "--fully-async", "--max-weight-staleness", str(bound), "--pause-generation-mode", "in_place",
-        "--custom-generate-function-path", "mis_plugins.mis.generate_with_versions",
-        "--custom-convert-samples-to-train-data-path", "mis_plugins.mis.convert_with_versions",
-        "--custom-megatron-init-path", "mis_plugins.mis.carry_versions",
+        "--fully-async", "--max-weight-staleness", str(bound), "--pause-generation-mode", "in_place", *CARRIED,
         "--sglang-stream-interval", "1", "--sglang-incremental-streaming-output", "--sglang-disable-overlap-schedule",
     )  # fmt: skip
 
@@ -128,9 +133,10 @@ def _replayed(name: str, config: str = "token.yaml", sizes: Sizes = ONE_RANK, **
     return [replace(row, rollouts=row.host) for row in _both(f"replay-{name}", config, sizes, **more)]
 
 
-def _fully_async(name: str, loss: str, bound: int, config: str = "versions.yaml", **more: Any) -> Row:
-    flags = (*LOSS_HOOK, *fully_async(bound), *REPORT, *TENSORBOARD)
-    return Row(f"miles-fully-async{name}", "miles", config, Sizes(steps=8, response=96), flags, _BY_LOSS, loss,
+def _fully_async(host: str, name: str, loss: str, flags: tuple[str, ...], config: str = "versions.yaml",
+                 **more: Any) -> Row:  # fmt: skip
+    flags = (*LOSS_HOOK, *flags, *REPORT, *TENSORBOARD)
+    return Row(f"{host}-fully-async{name}", host, config, Sizes(steps=8, response=96), flags, _BY_LOSS, loss,
                "train_async.py", log_holds=("behav_imp_weight/",), **more)  # fmt: skip
 
 
@@ -226,10 +232,12 @@ ROWS: tuple[Row, ...] = (
     *_replayed("geometric", "geometric.yaml"),
     *_replayed("policy-loss-cp2", "sequence.yaml", Sizes(context=2), flags=LOSS_HOOK, dropped=_BY_LOSS),
     *_replayed("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
-    _fully_async("", "next", 4),
-    _fully_async("-clip-proximal", "segment_wise", 4, "versions_proximal.yaml"),
-    _fully_async("-off", "standard", 4, "versions_off.yaml"),
-    _fully_async("-bound-0", "fresh", 0, again=(*LOSS_HOOK, *REPORT)),
+    _fully_async("miles", "", "next", fully_async(4)),
+    _fully_async("miles", "-clip-proximal", "segment_wise", fully_async(4), "versions_proximal.yaml"),
+    _fully_async("miles", "-off", "standard", fully_async(4), "versions_off.yaml"),
+    _fully_async("miles", "-bound-0", "fresh", fully_async(0), again=(*LOSS_HOOK, *REPORT)),
+    _fully_async("slime", "", "next", SLIME_FULLY_ASYNC),
+    _fully_async("slime", "-off", "standard", SLIME_FULLY_ASYNC, "versions_off.yaml"),
     *_replayed("opsm", "opsm.yaml", flags=LOSS_HOOK, dropped=_BY_LOSS, loss="objective"),
     *_replayed("gspo", "gspo.yaml", flags=GSPO, dropped=_BY_LOSS, loss="objective"),
     *_replayed("kept-token-mean", "kept.yaml", flags=KEPT, loss="kept"),

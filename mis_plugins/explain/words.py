@@ -272,8 +272,8 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
         return ["segment_wise: off, whichever version wrote a token"]
     if config.needs_loss_hook and config.where_versions_are_known().segment_wise_on:
         return [
-            "segment_wise: on where the host hands on which version wrote each token (Miles: with "
-            "mis_plugins.mis.carry_versions; slime: not): the weight is pi_{v+1} / mu there, and PPO's ratio "
+            "segment_wise: on where the host hands on which version wrote each token (Miles and "
+            "slime: with mis_plugins.mis.carry_versions): the weight is pi_{v+1} / mu there, and PPO's ratio "
             "pi_theta / pi_{v+1}; enabled: false keeps pi_old in both"
         ]
     return []

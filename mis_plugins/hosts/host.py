@@ -17,7 +17,7 @@ ROUTES_HOOK = (
     "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
 )
 VERSION_FLAGS = (
-    "--fully-async --custom-generate-function-path mis_plugins.mis.generate_with_versions "
+    "--custom-generate-function-path mis_plugins.mis.generate_with_versions "
     "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions "
     "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 )

@@ -56,7 +56,7 @@ The last step of a run has no next one. One process reports it when it exits. Of
   itself warns of its own micro-batches, one that Ray ends by force does not. Where it counts, train one step more.
 
 The metrics `lag_...` and those of segment-wise weights need the version that wrote each token. The embedded host hands
-the versions on; Miles does with `mis_plugins.mis.carry_versions`, slime does not: see [async.md](async.md).
+the versions on; Miles and slime do with `mis_plugins.mis.carry_versions`: see [async.md](async.md).
 
 r_t = pi_old(y_t) / mu(y_t) is the ratio of a token, trainer over rollout engine; w_t is its bounded weight. A token is
 valid in the loss mask, and usable if it is valid and both log-probs are finite. Means over tokens are over usable

@@ -161,7 +161,7 @@ def test_a_pipe_has_no_path():
     [
         ({"weight": {"normalize": {"scope": "rollout"}}}, ("fsdp",),
          "mis.weight.normalize.scope: rollout needs the rollout batch, which no hook of Miles on FSDP sees"),
-        ({"segment_wise": {}}, ("slime", "fsdp"), " does not say which version wrote each token"),
+        ({"segment_wise": {}}, ("fsdp",), " does not say which version wrote each token"),
         ({"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise"}, ("fsdp",),
          "mis.on_all_rejected: raise needs a hook before each train step, which Miles on FSDP does not call; use skip"),
     ],

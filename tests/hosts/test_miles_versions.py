@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -19,9 +20,13 @@ import torch
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
-from mis_plugins.hosts.versions import carrying, generate, shelf, train_data
+from mis_plugins.hosts.versions import carrying
+from mis_plugins.hosts.versions.miles import generate, train_data
+from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
+from mis_plugins.hosts.versions.note import Note
+from mis_plugins.hosts.versions.numbering import Numbering
 from mis_plugins.hosts.versions.scores import Plan, Scores
-from mis_plugins.hosts.versions.shelf import Note, Shelf
+from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.versions.recompute import Request
 
 
@@ -32,16 +37,25 @@ class Sample:
         self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
 
 
+KEY = MilesTrainer.notes
+
+
+def shelf(numbering: Numbering) -> Shelf:
+    assert isinstance(numbering.shelf, Shelf)
+    return numbering.shelf
+
+
 class HTTPError(Exception):
     pass
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Numbering:
     """A shelf of this test's own, and modules of the host and its client."""
-    own = Shelf()
-    for place in (shelf, generate, train_data):
-        monkeypatch.setattr(place, "SHELF", own)
+    shelf = Shelf()
+    own = Numbering(lambda: shelf)
+    for place in (generate, train_data):
+        monkeypatch.setattr(place, "NUMBERING", own)
     stand_ins.load({"httpx": {"HTTPError": HTTPError, "RemoteProtocolError": HTTPError}}, monkeypatch)
     monkeypatch.setattr(generate, "PAUSE_S", 0.0)
     return own
@@ -49,45 +63,46 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Shelf:
 
 def test_a_note_tells_what_was_packed() -> None:
     note = Note(3, 9, [1, 1, 2, -1, -1, 2])
-    assert Note.of(note.packed()) == note
-    assert Note.of(Note(0, 0, []).packed()) == Note(0, 0, [])
+    assert Note.of(note.packed(), KEY) == note
+    assert Note.of(Note(0, 0, []).packed(), KEY) == Note(0, 0, [])
 
 
 @pytest.mark.parametrize("own", [["1", "2"], [], [1], ["1", 2, 3, 4]])
 def test_versions_of_the_host_itself_are_no_note(own: list[Any]) -> None:
     with pytest.raises(InputError, match="convert_with_versions"):
-        Note.of(own)
+        Note.of(own, KEY)
 
 
-def test_what_runs_what_waits_and_what_travels_is_scored(fresh: Shelf) -> None:
+def test_what_runs_what_waits_and_what_travels_is_scored(fresh: Numbering) -> None:
     running, queued, travelling = Sample(), Sample(), Sample()
     numbers = [fresh.begin(sample, [7]) for sample in (running, queued, travelling)]
     for number in numbers:
-        fresh.say(number, 0, [1, 2, 3], [4, 4, 5])
-    batch = fresh.take([numbers[2]])
+        fresh.shelf.say(number, 0, [1, 2, 3], [4, 4, 5])
+    fresh.shelf.take(batch := 0, [numbers[2]])
     del travelling
     gc.collect()
-    found = fresh.waiting(4, batch - 1)
+    found = shelf(fresh).waiting(4, batch - 1)
     assert {one.number for one in found.requests} == found.alive == set(numbers)
     assert found.requests[0] == Request(found.requests[0].number, (7, 1, 2), (0, 1))
-    assert fresh.waiting(4, batch).alive == {*numbers[:2]}
+    assert shelf(fresh).waiting(4, batch).alive == {*numbers[:2]}
 
 
-def test_a_sample_that_the_host_drops_leaves(fresh: Shelf) -> None:
+def test_a_sample_that_the_host_drops_leaves(fresh: Numbering) -> None:
     sample = Sample()
     number = fresh.begin(sample, [7])
-    fresh.say(number, 0, [1], [1])
+    fresh.shelf.say(number, 0, [1], [1])
     del sample
     gc.collect()
-    assert fresh.waiting(1, -1).alive == frozenset()
-    fresh.say(number, 1, [2], [1])  # the late token of a call that is cancelled
+    other = fresh.begin(kept := Sample(), [7])
+    assert shelf(fresh).waiting(1, -1).alive == {other} and kept is not None
+    fresh.shelf.say(number, 1, [2], [1])  # the late token of a call that is cancelled
 
 
-def test_a_sample_that_is_drawn_again_has_its_new_tokens_alone(fresh: Shelf) -> None:
+def test_a_sample_that_is_drawn_again_has_its_new_tokens_alone(fresh: Numbering) -> None:
     sample = Sample()
-    fresh.say(fresh.begin(sample, [7]), 0, [1, 2], [1, 1])
+    fresh.shelf.say(fresh.begin(sample, [7]), 0, [1, 2], [1, 1])
     second = fresh.begin(sample, [7])
-    assert fresh.waiting(1, -1).alive == {second} and not fresh.waiting(1, -1).requests
+    assert shelf(fresh).waiting(1, -1).alive == {second} and not shelf(fresh).waiting(1, -1).requests
 
 
 def chunks(incremental: bool, finish: str | None = "stop") -> AsyncIterator[dict[str, Any]]:
@@ -111,16 +126,16 @@ def chunks(incremental: bool, finish: str | None = "stop") -> AsyncIterator[dict
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_is_heard_whole(incremental: bool, fresh: Shelf) -> None:
+def test_a_stream_is_heard_whole(incremental: bool, fresh: Numbering) -> None:
     sample = Sample()
     number = fresh.begin(sample, [7, 8])
     output = asyncio.run(generate.heard(chunks(incremental), number))
     assert output["text"] == "abcd"
     assert [row[1] for row in output["meta_info"]["output_token_logprobs"]] == [11, 12, 13, 14]
-    assert fresh.waiting(3, -1).requests == [Request(number, (7, 8, 11, 12, 13), (0, 1, 2))]
+    assert shelf(fresh).waiting(3, -1).requests == [Request(number, (7, 8, 11, 12, 13), (0, 1, 2))]
 
 
-def test_a_chunk_with_too_few_log_probs_is_refused(fresh: Shelf) -> None:
+def test_a_chunk_with_too_few_log_probs_is_refused(fresh: Numbering) -> None:
     async def told() -> AsyncIterator[dict[str, Any]]:
         yield {"text": "", "meta_info": {"output_token_logprobs": [[-1.0, 1]], "completion_tokens": 3}}
 
@@ -128,12 +143,27 @@ def test_a_chunk_with_too_few_log_probs_is_refused(fresh: Shelf) -> None:
         asyncio.run(generate.heard(told(), 0))
 
 
-def test_a_stream_that_breaks_is_asked_for_again(fresh: Shelf) -> None:
+def test_a_stream_that_breaks_is_asked_for_again(fresh: Numbering) -> None:
     number = fresh.begin(sample := Sample(), [7])
     streams = iter([chunks(False, finish=None), chunks(False)])
     output = asyncio.run(generate.answered(lambda: next(streams), number))
-    assert output["text"] == "abcd" and fresh.waiting(3, -1).requests[0].tokens == (7, 11, 12, 13)
+    assert output["text"] == "abcd" and shelf(fresh).waiting(3, -1).requests[0].tokens == (7, 11, 12, 13)
     assert sample is not None
+
+
+def test_a_response_may_hold_what_other_ends_of_lines_are() -> None:
+    text = "a\u0085b\u2028c\u2029d\x0be"
+    sent = f"data: {json.dumps({'text': text}, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for i in range(0, len(sent), 7):
+            yield sent[i : i + 7]
+
+    async def told() -> list[bytes]:
+        return [line async for line in generate.lines(parts()) if line]
+
+    first, last = asyncio.run(told())
+    assert json.loads(first.removeprefix(b"data:")) == {"text": text} and last == b"data: [DONE]"
 
 
 def host_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +197,13 @@ def asked(sample: Any, evaluation: bool = False) -> Namespace:
 
 
 def test_the_versions_of_the_engine_stand_on_the_sample(
-    monkeypatch: pytest.MonkeyPatch, fresh: Shelf
+    monkeypatch: pytest.MonkeyPatch, fresh: Numbering
 ) -> None:
     host_of_rollouts(monkeypatch)
     sample = asyncio.run(generate.generate(asked(Sample())))
     assert sample.output_versions == [3, 3, 4, 4]  # the last chunk of version 3 held a token of version 4
     assert sample.weight_versions == ["3", "4"]
-    assert fresh.waiting(3, -1).requests[0].positions == (0, 1)
+    assert shelf(fresh).waiting(3, -1).requests[0].positions == (0, 1)
     assert asyncio.run(generate.generate(asked(Sample(), evaluation=True))) == "the host's own"
 
 
@@ -190,19 +220,19 @@ def converted(samples: Sequence[Any], monkeypatch: pytest.MonkeyPatch, **args: A
     return train_data.convert(Namespace(custom_reward_post_process_path="rewards", **args), samples)
 
 
-def drawn(own: Shelf, versions: Sequence[int], index: int = 0) -> Any:
+def drawn(own: Numbering, versions: Sequence[int], index: int = 0) -> Any:
     sample: Any = Sample(index)
     number = own.begin(sample, sample.prompt)
     sample.response_length, sample.output_versions = len(versions), list(versions)
     sample.tokens = [*sample.prompt, *range(len(versions))]
-    own.say(number, 0, list(range(len(versions))), versions)
+    own.shelf.say(number, 0, list(range(len(versions))), versions)
     return sample
 
 
-def test_train_data_holds_a_note_of_each_sample(monkeypatch: pytest.MonkeyPatch, fresh: Shelf) -> None:
+def test_train_data_holds_a_note_of_each_sample(monkeypatch: pytest.MonkeyPatch, fresh: Numbering) -> None:
     samples = [drawn(fresh, [1, 2]), drawn(fresh, [2, 2, 2])]
     data = converted(samples, monkeypatch)
-    assert [Note.of(packed) for packed in data["weight_versions"]] == [
+    assert [Note.of(packed, KEY) for packed in data["weight_versions"]] == [
         Note(0, samples[0].response_number, [1, 2]),
         Note(0, samples[1].response_number, [2, 2, 2]),
     ]
@@ -213,7 +243,7 @@ def test_a_sample_of_another_generate_function_is_refused(monkeypatch: pytest.Mo
         converted([Sample()], monkeypatch)
 
 
-def test_a_response_that_was_cut_is_refused(monkeypatch: pytest.MonkeyPatch, fresh: Shelf) -> None:
+def test_a_response_that_was_cut_is_refused(monkeypatch: pytest.MonkeyPatch, fresh: Numbering) -> None:
     sample = drawn(fresh, [1, 2])
     sample.response_length = 1
     with pytest.raises(InputError, match="output_versions of 2 tokens, and the response has 1"):
@@ -256,13 +286,19 @@ def log_prob(token: int, version: int) -> float:
     return -1.0 - token / 8 - version / 64
 
 
+def install(args: Any) -> None:
+    carrying.install(args, MilesTrainer())
+
+
 class Actor:
     """What the carried trainer reads of Miles's: log-probs are a formula of token and version."""
 
-    def __init__(self, own: Shelf, **args: Any) -> None:
+    def __init__(self, own: Numbering, **args: Any) -> None:
         self.args = Namespace(max_tokens_per_gpu=16, qkv_format="thd", **{**CONFIG, **args})
         self.weight_updater, self._active_model_tag = Namespace(weight_version=1), "actor"
-        self.rollout_manager = Namespace(__ray_call__=Namespace(remote=lambda ask, *rest: own.waiting(*rest)))
+        self.rollout_manager = Namespace(
+            __ray_call__=Namespace(remote=lambda ask, *rest: shelf(own).waiting(*rest))
+        )
         self.passes = 0
 
     def _set_replay_stage(self, stage: str) -> None:
@@ -308,11 +344,10 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
             "slice_log_prob_with_cp": lambda row, total, response, qkv_format, longest: row,
         },
         "miles.backends.training_utils.data": {"DataIterator": Iterator},
-        "miles.backends.megatron_utils.actor": {"install": carrying.install},
+        "miles.backends.megatron_utils.actor": {"install": install},
         "miles.backends.megatron_utils.model": {"get_batch": get_batch},
     }
     stand_ins.load(names, monkeypatch)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     alone_in_world = Namespace(
         get_rank=lambda: 0,
         get_world_size=lambda: 1,
@@ -346,12 +381,10 @@ def as_ray_runs_it(actor: type) -> type:
     return type("MegatronTrainRayActor", (actor,), methods)
 
 
-def rollout(own: Shelf, samples: Sequence[Any]) -> dict[str, Any]:
-    batch = own.take([sample.response_number for sample in samples])
+def rollout(own: Numbering, samples: Sequence[Any]) -> dict[str, Any]:
     return {
-        "weight_versions": [
-            Note(batch, sample.response_number, sample.output_versions).packed() for sample in samples
-        ],
+        "weight_versions": own.noted(samples, scored=True),
+        "tokens": [torch.tensor(sample.tokens) for sample in samples],
         "sample_indices": [sample.index for sample in samples],
         "total_lengths": [len(sample.tokens) for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
@@ -359,9 +392,9 @@ def rollout(own: Shelf, samples: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def test_every_token_is_scored_by_the_version_after_its_own(fresh: Shelf, trainer: Any) -> None:
+def test_every_token_is_scored_by_the_version_after_its_own(fresh: Numbering, trainer: Any) -> None:
     """A response that three versions write: it runs while the trainer scores, and travels the last time."""
-    actor, carried = Actor(fresh), carrying.Carrying()
+    actor, carried = Actor(fresh), carrying.Carrying(MilesTrainer())
     held = Sample(1)
     number = fresh.begin(held, held.prompt)
     written: list[int] = []
@@ -370,7 +403,7 @@ def test_every_token_is_scored_by_the_version_after_its_own(fresh: Shelf, traine
         other = drawn(fresh, [version])
         carried.before_training(actor, version, rollout(fresh, [other]))
         written += [version, version]
-        fresh.say(number, len(written) - 2, [2 * version, 2 * version + 1], [version] * 2)
+        fresh.shelf.say(number, len(written) - 2, [2 * version, 2 * version + 1], [version] * 2)
     held.tokens, held.response_length = [*held.prompt, *range(2, 8)], 6
     held.output_versions = written  # type: ignore[attr-defined]
     before, data = rollout(fresh, [drawn(fresh, [3])]), rollout(fresh, [held])
@@ -388,8 +421,8 @@ def test_every_token_is_scored_by_the_version_after_its_own(fresh: Shelf, traine
     assert not carried.scores._of, "nothing is remembered of what is trained on"
 
 
-def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Shelf, trainer: Any) -> None:
-    actor, carried = Actor(fresh), carrying.Carrying()
+def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Numbering, trainer: Any) -> None:
+    actor, carried = Actor(fresh), carrying.Carrying(MilesTrainer())
     waiting = drawn(fresh, [1, 1])
     actor.weight_updater.weight_version = 2
     data = rollout(fresh, [drawn(fresh, [2])])
@@ -401,11 +434,11 @@ def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Shelf, trainer: A
 
 
 @pytest.mark.parametrize("too_old", ["raise", "drop"])
-def test_a_token_that_nobody_scored(too_old: str, fresh: Shelf, trainer: Any) -> None:
+def test_a_token_that_nobody_scored(too_old: str, fresh: Numbering, trainer: Any) -> None:
     actor = Actor(fresh, mis={"segment_wise": {"too_old": too_old}})
     actor.weight_updater.weight_version = 4
     data = rollout(fresh, [drawn(fresh, [1, 3, 4], index=6)])
-    carried = carrying.Carrying()
+    carried = carrying.Carrying(MilesTrainer())
     if too_old == "raise":
         with pytest.raises(InputError, match="sample 6, token 0: version 1, with the trainer at 4"):
             carried.before_training(actor, 0, data)
@@ -415,15 +448,17 @@ def test_a_token_that_nobody_scored(too_old: str, fresh: Shelf, trainer: Any) ->
 
 
 @pytest.mark.parametrize("config", [{"method": "loglinear"}, {"enabled": False}])
-def test_nothing_is_scored_that_no_weight_reads(config: dict[str, Any], fresh: Shelf, trainer: Any) -> None:
-    actor, carried = Actor(fresh, mis={"segment_wise": config}), carrying.Carrying()
+def test_nothing_is_scored_that_no_weight_reads(
+    config: dict[str, Any], fresh: Numbering, trainer: Any
+) -> None:
+    actor, carried = Actor(fresh, mis={"segment_wise": config}), carrying.Carrying(MilesTrainer())
     waiting = drawn(fresh, [1])
     actor.weight_updater.weight_version = 2
     carried.before_training(actor, 0, data := rollout(fresh, [drawn(fresh, [2])]))
     assert actor.passes == 0 and carried.of(data).version == 2 and waiting is not None
 
 
-def test_the_loss_hook_gets_what_it_reads(fresh: Shelf, trainer: Any) -> None:
+def test_the_loss_hook_gets_what_it_reads(fresh: Numbering, trainer: Any) -> None:
     actor = trainer()
     vars(actor).update(vars(Actor(fresh)))
     trainer.compute_log_prob, trainer._set_replay_stage = Actor.compute_log_prob, Actor._set_replay_stage
@@ -442,16 +477,18 @@ def test_the_loss_hook_gets_what_it_reads(fresh: Shelf, trainer: Any) -> None:
         get_batch(Namespace(rollout_data=dict(data)), ["tokens", "advantages"])
 
 
-def test_a_critic_is_left_alone(fresh: Shelf, trainer: Any) -> None:
+def test_a_critic_is_left_alone(fresh: Numbering, trainer: Any) -> None:
     before, own = trainer.train_actor, sys.modules["miles.backends.megatron_utils.model"].get_batch
     trainer().init(Actor(fresh).args, "critic")
     assert trainer.train_actor is before
     assert sys.modules["miles.backends.megatron_utils.model"].get_batch is own
 
 
-def test_a_host_whose_trainer_is_not_found_is_refused(fresh: Shelf, trainer: Any) -> None:
-    with pytest.raises(ConfigError, match="not called by the init of Miles's trainer"):
-        carrying.install(Actor(fresh).args)
+def test_a_host_whose_trainer_is_not_found_is_refused(fresh: Numbering, trainer: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="not called by the init of the trainer on Megatron; give it there, with Miles"
+    ):
+        install(Actor(fresh).args)
 
 
 @pytest.mark.parametrize(
@@ -466,17 +503,19 @@ def test_a_host_whose_trainer_is_not_found_is_refused(fresh: Shelf, trainer: Any
 def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str, Any], trainer: Any) -> None:
     (name,) = args
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
-        carrying.install(Namespace(**{"qkv_format": "thd", **CONFIG, **args}))
+        install(Namespace(**{"qkv_format": "thd", **CONFIG, **args}))
 
 
 def test_an_overlapped_step_may_not_meet_an_update_in_place(trainer: Any) -> None:
     given = {"qkv_format": "thd", "pause_generation_mode": "in_place", **CONFIG}
     with pytest.raises(ConfigError, match="give --sglang-disable-overlap-schedule, or pause by retract"):
-        carrying.install(Namespace(**given))
-    with pytest.raises(ConfigError, match="not called by the init of Miles's trainer"):  # the next check
-        carrying.install(Namespace(**given, sglang_disable_overlap_schedule=True))
+        install(Namespace(**given))
+    with pytest.raises(
+        ConfigError, match="not called by the init of the trainer on Megatron; give it there, with Miles"
+    ):  # the next check
+        install(Namespace(**given, sglang_disable_overlap_schedule=True))
 
 
-def test_a_rollout_without_notes_is_refused(fresh: Shelf, trainer: Any) -> None:
+def test_a_rollout_without_notes_is_refused(fresh: Numbering, trainer: Any) -> None:
     with pytest.raises(InputError, match="weight_versions: none in this rollout"):
-        carrying.Carrying().before_training(Actor(fresh), 0, {})
+        carrying.Carrying(MilesTrainer()).before_training(Actor(fresh), 0, {})

@@ -153,7 +153,7 @@ HOST = Host(
     one_sample_a_rollout=True,
     records=("miles", "megatron", "sglang"),
     eval_engines=True,
-    version_flags=VERSION_FLAGS,
+    version_flags=f"--fully-async {VERSION_FLAGS}",
     rollout_batch=True,
     rescore=rescore,
 )

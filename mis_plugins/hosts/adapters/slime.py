@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import Batch, Host, LogProbs, Ranks, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, LogProbs, Ranks, Scores, Tensor, sequences_of
 
 TRAINER = "slime.backends.megatron_utils.actor"
 TRACKING = "slime.observability.logging_utils"
+FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 def runs(args: Any) -> bool:
@@ -59,6 +60,7 @@ HOST = Host(
     tracking=TRACKING,
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
+    version_flags=f"{FULLY_ASYNC} {VERSION_FLAGS}",
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
     rescore=rescore,

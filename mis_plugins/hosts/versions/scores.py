@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.hosts.versions.shelf import Note
+from mis_plugins.hosts.versions.note import Note
 from mis_plugins.versions.recompute import Request, batches
 from mis_plugins.versions.segment_wise import Written
 

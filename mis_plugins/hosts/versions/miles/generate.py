@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.versions.shelf import SHELF, VERSIONS
+from mis_plugins.hosts.versions.miles.shelf import NUMBERING
+from mis_plugins.hosts.versions.numbering import VERSIONS
 from mis_plugins.versions.response import spans
 
 logger = logging.getLogger("mis_plugins")
@@ -40,7 +41,7 @@ async def generate(input: Any) -> Any:
         sampling_params=input.sampling_params,
         multimodal_inputs=sample.multimodal_inputs,
     )
-    number = SHELF.begin(sample, prompt)
+    number = NUMBERING.begin(sample, prompt)
     if payload is None:
         sample.status = halted
         return GenerateFnOutput(samples=sample)
@@ -58,7 +59,7 @@ def name_versions(sample: Any, number: int, meta_info: Mapping[str, Any]) -> Non
     versions = [version for version, start, stop in runs for _ in range(start, stop)]
     setattr(sample, VERSIONS, versions)
     sample.weight_versions = [str(version) for version, _, _ in runs]
-    SHELF.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
+    NUMBERING.shelf.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
 
 
 async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> dict[str, Any]:
@@ -72,7 +73,7 @@ async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> d
             if not left:
                 raise
             logger.info("generate: %s; asked again, %d tries left", error, left)
-            SHELF.say(number, 0, [], [])
+            NUMBERING.shelf.say(number, 0, [], [])
             await asyncio.sleep(PAUSE_S)
     raise AssertionError("unreachable")
 
@@ -100,7 +101,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
         new = told[len(rows) :] if whole else told
         text = chunk["text"] if whole else text + chunk["text"]
         versions += [_version(meta)] * len(new)
-        SHELF.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
+        NUMBERING.shelf.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
         rows += new
     if not meta.get("finish_reason"):
         raise httpx.RemoteProtocolError("the stream ended before the response did")
@@ -118,9 +119,22 @@ async def _stream(
 ) -> AsyncIterator[Chunk]:
     async with _client().stream("POST", url, json=payload, headers=headers) as response:
         response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
+        async for line in lines(response.aiter_bytes()):
+            if line.startswith(b"data:") and (data := line.removeprefix(b"data:").strip()) != b"[DONE]":
                 yield json.loads(data)
+
+
+async def lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines of a stream, which a line feed ends and nothing else.
+
+    httpx's own `aiter_lines` also cuts where a response holds U+0085, U+2028 or U+2029, which JSON need not escape.
+    """
+    rest = b""
+    async for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line
+    yield rest
 
 
 @cache

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.versions.shelf import NUMBER, SHELF, VERSIONS, Note
-
-GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.versions.miles.shelf import NUMBERING
+from mis_plugins.hosts.versions.settings import recomputes, segment_wise
 
 
 def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -20,7 +19,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: the host would need what it does not hand to this function.
-        InputError: a sample without versions, or with others than its tokens.
+        InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
     from miles.ray.rollout import train_data_conversion as host  # type: ignore[import-not-found]
     from miles.utils.misc import load_function  # type: ignore[import-not-found]
@@ -31,25 +30,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
                 f"--{name.replace('_', '-')}: Miles hands what it needs to its own conversion alone, so versions "
                 "cannot be carried; leave it out, or --custom-convert-samples-to-train-data-path"
             )
-    for sample in samples:
-        _check(sample)
+    notes = NUMBERING.noted(samples, scored=recomputes(segment_wise(args)))
     rewards = load_function(args.custom_reward_post_process_path)
     data = host.convert_samples_to_train_data(args, samples, {}, None, rewards)
-    numbers = [getattr(sample, NUMBER) for sample in samples]
-    batch = SHELF.take(numbers)
-    data["weight_versions"] = [
-        Note(batch, number, getattr(sample, VERSIONS)).packed()
-        for number, sample in zip(numbers, samples, strict=True)
-    ]
-    return data
-
-
-def _check(sample: Any) -> None:
-    versions = getattr(sample, VERSIONS, None)
-    if versions is None or not hasattr(sample, NUMBER):
-        raise InputError(f"sample {sample.index}: no {VERSIONS}; generate with {GENERATE}")
-    if len(versions) != sample.response_length:
-        raise InputError(
-            f"sample {sample.index}: {VERSIONS} of {len(versions)} tokens, and the response has "
-            f"{sample.response_length}; change responses before they are generated on, not after"
-        )
+    return data | {"weight_versions": notes}

@@ -1,0 +1,1 @@
+"""What Miles alone does, as read in Miles 31f1ca9."""

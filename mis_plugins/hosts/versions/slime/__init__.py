@@ -1,0 +1,1 @@
+"""What slime alone does, as read in slime 624b824."""

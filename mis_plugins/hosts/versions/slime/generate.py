@@ -1,0 +1,53 @@
+"""slime's own generation, call by call: an update ends every call, and the host continues the response in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mis_plugins.hosts.versions.numbering import NUMBER, VERSIONS
+from mis_plugins.hosts.versions.slime.shelf import NUMBERING
+from mis_plugins.versions.response import spans
+
+
+async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool) -> Any:
+    """Generate, or continue, one response as the host does, and add to the sample who wrote the new tokens."""
+    from slime.rollout import sglang_rollout as host  # type: ignore[import-not-found]
+
+    if evaluation:
+        return await host.generate(args, sample, sampling_params)
+    before = sample.response_length
+    with heard(sample) as answers:
+        await host.generate(args, sample, sampling_params)
+    if answers and sample.response_length > before:
+        name_versions(sample, before, answers[-1])
+    return sample
+
+
+@contextmanager
+def heard(sample: Any) -> Iterator[list[Mapping[str, Any]]]:
+    """Hear what the engine says of the call: the host's function hands it to the sample alone."""
+    answers: list[Mapping[str, Any]] = []
+    append = sample.append_response_tokens
+
+    def listening(*given: Any, **named: Any) -> Any:
+        answers.append(named["meta_info"])
+        return append(*given, **named)
+
+    sample.append_response_tokens = listening
+    try:
+        yield answers
+    finally:
+        del sample.append_response_tokens
+
+
+def name_versions(sample: Any, before: int, meta_info: Mapping[str, Any]) -> None:
+    """Write on the sample, and tell the shelf, which version wrote each token from `before` on."""
+    runs = spans(meta_info, sample.response_length - before)
+    versions = [version for version, start, stop in runs for _ in range(start, stop)]
+    start = len(sample.tokens) - sample.response_length
+    if not before or not NUMBERING.known(sample):
+        NUMBERING.begin(sample, sample.tokens[:start])
+    setattr(sample, VERSIONS, [*getattr(sample, VERSIONS), *versions])
+    NUMBERING.shelf.say(getattr(sample, NUMBER), before, sample.tokens[start + before :], versions)

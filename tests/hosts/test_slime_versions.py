@@ -1,0 +1,354 @@
+"""Versions of tokens inside slime: from the answers of its calls to the micro-batch of the loss hook.
+
+The host's modules are stand-ins with the signatures of slime 624b824; `scripts/run-in-host.sh rows slime-fully-async`
+runs its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+
+from mis_plugins import mis
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import loss_batch
+from mis_plugins.hosts.versions import carrying
+from mis_plugins.hosts.versions.note import Note
+from mis_plugins.hosts.versions.numbering import Numbering
+from mis_plugins.hosts.versions.shelf import Shelf
+from mis_plugins.hosts.versions.slime import generate, shelf, train_data
+from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
+
+CONFIG = {"mis": {"segment_wise": {}}}
+
+
+class Remote:
+    """A Ray actor of a class, whose calls run at once."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __getattr__(self, name: str) -> Any:
+        return Namespace(remote=getattr(self._made, name))
+
+
+class Ray:
+    """What is used of Ray: named actors."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Remote] = {}
+
+    def remote(self, made: type) -> Any:
+        def options(name: str, num_cpus: int) -> Any:
+            assert num_cpus == 0, "a cluster whose CPUs are taken would never start it"
+            return Namespace(remote=lambda: self.actors.setdefault(name, Remote(made())))
+
+        return Namespace(options=options)
+
+    def names(self) -> dict[str, Any]:
+        return {"remote": self.remote, "get_actor": self.actors.__getitem__, "get": lambda value: value}
+
+
+class Sample:
+    def __init__(self, index: int = 0) -> None:
+        self.index, self.tokens, self.response_length = index, list[int](), 0
+        self.rollout_log_probs: list[float] = []
+
+    def append_response_tokens(self, args: Any, *, tokens: Any, log_probs: Any, meta_info: Any) -> None:
+        self.tokens += tokens
+        self.response_length += len(tokens)
+        self.rollout_log_probs += log_probs
+
+
+@pytest.fixture(autouse=True)
+def numbering(monkeypatch: pytest.MonkeyPatch) -> Numbering:
+    """The job's shelf in its actor, anew for each test."""
+    stand_ins.load({"ray": Ray().names()}, monkeypatch)
+    own = Numbering(shelf.made)
+    for place in (generate, train_data):
+        monkeypatch.setattr(place, "NUMBERING", own)
+    return own
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[tuple[int, int]]) -> None:
+    """slime's generate: call i answers with tokens of `calls[i]`, pairs of a version and a count."""
+    left = list(calls)
+
+    async def own(args: Any, sample: Any, sampling_params: Any) -> Any:
+        if not sample.tokens:
+            sample.tokens = [7, 8]
+        runs, at, spans = left.pop(0), 0, []
+        for version, count in runs:
+            spans.append({"version": str(version), "start": at, "end": at + count})
+            at += count
+        first = sample.response_length
+        meta = {"weight_versions": spans} if runs else {}
+        sample.append_response_tokens(
+            args, tokens=list(range(first, first + at)), log_probs=[-1.0] * at, meta_info=meta
+        )
+        return sample
+
+    stand_ins.load({"slime.rollout.sglang_rollout": {"generate": own}}, monkeypatch)
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[tuple[int, int]], index: int = 0) -> Any:
+    """A sample whose response was written in these calls."""
+    engine(monkeypatch, *calls)
+    sample = Sample(index)
+    for _ in calls:
+        assert asyncio.run(mis.generate_with_versions(Namespace(), sample, {}, evaluation=False)) is sample
+    return sample
+
+
+def test_versions_of_a_continued_response_stand_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = drawn(monkeypatch, [(1, 2)], [], [(2, 1), (3, 2)])  # aborted, aborted before a token, finished
+    assert sample.output_versions == [1, 1, 2, 3, 3]
+    assert "append_response_tokens" not in vars(sample), "the host hands samples to other processes"
+    (request,) = shelf.waiting(1, -1).requests
+    assert request.tokens == (7, 8, 0, 1) and request.positions == (0, 1)
+    (request,) = shelf.waiting(3, -1).requests
+    assert request.tokens == (7, 8, 0, 1, 2, 3, 4) and request.positions == (3, 4)
+
+
+def test_a_response_that_begins_anew_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = drawn(monkeypatch, [(1, 2)])
+    sample.tokens, sample.response_length = [], 0
+    engine(monkeypatch, [(2, 3)])
+    asyncio.run(mis.generate_with_versions(Namespace(), sample, {}))
+    assert sample.output_versions == [2, 2, 2]
+    assert not shelf.waiting(1, -1).requests and len(shelf.waiting(2, -1).requests) == 1
+
+
+def test_an_evaluation_is_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine(monkeypatch, [(1, 2)])
+    sample = asyncio.run(mis.generate_with_versions(Namespace(), Sample(), {}, evaluation=True))
+    assert sample.response_length == 2 and not hasattr(sample, "output_versions")
+
+
+def test_an_engine_without_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def own(args: Any, sample: Any, sampling_params: Any) -> None:
+        sample.append_response_tokens(args, tokens=[1], log_probs=[-1.0], meta_info={"weight_version": "3"})
+
+    stand_ins.load({"slime.rollout.sglang_rollout": {"generate": own}}, monkeypatch)
+    with pytest.raises(InputError, match="no weight_versions"):
+        asyncio.run(mis.generate_with_versions(Namespace(), Sample(), {}))
+
+
+MANAGER = """
+class RolloutManager:
+    def __init__(self, args, hook):
+        self.args, self.custom_convert_samples_to_train_data_func = args, hook
+
+    def _convert_samples_to_train_data(self, samples):
+        if self.custom_convert_samples_to_train_data_func is not None:
+            return self.custom_convert_samples_to_train_data_func(self.args, samples)
+        return {"tokens": [sample.tokens for sample in samples], "source_names": ["gsm8k"] * len(samples)}
+"""
+
+
+def manager(monkeypatch: pytest.MonkeyPatch, **args: Any) -> Any:
+    tracking = "slime.observability.logging_utils"  # by which a process is known to be slime's
+    stand_ins.load({tracking: {}, "slime.ray.rollout": {"__name__": "slime.ray.rollout"}}, monkeypatch)
+    module = vars(sys.modules["slime.ray.rollout"])
+    exec(MANAGER, module)
+    return module["RolloutManager"](Namespace(**args), mis.convert_with_versions)
+
+
+def test_train_data_is_the_hosts_own_with_a_note_of_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [drawn(monkeypatch, [(1, 1)], [(2, 1)]), drawn(monkeypatch, [(2, 3)])]
+    rollouts = manager(monkeypatch, **CONFIG)
+    for batch in range(2):
+        data = rollouts._convert_samples_to_train_data(samples)
+        assert data["tokens"] == [sample.tokens for sample in samples]
+        notes = [Note.of(packed, "source_names") for packed in data["source_names"]]
+        assert [note.versions for note in notes] == [[1, 2], [2, 2, 2]]
+        assert {note.batch for note in notes} == {batch}, "the hook is called for the next rollout too"
+
+
+def test_a_conversion_out_of_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = manager(monkeypatch)
+    with pytest.raises(ConfigError, match="not called by slime's RolloutManager"):
+        mis.convert_with_versions(rollouts.args, [])
+
+
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+def test_images_are_refused_where_tokens_are_scored_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = drawn(monkeypatch, [(1, 1)], index=4)
+    sample.multimodal_train_inputs = {"pixel_values": 0}
+    rollouts = manager(monkeypatch, mis={"segment_wise": {"method": method}})
+    if method == "loglinear":
+        assert rollouts._convert_samples_to_train_data([sample])["source_names"]
+        return
+    with pytest.raises(InputError, match="sample 4: multimodal_train_inputs.*method: loglinear"):
+        rollouts._convert_samples_to_train_data([sample])
+
+
+def log_prob(token: int, version: int) -> float:
+    return -1.0 - token / 8 - version / 64
+
+
+class Iterator:
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
+        self.rollout_data, self.micro_batch_indices = rollout_data, micro_batch_indices
+
+
+ACTOR = """
+class MegatronTrainRayActor:
+    def init(self, args, role):
+        self.args, self.role, self._active_model_tag = args, role, "actor"
+        self.train_parallel_config = {
+            "dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1
+        }
+        carry_versions(args)
+
+    def train_actor(self, rollout_id, rollout_data, external_data=None):
+        return f"trained {rollout_id}"
+"""
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """slime's trainer on one rank, not yet initialized: its log-probs are a formula of token and version."""
+
+    def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
+        return {key: data_iterator.rollout_data.get(key) for key in keys}
+
+    def compute_log_prob(self: Any, iterators: Any, counts: list[int], store_prefix: str = "") -> Any:
+        (iterator,) = iterators
+        assert counts == [len(iterator.micro_batch_indices)]
+        data, version = iterator.rollout_data, self.weight_updater.weight_version
+        rows = [
+            torch.tensor([log_prob(int(token), version) for token in tokens[-length:]])
+            for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True)
+        ]
+        return {f"{store_prefix}log_probs": rows}
+
+    package = "slime.backends.megatron_utils"
+    names = {
+        "slime.observability.logging_utils": {},
+        "slime.utils.distributed_utils": {"get_gloo_group": lambda: None},
+        f"{package}.cp_utils": {
+            "all_gather_with_cp": lambda row, total, response: row,
+            "slice_log_prob_with_cp": lambda row, total, response: row,
+        },
+        f"{package}.data": {"DataIterator": Iterator},
+        f"{package}.actor": {"carry_versions": mis.carry_versions},
+        f"{package}.model": {"get_batch": get_batch},
+    }
+    stand_ins.load(names, monkeypatch)
+    from megatron.core import mpu
+
+    for name in ("data_parallel", "tensor_model_parallel", "context_parallel"):
+        monkeypatch.setattr(mpu, f"get_{name}_rank", lambda **more: 0)
+    alone_in_world = Namespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        broadcast_object_list=lambda found, src, group: None,
+        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
+    )
+    monkeypatch.setattr(carrying, "dist", alone_in_world)
+    module = vars(sys.modules[f"{package}.actor"])
+    exec(ACTOR, module)
+    made = module["MegatronTrainRayActor"]
+    made.compute_log_prob = compute_log_prob
+    return made()
+
+
+def started(actor: Any, **args: Any) -> Any:
+    actor.weight_updater = Namespace(weight_version=1)
+    actor.init(Namespace(max_tokens_per_gpu=16, **{**CONFIG, **args}), "actor")
+    return actor
+
+
+def rollout(numbering: Numbering, samples: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "source_names": numbering.noted(samples, scored=True),
+        "sample_indices": [sample.index for sample in samples],
+        "tokens": [torch.tensor(sample.tokens) for sample in samples],
+        "total_lengths": [len(sample.tokens) for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
+    }
+
+
+def batch_of(data: dict[str, Any]) -> dict[str, Any]:
+    get_batch = sys.modules["slime.backends.megatron_utils.model"].get_batch
+    return get_batch(Namespace(rollout_data=data), ["tokens", "advantages"])
+
+
+def test_every_token_is_scored_by_the_version_after_its_own(
+    monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
+) -> None:
+    """A response that versions 1, 2 and 3 write, each in a call of its own; it is trained on at version 4."""
+    trained, held = started(actor), Sample(1)
+    engine(monkeypatch, [(1, 2)], [(2, 2)], [(3, 2)])
+    for version in (1, 2, 3):
+        asyncio.run(mis.generate_with_versions(trained.args, held, {}))
+        other = Sample()
+        other.tokens, other.response_length, number = [7, 1], 1, numbering.begin(other, [7])
+        numbering.shelf.say(number, 0, [1], [version])
+        other.output_versions = [version]  # type: ignore[attr-defined]
+        trained.weight_updater.weight_version = version
+        assert trained.train_actor(version, rollout(numbering, [other])) == f"trained {version}"
+    trained.weight_updater.weight_version = 4
+    trained.train_actor(4, data := rollout(numbering, [held]))
+    batch = batch_of(data)
+    assert loss_batch.knows_versions(batch) and batch["proximal_version"] == 4
+    written = loss_batch.written(batch, [6])
+    assert written.versions.tolist() == [1, 1, 2, 2, 3, 3]
+    wanted = [log_prob(token, version + 1) for token, version in enumerate([1, 1, 2, 2])]
+    assert written.recomputed[:4].tolist() == torch.tensor(wanted).tolist()
+    assert written.recomputed[4:].isnan().all(), "at an age of 1 the trainer's own log-prob is log pi_{v+1}"
+
+
+def test_without_recompute_nothing_is_asked(
+    monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
+) -> None:
+    trained = started(actor, mis={"segment_wise": {"method": "loglinear"}})
+    monkeypatch.setattr(shelf, "waiting", None)
+    trained.weight_updater.weight_version = 4
+    trained.train_actor(0, data := rollout(numbering, [drawn(monkeypatch, [(1, 1)], [(3, 1)])]))
+    written = loss_batch.written(batch_of(data), [2])
+    assert written.age.tolist() == [3, 1] and written.recomputed.isnan().all()
+
+
+def test_the_hosts_own_source_names_are_no_notes(
+    monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
+) -> None:
+    data = rollout(numbering, [drawn(monkeypatch, [(1, 1)])])
+    with pytest.raises(InputError, match="source_names: not those of mis_plugins; give --custom-convert"):
+        started(actor).train_actor(0, {**data, "source_names": ["gsm8k"]})
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"keep_old_actor": True},
+        {"allgather_cp": True},
+        {"use_rollout_routing_replay": True},
+        {"release_train": True},
+        {"rollout_top_p": 0.9},
+    ],
+)
+def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str, Any], actor: Any) -> None:
+    (name,) = args
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        carrying.install(Namespace(**{**CONFIG, **args}), SlimeTrainer())
+    if name not in SlimeTrainer.cannot:
+        started(actor, **args, mis={"segment_wise": {"method": "loglinear"}})
+
+
+def test_responses_of_another_process_are_no_ones_here(numbering: Numbering) -> None:
+    ours, theirs = Sample(), Sample()
+    numbering.begin(ours, [7])
+    theirs.response_number = 0  # type: ignore[attr-defined]
+    assert numbering.known(ours) and not Numbering(Shelf).known(theirs)
