@@ -16,6 +16,9 @@ import pytest
 import torch
 from test_local_loop import records
 from test_local_true_on_policy import EXTREMES, PUSHED, corrected, sides, weights
+from tolerances import FP32_LOG_PROB
+
+from mis_plugins.local.train.kept_set import OFFSETS
 
 pytestmark = pytest.mark.timeout(1800)  # two runs at most, each of 800 s at most
 
@@ -80,6 +83,29 @@ def test_the_stock_engine_is_not_the_trainer(run: Run):
 def test_no_correction_changes_a_bit_of_the_parameters(correction: str, run: Run):
     assert weights(run(correction)) == weights(run("plain"))
     assert (run(correction) / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
+
+
+def keep_kept_sets(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
+    """A --rollout-data-postprocess-path hook: leaves both sides' log-probs, and what each token was sampled from."""
+    torch.save(data, Path(args.output) / f"rollout-{rollout_id}.pt")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--rollout-top-p 0.6", "--rollout-top-k 3", "--rollout-top-p 0.8 --rollout-top-k 4"]
+)
+def test_both_sides_renormalize_over_what_sglang_sampled_from(flags: str, tmp_path: Path):
+    output, cut = tmp_path / "run", f"{STOCK} {flags} --rollout-temperature 1.3"
+    done = train(f"{cut} --rollout-data-postprocess-path {__name__}.keep_kept_sets", output)
+    assert done.returncode == 0, done.stderr
+    for data in map(torch.load, sorted(output.glob("rollout-*.pt"))):
+        behavior, trainer = sides(data)
+        torch.testing.assert_close(trainer, behavior, rtol=0, atol=FP32_LOG_PROB)
+        sizes = torch.cat([offsets.diff() for offsets in data[OFFSETS]])
+        assert len(sizes) == len(behavior) > 50
+        assert "top-k" not in flags or sizes.max() <= int(flags.split()[-1])
+        assert (behavior[sizes == 1] == 0).all() and (behavior[sizes > 1] < 0).all()
+        assert sizes.double().mean() > 1, "somewhere more than one token is left"
+    assert all(row["k3_kl"] < FP32_LOG_PROB**2 for row in records(output))
 
 
 def kill_engine(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:

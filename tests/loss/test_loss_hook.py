@@ -1165,7 +1165,7 @@ def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
         return list(whole[layout.response_index].split(layout.local_lengths))
 
     fields = {"advantages": "advantages", "proximal": "old", "behavior": "behavior", "reference": "reference"}
-    constants = {field: local(name) for field, name in fields.items()}
+    constants: dict[str, Any] = {field: local(name) for field, name in fields.items()}
     version = step.batch().get("proximal_version")
     if version is not None:
         versions = torch.cat(step.rows("versions"))[layout.response_index]

@@ -54,6 +54,7 @@ class EngineSpec:
         words: a description of the engine for a help text.
         tells_weights: whether what `serve` starts has a `weights_checker` that tells digests of its weights.
         head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
+        cuts: whether the engine samples from a cut vocabulary and returns what was left of it.
     """
 
     start: Callable[..., Any]
@@ -65,6 +66,7 @@ class EngineSpec:
     words: str = ""
     tells_weights: bool = False
     head_sizes: tuple[int, ...] = ()
+    cuts: bool = False
 
 
 @dataclass(frozen=True)

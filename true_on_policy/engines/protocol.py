@@ -18,6 +18,19 @@ class EngineError(TrueOnPolicyError):
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A cut leaves a part of the vocabulary to sample each token from, and renormalizes.
+
+    Attributes:
+        top_p: the mass of the likeliest tokens that are left, at most 1.
+        top_k: how many tokens are left, at most; None for any number.
+    """
+
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """A request asks an engine to sample one sequence.
 
@@ -26,12 +39,14 @@ class Request:
         length: how many tokens to sample; the engine ignores its end-of-sequence token.
         seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
         temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
+        cut: what an engine whose record says `cuts` samples from; None samples from the whole vocabulary.
     """
 
     prompt: tuple[int, ...]
     length: int
     seed: int = 0
     temperature: float = 1.0
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Sample:
         version: the version of the weights that sampled the tokens.
         cached: tokens of the prompt that the engine took from its cache.
         preempted: how often the engine gave up its cache and computed it again.
+        kept: the tokens that a cut left to sample each token from; None without a cut.
     """
 
     request: Request
@@ -52,6 +68,7 @@ class Sample:
     version: int
     cached: int = 0
     preempted: int = 0
+    kept: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def sequence(self) -> tuple[int, ...]:

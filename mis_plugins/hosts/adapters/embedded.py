@@ -12,11 +12,17 @@ from mis_plugins.hosts.host import Batch, Host, Ranks, Scores, Tensor, sequences
 
 
 def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
-    """The embedded host's log-probs, and its entropy where the loss has a term of it."""
+    """The embedded host's log-probs, over kept sets where there are any, and its entropy where the loss has it."""
+    from mis_plugins.local.train.kept_set import IDS, OFFSETS
     from mis_plugins.local.train.log_probs import get_log_probs_and_entropy
 
     found = get_log_probs_and_entropy(
-        logits, args=args, with_entropy=args.entropy_coef != 0, **sequences_of(batch)
+        logits,
+        args=args,
+        with_entropy=args.entropy_coef != 0,
+        top_p_token_ids=batch.get(IDS),
+        top_p_token_offsets=batch.get(OFFSETS),
+        **sequences_of(batch),
     )
     return found["log_probs"], found.get("entropy")
 

@@ -51,6 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _check_sizes(args)
     _check_experts(args)
     _check_engine(args)
+    _check_cut(args)
     _fill_asynchronous(args)
     _check_asynchronous(args)
     _check_correction(args)
@@ -200,6 +201,29 @@ def _check_engine(args: argparse.Namespace) -> None:
         )
 
 
+def _check_cut(args: argparse.Namespace) -> None:
+    """Refuse top-p and top-k that cut nothing sound, and where the trainer cannot know what they left."""
+    top_p, top_k = args.rollout_top_p, args.rollout_top_k
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise ConfigError(f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1")
+    if not isinstance(top_k, int) or (top_k != -1 and top_k < 2):
+        raise ConfigError(
+            f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
+        )
+    if top_p == 1 and top_k == -1:
+        return
+    flag = f"--rollout-top-p {top_p:g}" if top_p != 1 else f"--rollout-top-k {top_k}"
+    if args.rollout_engine not in ENGINES or not ENGINES[args.rollout_engine].cuts:
+        cutting = ", ".join(name for name, spec in ENGINES.items() if spec.cuts and spec.serve)
+        raise ConfigError(
+            f"{flag} with --rollout-engine {args.rollout_engine}: that engine does not return the tokens that it "
+            f"samples from, over which the trainer has to renormalize; choose {cutting}"
+        )
+    for name, (other, why) in _UNCUT.items():
+        if getattr(args, name):
+            raise ConfigError(f"{flag} with {other}: {why}; drop one")
+
+
 def _fill_asynchronous(args: argparse.Namespace) -> None:
     """Fill in what ``--async`` leaves open; refuse its flags without it."""
     for name, value in ASYNCHRONOUS.items():
@@ -338,6 +362,19 @@ def _divides(total: int, total_flag: str, args: argparse.Namespace, name: str) -
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
+
+_UNCUT = {
+    "asynchronous": ("--async", "the worker does not hand on the tokens that are left"),
+    "true_on_policy": (
+        "--true-on-policy",
+        "engine and trainer renormalize by other formulas, which round differently",
+    ),
+    "grad_cosine_every": (
+        "--grad-cosine-every",
+        "the gradient that it compares with is of the whole vocabulary",
+    ),
+}
+"""Arguments beside which nothing may be cut: their flags, and why."""
 
 _OF_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_routing_replay")
 

@@ -176,6 +176,21 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     _count(group, "--n-samples-per-prompt", 8)
     group.add_argument("--rollout-temperature", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument(
+        "--rollout-top-p",
+        type=finite,
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens with this mass; the trainer renormalizes over them too "
+        "(--rollout-engine sglang; default: %(default)g, all tokens)",
+    )
+    group.add_argument(
+        "--rollout-top-k",
+        type=int,
+        default=-1,
+        metavar="K",
+        help="sample from the K likeliest tokens, likewise (default: %(default)s, all tokens)",
+    )
+    group.add_argument(
         "--rollout-weights",
         choices=PRECISIONS,
         help="precision of the rollout engine's weights; the trainer is float32 (default: bf16)",

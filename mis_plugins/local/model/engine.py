@@ -26,12 +26,14 @@ class Generation:
         version: version of the weights it was drawn with.
         routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
             in a dense model, and from an engine that does not tell.
+        kept: the tokens that each token was sampled from; None where that is the whole vocabulary.
     """
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     version: int
     routes: Int[Tensor, "N L K"] | None = field(default=None, compare=False)
+    kept: tuple[tuple[int, ...], ...] | None = None
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from mis_plugins.local.model.engine import DecodeEngine, RolloutEngine
 from mis_plugins.local.model.steps import STEPPED
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.sides import ENGINES
+from true_on_policy.engines.protocol import Cut
 from true_on_policy.kernels.pin import pinned
 
 
@@ -48,4 +49,11 @@ def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
     serve = ENGINES[args.rollout_engine].serve
     assert serve is not None, "the command line offers engines that serve alone"
     contract, running = contracted(args, config), args.rollout_batch_size * args.n_samples_per_prompt
-    return ServedEngine(config, lambda checkpoint: serve(checkpoint, args.rollout_weights, contract, running))
+    start = lambda checkpoint: serve(checkpoint, args.rollout_weights, contract, running)  # noqa: E731
+    return ServedEngine(config, start, cut_of(args))
+
+
+def cut_of(args: Namespace) -> Cut | None:
+    """What ``--rollout-top-p`` and ``--rollout-top-k`` leave; None where both leave everything."""
+    top_k = None if args.rollout_top_k == -1 else args.rollout_top_k
+    return None if args.rollout_top_p == 1 and top_k is None else Cut(args.rollout_top_p, top_k)

@@ -6,6 +6,7 @@ import enum
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class Sample:
     loss_mask: which tokens of the response are valid; None makes all of them valid.
     rollout_routed_experts: [tokens - 1, layers, top k], the experts that each token took in the rollout engine; None
         in a dense model, and from an engine that does not tell.
+    rollout_top_p_token_ids, rollout_top_p_token_offsets: the tokens that each token of the response was sampled from,
+        set after set, and where each set begins and the last one ends, as in slime; None without top-p and top-k.
     remove_sample: whether to leave the sample out of the loss, though not out of its group's advantages.
     """
 
@@ -52,6 +55,8 @@ class Sample:
     remove_sample: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout_routed_experts: Tensor | None = field(default=None, compare=False)
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
 
     @property
     def mask(self) -> list[int]:
@@ -77,10 +82,19 @@ def make_samples(
             weight_versions=[str(generation.version)],
             output_versions=[generation.version] * len(generation.tokens),
             rollout_routed_experts=generation.routes,
+            **_kept(generation),
             status=Status.COMPLETED if generation.tokens[-1:] == (task.eos,) else Status.TRUNCATED,
         )
         for index, (problem, generation) in enumerate(pairs)
     ]
+
+
+def _kept(generation: Generation) -> dict[str, Any]:
+    """The two fields that hold what each token was sampled from, where the engine cut."""
+    if generation.kept is None:
+        return {}
+    ids, offsets = chain.from_iterable(generation.kept), accumulate(map(len, generation.kept), initial=0)
+    return {"rollout_top_p_token_ids": list(ids), "rollout_top_p_token_offsets": list(offsets)}
 
 
 def filtered(args: Namespace, samples: list[Sample]) -> list[Sample]:

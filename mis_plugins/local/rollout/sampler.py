@@ -26,6 +26,7 @@ from mis_plugins.local.rollout.sample import Sample, filtered, make_samples
 from mis_plugins.local.rollout.tasks import Problem, Task
 from mis_plugins.local.train.advantages import ESTIMATORS
 from mis_plugins.local.train.batch import Layout, pack
+from mis_plugins.local.train.kept_set import IDS, OFFSETS
 from mis_plugins.local.train.parallel import ParallelState
 from mis_plugins.local.train.trainer import RolloutData
 from mis_plugins.versions.segment_wise import Written, admitted
@@ -156,6 +157,7 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     return (
         versions
         | ({} if routes is None else {ROUTES: routes})
+        | _kept(samples)
         | {
             "tokens": tokens,
             "total_lengths": [len(sequence) for sequence in tokens],
@@ -167,6 +169,13 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
             "weight_versions": [sample.weight_versions for sample in samples],
         }
     )
+
+
+def _kept(samples: Sequence[Sample]) -> RolloutData:
+    """What each token was sampled from, where the engine cut; whole responses, as masks are."""
+    if any(sample.rollout_top_p_token_ids is None for sample in samples):
+        return {}
+    return {name: [torch.tensor(getattr(sample, name)) for sample in samples] for name in (IDS, OFFSETS)}
 
 
 def _versions(

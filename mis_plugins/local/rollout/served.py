@@ -17,7 +17,7 @@ from torch import Tensor
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.engine import Generation
 from true_on_policy.contract.families import FAMILIES, Family, Shape
-from true_on_policy.engines.protocol import Engine, Request, Sample, TellsWeights
+from true_on_policy.engines.protocol import Cut, Engine, Request, Sample, TellsWeights
 from true_on_policy.errors import DifferenceError
 from true_on_policy.models.tiny import write_checkpoint
 from true_on_policy.weights.comparison import compare
@@ -28,10 +28,12 @@ class ServedEngine:
 
     Args:
         start: makes the engine from the first checkpoint; called on rank 0 alone.
+        cut: what top-p and top-k leave to sample from; None is the whole vocabulary.
     """
 
-    def __init__(self, config: ModelConfig, start: Callable[[Path], Engine]) -> None:
+    def __init__(self, config: ModelConfig, start: Callable[[Path], Engine], cut: Cut | None = None) -> None:
         self.version = -1
+        self._cut = cut
         self._shape = model_shape(config)
         self._family = model_family(config)
         self._start = start
@@ -59,7 +61,7 @@ class ServedEngine:
         seeds: Sequence[int],
     ) -> list[Generation]:
         requests = [
-            Request(tuple(prompt), max_new_tokens, seed, temperature)
+            Request(tuple(prompt), max_new_tokens, seed, temperature, self._cut)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return [_until(eos, sample) for sample in self._on_rank_0(requests)]
@@ -129,4 +131,6 @@ def _until(eos: int, sample: Sample) -> Generation:
     """The response up to its first end of sequence; whole where there is none."""
     ends = [place for place, token in enumerate(sample.tokens, 1) if token == eos]
     length = ends[0] if ends else len(sample.tokens)
-    return Generation(sample.tokens[:length], tuple(sample.log_probs[:length].tolist()), sample.version)
+    log_probs = tuple(sample.log_probs[:length].tolist())
+    kept = None if sample.kept is None else sample.kept[:length]
+    return Generation(sample.tokens[:length], log_probs, sample.version, kept=kept)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.local.cli.loading import load_function
 from mis_plugins.local.train.batch import Layout
+from mis_plugins.local.train.kept_set import IDS, OFFSETS, KeptSets
 from mis_plugins.local.train.kl import kl_term
 from mis_plugins.local.train.log_probs import response_log_probs
 from mis_plugins.local.train.parallel import ParallelState
@@ -48,6 +49,7 @@ class MicroBatch:
     versions: list[Tensor] | None = None
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
+    kept: list[KeptSets] | None = None
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """``[R]`` full-response masks, cut to this rank's tokens."""
@@ -84,7 +86,7 @@ def of_log_probs(loss: LogProbLoss) -> LossFunction:
     """A loss of log-probs as one of logits."""
 
     def of_logits(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
-        return loss(args, state, batch, response_log_probs(logits, batch.layout, args))
+        return loss(args, state, batch, response_log_probs(logits, batch.layout, args, batch.kept))
 
     return of_logits
 
@@ -212,6 +214,8 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "output_versions": batch.versions,
         "recomputed_log_probs": batch.recomputed,
         "proximal_version": batch.proximal_version,
+        IDS: None if batch.kept is None else [sets.ids for sets in batch.kept],
+        OFFSETS: None if batch.kept is None else [sets.offsets for sets in batch.kept],
     }
 
 

@@ -20,6 +20,7 @@ from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.model.model import Naming, build_model, packed_logits
 from mis_plugins.local.model.replay import ROUTES, Replay
 from mis_plugins.local.train.batch import Layout, pack
+from mis_plugins.local.train.kept_set import IDS, OFFSETS, KeptSets, kept_sets
 from mis_plugins.local.train.log_probs import response_log_probs
 from mis_plugins.local.train.loss import LossFunction, Metrics, MicroBatch, masked
 from mis_plugins.local.train.parallel import ParallelState
@@ -81,7 +82,7 @@ class Trainer:
                 mask = masked(layout, [data["loss_masks"][index] for index in indices])
             with self.replay.of(layout, _routes(data, indices)):
                 logits = packed_logits(self.ddp, layout, mask)
-            scores = response_log_probs(logits, layout, self.args)
+            scores = response_log_probs(logits, layout, self.args, _kept(data, indices))
             parts.extend(scores.split(layout.local_lengths))
         return parts
 
@@ -224,11 +225,20 @@ class Trainer:
             versions=pick("output_versions") if "output_versions" in data else None,
             recomputed=pick("recomputed_log_probs") if "recomputed_log_probs" in data else None,
             proximal_version=data.get("proximal_version"),
+            kept=_kept(data, indices),
         )
 
 
 def _routes(data: RolloutData, indices: Sequence[int]) -> list[Tensor] | None:
     return [data[ROUTES][index] for index in indices] if ROUTES in data else None
+
+
+def _kept(data: RolloutData, indices: Sequence[int]) -> list[KeptSets] | None:
+    return (
+        kept_sets(*([data[key][index] for index in indices] for key in (IDS, OFFSETS)))
+        if IDS in data
+        else None
+    )
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:

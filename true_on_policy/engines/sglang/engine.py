@@ -18,7 +18,7 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
 from true_on_policy.engines.handover import ASKED
-from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.protocol import Cut, EngineError, Request, Sample
 from true_on_policy.engines.server import DTYPES, LOOP_TOKENS, named, started
 
 Target = Literal["fsdp"]
@@ -110,8 +110,11 @@ class SGLang:
         return versions(self.name, ENGINES[self.name].packages)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        cut = [request.cut is not None for request in requests]
         answers = self._generate(
-            [request.prompt for request in requests], [self._sampling(request) for request in requests], {}
+            [request.prompt for request in requests],
+            [self._sampling(request) for request in requests],
+            {"return_sampling_mask": cut} if any(cut) else {},
         )
         return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
@@ -122,12 +125,20 @@ class SGLang:
             "max_new_tokens": request.length,
             "ignore_eos": True,
             **seed,
+            **({} if request.cut is None else self._cut(request.cut)),
         }
+
+    def _cut(self, cut: Cut) -> dict[str, Any]:
+        """SGLang returns what a cut leaves where top-k is finite alone: the whole vocabulary is."""
+        return {"top_p": cut.top_p, "top_k": cut.top_k or self._last_id + 1}
 
     def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
         meta = answer["meta_info"]
         tokens = tuple(answer["output_ids"])
         log_probs = _log_probs(meta["output_token_logprobs"], tokens)
+        kept = None
+        if request.cut is not None:
+            log_probs, kept = _over_kept(meta, tokens)
         if len(tokens) != request.length:
             raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
         return Sample(
@@ -137,6 +148,7 @@ class SGLang:
             int(meta["weight_version"]),
             meta["cached_tokens"],
             meta["num_retractions"],
+            kept,
         )
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
@@ -233,3 +245,19 @@ def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[
         )
     # SGLang's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
     return torch.tensor([row[0] for row in rows], dtype=torch.float32)
+
+
+def _over_kept(
+    meta: Mapping[str, Any], tokens: Sequence[int]
+) -> tuple[Float32[Tensor, "N"], tuple[tuple[int, ...], ...]]:
+    """Read what each token was sampled from, and its log-prob over that; SGLang's others are of the whole vocabulary.
+
+    Raises:
+        EngineError: a token has no set, or is not in it.
+    """
+    kept = tuple(tuple(row) for row in meta["output_token_sampling_mask"])
+    if len(kept) != len(tokens) or any(token not in row for token, row in zip(tokens, kept, strict=True)):
+        raise EngineError(
+            f"sglang: kept sets {kept[:3]} that are not those of the sampled tokens {tokens[:3]}"
+        )
+    return torch.tensor(meta["output_token_sampling_logprobs"], dtype=torch.float32), kept

@@ -10,5 +10,6 @@ ENGINE = EngineSpec(
     abilities=("prefix cache", "preemption"),
     serve=at("true_on_policy.engines.sglang.engine:serve"),
     words=OWN_SERVER,
+    cuts=True,
     tells_weights=True,
 )
