@@ -325,7 +325,7 @@ async def generate_with_versions(
     host's own.
 
     Raises:
-        InputError: the engine does not name the version of each token.
+        InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
     """
     if sample is None:
         return await miles_generate.generate(input)

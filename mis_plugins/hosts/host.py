@@ -83,7 +83,6 @@ class Host:
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
         kept_set: whether, with arguments by name, it hands the trainer the tokens that top-p or top-k left of the
             vocabulary, so that its log-probs are of what the engine sampled from.
-        kept_set: whether it hands the trainer the tokens that top-p left of the vocabulary.
 
     Its log-prob pass:
         rescore: the trainer's log-probs of the rollout batch from micro-batches that are cut otherwise, called within

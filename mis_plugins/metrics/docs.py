@@ -111,7 +111,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
     "Trainer against itself": (
         "With `mis: {resplit_every: 10}` the rollout-data hook (`count_samples`, or `normalize_rollout`) has the "
         "trainer compute the log-probs of every tenth rollout twice, at equal weights, from micro-batches that are "
-        "cut otherwise: halved, or, where all hold one sample, joined by two. The second pass is the cost in one of "
+        "cut otherwise: halved, or, where all hold one sample, joined by two, so that one may hold twice the tokens of "
+        "`--max-tokens-per-gpu`. The second pass is the cost in one of "
         "ten rollouts, and the others pay nothing. The metrics are reported whatever `metrics` says, under the number "
         "of the rollout's first step. Where micro-batches are halved, a sample that was alone in its own is so again, "
         "and counts as equal. No hook of Miles and slime is handed the trainer: ours reads it from "

@@ -36,14 +36,14 @@ RESPLIT: dict[str, Metric] = {
     ),
     "resplit_diff_abs_mean": Metric(
         lambda s: ratio_of(s.apart, s.tokens),
-        "Mean over valid tokens of |log pi_old - log pi_old|, of the two passes.",
+        "Mean over valid tokens of the size of the difference between the two passes' log pi_old.",
         range="0 and above.",
         bad="near log_prob_diff_abs_mean: most of the mismatch is the trainer's own.",
         do="as resplit_differs.",
     ),
     "resplit_diff_abs_max": Metric(
         lambda s: s.largest if s.tokens else math.nan,
-        "Largest |log pi_old - log pi_old| of a valid token, of the two passes; infinite where one is NaN.",
+        "Largest difference between the two passes' log pi_old of a valid token; infinite where one is NaN.",
         range="0 and above.",
         bad="above 0.1: clip and ratio of the first step move by it, though no weight has.",
         do="as resplit_differs.",

@@ -7,6 +7,7 @@ runs its own.
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from mis_plugins.hosts import loss_batch
 from mis_plugins.hosts.versions import carrying
 from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.hosts.versions.slime import generate, shelf, train_data
 from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
 
@@ -137,8 +137,9 @@ def test_an_engine_without_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         sample.append_response_tokens(args, tokens=[1], log_probs=[-1.0], meta_info={"weight_version": "3"})
 
     stand_ins.load({"slime.rollout.sglang_rollout": {"generate": own}}, monkeypatch)
-    with pytest.raises(InputError, match="no weight_versions"):
-        asyncio.run(mis.generate_with_versions(Namespace(), Sample(), {}))
+    sample = asyncio.run(mis.generate_with_versions(Namespace(), Sample(3), {}))
+    with pytest.raises(InputError, match="sample 3: meta_info: no weight_versions"):
+        manager(monkeypatch, **CONFIG)._convert_samples_to_train_data([sample])
 
 
 MANAGER = """
@@ -227,8 +228,11 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert counts == [len(iterator.micro_batch_indices)]
         data, version = iterator.rollout_data, self.weight_updater.weight_version
         rows = [
-            torch.tensor([log_prob(int(token), version) for token in tokens[-length:]])
-            for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True)
+            torch.tensor(
+                [log_prob(int(token), version) for token in data["tokens"][i][-data["response_lengths"][i] :]]
+            )
+            for indices in iterator.micro_batch_indices
+            for i in indices
         ]
         return {f"{store_prefix}log_probs": rows}
 
@@ -347,8 +351,31 @@ def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str
         started(actor, **args, mis={"segment_wise": {"method": "loglinear"}})
 
 
-def test_responses_of_another_process_are_no_ones_here(numbering: Numbering) -> None:
-    ours, theirs = Sample(), Sample()
-    numbering.begin(ours, [7])
-    theirs.response_number = 0  # type: ignore[attr-defined]
-    assert numbering.known(ours) and not Numbering(Shelf).known(theirs)
+def test_a_number_of_another_process_is_no_ones_here(
+    monkeypatch: pytest.MonkeyPatch, numbering: Numbering
+) -> None:
+    ours = drawn(monkeypatch, [(1, 2)])
+    theirs = Sample(5)
+    theirs.tokens, theirs.response_length = [9, 4], 1
+    theirs.response_number, theirs.output_versions = ours.response_number, [1]  # type: ignore[attr-defined]
+    assert numbering.known(ours) and not numbering.known(theirs)
+    engine(monkeypatch, [(1, 1)])
+    asyncio.run(mis.generate_with_versions(Namespace(), theirs, {}))
+    found = {request.tokens for request in shelf.waiting(1, -1).requests}
+    assert found == {(7, 8, 0, 1), (9, 4, 1)}, "theirs begins here, with what it had"
+    assert theirs.output_versions == [1, 1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_shelf_forgets_what_nobody_asks_for(
+    scored: bool, monkeypatch: pytest.MonkeyPatch, numbering: Numbering
+) -> None:
+    sample = drawn(monkeypatch, [(1, 2)])
+    numbering.noted([sample], scored)
+    assert bool(shelf.waiting(1, -1).alive) == scored
+
+
+def test_copies_are_noted_without_a_number(monkeypatch: pytest.MonkeyPatch, numbering: Numbering) -> None:
+    sample = drawn(monkeypatch, [(1, 2)])
+    (packed,) = numbering.noted([copy.copy(sample)], scored=True)
+    assert Note.of(packed, "source_names").number == -1, "what is scored is the sample's, not its copy's"

@@ -3,7 +3,7 @@
 A host hands no hook of its trainer the trainer itself, and its micro-batches hold a fixed list of keys. So the init
 hook replaces two names in the trainer's process:
 
-    train_actor of actor.py   called as before, once what is needed has been scored     (Miles :464, slime :403)
+    train_actor of actor.py   called as before, once what is needed has been scored     (Miles :464, slime :424)
     get_batch of model.py     called as before, with two more keys, and the version beside  (Miles :481, slime :582)
 
 Ray may run a subclass of its own making, into which it copied every method. So `train_actor` is replaced in the class

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import queue
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.settings import LOGLINEAR
 
-NUMBER, VERSIONS = "response_number", "output_versions"  # what our generate functions leave on a sample
+# What our generate functions leave on a sample; the last where its versions cannot be known.
+NUMBER, VERSIONS, FAULT = "response_number", "output_versions", "versions_fault"
+NO_NUMBER = -1
 GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
 
 
+@runtime_checkable
 class Told(Protocol):
     """A shelf, here or in another process."""
 
@@ -35,7 +39,7 @@ class Numbering:
     def __init__(self, shelf: Callable[[], Told]) -> None:
         self._make, self._made = shelf, list[Told]()
         self._numbers, self._batches = itertools.count(), itertools.count()
-        self._begun: set[int] = set()
+        self._begun: dict[int, weakref.ref[Any]] = {}
         self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     @property
@@ -46,10 +50,10 @@ class Numbering:
 
     def begin(self, sample: Any, prompt: Sequence[int]) -> int:
         """Number a response that begins, in place of what the sample had before."""
-        self._gone.put(getattr(sample, NUMBER, -1))
+        self._gone.put(self._number(sample))
         self._sweep()
         number = next(self._numbers)
-        self._begun.add(number)
+        self._begun[number] = weakref.ref(sample)
         self.shelf.begin(number, tuple(prompt))
         setattr(sample, NUMBER, number)
         setattr(sample, VERSIONS, [])
@@ -57,23 +61,27 @@ class Numbering:
         return number
 
     def known(self, sample: Any) -> bool:
-        """Whether this process numbered the sample: one that was read from a file may carry another's number."""
-        return getattr(sample, NUMBER, -1) in self._begun
+        """Whether this process numbered the sample: a copy, or one from a file, carries the number of another."""
+        return self._number(sample) != NO_NUMBER
 
     def noted(self, samples: Sequence[Any], scored: bool) -> list[list[int]]:
         """A packed note of each sample of a batch, which the trainer gets next.
 
         Args:
-            scored: whether the trainer scores tokens of what waits.
+            scored: whether the trainer asks for what waits, and scores it. Else the shelf forgets the batch at once.
 
         Raises:
             InputError: a sample without versions, or with others than its tokens; a scored one with images.
         """
         for sample in samples:
             _check(sample, scored)
+        batch, numbers = next(self._batches), [self._number(sample) for sample in samples]
+        if scored:
+            self.shelf.take(batch, numbers)
+        else:
+            for number in numbers:
+                self._gone.put(number)
         self._sweep()
-        batch, numbers = next(self._batches), [getattr(sample, NUMBER) for sample in samples]
-        self.shelf.take(batch, numbers)
         return [
             Note(batch, number, getattr(sample, VERSIONS)).packed()
             for number, sample in zip(numbers, samples, strict=True)
@@ -81,14 +89,25 @@ class Numbering:
 
     def _sweep(self) -> None:
         """Drop what is gone. Not as a sample goes: the garbage collector may come while this thread has the shelf."""
-        while not self._gone.empty():
-            number = self._gone.get()
-            if number in self._begun:
-                self._begun.discard(number)
+        for number in self._left():
+            if self._begun.pop(number, None) is not None:
                 self.shelf.drop(number)
+
+    def _left(self) -> Iterator[int]:
+        """What is gone, without waiting: another thread may take the last one first."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._gone.get_nowait()
+
+    def _number(self, sample: Any) -> int:
+        number = getattr(sample, NUMBER, NO_NUMBER)
+        reference = self._begun.get(number)
+        return number if reference is not None and reference() is sample else NO_NUMBER
 
 
 def _check(sample: Any, scored: bool) -> None:
+    if (fault := getattr(sample, FAULT, None)) is not None:
+        raise InputError(f"sample {sample.index}: {fault}")
     versions = getattr(sample, VERSIONS, None)
     if versions is None or not hasattr(sample, NUMBER):
         raise InputError(f"sample {sample.index}: no {VERSIONS}; generate with {GENERATE}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class Split:
     answers: bool
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """A host's trainer on Megatron.
 

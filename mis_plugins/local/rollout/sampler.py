@@ -173,7 +173,13 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
 
 def _kept(samples: Sequence[Sample]) -> RolloutData:
     """What each token was sampled from, where the engine cut; whole responses, as masks are."""
-    if any(sample.rollout_top_p_token_ids is None for sample in samples):
+    lacking = [sample.index for sample in samples if sample.rollout_top_p_token_ids is None]
+    if lacking and len(lacking) < len(samples):
+        raise InputError(
+            f"sample {lacking[0]}: no rollout_top_p_token_ids, and other samples of the rollout have them; a filter or "
+            "a generate function of yours must leave them on every sample"
+        )
+    if lacking:
         return {}
     return {name: [torch.tensor(getattr(sample, name)) for sample in samples] for name in (IDS, OFFSETS)}
 

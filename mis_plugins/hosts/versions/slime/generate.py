@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mis_plugins.hosts.versions.numbering import NUMBER, VERSIONS
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.versions.numbering import FAULT, NUMBER, VERSIONS
 from mis_plugins.hosts.versions.slime.shelf import NUMBERING
 from mis_plugins.versions.response import spans
 
@@ -21,7 +22,11 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], e
     with heard(sample) as answers:
         await host.generate(args, sample, sampling_params)
     if answers and sample.response_length > before:
-        name_versions(sample, before, answers[-1])
+        try:
+            name_versions(sample, before, answers[-1])
+        except InputError as error:
+            # The conversion raises it: slime logs what is raised here, and waits for the group for ever.
+            setattr(sample, FAULT, str(error))
     return sample
 
 
@@ -45,9 +50,11 @@ def heard(sample: Any) -> Iterator[list[Mapping[str, Any]]]:
 def name_versions(sample: Any, before: int, meta_info: Mapping[str, Any]) -> None:
     """Write on the sample, and tell the shelf, which version wrote each token from `before` on."""
     runs = spans(meta_info, sample.response_length - before)
-    versions = [version for version, start, stop in runs for _ in range(start, stop)]
+    earlier = getattr(sample, VERSIONS, []) if before else []
+    versions = [*earlier, *(version for version, start, stop in runs for _ in range(start, stop))]
     start = len(sample.tokens) - sample.response_length
     if not before or not NUMBERING.known(sample):
         NUMBERING.begin(sample, sample.tokens[:start])
-    setattr(sample, VERSIONS, [*getattr(sample, VERSIONS), *versions])
-    NUMBERING.shelf.say(getattr(sample, NUMBER), before, sample.tokens[start + before :], versions)
+    setattr(sample, VERSIONS, versions)
+    if len(versions) == sample.response_length:  # else the conversion refuses the sample
+        NUMBERING.shelf.say(getattr(sample, NUMBER), 0, sample.tokens[start:], versions)
