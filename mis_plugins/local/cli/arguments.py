@@ -216,7 +216,7 @@ def _check_cut(args: argparse.Namespace) -> None:
     if args.rollout_engine not in ENGINES or not ENGINES[args.rollout_engine].cuts:
         cutting = ", ".join(name for name, spec in ENGINES.items() if spec.cuts and spec.serve)
         raise ConfigError(
-            f"{flag} with --rollout-engine {args.rollout_engine}: this engine returns no list of the tokens that it "
+            f"{flag} with --rollout-engine {args.rollout_engine}: the engine returns no list of the tokens that it "
             f"samples from, over which the trainer has to renormalize; choose {cutting}"
         )
     for name, (other, why) in _UNCUT.items():
