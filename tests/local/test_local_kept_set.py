@@ -172,11 +172,11 @@ def test_sglangs_answer_is_read_or_refused() -> None:
         ("--rollout-top-p 0.9", "--rollout-top-p 0.9 with --rollout-engine local: .*; choose sglang"),
         (
             "--rollout-top-k 5 --rollout-engine hf",
-            "--rollout-top-k 5 with --rollout-engine hf: that engine does not",
+            "--rollout-top-k 5 with --rollout-engine hf: the engine returns no list",
         ),
         (
             "--rollout-top-p 0.9 --rollout-engine vllm --kv-channels 32",
-            "with --rollout-engine vllm: that engine does",
+            "with --rollout-engine vllm: the engine returns no list",
         ),
         ("--rollout-top-p 0", "--rollout-top-p: got 0.0; give a number above 0, at most 1"),
         ("--rollout-top-p 1.5", "--rollout-top-p: got 1.5"),
