@@ -35,7 +35,7 @@ import torch
 from ladder import shipped
 from ladder.page import page
 from ladder.presets_at import kept_and_weighed, of_length, window_values
-from ladder.rollouts import BATCH, Amount, Rollouts, sample, score, start_engine, start_trainer
+from ladder.rollouts import Amount, Rollouts, sample, score, start_engine, start_trainer
 from ladder.rungs import RUNGS, Rung, write_rollout_weights
 from ladder.statistics import Pair, summary
 from provenance import parser_of, provenance
@@ -102,13 +102,14 @@ class Climb:
         }
         check_engine(path, rollouts, words["engine"])
         began, before = time.monotonic(), self.amount.share(rollouts)
-        batch = min(BATCH, self.amount.prompts)
         while rollouts is None or (share := self.amount.share(rollouts)) < 1:
             if rollouts is not None and share > before:
                 left = (time.monotonic() - began) * (1 - share) / (share - before)
                 print(f"{path.stem}: {share:.0%} of the rung, {left / 60:.0f} min left", file=sys.stderr)
             done = 0 if rollouts is None else len(rollouts.lengths)
-            found = sample(engine, self.prompts, done, batch, self.settings.length, self.end)
+            found = sample(
+                engine, self.prompts, done, self.amount.batch(done), self.settings.length, self.end
+            )
             more = _scored(found, trainers, words)
             rollouts = more if rollouts is None else rollouts.followed_by(more)
             rollouts.save(path)

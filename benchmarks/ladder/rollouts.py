@@ -77,6 +77,11 @@ class Amount:
             return 0.0
         return min(len(rollouts.lengths) / self.prompts, len(rollouts.behavior) / self.tokens)
 
+    def batch(self, done: int) -> int:
+        """How many responses to sample next: the prompts that are lacking, or a whole batch for more tokens."""
+        lacking = self.prompts - done
+        return min(lacking, BATCH) if lacking > 0 else BATCH
+
 
 def sample(
     engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, batch: int, length: int, end: int
