@@ -5,7 +5,7 @@
     python benchmarks/mismatch.py --smoke            a tiny model and Hugging Face's engine, in half a minute
 
 The real SGLang samples on every rung, with rounded weights but for the first two, and vLLM on the last; Megatron-core
-scores in bf16 and in fp32. Every batch of eight responses is kept: after Ctrl-C the same command goes on, and one with
+scores in bf16 and in fp32. Every batch of 32 responses is kept: after Ctrl-C the same command goes on, and one with
 more prompts or tokens adds to what is there.
 """
 
@@ -107,7 +107,9 @@ class Climb:
                 left = (time.monotonic() - began) * (1 - share) / (share - before)
                 print(f"{path.stem}: {share:.0%} of the rung, {left / 60:.0f} min left", file=sys.stderr)
             done = 0 if rollouts is None else len(rollouts.lengths)
-            found = sample(engine, self.prompts, done, self.settings.length, self.end)
+            found = sample(
+                engine, self.prompts, done, self.amount.batch(done), self.settings.length, self.end
+            )
             more = _scored(found, trainers, words)
             rollouts = more if rollouts is None else rollouts.followed_by(more)
             rollouts.save(path)

@@ -18,7 +18,7 @@ from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.trainers.megatron import Megatron
 
-BATCH = 8
+BATCH = 32  # the longest response of a batch is waited for: eight at a time wait four times as often
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,20 @@ class Amount:
             return 0.0
         return min(len(rollouts.lengths) / self.prompts, len(rollouts.behavior) / self.tokens)
 
+    def batch(self, done: int) -> int:
+        """How many responses to sample next: the prompts that are lacking, or a whole batch for more tokens."""
+        lacking = self.prompts - done
+        return min(lacking, BATCH) if lacking > 0 else BATCH
+
 
 def sample(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, length: int, end: int
+    engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, batch: int, length: int, end: int
 ) -> list[tuple[int, Sample]]:
-    """Sample the batch that follows `done` responses at temperature 1, with the index of each response's prompt.
+    """Sample the `batch` responses after the first `done` at temperature 1, with the index of each one's prompt.
 
     Prompts take turns, and response N has seed N, so that a run that was stopped goes on as it would have gone.
     """
-    places = range(done, done + BATCH)
+    places = range(done, done + batch)
     requests = [Request(prompts[place % len(prompts)], length, place) for place in places]
     samples = [until(end, one) for one in engine.generate(requests)]
     return [(place % len(prompts), one) for place, one in zip(places, samples, strict=True)]
