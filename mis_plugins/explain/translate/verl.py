@@ -42,6 +42,7 @@ BOOLEAN_DIALECT = (
     "rollout_is_veto_threshold",
 )
 CAP = "tis_imp_ratio_cap"
+OF_0_9 = (*COMMON, *SINCE_0_9[:-1])
 LOSS_MODE = "loss_mode"
 WIDTHS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT + (CAP, LOSS_MODE, *WIDTHS)
@@ -381,7 +382,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     for key in given:
         if key not in KNOWN:
             close = difflib.get_close_matches(str(key), KNOWN, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KNOWN)}"
+            hint = f"did you mean {close[0]}?" if close else f"those of 0.9.1 are {', '.join(OF_0_9)}"
             raise ConfigError(f"{key}: no key of verl's rollout correction; {hint}")
     given.pop("_target_", None)
     if not given:
