@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,8 @@ def sample(
     Prompts take turns, and response N has seed N, so that a run that was stopped goes on as it would have gone.
     """
     places = range(done, done + batch)
-    requests = [Request(prompts[place % len(prompts)], length, place) for place in places]
-    samples = [until(end, one) for one in engine.generate(requests)]
-    return [(place % len(prompts), one) for place, one in zip(places, samples, strict=True)]
-
-
-def until(end: int, sample: Sample) -> Sample:
-    """The response up to its first end of sequence; whole where there is none."""
-    length = sample.tokens.index(end) + 1 if end in sample.tokens else len(sample.tokens)
-    return replace(sample, tokens=sample.tokens[:length], log_probs=sample.log_probs[:length])
+    requests = [Request(prompts[place % len(prompts)], length, place, end=end) for place in places]
+    return [(place % len(prompts), one) for place, one in zip(places, engine.generate(requests), strict=True)]
 
 
 def start_engine(name: str, checkpoint: Path) -> Engine:

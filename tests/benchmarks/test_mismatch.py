@@ -13,7 +13,7 @@ import pytest
 import torch
 from ladder import shipped
 from ladder.presets_at import kept_and_weighed, kept_by, of_length
-from ladder.rollouts import Amount, Rollouts, until
+from ladder.rollouts import Amount, Rollouts, sample
 from ladder.rungs import RUNGS, fp8, in_groups, write_rollout_weights
 from ladder.statistics import Pair, summary
 from mismatch import Climb, Settings
@@ -23,7 +23,7 @@ from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.errors import UserError
 from mis_plugins.explain import rungs as explained
 from mis_plugins.explain.rungs import Responses
-from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.models.tiny import checkpoint, read_weights
 
 
@@ -67,10 +67,15 @@ def test_only_linear_layers_are_rounded_beyond_bf16(name: str, tmp_path: Path):
     assert said.get("enable_lm_head_fp32", False) == (name == "fp32-head")
 
 
-def test_a_response_ends_with_its_first_end_of_sequence():
-    sample = Sample(Request((1,), 4), (5, 2, 7, 2), torch.tensor([-1.0, -2.0, -3.0, -4.0]), 0)
-    assert until(2, sample).tokens == (5, 2) and until(2, sample).log_probs.tolist() == [-1.0, -2.0]
-    assert until(9, sample).tokens == sample.tokens
+def test_prompts_take_turns_and_every_response_ends_with_its_first_end_of_sequence(tmp_path: Path):
+    engine = HuggingFace(checkpoint("tiny-llama", tmp_path, torch.float32, seed=0), "fp32")
+    whole = sample(engine, [(7,), (8,), (9,)], done=2, batch=3, length=6, end=-1)
+    assert [place for place, _ in whole] == [2, 0, 1]
+    assert [one.request.prompt for _, one in whole] == [(9,), (7,), (8,)]
+    assert [one.request.seed for _, one in whole] == [2, 3, 4]
+    end = whole[0][1].tokens[2]
+    cut = sample(engine, [(7,), (8,), (9,)], done=2, batch=3, length=6, end=end)
+    assert cut[0][1].tokens == whole[0][1].tokens[:3]
 
 
 # The statistics
