@@ -47,6 +47,7 @@ from mis_plugins.hosts import (
 )
 from mis_plugins.hosts.adapters import miles, miles_fsdp
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
+from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
@@ -56,11 +57,7 @@ from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_s
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.hosts.versions import carrying
 from mis_plugins.hosts.versions.miles import generate as miles_generate
-from mis_plugins.hosts.versions.miles import train_data as miles_train_data
-from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
 from mis_plugins.hosts.versions.slime import generate as slime_generate
-from mis_plugins.hosts.versions.slime import train_data as slime_train_data
-from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
 from mis_plugins.loss.micro_batch import (
     Reduce,
     compared_log_probs,
@@ -338,18 +335,29 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     Raises:
         ConfigError, InputError: as `convert` of each host's `hosts/versions/*/train_data.py` says.
     """
-    train_data = slime_train_data if current(args).name == "slime" else miles_train_data
-    return train_data.convert(args, samples)
+    host = current(args)
+    if host.with_versions is None:
+        raise ConfigError(
+            _unserved("--custom-convert-samples-to-train-data-path", "convert_with_versions", host)
+        )
+    return host.with_versions(args, samples)
 
 
 def carry_versions(args: Any) -> None:
     """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
 
     Raises:
-        ConfigError: an argument of the host under which versions would say something else.
+        ConfigError: an argument of the host under which versions would say something else; a host where none are
+            carried.
     """
-    trainer = SlimeTrainer() if current(args).name == "slime" else MilesTrainer()
-    carrying.install(args, trainer)
+    host = current(args)
+    if host.versioned is None:
+        raise ConfigError(_unserved("--custom-megatron-init-path", "carry_versions", host))
+    carrying.install(args, host.versioned())
+
+
+def _unserved(flag: str, function: str, host: Host) -> str:
+    return f"{flag} mis_plugins.mis.{function}: versions are not carried on {host.title}; leave the flag out"
 
 
 def config_in_force(args: Any) -> CorrectionConfig:

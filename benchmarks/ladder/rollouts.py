@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ladder.statistics import Pair
 from mis_plugins.shared.storage import safetensors_names, save_safetensors
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.trainers.megatron import Megatron
 
-BATCH = 8
+BATCH = 32  # the longest response of a batch is waited for: eight at a time wait four times as often
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,25 @@ class Rollouts:
 
     def followed_by(self, more: Rollouts) -> Rollouts:
         """Rollouts of both files, one behind the other; the words name every commit."""
-        commits = dict.fromkeys([*self.words["commit"].split(", "), more.words["commit"]])
         return Rollouts(
             torch.cat([self.behavior, more.behavior]),
             {name: torch.cat([self.proximal[name], more.proximal[name]]) for name in self.proximal},
             torch.cat([self.lengths, more.lengths]),
             torch.cat([self.prompts, more.prompts]),
-            {**more.words, "commit": ", ".join(commits)},
+            {**more.words, "commit": commits(self.words["commit"], more.words["commit"])},
         )
+
+    def pairs(self) -> dict[str, Pair]:
+        """The engine's log-probs with those of each trainer."""
+        return {
+            name: Pair(self.behavior, proximal, self.lengths, self.prompts)
+            for name, proximal in self.proximal.items()
+        }
+
+
+def commits(*texts: str) -> str:
+    """The commits of all texts, each once."""
+    return ", ".join(dict.fromkeys(commit for text in texts for commit in text.split(", ")))
 
 
 @dataclass(frozen=True)
@@ -77,24 +89,22 @@ class Amount:
             return 0.0
         return min(len(rollouts.lengths) / self.prompts, len(rollouts.behavior) / self.tokens)
 
+    def batch(self, done: int) -> int:
+        """How many responses to sample next: the prompts that are lacking, or a whole batch for more tokens."""
+        lacking = self.prompts - done
+        return min(lacking, BATCH) if lacking > 0 else BATCH
+
 
 def sample(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, length: int, end: int
+    engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, batch: int, length: int, end: int
 ) -> list[tuple[int, Sample]]:
-    """Sample the batch that follows `done` responses at temperature 1, with the index of each response's prompt.
+    """Sample the `batch` responses after the first `done` at temperature 1, with the index of each one's prompt.
 
     Prompts take turns, and response N has seed N, so that a run that was stopped goes on as it would have gone.
     """
-    places = range(done, done + BATCH)
-    requests = [Request(prompts[place % len(prompts)], length, place) for place in places]
-    samples = [until(end, one) for one in engine.generate(requests)]
-    return [(place % len(prompts), one) for place, one in zip(places, samples, strict=True)]
-
-
-def until(end: int, sample: Sample) -> Sample:
-    """The response up to its first end of sequence; whole where there is none."""
-    length = sample.tokens.index(end) + 1 if end in sample.tokens else len(sample.tokens)
-    return replace(sample, tokens=sample.tokens[:length], log_probs=sample.log_probs[:length])
+    places = range(done, done + batch)
+    requests = [Request(prompts[place % len(prompts)], length, place, end=end) for place in places]
+    return [(place % len(prompts), one) for place, one in zip(places, engine.generate(requests), strict=True)]
 
 
 def start_engine(name: str, checkpoint: Path) -> Engine:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mis_plugins.hosts.versions.trainer import Trainer
     from mis_plugins.packing.ragged import Ranks
 else:
-    Ranks = Tensor = Any  # `config check` reads these records before every job, and needs no torch
+    Ranks = Tensor = Trainer = Any  # `config check` reads these records before every job, and needs no torch
 
 ROUTES_HOOK = (
     "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
@@ -78,7 +79,10 @@ class Host:
         tis_hook: dotted path for --custom-tis-function-path.
         rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_data.py`).
         versions: whether it says which version wrote each token.
-        version_flags: flags with which it does, where `versions` is false; "" where none do.
+        version_flags: flags with which it does, where `versions` is false; "" where none do. `with_versions` and
+            `versioned` then serve their functions.
+        with_versions: its own conversion of (arguments, samples), with what the trainer reads of versions.
+        versioned: its trainer, as versions are carried there.
         step_hook: whether it calls a hook before each train step.
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
         kept_set: whether, with arguments by name, it hands the trainer the tokens that top-p or top-k left of the
@@ -113,6 +117,8 @@ class Host:
     rollout_batch: bool = False
     versions: bool = False
     version_flags: str = ""
+    with_versions: Callable[[Any, Sequence[Any]], dict[str, Any]] | None = None
+    versioned: Callable[[], Trainer] | None = None
     step_hook: bool = True
     routers: bool = True
     kept_set: Callable[[Mapping[str, Any]], bool] = lambda keys: False

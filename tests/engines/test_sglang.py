@@ -66,6 +66,15 @@ def test_company_does_not_matter(engine: SGLang):
     assert equal_bits(joined(together), joined(alone))
 
 
+def test_a_response_is_over_with_its_first_end(engine: SGLang):
+    whole = engine.generate(REQUESTS)
+    place = next(at for at in range(5, 40) if whole[0].tokens[at] not in whole[0].tokens[:at])
+    ending = engine.generate([replace(REQUESTS[0], end=whole[0].tokens[place]), *REQUESTS[1:]])
+    assert ending[0].tokens == whole[0].tokens[: place + 1]
+    assert equal_bits(ending[0].log_probs, whole[0].log_probs[: place + 1])
+    assert [one.tokens for one in ending[1:]] == [one.tokens for one in whole[1:]]
+
+
 def test_decode_is_prefill_also_where_the_prompt_comes_from_the_cache(engine: SGLang):
     first = engine.generate([Request(PROMPT + (3, 1), 20, seed=4)])
     second = engine.generate([Request(PROMPT + (3, 1), 20, seed=4), Request(first[0].sequence, 20, seed=5)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,16 @@ def test_every_log_prob_is_the_trainers_through_an_update(dtype: str, order: str
                     assert equal_bits(scored, torch.cat(trainer.log_probs(samples, [1.0] * len(samples))))
 
 
-def test_the_stock_engine_is_not_the_trainer_and_a_missing_checkpoint_is_an_error(tmp_path: Path):
+def test_the_stock_engine_is_not_the_trainer_ends_where_asked_and_a_missing_checkpoint_is_an_error(
+    tmp_path: Path,
+):
     source = checkpoint("tiny-qwen3", tmp_path / "0", torch.float32, seed=0)
     with closing(VLLM(source, "fp32")) as engine:
+        # A temperature so low decides the tokens: vLLM's requests carry no seed.
+        certain = Request((5, 6, 7), 40, temperature=1e-3)
+        [whole] = engine.generate([certain])
+        [cut] = engine.generate([replace(certain, end=whole.tokens[3])])
+        assert cut.tokens == whole.tokens[: whole.tokens.index(whole.tokens[3]) + 1]
         samples = engine.generate(REQUESTS)
         stock = torch.cat(HuggingFace(source, "fp32").log_probs(samples, [1.0, 1.0, 0.7]))
         assert (joined(samples) != stock).float().mean() > 0.5

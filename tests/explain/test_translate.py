@@ -7,6 +7,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from hypothesis import given
 
 from mis_plugins.__main__ import load, main
 from mis_plugins.config.model import (
+    BY_DIVERGENCE,
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
@@ -160,6 +162,118 @@ def test_verl_trainer_since_0_9_ignores_bypass_rules():
     assert v1 in " ".join(from_verl({"rollout_correction": TOKEN_IS | PG}).notes)
     assert v1 not in " ".join(from_verl(rejecting | {"trainer": {"use_v1": False}}).notes)
     assert v1 not in " ".join(from_verl({"rollout_correction": TOKEN_IS | PPO}).notes)
+
+
+def dppo(mode: str = "dppo_tv", **actor: object) -> dict:
+    return {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}, **actor}}}
+
+
+@pytest.mark.parametrize("mode", BY_DIVERGENCE)
+def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
+    """Against pi_old, times the weights of the correction; in bypass against mu, without weights and rules."""
+    for keys in (dppo(mode), {"loss_mode": mode}):
+        alone = from_verl(keys)
+        assert alone.config() == CorrectionConfig(objective=ObjectiveConfig(mode, "proximal"), metrics="full")
+        assert verl.MU_BY_BYPASS in alone.notes
+    weighed = from_verl(dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS}})
+    assert weighed.config() == CorrectionConfig(WeightConfig(upper=2.0), objective=ObjectiveConfig(mode))
+    bypass = from_verl(
+        dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS | GEO | {"bypass_mode": True}}}
+    )
+    assert bypass.config() == preset(mode.replace("_", "-"))
+    assert verl.DPPO_IN_BYPASS in bypass.notes
+    assert {"rollout_is: dropped, as verl does there.", "rollout_rs: dropped, as verl does there."} <= set(
+        bypass.notes
+    )
+    assert f"surrogate: {mode}  # loss_mode: {mode}" in bypass.text()
+    assert read_back(bypass, tmp_path) == bypass.config()
+
+
+@pytest.mark.parametrize(
+    ("widths", "flags"),
+    [
+        ({}, "--eps-clip 0.2 --eps-clip-high 0.2 --eps-clip-c 3,"),
+        ({"clip_ratio": 0.5}, "--eps-clip 0.2 --eps-clip-high 0.2 --eps-clip-c 3,"),
+        ({"clip_ratio": 0.5, "clip_ratio_low": None}, "--eps-clip 0.5 --eps-clip-high 0.2 --eps-clip-c 3,"),
+        (
+            {"clip_ratio_low": 0.15, "clip_ratio_high": 0.1, "clip_ratio_c": 20},
+            "--eps-clip 0.15 --eps-clip-high 0.1 --eps-clip-c 20,",
+        ),
+    ],
+)
+def test_verl_dppo_widths_are_flags(widths: dict, flags: str):
+    """verl's actor sets low and high itself, so that `clip_ratio` alone does nothing."""
+    told = " ".join(from_verl(dppo(**widths)).notes)
+    assert flags in told
+    assert ("clip_ratio: 0.5 has no effect" in told) == (widths == {"clip_ratio": 0.5})
+
+
+def test_verl_dppo_of_a_launch_script():
+    script = (
+        "MODE=dppo_kl\nACTOR=(\n    actor_rollout_ref.actor.policy_loss.loss_mode=${MODE}\n"
+        "    actor_rollout_ref.actor.clip_ratio_low=${LOW:-0.05}\n)\npython3 -m verl ${ACTOR[@]}\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"clip_ratio_low: got .*actor_rollout_ref.actor.clip_ratio_low=VALUE"
+    ):
+        verl.translate(script)
+    said = verl.translate(script, ["actor_rollout_ref.actor.clip_ratio_low=0.05"])
+    assert said.config().objective == ObjectiveConfig("dppo_kl")
+    assert "--eps-clip 0.05 --eps-clip-high 0.2" in " ".join(said.notes)
+    other = [
+        f"actor_rollout_ref.actor.{key}" for key in ("policy_loss.loss_mode=dppo_tv", "clip_ratio_low=0.1")
+    ]
+    assert verl.translate(script, other).config().objective == ObjectiveConfig("dppo_tv")
+    unsure = script.replace("MODE=dppo_kl\n", "")
+    with pytest.raises(
+        ConfigError, match=r"loss_mode: got '\$\{MODE\}'; .*actor.policy_loss.loss_mode=VALUE"
+    ):
+        verl.translate(unsure)
+    beside = verl.translate(unsure + f"python3 -m verl {PREFIX}rollout_is=token\n")
+    assert beside.config().objective is None and "loss_mode: ${MODE} is for the launch" in " ".join(
+        beside.notes
+    )
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", None])
+def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
+    keys = dppo(mode, clip_ratio_low=0.1) | {"algorithm": {"rollout_correction": TOKEN_IS}}  # type: ignore[arg-type]
+    assert from_verl(keys).config() == from_verl(TOKEN_IS).config()
+    with pytest.raises(ConfigError, match="nothing to translate"):
+        from_verl(dppo(mode))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nothing to translate: .*loss_mode: vanilla"):
+        from_verl(dppo(), "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "message"),
+    [
+        (
+            dppo() | {"trainer": {"use_v1": False}, "algorithm": {"rollout_correction": {"bypass_mode": True}}},
+            (),
+            "loss_mode: dppo_tv never acts in verl with bypass_mode: true and trainer.use_v1: false",
+        ),
+        (
+            dppo() | {"algorithm": {"rollout_correction": TOKEN_IS | {"rollout_token_veto_threshold": 1e-4}}},
+            (),
+            "rollout_token_veto_threshold: 0.0001 is of another verl than policy_loss.loss_mode: dppo_tv",
+        ),
+        (
+            dppo() | {"algorithm": {"rollout_correction": {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01}}},
+            (),
+            "rollout_rs: geometric is of another verl",
+        ),
+        (dppo(tis_imp_ratio_cap=2), (), "tis_imp_ratio_cap: 2 is of another verl"),
+        (dppo() | {"algorithm": {"rollout_is": True}}, (), "rollout_is: True is of another verl"),
+        (dppo(clip_ratio_c=0.5), (), "clip_ratio_c: got 0.5; the hosts' --eps-clip-c lies above 1"),
+        (dppo(clip_ratio_low="x"), (), "clip_ratio_low: got 'x'; expected a number"),
+        (TOKEN_IS, ("actor_rollout_ref.actor.clip_ratio_low=0.1",), "clip_ratio_low: read with policy_loss.loss_mode"),
+        (TOKEN_IS, ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo",), "loss_mode: got 'gspo'; choose one of"),
+    ],
+)  # fmt: skip
+def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_verl(keys, *overrides)
 
 
 # ---------------------------------------------------------------------------------------------------- verl, earlier

@@ -22,6 +22,7 @@ from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import on_policy
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.translate import verl as from_verl
 from mis_plugins.loss.objective import Clip
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "peers.md"
@@ -456,3 +457,45 @@ def test_sequence_ratio_gradient_differs():
     ).sum()
     for loss in (trl_loss, our_loss):
         assert torch.autograd.grad(loss, target)[0][0].tolist() == pytest.approx([-mean, -mean], rel=WRITTEN)
+
+
+def test_dppo_kl_of_a_certain_token_differs():
+    """From 0.994 to almost 1 at A > 0 and delta 0.05: TRL, verl and SkyRL mask the token, and ours holds it.
+
+    Of the probability of all other tokens ours knows 1e-6 at least, TRL 1e-7, verl and SkyRL 1e-8 more than there is.
+    """
+    batch, clip = fixed_rows([[0.0]]), Clip(0.05, 0.05, 3.0)
+    batch.batch.behavior[0][0] = batch.batch.proximal[0][0] = math.log(0.994)
+    batch = replace(batch, target=[torch.tensor([-1e-9], dtype=torch.float64)])
+    kl = lambda others: 0.994 * math.log(0.994) + 0.006 * math.log(0.006 / others)  # noqa: E731
+    assert kl(1e-6) < clip.high < kl(1e-7) < kl(1e-8)
+    assert trl.dppo_mask(batch, "binary_kl", clip).item() == 0
+    for judge in (
+        lambda x: verl.surrogate_loss(batch, x, {}, "dppo_kl", "token-sum", clip),
+        lambda x: skyrl.dppo_loss(batch, x, "binary_kl", clip),
+    ):
+        assert judge(batch.pad(batch.target)).item() == 0
+    target = batch.pad(batch.target).requires_grad_()
+    objective = {"surrogate": "dppo_kl", "old": "behavior"}
+    mine = surrogate_loss(batch, target, batch.behavior, ours(batch, {"weight": None}), objective, clip)
+    (gradient,) = torch.autograd.grad(mine.sum(), target)
+    close(gradient.item(), -1 / 0.994)
+
+
+def test_dppo_cap_differs():
+    """Where no cap is set: 20 in TRL and ours; verl's actor sets 3, so that the 20 of its function never acts."""
+    batch = fixed_rows([[0.0]])
+    batch = replace(batch, target=[torch.tensor([-2.0 + math.log(5.0)])])
+    target, wide = batch.pad(batch.target), Clip(1.0, 1.0)
+    fields = verl.load(verl.PEERS["losses"]).ActorConfig.__dataclass_fields__
+    config = fields["clip_ratio_c"].default
+    assert config == from_verl.CLIP_RATIO_C == 3.0
+    widths = {fields[name].default for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")}
+    assert widths == {from_verl.CLIP_RATIO}
+    log_prob = target.item()
+    close(trl.dppo_loss(batch, target, "binary_tv", wide).item(), -5 * log_prob)
+    objective = {"surrogate": "dppo_tv", "old": "behavior"}
+    mine = surrogate_loss(batch, target, batch.behavior, ours(batch, {"weight": None}), objective, wide)
+    close(mine.sum().item(), -5 * log_prob)
+    theirs = verl.surrogate_loss(batch, target, {}, "dppo_tv", "token-sum", Clip(1.0, 1.0, config))
+    close(theirs.item(), -3 * log_prob)

@@ -20,6 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
 from peers.rows import (
+    ADVANTAGES,
     Metric,
     Rows,
     assert_all_close,
@@ -38,14 +39,14 @@ from tolerances import DECISION
 from torch import Tensor
 
 from mis_plugins.config.model import OpsmConfig
-from mis_plugins.config.reading import from_mapping
+from mis_plugins.config.reading import from_mapping, preset_path
 from mis_plugins.correction.opsm import on_policy
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import areal as from_areal
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
-from mis_plugins.loss.objective import Clip, kl_term, target_log_ratio
+from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
@@ -714,21 +715,84 @@ def test_verl_other_losses(name: str, objective: dict, level: str, batch: Rows):
     assert_same_loss(batch, theirs, target, tokens)
 
 
+def divergence_of(old: Tensor, target: Tensor, kind: str) -> Tensor:
+    """Of the sampled token against all others, in float64."""
+    mu, pi = old.exp(), target.exp()
+    kl = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
+    return (pi - mu).abs() if kind == "tv" else kl
+
+
 def clear_of_dppo(batch: Rows, old: Tensor, kind: str) -> None:
     """No token's divergence lies within rounding of a width of `CLIP`, and no probability where peers clamp."""
     mu, pi = old.exp(), batch.pad(batch.target).exp()
     valid = batch.mask.bool()
     assume(bool(((mu < 1 - 1e-3) & (mu > 1e-5) & (pi < 1 - 1e-3) & (pi > 1e-5))[valid].all()))
-    kl = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
-    divergence = (pi - mu).abs() if kind == "tv" else kl
+    divergence = divergence_of(old, batch.pad(batch.target), kind)
     assume(all(((divergence - width).abs() > DECISION)[valid].all() for width in (CLIP.low, CLIP.high)))
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@few
+@given(batch=rows(), cap=st.sampled_from([None, 1.2]))
+def test_trl_dppo(kind: str, batch: Rows, cap: float | None):
+    """Mask, loss and gradient. TRL compares with the rollout engine, and its loss is a mean over tokens."""
+    clear_of_dppo(batch, batch.behavior, kind)
+    objective, clip = {"surrogate": f"dppo_{kind}", "old": "behavior"}, replace(CLIP, dual=cap)
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, clip)
+    held = torch.where(batch.mask.bool(), trl.dppo_mask(batch, f"binary_{kind}", clip), 0)
+    (gradient,) = torch.autograd.grad(tokens.sum(), target, retain_graph=True)
+    assert torch.equal(gradient != 0, held.bool())
+    theirs = lambda x: trl.dppo_loss(batch, x, f"binary_{kind}", clip)  # noqa: E731
+    assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
+
+
+@pytest.mark.parametrize(
+    "clip", [Clip(0.15, 0.15), Clip(0.05, 0.05), Clip(0.02, 0.1), Clip(0.1, 0.02)], ids=str
+)
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_trl_dppo_mask(kind: str, clip: Clip):
+    """The mask of 2,000 tokens, most of them probable: at both widths that TRL advises, and where low is not high."""
+    torch.manual_seed(0)
+    behavior = torch.empty(40, 50).uniform_(0.02, 0.95).log()
+    target = (behavior + 0.5 * torch.randn(40, 50)).clamp(max=-1e-2)
+    batch = make_batch([(row, row, [1] * 50) for row in behavior.tolist()])
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat(8)
+    both = Rows(batch, list(target), advantages)
+    old, new = torch.cat(batch.behavior), target.flatten()
+    each = advantages.repeat_interleave(50).float()
+    config = from_mapping(preset(f"dppo-{kind}")).objective
+    assert config is not None
+    term = policy_term(new, old, each, torch.ones(2000), both.ragged, config, clip)
+    held = trl.dppo_mask(both, f"binary_{kind}", clip).flatten().bool()
+    away = divergence_of(both.behavior, both.pad(both.target), kind).flatten()
+    clear = ((away - clip.low).abs() > DECISION) & ((away - clip.high).abs() > DECISION)
+    assert torch.equal((term.clipped == 0)[clear], held[clear]) and clear.sum() > 1990
+    for sign in (-1, 1):
+        assert (
+            20 < (~held & (sign * each > 0)).sum() < 700
+        )  # neither side of the mask is empty, nor all of it
+
+
+def test_trl_dppo_defaults_are_those_of_the_preset():
+    """The preset's own lines name the flags; of the KL divergence TRL's help says 0.05."""
+    assert trl.dppo_defaults() == {
+        "divergence_type": "binary_tv",
+        "epsilon": 0.15,
+        "epsilon_high": 0.15,
+        "clip_ratio_c": DPPO_CAP,
+    }
+    recommended = "0.15 for TV divergence and 0.05 for KL"
+    assert recommended in " ".join((inspect.getdoc(trl.load(trl.DPPO).DPPOConfig) or "").split())
+    for kind, width in (("tv", 0.15), ("kl", 0.05)):
+        flags = f"--eps-clip {width} --eps-clip-high {width} --eps-clip-c {DPPO_CAP:g}"
+        assert flags in preset_path(f"dppo-{kind}").read_text()
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
 @few
 @given(batch=rows())
 def test_verl_dppo(kind: str, batch: Rows):
-    """TRL had an experimental DPPO until July 2026 (trl#6402): the judge is verl, and of the gradient SkyRL."""
+    """Against the proximal policy, multiplied by the weights of the rollout correction."""
     clear_of_dppo(batch, batch.proximal, kind)
     weights = {"rollout_is": "token", "rollout_is_threshold": 1.2}
     correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)

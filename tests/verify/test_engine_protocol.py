@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,30 @@ def test_what_was_asked_is_sampled_and_the_seed_decides(tiny: Path):
     assert [sample.tokens for sample in samples] == [sample.tokens for sample in again]
     other = engine.generate([Request((5, 6, 7), 9, seed=4)])
     assert other[0].tokens != samples[0].tokens
+
+
+def test_a_response_is_over_with_its_first_end(tiny: Path):
+    engine = HuggingFace(tiny, "fp32")
+    whole = engine.generate(REQUESTS)[0]
+    place = next(at for at in range(1, 8) if whole.tokens[at] not in whole.tokens[:at])
+    cut = engine.generate([replace(REQUESTS[0], end=whole.tokens[place]), *REQUESTS[1:]])[0]
+    assert cut.tokens == whole.tokens[: place + 1] and len(cut.log_probs) == place + 1
+    assert torch.allclose(cut.log_probs, whole.log_probs[: place + 1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "over"),
+    [
+        ((5, 6, 7, 8), True),
+        ((5, 6, 7), False),
+        ((5, 2), True),
+        ((5, 6, 7, 2), True),
+        ((5, 2, 7, 8), False),
+        ((), False),
+    ],
+)
+def test_a_response_of_four_tokens_at_most_with_2_as_its_end(tokens: tuple[int, ...], over: bool):
+    assert Request((1,), 4, end=2).over(tokens) is over
 
 
 def test_pinned_decode_is_prefill_and_company_does_not_matter_where_stock_kernels_differ(tiny: Path):

@@ -6,10 +6,6 @@ requests are few and short, but real: an engine that serves a training run answe
 
 from __future__ import annotations
 
-import http.client
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +14,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
+from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.observe.process import ALL, Observation
 
@@ -165,17 +162,7 @@ class _Client:
         return [_answer(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON answer to a GET, or to a POST of `body`."""
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as refused:
-            told = refused.read().decode(errors="replace")[:200]
-            raise EngineError(f"{self.url}{path} answered {refused.code}: {told}") from refused
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise EngineError(f"{self.url}{path}: {str(error) or repr(error)}") from error
+        return answer_of(self.url + path, body, SECONDS)
 
 
 def _answer(rows: Sequence[Sequence[Any]]) -> Answer:

@@ -36,10 +36,11 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        length: how many tokens to sample; the engine ignores its end-of-sequence token.
+        length: how many tokens to sample, at most; the engine ignores the end-of-sequence token of its model.
         seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
         temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
         cut: what an engine whose record says `cuts` samples from; None samples from the whole vocabulary.
+        end: the token with which a response is over; None where every response has `length` tokens.
     """
 
     prompt: tuple[int, ...]
@@ -47,6 +48,12 @@ class Request:
     seed: int = 0
     temperature: float = 1.0
     cut: Cut | None = None
+    end: int | None = None
+
+    def over(self, tokens: Sequence[int]) -> bool:
+        """Whether a response is over with these tokens, and was not before."""
+        early = self.end in tokens[:-1]
+        return not early and (len(tokens) == self.length or (bool(tokens) and tokens[-1] == self.end))
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Sample:
     """A sample is a request with the tokens that the engine sampled for it.
 
     Attributes:
-        tokens: the sampled ids, as many as the request asks for.
+        tokens: the sampled ids, until the response is over.
         log_probs: the log-prob of each token under the distribution from which it was sampled.
         version: the version of the weights that sampled the tokens.
         cached: tokens of the prompt that the engine took from its cache.

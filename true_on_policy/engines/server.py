@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from true_on_policy.engines.handover import ACTIVE
-from true_on_policy.engines.protocol import EngineError
+from true_on_policy.engines.protocol import EngineError, Request
 
 START_SECONDS = 600  # 15 s on two idle cores; more than 300 were seen on overloaded ones
 GENERATE_SECONDS = 300
+TOKEN_SECONDS = 0.1  # .02 were seen in a batch of 32, on an overloaded core
 LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
@@ -40,6 +41,11 @@ def free_port() -> int:
 def named(options: Mapping[str, Any]) -> list[str]:
     """Write options as arguments of a command line: --name value."""
     return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def patience(requests: Sequence[Request]) -> float:
+    """How long an engine may take to sample these requests, in seconds."""
+    return GENERATE_SECONDS + TOKEN_SECONDS * sum(request.length for request in requests)
 
 
 def started(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Server:

@@ -10,13 +10,7 @@ Exit codes: 0 equal; 1 different, and the first tensor that differs is named; 2 
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mis_plugins.shared.shell import importing
 
@@ -40,29 +34,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with importing():  # torch: seconds
+        from true_on_policy.engines.asking import answer_of
         from true_on_policy.models.tiny import read_weights
         from true_on_policy.weights.comparison import compare
 
-    found = compare(lambda body: posted(arguments.engine, body), read_weights(arguments.trainer))
+    address = f"{arguments.engine.rstrip('/')}/weights_checker"
+    found = compare(lambda body: answer_of(address, body, SECONDS), read_weights(arguments.trainer))
     print(found)
     return 0 if found.equal else 1
-
-
-def posted(url: str, body: Mapping[str, Any]) -> Any:
-    """Post a body to the engine's weight checker.
-
-    Raises:
-        EngineError: nobody answers there, or the engine refuses.
-    """
-    from true_on_policy.engines.protocol import EngineError
-
-    address = f"{url.rstrip('/')}/weights_checker"
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as refused:
-        said = refused.read().decode(errors="replace")[:200]
-        raise EngineError(f"{address} answered {refused.code}: {said}") from refused
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise EngineError(f"{address}: {str(error) or repr(error)}") from error

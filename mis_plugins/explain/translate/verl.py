@@ -4,6 +4,8 @@ Three dialects. Since 0.7.1: `rollout_rs` names statistics (`seq_mean_k1`), whos
 "lo_hi" means a ratio in [1/hi, 1/lo]. 0.6.1 and 0.7.0: `rollout_rs` names a level (`geometric`), with bounds on the
 ratio and a veto. 0.6.0: keys of `algorithm` itself, where `rollout_is` is a bool. Before that, one key of the actor:
 `tis_imp_ratio_cap`, which truncates weights of tokens.
+
+DPPO is a loss of the actor, `policy_loss.loss_mode`, since 0.7.1; its largest divergences are the actor's clip ratios.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mis_plugins.config.model import BY_DIVERGENCE
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import verl_presets
@@ -39,19 +42,25 @@ BOOLEAN_DIALECT = (
     "rollout_is_veto_threshold",
 )
 CAP = "tis_imp_ratio_cap"
-KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT + (CAP,)
+OF_0_9 = (*COMMON, *SINCE_0_9[:-1])
+LOSS_MODE = "loss_mode"
+WIDTHS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+KNOWN = COMMON + SINCE_0_9 + EARLIER + BOOLEAN_DIALECT + (CAP, LOSS_MODE, *WIDTHS)
 ACTOR = ("actor_rollout_ref", "actor")
 IN_LOSS = (*ACTOR, "policy_loss", "rollout_correction")
+PLACES = {CAP: ACTOR, LOSS_MODE: (*ACTOR, "policy_loss"), **dict.fromkeys(WIDTHS, ACTOR)}
 OVERRIDE = re.compile(
     r"\+{0,2}(?:(?:algorithm\.)?(?:rollout_correction\.)?|(?:actor_rollout_ref\.)?actor\."
-    r"(?:policy_loss\.rollout_correction\.)?)(?P<key>\w+)=(?P<value>.*)",
+    r"(?:policy_loss\.(?:rollout_correction\.)?)?)(?P<key>\w+)=(?P<value>.*)",
     re.DOTALL,
 )
-IN_SCRIPT = re.compile(r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp_ratio_cap\b)[\w.]*\s*=")
+IN_SCRIPT = re.compile(
+    r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp_ratio_cap\b|\.policy_loss\.loss_mode\b)[\w.]*\s*="
+)
 WORD = re.compile(r"(?P<mark>~|\+{0,2})(?P<path>\w+(?:\.\w+)+)(?:=(?P<value>.*))?", re.DOTALL)
 OF_SCRIPT = re.compile(
     r"algorithm\.rollout_\w+(?:\.\w+)?|actor_rollout_ref\.actor\.(?:tis_imp_ratio_cap|policy_loss\.loss_mode"
-    r"|policy_loss\.rollout_correction(?:\.\w+)?|loss_agg_mode)|actor_rollout_ref\.rollout\.calculate_log_probs|trainer\.use_v1"
+    r"|policy_loss\.rollout_correction(?:\.\w+)?|loss_agg_mode|clip_ratio(?:_low|_high|_c)?)|actor_rollout_ref\.rollout\.calculate_log_probs|trainer\.use_v1"
 )
 HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
@@ -61,6 +70,8 @@ OPTIONS = tuple(
     f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
 )
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
+OTHER_LOSSES = ("vanilla", "bypass_mode")  # that may stand behind a file in place of DPPO
+CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 BOOLEAN_BOUND = {"truncate": "truncate", "mask": "zero"}
 BOOLEAN_LOWER, BOOLEAN_VETO = "rollout_is_threshold_lower", "rollout_is_veto_threshold"
 BOOLEAN_VETO_DEFAULT = 1e-4
@@ -106,6 +117,14 @@ OF_CAP = (
 OF_LOSS = (
     "actor.policy_loss.rollout_correction is read with policy_loss.loss_mode: bypass_mode alone, in the place of "
     "pi_old with algorithm.rollout_correction.bypass_mode: true; the block is translated as both."
+)
+MU_BY_BYPASS = (
+    "policy_loss.loss_mode: without algorithm.rollout_correction.bypass_mode: true verl compares with pi_old, as this "
+    "file does. The paper compares with mu: objective.old: behavior."
+)
+DPPO_IN_BYPASS = (
+    "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands DPPO mu for pi_old, and neither weights nor "
+    "rules, as here. The trainer before replaces this loss by that of bypass_mode."
 )
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
@@ -155,6 +174,7 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     said = _overridden(overrides)
     tree = _tree(text, said)
     given = _checked(_section(tree) | said)
+    _check_loss(given, said)
     try:
         return _translated(given, tree, text)
     except ConfigError as error:
@@ -163,6 +183,9 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
 
 def _translated(given: dict[str, Any], tree: Any, text: str) -> Translation:
     draft = Draft(given)
+    is_dppo = given.get(LOSS_MODE) in BY_DIVERGENCE
+    if is_dppo:
+        _check_release(given)
     if verl_presets.is_call(text):
         draft.notes.append(verl_presets.NOTE)
     if CAP in given:
@@ -172,7 +195,7 @@ def _translated(given: dict[str, Any], tree: Any, text: str) -> Translation:
     else:
         _translate_weight(draft)
         _translate_rejection(draft)
-        _translate_bypass(draft, tree)
+        _translate_dppo(draft, tree) if is_dppo else _translate_bypass(draft, tree)
         _translate_normalization(draft)
         _translate_denominator(draft)
     _finish(draft, tree)
@@ -187,9 +210,13 @@ def _hint(message: str, given: Mapping[str, Any]) -> str:
     """What to do where the error is about a value that only the launch decides."""
     for key, value in given.items():
         if isinstance(value, str) and "$" in value and message.startswith(key):
-            place = f"{'.'.join(ACTOR)}.{key}" if key == CAP else f"{'.'.join(SECTION)}.{key}"
-            return f"; only the launch decides it: put its value behind the file, as {place}=VALUE"
+            return _by_launch(key)
     return ""
+
+
+def _by_launch(key: str) -> str:
+    place = f"{'.'.join(PLACES.get(key, SECTION))}.{key}"
+    return f"; only the launch decides it: put its value behind the file, as {place}=VALUE"
 
 
 # What the user has.
@@ -210,6 +237,7 @@ def _tree(text: str, said: Mapping[str, Any]) -> Any:
 def _of_script(text: str, said: Mapping[str, Any]) -> dict[str, Any]:
     """The Hydra overrides of a launch script that bear on the correction, as a tree."""
     found: dict[str, Any] = {}
+    reads_widths = said.get(LOSS_MODE) in BY_DIVERGENCE or any(mode in text for mode in BY_DIVERGENCE)
     for words in commands(text, IN_SCRIPT):
         for word in filter(None, map(WORD.fullmatch, words)):
             path = word["path"]
@@ -219,6 +247,8 @@ def _of_script(text: str, said: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(
                     f"{word[0]}: cannot be translated; drop it and give each key behind the file"
                 )
+            if path.rpartition(".")[2] in WIDTHS and not reads_widths:
+                continue
             value = _of_hydra(word["value"])
             if path.rpartition(".")[2] not in said and found.get(path, value) != value:
                 raise ConfigError(
@@ -251,7 +281,41 @@ def _section(tree: Any) -> dict[str, Any]:
     if in_loss is not None:
         section = _with_loss(section, in_loss, _at(actor, "policy_loss", "loss_mode"))
     idle = all(section.get(key) in (None, False) for key in ("rollout_is", "rollout_rs"))
-    return cap if cap and idle else section | cap
+    return (cap if cap and idle else section | cap) | _dppo_of(actor)
+
+
+def _dppo_of(actor: Any) -> dict[str, Any]:
+    """The actor's loss and its widths, where the loss is DPPO or only the launch decides which it is."""
+    mode = _at(actor, "policy_loss", LOSS_MODE)
+    if mode not in BY_DIVERGENCE and "$" not in str(mode):
+        return {}
+    return {LOSS_MODE: mode} | {key: actor[key] for key in WIDTHS if key in actor}
+
+
+def _check_loss(given: dict[str, Any], said: Mapping[str, Any]) -> None:
+    """Take a loss that is not DPPO out of the settings.
+
+    Raises:
+        ConfigError: widths behind the file without DPPO, or a loss there that has no translation.
+    """
+    if LOSS_MODE in said:
+        choice(said[LOSS_MODE], LOSS_MODE, (*BY_DIVERGENCE, *OTHER_LOSSES))
+    mode = given.get(LOSS_MODE)
+    if mode in BY_DIVERGENCE:
+        return
+    for key in WIDTHS:
+        if key in said:
+            raise ConfigError(
+                f"{key}: read with policy_loss.loss_mode: {' or '.join(BY_DIVERGENCE)} alone; give --eps-clip or "
+                "--eps-clip-high to the host"
+            )
+        given.pop(key, None)
+    if mode is not None and "$" not in str(mode):
+        del given[LOSS_MODE]
+    if not given:
+        raise ConfigError(f"nothing to translate: no {'.'.join(SECTION)}, and {LOSS_MODE}: {mode}")
+    if given.keys() == {LOSS_MODE}:
+        raise ConfigError(f"{LOSS_MODE}: got {mode!r}{_by_launch(LOSS_MODE)}")
 
 
 def _of_algorithm(tree: Mapping[str, Any], has_cap: bool) -> dict[str, Any]:
@@ -318,12 +382,66 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     for key in given:
         if key not in KNOWN:
             close = difflib.get_close_matches(str(key), KNOWN, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KNOWN)}"
+            hint = f"did you mean {close[0]}?" if close else f"those of 0.9.1 are {', '.join(OF_0_9)}"
             raise ConfigError(f"{key}: no key of verl's rollout correction; {hint}")
     given.pop("_target_", None)
     if not given:
         raise ConfigError(f"nothing to translate: no {'.'.join(SECTION)}, and no key of it")
     return given
+
+
+# DPPO.
+
+
+def _check_release(given: Mapping[str, Any]) -> None:
+    """Refuse keys of releases that have no DPPO."""
+    earlier = [key for key in (*EARLIER, *BOOLEAN_DIALECT, CAP) if given.get(key) not in (None, False)]
+    earlier += ["rollout_rs"] if set(_parts(given.get("rollout_rs"))) & OVER_LEVEL.keys() else []
+    earlier += ["rollout_is"] if isinstance(given.get("rollout_is"), bool) else []
+    for key in earlier:
+        raise ConfigError(
+            f"{key}: {given[key]} is of another verl than policy_loss.loss_mode: {given[LOSS_MODE]}, which 0.7.1 "
+            "brought; drop one of them"
+        )
+
+
+def _translate_dppo(draft: Draft, tree: Any) -> None:
+    """The surrogate, against pi_old or in bypass against mu; the widths become flags."""
+    given, mode = draft.given, draft.given[LOSS_MODE]
+    choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
+    bypass = switch(given, "bypass_mode")
+    if bypass and _at(tree, "trainer", "use_v1") is False:
+        raise ConfigError(
+            f"{LOSS_MODE}: {mode} never acts in verl with bypass_mode: true and trainer.use_v1: false, which put "
+            "the loss of bypass_mode in its place; drop one of them"
+        )
+    draft.mis["objective"] = {"surrogate": mode, "old": "behavior" if bypass else "proximal"}
+    draft.sources |= {"objective.surrogate": (LOSS_MODE,), "objective.old": ("bypass_mode",)}
+    draft.notes.append(DPPO_IN_BYPASS if bypass else MU_BY_BYPASS)
+    for part in ("weight", "reject"):
+        if bypass and draft.mis.get(part):
+            draft.drop(part, f"rollout_{'is' if part == 'weight' else 'rs'}: dropped, as verl does there.")
+    draft.notes += _widths(given)
+
+
+def _widths(given: Mapping[str, Any]) -> list[str]:
+    """What to pass to the host for DPPO's largest divergences and its largest ratio, as an actor of verl has them."""
+    base = number(given.get("clip_ratio", CLIP_RATIO), "clip_ratio")
+    ends = {key: given.get(key, CLIP_RATIO) for key in ("clip_ratio_low", "clip_ratio_high")}
+    low, high = (base if value is None else number(value, key) for key, value in ends.items())
+    cap = number(given.get("clip_ratio_c", CLIP_RATIO_C), "clip_ratio_c")
+    if cap <= 1:
+        raise ConfigError(f"clip_ratio_c: got {cap:g}; the hosts' --eps-clip-c lies above 1")
+    told = [
+        f"clip_ratio_low, clip_ratio_high, clip_ratio_c: pass --eps-clip {low:g} --eps-clip-high {high:g} "
+        f"--eps-clip-c {cap:g}, DPPO's largest divergences and ratio. An actor of verl that sets none has "
+        f"{CLIP_RATIO:g}, {CLIP_RATIO:g} and {CLIP_RATIO_C:g}."
+    ]
+    if "clip_ratio" in given and base not in (low, high):
+        told.append(
+            f"clip_ratio: {base:g} has no effect in verl either, whose actor sets clip_ratio_low and clip_ratio_high."
+        )
+    return told
 
 
 # What it means where `rollout_is` names a level.
@@ -548,6 +666,11 @@ def _finish(draft: Draft, tree: Any) -> None:
         draft.notes.append("verl corrects nothing with these settings and computes metrics alone.")
     if _at(tree, "actor_rollout_ref", "rollout", "calculate_log_probs") is False:
         draft.notes.append(NO_LOG_PROBS)
+    if "$" in str(draft.given.get(LOSS_MODE, "")):
+        draft.notes.append(
+            f"policy_loss.loss_mode: {draft.given[LOSS_MODE]} is for the launch to decide; where it is "
+            f"{' or '.join(BY_DIVERGENCE)}, put it behind the file, as {'.'.join(PLACES[LOSS_MODE])}.{LOSS_MODE}=VALUE."
+        )
     mode = _at(tree, *ACTOR, "loss_agg_mode")
     if mode is not None:
         draft.notes.append(f"loss_agg_mode: {mode} {REDUCTIONS.get(str(mode), NO_REDUCTION)}")

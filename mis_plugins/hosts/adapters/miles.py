@@ -18,10 +18,10 @@ from mis_plugins.hosts.host import (
     Recomputes,
     Scores,
     Tensor,
+    Trainer,
     sequences_of,
 )
 
-TRAINER = "miles.backends.megatron_utils.actor"
 PARALLEL = "miles.backends.training_utils.parallel"
 TRACKING = "miles.utils.tracking_utils.tracking"
 
@@ -105,6 +105,7 @@ def recomputes(args: Any) -> Recomputes:
 def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     """A second log-prob pass of Miles's trainer, whose pass takes the number of the rollout."""
     from mis_plugins.hosts.resplit import rescored
+    from mis_plugins.hosts.rollout_data import TRAINER
 
     return rescored(TRAINER, args, data, ranks, numbered=True)
 
@@ -136,6 +137,20 @@ def _state() -> Any | None:
     return None if module is None else module.get_parallel_state()
 
 
+def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """The conversion of Miles, with a note of each sample."""
+    from mis_plugins.hosts.versions.miles.train_data import convert
+
+    return convert(args, samples)
+
+
+def versioned() -> Trainer:
+    """The trainer of Miles, as versions are carried there."""
+    from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
+
+    return MilesTrainer()
+
+
 HOST = Host(
     name="miles",
     title="Miles",
@@ -154,6 +169,8 @@ HOST = Host(
     records=("miles", "megatron", "sglang"),
     eval_engines=True,
     version_flags=f"--fully-async {VERSION_FLAGS}",
+    with_versions=with_versions,
+    versioned=versioned,
     rollout_batch=True,
     rescore=rescore,
 )

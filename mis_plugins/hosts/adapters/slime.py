@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, LogProbs, Ranks, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import (
+    VERSION_FLAGS,
+    Batch,
+    Host,
+    LogProbs,
+    Ranks,
+    Scores,
+    Tensor,
+    Trainer,
+    sequences_of,
+)
 
 TRAINER = "slime.backends.megatron_utils.actor"
 TRACKING = "slime.observability.logging_utils"
@@ -45,6 +55,20 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     return rescored(TRAINER, args, data, ranks)
 
 
+def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """The conversion of slime, with a note of each sample."""
+    from mis_plugins.hosts.versions.slime.train_data import convert
+
+    return convert(args, samples)
+
+
+def versioned() -> Trainer:
+    """The trainer of slime, as versions are carried there."""
+    from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
+
+    return SlimeTrainer()
+
+
 HOST = Host(
     name="slime",
     title="slime",
@@ -61,6 +85,8 @@ HOST = Host(
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
     version_flags=f"{FULLY_ASYNC} {VERSION_FLAGS}",
+    with_versions=with_versions,
+    versioned=versioned,
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
     rescore=rescore,

@@ -31,7 +31,7 @@ from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.scores import Plan, Scores
 from mis_plugins.hosts.versions.settings import LOGLINEAR, recomputes, segment_wise
 from mis_plugins.hosts.versions.shelf import Waiting
-from mis_plugins.hosts.versions.trainer import Data, Trainer
+from mis_plugins.hosts.versions.trainer import CANNOT, Data, Trainer
 from mis_plugins.versions.recompute import Request
 from mis_plugins.versions.segment_wise import Written, admitted
 
@@ -123,15 +123,24 @@ class Carrying:
         asked = list(itertools.chain.from_iterable(mine))
         ends = list(itertools.accumulate((len(batch) for batch in mine), initial=0))
         micro_batches = [list(range(start, stop)) for start, stop in itertools.pairwise(ends)]
-        rows = self.trainer.log_probs(actor, rollout_id, _as_rollout(asked, device), micro_batches)
+        data = _as_rollout(asked, device)
+        rows = self.trainer.log_probs(actor, rollout_id, data, micro_batches)
+        # Gathering is collective over context-parallel ranks: each of them does it, whoever answers.
+        whole = [] if rows is None else self._whole(data, rows)
         own = {}
         if rows is not None and split.answers:
             own = {
-                one.number: (one.positions, _wanted(one, row)) for one, row in zip(asked, rows, strict=True)
+                one.number: (one.positions, _wanted(one, row)) for one, row in zip(asked, whole, strict=True)
             }
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own, group=self.trainer.group())
         return {number: answer for part in parts for number, answer in part.items()}
+
+    def _whole(self, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of whole responses, of rows cut over context-parallel ranks. Collective."""
+        gathered = self.trainer.cp_utils().all_gather_with_cp
+        lengths = zip(rows, data["total_lengths"], data["response_lengths"], strict=True)
+        return [gathered(row, total, response) for row, total, response in lengths]
 
     def _sliced(self, args: Any, data: Data, written: Sequence[Written]) -> dict[str, list[Tensor]]:
         """Versions and recomputed log-probs of the tokens on this rank."""
@@ -154,7 +163,7 @@ def install(args: Any, trainer: Trainer) -> None:
             another than the host's trainer.
     """
     _check(args, trainer)
-    actor = held_by(f"{trainer.package}.actor", "init").get("self")
+    actor = held_by(trainer.actor, "init").get("self")
     if actor is None:
         raise ConfigError(
             f"{INIT}: not called by the init of the trainer on Megatron; give it there, with {trainer.title}"
@@ -162,13 +171,13 @@ def install(args: Any, trainer: Trainer) -> None:
     if actor.role == "critic":
         return
     carrying, own = Carrying(trainer), type(actor)
-    model = importlib.import_module(f"{trainer.package}.model")
+    model = importlib.import_module(trainer.model)
     own.train_actor = _before(own.train_actor, carrying)
     vars(model)["get_batch"] = _with_columns(model.get_batch, carrying)
 
 
 def _check(args: Any, trainer: Trainer) -> None:
-    for name, why in trainer.cannot.items():
+    for name, why in (CANNOT | dict(trainer.cannot)).items():
         if getattr(args, name, False):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave it out, or {INIT}")
     scored = recomputes(segment_wise(args))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,8 +21,8 @@ GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versio
 
 
 @runtime_checkable
-class Told(Protocol):
-    """A shelf, here or in another process."""
+class AnyShelf(Protocol):
+    """A shelf, of this process or of another one."""
 
     def begin(self, number: int, prompt: Sequence[int]) -> object: ...
     def say(self, number: int, start: int, tokens: Sequence[int], versions: Sequence[int]) -> object: ...
@@ -36,17 +37,15 @@ class Numbering:
         shelf: makes the shelf, or what reaches it, when the first sample begins.
     """
 
-    def __init__(self, shelf: Callable[[], Told]) -> None:
-        self._make, self._made = shelf, list[Told]()
+    def __init__(self, shelf: Callable[[], AnyShelf]) -> None:
+        self._make = shelf
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._begun: dict[int, weakref.ref[Any]] = {}
         self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    @property
-    def shelf(self) -> Told:
-        if not self._made:
-            self._made.append(self._make())
-        return self._made[0]
+    @functools.cached_property
+    def shelf(self) -> AnyShelf:
+        return self._make()
 
     def begin(self, sample: Any, prompt: Sequence[int]) -> int:
         """Number a response that begins, in place of what the sample had before."""
@@ -89,15 +88,11 @@ class Numbering:
 
     def _sweep(self) -> None:
         """Drop what is gone. Not as a sample goes: the garbage collector may come while this thread has the shelf."""
-        for number in self._left():
-            if self._begun.pop(number, None) is not None:
-                self.shelf.drop(number)
-
-    def _left(self) -> Iterator[int]:
-        """What is gone, without waiting: another thread may take the last one first."""
-        with suppress(queue.Empty):
+        with suppress(queue.Empty):  # without waiting: another thread may take the last one first
             while True:
-                yield self._gone.get_nowait()
+                number = self._gone.get_nowait()
+                if self._begun.pop(number, None) is not None:
+                    self.shelf.drop(number)
 
     def _number(self, sample: Any) -> int:
         number = getattr(sample, NUMBER, NO_NUMBER)

@@ -11,6 +11,11 @@ from torch import Tensor
 from mis_plugins.hosts.versions.shelf import Waiting
 
 Data = dict[str, Any]
+CANNOT = {
+    "keep_old_actor": "log_probs are then of earlier weights than those that the version names",
+    "allgather_cp": "tokens are then laid out otherwise than recompute reads them",
+}
+"""Arguments of every host under which versions would say something else, and why."""
 PREFIX = "mis_next_"
 
 
@@ -36,13 +41,14 @@ class Trainer(Protocol):
     """A host's trainer on Megatron.
 
     title: the host, and the commit whose lines were read.
-    package: dotted path of the package with the trainer's modules `actor` and `model`.
+    actor, model: dotted paths of the trainer's two modules.
     notes: the key of a rollout that carries a note of each sample.
-    cannot: arguments under which the version of log_probs would be another than the one named, and why.
+    cannot: arguments beyond `CANNOT` under which versions would say something else, and why.
     """
 
     title: str
-    package: str
+    actor: str
+    model: str
     notes: str
     cannot: Mapping[str, str]
 
@@ -63,7 +69,12 @@ class Trainer(Protocol):
     def log_probs(
         self, actor: Any, rollout_id: int, data: Data, micro_batches: Sequence[list[int]]
     ) -> Sequence[Tensor] | None:
-        """Score each sequence's last tokens by the host's own pass, whole; None off the last pipeline stage."""
+        """Score each sequence's last tokens by the host's own pass; None off the last pipeline stage."""
+        ...
+
+    def cp_utils(self) -> Any:
+        """Return the host's module that cuts and gathers over context-parallel ranks."""
+        ...
 
     def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
         """Cut rows, one a sample, to the tokens on this rank, as the host cuts rollout_log_probs."""

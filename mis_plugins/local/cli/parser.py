@@ -175,6 +175,26 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
     _count(group, "--rollout-batch-size", 16, "prompts a rollout")
     _count(group, "--n-samples-per-prompt", 8)
     group.add_argument("--rollout-temperature", type=float, default=1.0, help="(default: %(default)s)")
+    _add_cut(group)
+    _add_engine(group)
+    group.add_argument(
+        "--use-rollout-routing-replay",
+        action="store_true",
+        help="R3: the engine returns the experts that each token took, and the trainer's routers take the same ones",
+    )
+    group.add_argument(
+        "--rollout-data-postprocess-path",
+        metavar="FN",
+        help="called as slime calls it, fn(args, rollout_id, rollout_data), after log-probs and advantages",
+    )
+    group.add_argument(
+        "--rollout-sample-filter-path",
+        metavar="FN",
+        help="fn(args, data) with data a list of groups of samples; may set remove_sample",
+    )
+
+
+def _add_cut(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rollout-top-p",
         type=finite,
@@ -188,8 +208,12 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=-1,
         metavar="K",
-        help="sample from the K likeliest tokens, likewise (default: %(default)s, all tokens)",
+        help="sample from the K likeliest tokens; the trainer renormalizes over them too (--rollout-engine sglang; "
+        "default: %(default)s, all tokens)",
     )
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rollout-weights",
         choices=PRECISIONS,
@@ -214,21 +238,6 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         "--true-on-policy",
         action="store_true",
         help="the same batch-invariant kernels on both sides: rollout and recomputed log-probs are equal to the bit",
-    )
-    group.add_argument(
-        "--use-rollout-routing-replay",
-        action="store_true",
-        help="R3: the engine returns the experts that each token took, and the trainer's routers take the same ones",
-    )
-    group.add_argument(
-        "--rollout-data-postprocess-path",
-        metavar="FN",
-        help="called as slime calls it, fn(args, rollout_id, rollout_data), after log-probs and advantages",
-    )
-    group.add_argument(
-        "--rollout-sample-filter-path",
-        metavar="FN",
-        help="fn(args, data) with data a list of groups of samples; may set remove_sample",
     )
 
 

@@ -13,7 +13,7 @@ import importlib.abc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,14 +22,20 @@ from typing import Any
 
 import pytest
 
+EARLIER = Path(sys.prefix, "earlier")  # where scripts/peers.sh puts what peers-earlier.txt pins
+
 
 @dataclass(frozen=True)
 class Peer:
-    """One module of a peer, and what it is imported without."""
+    """One module of a peer, and what it is imported without.
+
+    earlier: whether the module is of a release in `peers-earlier.txt`, beside another release of the same package.
+    """
 
     module: str
     bare: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    earlier: bool = False
 
 
 class StandInError(RuntimeError):
@@ -126,6 +132,26 @@ def standing_in(peer: Peer) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
+@contextmanager
+def of_earlier_release(peer: Peer) -> Iterator[None]:
+    """Within, the peer's package is the earlier release; afterwards a test sees the one of peers.txt again.
+
+    What was imported keeps the modules of its own release.
+    """
+    package = peer.module.partition(".")[0]
+    ours = lambda: [name for name in sys.modules if is_under(name, (package,))]  # noqa: E731
+    hidden = {name: sys.modules.pop(name) for name in ours()}
+    sys.path.insert(0, str(EARLIER))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EARLIER))
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
 @functools.cache
 def load(peer: Peer) -> ModuleType:
     """The module, imported once. With CI=true it must import; elsewhere what needs it is skipped, with the reason.
@@ -134,7 +160,7 @@ def load(peer: Peer) -> ModuleType:
         ImportError: in CI.
     """
     try:
-        with standing_in(peer):
+        with of_earlier_release(peer) if peer.earlier else nullcontext(), standing_in(peer):
             return importlib.import_module(peer.module)
     except ImportError as error:
         if os.environ.get("CI", "").lower() == "true":

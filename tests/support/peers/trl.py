@@ -3,6 +3,8 @@
 The importance ratio and its metrics are two `if` statements in the middle of a method that samples and scores. Their
 source is taken from the installed file while the tests run, and executed with the names that the method would hold.
 The loss is the trainer's own method on a bare instance, for which a model's log-probs are given.
+
+DPPO is of 1.8.0, which `peers-earlier.txt` pins: the last release with `trl.experimental.dppo` (trl#6402).
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.loss.objective import DPPO_CAP, Clip
 from peers.loading import Peer, load
 from peers.rows import Rows
 
-TRAINER = Peer("trl.trainer.grpo_trainer", absent=("pandas", "datasets", "pyarrow", "psutil"))
+ABSENT = ("pandas", "datasets", "pyarrow", "psutil")
+TRAINER = Peer("trl.trainer.grpo_trainer", absent=ABSENT)
+DPPO = Peer("trl.experimental.dppo.dppo_trainer", absent=ABSENT, earlier=True)
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CORRECTS = "self.use_vllm and self.vllm_importance_sampling_correction"
 
@@ -67,9 +72,9 @@ def correction(
     return scope["vllm_importance_sampling_ratio"], {k: v[-1] for k, v in trainer._metrics["train"].items()}
 
 
-def bare_trainer(**settings: Any) -> Any:
-    """An instance that was never initialized, with what the methods read."""
-    trainer = object.__new__(trainer_class())
+def bare_trainer(kind: Any = None, **settings: Any) -> Any:
+    """An instance that was never initialized, with what the methods read; of `kind`, or the GRPO trainer."""
+    trainer = object.__new__(kind or trainer_class())
     same = lambda x, **_: x  # noqa: E731
     vars(trainer).update(
         use_vllm=True,
@@ -105,6 +110,44 @@ def loss(
 ) -> Tensor:
     """`_compute_loss` for these log-probs of pi_theta; the importance ratio is off where None."""
     trainer = bare_trainer(vllm_importance_sampling_correction=ratio is not None, **settings)
+    return computed_loss(trainer, batch, target, ratio, reference)
+
+
+def dppo_trainer(kind: str, clip: Clip) -> Any:
+    """A bare trainer of DPPO, whose divergence is `binary_tv` or `binary_kl`."""
+    return bare_trainer(
+        load(DPPO).DPPOTrainer,
+        divergence_type=kind,
+        epsilon_low=clip.low,
+        epsilon_high=clip.high,
+        clip_ratio_c=clip.dual or DPPO_CAP,
+    )
+
+
+def dppo_defaults() -> dict[str, Any]:
+    """What its `DPPOConfig` sets where the user sets nothing."""
+    fields = load(DPPO).DPPOConfig.__dataclass_fields__
+    return {
+        name: fields[name].default for name in ("divergence_type", "epsilon", "epsilon_high", "clip_ratio_c")
+    }
+
+
+def dppo_mask(batch: Rows, kind: str, clip: Clip) -> Tensor:
+    """`_compute_divergence_mask`, `[N, L]`: 1 where a valid token of the target policy keeps its gradient."""
+    return dppo_trainer(kind, clip)._compute_divergence_mask(
+        batch.pad(batch.target), batch.behavior, batch.advantages[:, None], batch.mask
+    )
+
+
+def dppo_loss(batch: Rows, target: Tensor, kind: str, clip: Clip) -> Tensor:
+    """DPPO's own `_compute_loss`, against the rollout engine: the mean over all tokens."""
+    return computed_loss(dppo_trainer(kind, clip), batch, target)
+
+
+def computed_loss(
+    trainer: Any, batch: Rows, target: Tensor, ratio: Tensor | None = None, reference: Tensor | None = None
+) -> Tensor:
+    """What the trainer's own method makes of the batch, given the model's log-probs."""
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (target, torch.zeros_like(target), None)
     ids = batch.mask.long()
     inputs = {
@@ -113,7 +156,7 @@ def loss(
         "sampling_per_token_logps": batch.behavior, "importance_sampling_ratio": ratio,
         "ref_per_token_logps": reference, "num_items_in_batch": batch.mask.sum(),
     }  # fmt: skip
-    return trainer_class()._compute_loss(trainer, None, inputs)
+    return type(trainer)._compute_loss(trainer, None, inputs)
 
 
 def metric_table(mode: str) -> dict[str, str]:

@@ -64,9 +64,14 @@ class HuggingFace:
             decoding.append(tokens[-1])
         drawn, measured = torch.cat(tokens, 1), torch.stack(log_probs, 1)
         return [
-            Sample(request, tuple(row[: request.length].tolist()), values[: request.length], self._version)
+            self._sample(request, row.tolist(), values)
             for request, row, values in zip(requests, drawn, measured, strict=True)
         ]
+
+    def _sample(self, request: Request, drawn: list[int], log_probs: Float32[Tensor, "N"]) -> Sample:
+        """The tokens of one request among those that the batch drew for it."""
+        length = drawn.index(request.end) + 1 if request.end in drawn[: request.length] else request.length
+        return Sample(request, tuple(drawn[:length]), log_probs[:length], self._version)
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:

@@ -19,7 +19,7 @@ from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
 from true_on_policy.engines.handover import ASKED
 from true_on_policy.engines.protocol import Cut, EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, LOOP_TOKENS, named, started
+from true_on_policy.engines.server import DTYPES, GENERATE_SECONDS, LOOP_TOKENS, named, patience, started
 
 Target = Literal["fsdp"]
 
@@ -115,6 +115,7 @@ class SGLang:
             [request.prompt for request in requests],
             [self._sampling(request) for request in requests],
             {"return_sampling_mask": cut} if any(cut) else {},
+            patience(requests),
         )
         return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
@@ -123,7 +124,7 @@ class SGLang:
         return {
             "temperature": request.temperature,
             "max_new_tokens": request.length,
-            "ignore_eos": True,
+            **_ending(request.end),
             **seed,
             **({} if request.cut is None else self._cut(request.cut)),
         }
@@ -139,7 +140,7 @@ class SGLang:
         kept = None
         if request.cut is not None:
             log_probs, kept = _over_kept(meta, tokens)
-        if len(tokens) != request.length:
+        if not request.over(tokens):
             raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
         return Sample(
             request,
@@ -166,9 +167,11 @@ class SGLang:
         """Return input ids as SGLang reports them: this version reports the vocabulary's last id as 0."""
         return [0 if token == self._last_id else token for token in tokens]
 
-    def _generate(self, prompts: list, sampling: list, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _generate(
+        self, prompts: list, sampling: list, more: Mapping[str, Any], seconds: float = GENERATE_SECONDS
+    ) -> list[dict[str, Any]]:
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
-        return self._server.post("/generate", body)
+        return self._server.post("/generate", body, seconds)
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         answer = self._server.post(
@@ -231,6 +234,11 @@ def _environment(
     if pool.retract_every is not None:
         added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
     return inherited() | added | handed_over(contract, order)
+
+
+def _ending(end: int | None) -> dict[str, Any]:
+    """SGLang that ignores the model's end of sequence ignores every other stop token too."""
+    return {"ignore_eos": True} if end is None else {"stop_token_ids": [end]}
 
 
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:

@@ -18,7 +18,7 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, LOOP_TOKENS, named, started
+from true_on_policy.engines.server import DTYPES, GENERATE_SECONDS, LOOP_TOKENS, named, patience, started
 
 ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
 BLOCK = 32  # slots of a block of the key-value cache
@@ -87,22 +87,29 @@ class VLLM:
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         bodies = [
-            (request.prompt, {"max_tokens": request.length, "ignore_eos": True, "logprobs": 0}, request)
+            (request.prompt, {**_until(request), "ignore_eos": True, "logprobs": 0}, request)
             for request in requests
         ]
-        answers = self._senders.map(lambda body: self._ask(*body), bodies)
+        seconds = patience(requests)
+        answers = self._senders.map(lambda body: self._ask(*body, seconds=seconds), bodies)
         return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
-    def _ask(self, tokens: Sequence[int], wanted: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+    def _ask(
+        self,
+        tokens: Sequence[int],
+        wanted: Mapping[str, Any],
+        request: Request,
+        seconds: float = GENERATE_SECONDS,
+    ) -> Mapping[str, Any]:
         # No seed: with one, vLLM 0.32 on CPU dies of a prompt that is prefilled in chunks.
         sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
         body = {"token_ids": list(tokens), "sampling_params": sampling}
-        return self._server.post("/inference/v1/generate", body)
+        return self._server.post("/inference/v1/generate", body, seconds)
 
     def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
         [choice] = answer["choices"]
         rows = choice["logprobs"]["content"]
-        if [row["token_id"] for row in rows] != choice["token_ids"] or len(rows) != request.length:
+        if [row["token_id"] for row in rows] != choice["token_ids"] or not request.over(choice["token_ids"]):
             raise EngineError(
                 f"vllm: {request.length} tokens asked, got {choice['token_ids']} and {rows[:3]}"
             )
@@ -128,6 +135,11 @@ class VLLM:
     def close(self) -> None:
         self._server.close()
         self._senders.shutdown(wait=False)  # a request that still waits has its error by now
+
+
+def _until(request: Request) -> dict[str, Any]:
+    end = {} if request.end is None else {"stop_token_ids": [request.end]}
+    return {"max_tokens": request.length, **end}
 
 
 def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.rollout_data import TRAINER
 from mis_plugins.hosts.versions.miles.shelf import waiting
 from mis_plugins.hosts.versions.settings import LOGLINEAR
 from mis_plugins.hosts.versions.shelf import Waiting
@@ -16,13 +17,10 @@ from mis_plugins.hosts.versions.trainer import PREFIX, Data, Split
 
 class MilesTrainer:
     title = "Miles 31f1ca9"
-    package = "miles.backends.megatron_utils"
+    actor = TRAINER
+    model = "miles.backends.megatron_utils.model"
     notes = "weight_versions"
-    cannot: Mapping[str, str] = {
-        "keep_old_actor": "log_probs are then of earlier weights than those that the version names",
-        "allgather_cp": "tokens are then laid out otherwise than recompute reads them",
-        "multi_lora": "each adapter then has versions of its own",
-    }
+    cannot: Mapping[str, str] = {"multi_lora": "each adapter then has versions of its own"}
 
     def check(self, args: Any, recomputes: bool) -> None:
         """SGLang names a token by the version at its arrival, and an overlapped step arrives after the update."""
@@ -60,7 +58,6 @@ class MilesTrainer:
     def log_probs(
         self, actor: Any, rollout_id: int, data: Data, micro_batches: Sequence[list[int]]
     ) -> Sequence[Tensor] | None:
-        from miles.backends.training_utils import cp_utils  # type: ignore[import-not-found]
         from miles.backends.training_utils.data import DataIterator  # type: ignore[import-not-found]
         from miles.utils.replay_base import all_replay_managers  # type: ignore[import-not-found]
 
@@ -76,19 +73,18 @@ class MilesTrainer:
         )
         for manager, stage in zip(all_replay_managers, stages, strict=True):
             manager.stage = stage
-        rows = found.get(f"{PREFIX}log_probs")
-        if rows is None:
-            return None
-        lengths = zip(rows, data["total_lengths"], data["response_lengths"], strict=True)
-        return [cp_utils.all_gather_with_cp(row, total, response) for row, total, response in lengths]
+        return found.get(f"{PREFIX}log_probs")
 
-    def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
+    def cp_utils(self) -> Any:
         from miles.backends.training_utils import cp_utils  # type: ignore[import-not-found]
 
+        return cp_utils
+
+    def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
         padded = data.get("max_seq_lens") or [None] * len(rows)
         lengths = zip(rows, data["total_lengths"], data["response_lengths"], padded, strict=True)
         return [
-            cp_utils.slice_log_prob_with_cp(row, total, response, args.qkv_format, longest)
+            self.cp_utils().slice_log_prob_with_cp(row, total, response, args.qkv_format, longest)
             for row, total, response, longest in lengths
         ]
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.adapters.slime import TRAINER
 from mis_plugins.hosts.versions.settings import LOGLINEAR
 from mis_plugins.hosts.versions.shelf import Waiting
 from mis_plugins.hosts.versions.slime.shelf import waiting
@@ -19,12 +20,10 @@ STAGE = "ROUTING_REPLAY_STAGE"
 
 class SlimeTrainer:
     title = "slime 624b824"
-    package = "slime.backends.megatron_utils"
+    actor = TRAINER
+    model = "slime.backends.megatron_utils.model"
     notes = "source_names"
-    cannot: Mapping[str, str] = {
-        "keep_old_actor": "log_probs are then of earlier weights than those that the version names",
-        "allgather_cp": "tokens are then laid out otherwise than recompute reads them",
-    }
+    cannot: Mapping[str, str] = {}
 
     def check(self, args: Any, recomputes: bool) -> None:
         if recomputes and getattr(args, "release_train", False):
@@ -57,7 +56,6 @@ class SlimeTrainer:
     def log_probs(
         self, actor: Any, rollout_id: int, data: Data, micro_batches: Sequence[list[int]]
     ) -> Sequence[Tensor] | None:
-        from slime.backends.megatron_utils import cp_utils  # type: ignore[import-not-found]
         from slime.backends.megatron_utils.data import DataIterator  # type: ignore[import-not-found]
 
         if getattr(actor.args, "use_routing_replay", False):
@@ -67,14 +65,15 @@ class SlimeTrainer:
         vpp_size = actor.train_parallel_config["vpp_size"]
         iterators = [DataIterator(data, list(micro_batches)) for _ in range(vpp_size)]
         found = actor.compute_log_prob(iterators, [len(micro_batches)], store_prefix=PREFIX)
-        rows = found.get(f"{PREFIX}log_probs")
-        if rows is None:
-            return None
-        lengths = zip(rows, data["total_lengths"], data["response_lengths"], strict=True)
-        return [cp_utils.all_gather_with_cp(row, total, response) for row, total, response in lengths]
+        return found.get(f"{PREFIX}log_probs")
 
-    def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
+    def cp_utils(self) -> Any:
         from slime.backends.megatron_utils import cp_utils  # type: ignore[import-not-found]
 
+        return cp_utils
+
+    def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
         lengths = zip(rows, data["total_lengths"], data["response_lengths"], strict=True)
-        return [cp_utils.slice_log_prob_with_cp(row, total, response) for row, total, response in lengths]
+        return [
+            self.cp_utils().slice_log_prob_with_cp(row, total, response) for row, total, response in lengths
+        ]
