@@ -73,7 +73,7 @@ def loss(args: Namespace, batch: Batch, advantages: Tensor, log_probs: Tensor) -
 
 
 def pair(batches: Sequence[Batch], log_probs: Sequence[Tensor]) -> Pair:
-    """Both sides' log-probs of all responses."""
+    """The log-probs of all responses by the sampler and by the trainer."""
     return Pair(
         behavior=torch.cat([batch.behavior[batch.valid] for batch in batches]),
         proximal=torch.cat([x[batch.valid] for batch, x in zip(batches, log_probs, strict=True)]),

@@ -34,10 +34,17 @@ How the recipe was found: [real_model_rl-search.md](real_model_rl-search.md).
 """
 
 
+EMPTY = """# Does correction help a real model?
+
+No unit of `python benchmarks/real_model_rl.py` has finished yet: there is no answer so far. The command runs the arms
+and writes this page. How its recipe was found: [real_model_rl-search.md](real_model_rl-search.md).
+"""
+
+
 def page(there: Units, missing: Sequence[tuple[str, int]]) -> str:
     """The page: what is there, in tables, and what is missing."""
     if not there:
-        return "# Does correction help a real model?\n\nNo unit has finished yet.\n"
+        return EMPTY
     settings = next(iter(there.values()))["settings"]
     return "\n".join(
         [

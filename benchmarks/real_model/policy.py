@@ -7,7 +7,7 @@ same shape, so that its log-probs are the trainer's to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +127,19 @@ def drawing(seeds: Sequence[int], length: int) -> Choose:
 
 @torch.no_grad()
 def decoded(model: Any, prompts: Tensor, seeds: Sequence[int], length: int, end: int) -> Batch:
-    """Sample with a key-value cache, a token at a time."""
+    """Sample with a key-value cache, a token at a time; the batch is as wide as its longest response."""
     choose, cache, fed = drawing(seeds, length), DynamicCache(), prompts
     sampled = _Sampled(prompts, length, end)
     while not sampled.full:
         made = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
         fed = sampled.take(made.logits[:, -1].float().log_softmax(-1), choose)[:, None]
-    return sampled.batch()
+    found, wide = sampled.batch(), slice(sampled.place)
+    return replace(found, tokens=found.tokens[:, wide], behavior=found.behavior[:, wide])
 
 
 @torch.no_grad()
 def on_policy(trainer: Trainer, prompts: Tensor, seeds: Sequence[int], length: int, end: int) -> Batch:
-    """Sample by the trainer's own pass over the whole shape, a token at a time."""
+    """Sample by the trainer's own pass over the whole shape, a token at a time; the batch keeps that shape."""
     choose = drawing(seeds, length)
     sampled = _Sampled(prompts, length, end)
     while not sampled.full:

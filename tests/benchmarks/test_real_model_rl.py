@@ -12,7 +12,7 @@ import pytest
 import real_model_rl
 import torch
 from real_model.arms import ARMS, FITTED, preset, units, window
-from real_model.correction import NONE, arguments, fitted_window, loss, pair
+from real_model.correction import NONE, UNBIASED, arguments, fitted_window, loss, pair
 from real_model.directions import cosines, gram
 from real_model.policy import Batch, Trainer, decoded, on_policy
 from real_model.records import finished, path_of
@@ -85,6 +85,9 @@ def test_a_response_ends_at_its_end_token_and_fills_up_with_it(source: Path):
         assert first not in row[: length - 1] and set(row[length:]) <= {first}
         assert length == 4 or row[length - 1] == first
     assert found.lengths[0] == 2
+    same = decoded(trainer.model, prompts[:1].expand(2, -1), [0, 0], 4, end=int(first))
+    own = on_policy(trainer, prompts[:1].expand(2, -1), [0, 0], 4, end=int(first))
+    assert (same.tokens.shape, own.tokens.shape) == ((2, 2), (2, 4))
 
 
 def test_a_step_moves_the_master_weights_and_hands_them_over_rounded(source: Path):
@@ -119,6 +122,8 @@ def test_the_loss_is_the_hosts_with_the_packs_weights():
     assert plain.item() == pytest.approx(-2.0 + 1.0)
     weighed, _ = loss(arguments(preset("tis")), one, advantages, proximal)
     assert weighed.item() == pytest.approx(-2.0 * (math.exp(0.5) + 2) / 2 + math.exp(-0.25))
+    unbiased, _ = loss(UNBIASED, one, advantages, proximal)
+    assert unbiased.item() == pytest.approx(-2.0 * math.exp(3.5) + math.exp(-0.25))
     kept, metrics = loss(arguments(window(0.5, 1.1)), one, advantages, proximal)
     assert kept.item() == pytest.approx(1.0) and metrics["kept_fraction"].item() == pytest.approx(1.0)
 
