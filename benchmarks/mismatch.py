@@ -5,8 +5,8 @@
     python benchmarks/mismatch.py --smoke            a tiny model and Hugging Face's engine, in half a minute
 
 The real SGLang samples on every rung, with rounded weights but for the first two, and vLLM on the last; Megatron-core
-scores in bf16 and in fp32. Every batch of 32 responses is kept: after Ctrl-C the same command goes on, and one with
-more prompts or tokens adds to what is there.
+scores in bf16 and in fp32. Each rung has chats too, where a tool's result, which is masked, follows each turn. Every
+batch is kept: after Ctrl-C the same command goes on, and one with more prompts or tokens adds to what is there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from typing import Any
 
 import torch
 from ladder import shipped
+from ladder.dialogues import TURN_LENGTH, TURNS, Chat, drawn_tool_turns, tool_turns
 from ladder.page import page
 from ladder.presets_at import kept_and_weighed, of_length, window_values
-from ladder.rollouts import Amount, Rollouts, sample, score, start_engine, start_trainer
+from ladder.rollouts import Amount, Rollouts, commits, start_engine, start_trainer
 from ladder.rungs import RUNGS, Rung, write_rollout_weights
-from ladder.statistics import Pair, summary
+from ladder.statistics import by_turn, summary
+from ladder.workloads import ChatSettings, Settings, Workload, chats, responses
 from provenance import parser_of, provenance
 
 from mis_plugins.errors import UserError
@@ -46,7 +48,7 @@ from mis_plugins.shared.numerals import count
 from true_on_policy.contract.choices import check_model
 from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.contract.sides import ENGINES
-from true_on_policy.engines.protocol import Engine, Sample
+from true_on_policy.engines.protocol import Engine
 from true_on_policy.models.tiny import checkpoint, read_config, weights_hash
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify.prompts import read_prompts
@@ -59,72 +61,62 @@ LEAST = 4  # responses, for a length to have numbers
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a rollout follows from besides the code; a rung of other settings is sampled anew."""
-
-    model: str
-    weights: str
-    prompts: str
-    engine: str
-    length: int
-
-
-@dataclass(frozen=True)
 class Climb:
-    """What all rungs share: the model, its prompts, how much is asked for, where rollouts are kept, this commit."""
+    """What all rungs share: the model, where rollouts are kept, and this commit."""
 
     source: Path
-    prompts: Sequence[tuple[int, ...]]
-    end: int
-    settings: Settings
-    amount: Amount
     runs: Path
     commit: str
 
-    def rollouts(self, name: str) -> Rollouts:
-        """The rollouts of one rung: those that the file holds, and what is lacking."""
-        path, rung = self.runs / f"{name}.safetensors", RUNGS[name]
-        rollouts = taken_over(path, self.settings)
-        if rollouts is not None and self.amount.share(rollouts) >= 1:
+    def rollouts(self, name: str, asked: Workload) -> Rollouts:
+        """What a rung's file holds of a workload, and what is lacking."""
+        path, rung = self.runs / f"{name}{asked.suffix}.safetensors", RUNGS[name]
+        rollouts = taken_over(path, asked.settings)
+        if rollouts is not None and asked.amount.share(rollouts) >= 1:
             return rollouts
         with TemporaryDirectory(prefix="mismatch-") as scratch:
             held = write_rollout_weights(self.source, Path(scratch) / "rollout", rung)
-            with closing(start_engine(rung.engine or self.settings.engine, held)) as engine:
-                return self._go_on(path, rung, engine, rollouts)
+            with closing(start_engine(rung.engine or asked.settings.engine, held)) as engine:
+                return self._go_on(path, rung, asked, engine, rollouts)
 
-    def _go_on(self, path: Path, rung: Rung, engine: Engine, rollouts: Rollouts | None) -> Rollouts:
+    def _go_on(
+        self, path: Path, rung: Rung, asked: Workload, engine: Engine, rollouts: Rollouts | None
+    ) -> Rollouts:
         """Sample and score batches until there is enough, each kept in the file as soon as it is scored."""
         trainers = {dtype: start_trainer(self.source, dtype, rung.fp32_head) for dtype in TRAINERS}
         words = {
-            "settings": _text(self.settings),
+            "settings": _text(asked.settings),
             "engine": json.dumps(engine.versions()),
             "commit": self.commit,
         }
         check_engine(path, rollouts, words["engine"])
-        began, before = time.monotonic(), self.amount.share(rollouts)
-        while rollouts is None or (share := self.amount.share(rollouts)) < 1:
+        began, before = time.monotonic(), asked.amount.share(rollouts)
+        while rollouts is None or (share := asked.amount.share(rollouts)) < 1:
             if rollouts is not None and share > before:
                 left = (time.monotonic() - began) * (1 - share) / (share - before)
                 print(f"{path.stem}: {share:.0%} of the rung, {left / 60:.0f} min left", file=sys.stderr)
             done = 0 if rollouts is None else len(rollouts.lengths)
-            found = sample(
-                engine, self.prompts, done, self.amount.batch(done), self.settings.length, self.end
-            )
-            more = _scored(found, trainers, words)
+            more = _scored(asked, asked.batch(engine, done), trainers, words)
             rollouts = more if rollouts is None else rollouts.followed_by(more)
             rollouts.save(path)
         return rollouts
 
 
 def _scored(
-    found: Sequence[tuple[int, Sample]], trainers: Mapping[str, Megatron], words: Mapping[str, str]
+    asked: Workload,
+    found: Sequence[tuple[int, Chat]],
+    trainers: Mapping[str, Megatron],
+    words: Mapping[str, str],
 ) -> Rollouts:
-    samples = [one for _, one in found]
+    turns = [(index, one) for index, chat in found for one in chat]
     return Rollouts(
-        behavior=torch.cat([one.log_probs for one in samples]),
-        proximal={dtype: score(trainer, samples) for dtype, trainer in trainers.items()},
-        lengths=torch.tensor([len(one.tokens) for one in samples]),
-        prompts=torch.tensor([index for index, _ in found]),
+        behavior=torch.cat([one.log_probs for _, one in turns]),
+        proximal={
+            dtype: torch.cat([asked.score(trainer, chat) for _, chat in found])
+            for dtype, trainer in trainers.items()
+        },
+        lengths=torch.tensor([len(one.tokens) for _, one in turns]),
+        prompts=torch.tensor([index for index, _ in turns]),
         words=words,
     )
 
@@ -142,21 +134,19 @@ def _text(settings: Settings) -> str:
     return json.dumps(asdict(settings), sort_keys=True)
 
 
-def rung_of(rollouts: Rollouts, lengths: Sequence[int]) -> dict[str, Any]:
+def rung_of(rollouts: Rollouts, chats: Rollouts, lengths: Sequence[int]) -> dict[str, Any]:
     """The numbers of one rung, for the json."""
-    pairs = {
-        name: Pair(rollouts.behavior, proximal, rollouts.lengths, rollouts.prompts)
-        for name, proximal in rollouts.proximal.items()
-    }
+    pairs = rollouts.pairs()
     cut = {length: of_length(pairs["bf16"], length) for length in lengths}
     enough = {str(length): pair for length, pair in cut.items() if len(pair.lengths) >= LEAST}
     return {
         "mismatch": {name: summary(pair) for name, pair in pairs.items()},
+        "by turn": {name: by_turn(pair, TURNS) for name, pair in chats.pairs().items()},
         "responses": {length: len(pair.lengths) for length, pair in enough.items()},
         "presets": {length: kept_and_weighed(pair) for length, pair in enough.items()},
         "windows": {length: window_values(pair) for length, pair in enough.items()},
         "engine": json.loads(rollouts.words["engine"]),
-        "commit": rollouts.words["commit"],
+        "commit": commits(rollouts.words["commit"], chats.words["commit"]),
     }
 
 
@@ -179,7 +169,10 @@ def model_folder(name: str, scratch: Path) -> Path:
 def climb(options: Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
     """Measure every rung that is asked for, and yield the content of the json after each."""
     measured = provenance()  # once: the carried file that is written below is a change to the tree
-    made = _climb(options, scratch, measured["mis-plugins commit"])
+    source = model_folder(options.model, scratch)
+    asked, chatted = _workloads(options, source)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    made = Climb(source, options.runs, measured["mis-plugins commit"])
     lengths = [cut for cut in CUTS if cut < options.length] + [options.length]
     size = f"{options.model}, {options.prompts} prompts and {options.tokens} tokens a rung at least"
     content = {
@@ -189,18 +182,25 @@ def climb(options: Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
         "rungs": {},
     }
     for name in options.rungs:
-        content["rungs"][name] = rung_of(made.rollouts(name), lengths)
+        rollouts, talked = made.rollouts(name, asked), made.rollouts(name, chatted)
+        content["rungs"][name] = rung_of(rollouts, talked, lengths)
         yield content | {"measured_with": measured}
 
 
-def _climb(options: Namespace, scratch: Path, commit: str) -> Climb:
-    source = model_folder(options.model, scratch)
+def _workloads(options: Namespace, source: Path) -> tuple[Workload, Workload]:
+    """Responses, and chats."""
     config = read_config(source)
+    end = config.eos_token_id
     named, prompts = _prompts(options, source, config.vocab_size)
-    settings = Settings(options.model, weights_hash(source), named, options.engine, options.length)
+    alike = (options.model, weights_hash(source), named, options.engine)
     amount = Amount(options.prompts, options.tokens)
-    options.runs.mkdir(parents=True, exist_ok=True)
-    return Climb(source, prompts, config.eos_token_id, settings, amount, options.runs, commit)
+    tools = (
+        drawn_tool_turns(config.vocab_size, end) if options.source == "random" else tool_turns(source, end)
+    )
+    return (
+        responses(Settings(*alike, options.length), amount, prompts, end),
+        chats(ChatSettings(*alike, TURN_LENGTH), options.chats, prompts, tools, end),
+    )
 
 
 def _prompts(options: Namespace, source: Path, vocabulary: int) -> tuple[str, Sequence[tuple[int, ...]]]:
@@ -224,6 +224,7 @@ def main() -> int:
     parser.add_argument("--source", default="builtin", help="a file of prompts, one a line, or builtin")
     parser.add_argument("--prompts", type=count, default=128, help="how many prompts")
     parser.add_argument("--tokens", type=count, default=20000, help="sampled on each rung, at least")
+    parser.add_argument("--chats", type=count, default=32, help="chats of four turns on each rung")
     parser.add_argument("--length", type=count, default=1024, help="tokens of a response, at most")
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model, few tokens, Hugging Face's engine"
@@ -235,7 +236,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.smoke:
         options.model, options.engine, options.source = "tiny-llama", "hf", "random"
-        options.prompts, options.tokens, options.length = 8, 100, 24
+        options.prompts, options.tokens, options.length, options.chats = 8, 100, 24, 2
         options.rungs = [name for name in options.rungs if RUNGS[name].engine is None]
     options.runs = options.runs or (Path("runs/mismatch-smoke") if options.smoke else RESULTS / "mismatch")
     options.results = options.results or (options.runs if options.smoke else RESULTS)

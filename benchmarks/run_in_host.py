@@ -283,6 +283,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "curves": {kind: _curve(folder, kind, steps) for kind in row.curves},
         "log_holds": {text: text in log for text in row.log_holds},
         "stopped": None if row.stopped is None else {"told": _told(row.stopped, log), "named": row.named},
+        "resplit": row.resplit,
         "contract": None if row.contract is None else dict(row.contract),
         "timed": timed.of_the_log(log, [perf[number]["perf/actor_train_time"] for number in sorted(perf)]),
         "bits": [verdict.bits(batches) for batches in recorded] if row.compared else None,

@@ -26,8 +26,11 @@ for trainer in megatron hf; do
         done
     done
 done
-for model in tiny-qwen2.5 tiny-llama; do # tiny-qwen3 has both orders above
+for model in tiny-qwen2.5 tiny-llama tiny-qwen3-vl; do # tiny-qwen3 has both orders above
     for dtype in fp32 bf16; do
         verify megatron "$model" "$dtype" engine --trainer megatron --model "$model" --dtype "$dtype" "$@"
     done
+done
+for dtype in fp32 bf16; do # the trainer that has the vision tower, too
+    verify hf tiny-qwen3-vl "$dtype" engine --trainer hf --model tiny-qwen3-vl --dtype "$dtype" "$@"
 done

@@ -77,6 +77,8 @@ class Row:
         again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first one dumped;
             None for no second run.
         model: a tiny model of `true_on_policy/contract/families.py`.
+        resplit: whether another split of the micro-batches must leave the trainer's log-probs `equal`, or some of them
+            `different`; None where they are computed once.
         stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
         named: what those words, the first group of `stopped`, must say of the fault.
         blocked: the line of the host at which the row cannot run here, and why; it is not started.
@@ -100,6 +102,7 @@ class Row:
     contract: Mapping[str, Any] | None = None
     again: tuple[str, ...] | None = None
     model: str = MODEL
+    resplit: str | None = None
     stopped: str | None = None
     named: str = ""
     blocked: str = ""
@@ -212,8 +215,19 @@ ROUTED: tuple[Row, ...] = (
              "the replay"),
 )  # fmt: skip
 
+
+def _resplit(name: str, expected: str, *flags: str) -> list[Row]:
+    """Build rows whose trainers compute the log-probs of each rollout twice; slime computes them once where asked."""
+    rows = _both(f"resplit{name}", "resplit.yaml", resplit=expected)
+    own = {"miles": (), "slime": ("--get-mismatch-metrics",)}
+    counted = ("--rollout-data-postprocess-path", "mis_plugins.mis.count_samples")
+    return [replace(row, flags=(*own[row.host], *counted, *flags)) for row in rows]
+
+
 ROWS: tuple[Row, ...] = (
     *_both("tis"),
+    *_resplit("", "equal"),
+    *_resplit("-planted", "different", "--custom-megatron-init-path", "in_host.batch_dependence.init"),
     *_both("tis-cp2", sizes=Sizes(context=2)),
     *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
     *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),

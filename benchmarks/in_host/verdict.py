@@ -31,6 +31,7 @@ CURVE = 1e-6
 """Tensorboard keeps float32."""
 STEP = "train/mis_step/"
 HOOK = "train/true_on_policy_"
+RESPLIT = f"{STEP}resplit_"
 AGAIN = ("train/loss", "train/pg_", "train/grad_norm", "train/mis_", "train/train_rollout_", "train/ppo_kl")
 ROUTED, REPLAYED = f"{STEP}route_differs", f"{STEP}route_unequal"
 ROUTED_LIMIT = 0.1
@@ -86,6 +87,7 @@ def _of_the_run(record: Mapping[str, Any]) -> Iterator[Line]:
 
     yield from _of_the_bits(record)
     yield from _of_the_routes(record["steps"])
+    yield from _of_the_split(record)
     if record["loss"] in BY_VERSION:
         yield from _of_the_versions(record["steps"], record["loss"])
     yield from _trained_again(record)
@@ -153,6 +155,21 @@ def _of_the_routes(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
         own = metrics[ROUTED]
         yield Line(f"share that the trainer alone routes otherwise in step {number}", f"above 0, below {ROUTED_LIMIT}",
                    f"{own:.4g}", 0 < own < ROUTED_LIMIT)  # fmt: skip
+
+
+def _of_the_split(record: Mapping[str, Any]) -> Iterator[Line]:
+    """Look at what another split of the micro-batches changed in the trainer's log-probs of each rollout."""
+    expected = record.get("resplit")
+    if expected is None:
+        return
+    wanted = "0" if expected == "equal" else "above 0, at most 1"
+    for number, step in enumerate(record["steps"]):
+        differ, largest = (
+            step["metrics"].get(RESPLIT + name, math.nan) for name in ("differs", "diff_abs_max")
+        )
+        holds = differ == largest == 0 if expected == "equal" else 0 < differ <= 1 and 0 < largest < math.inf
+        told = f"{differ:.4g}, by {largest:.4g} at most"
+        yield Line(f"share of tokens of step {number} that another split changes", wanted, told, holds)
 
 
 def bits(batches: Sequence[MicroBatch]) -> tuple[int, int]:
@@ -299,7 +316,11 @@ def _weights_by_age(
 
 def _exact(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
     """Compare the exact metrics of `metrics: all`, which are of the whole step, with the oracle's."""
-    logged = {name.removeprefix(STEP): value for name, value in metrics.items() if name.startswith(STEP)}
+    logged = {
+        name.removeprefix(STEP): value
+        for name, value in metrics.items()
+        if name.startswith(STEP) and not name.startswith(RESPLIT)
+    }
     if not logged:
         return
     wanted = {name: value for name, value in expected.of_the_step().items() if name in logged}

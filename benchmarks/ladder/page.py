@@ -7,6 +7,7 @@ from typing import Any
 
 from provenance import as_markdown, markdown_table
 
+from ladder.dialogues import TURN_LENGTH, TURNS
 from ladder.presets_at import NEEDS_ADVANTAGES, NEEDS_ROUTES
 from ladder.rungs import RUNGS
 
@@ -21,7 +22,8 @@ prompts. Rounded weights are emulated: round to nearest, linear layers alone.
 
 
 def page(content: Mapping[str, Any]) -> str:
-    parts = [HEAD.format(size=content["size"]), *_mismatch(content), *_bins(content), *_presets(content)]
+    parts = [HEAD.format(size=content["size"]), *_mismatch(content), *_bins(content)]
+    parts += [*_turns(content), *_presets(content)]
     return "\n".join([*parts, as_markdown(content["measured_with"])])
 
 
@@ -45,6 +47,20 @@ def _bins(content: Mapping[str, Any]) -> Iterator[str]:
             for rung, trainer, one in _pairs(content)
         ]
         yield markdown_table(("rollout", "trainer", *names), rows)
+
+
+def _turns(content: Mapping[str, Any]) -> Iterator[str]:
+    yield "## By turn of a chat\n"
+    yield f"Chats of {TURNS} turns, up to {TURN_LENGTH} tokens each. A tool's result, which is masked, follows each."
+    yield "The trainer scores a chat in one pass. k1 / k3 / p99 of abs log r.\n"
+    rows = []
+    for rung, one in content["rungs"].items():
+        for trainer, turns in one["by turn"].items():
+            cells = [" / ".join(_span(turn[name]) for name in ("k1", "k3", "p99")) for turn in turns.values()]
+            rows.append([rung, trainer, sum(turn["tokens"] for turn in turns.values()), *cells])
+    yield markdown_table(
+        ("rollout", "trainer", "tokens", *(f"turn {turn}" for turn in range(1, TURNS + 1))), rows
+    )
 
 
 def _presets(content: Mapping[str, Any]) -> Iterator[str]:

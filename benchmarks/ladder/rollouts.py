@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ladder.statistics import Pair
 from mis_plugins.shared.storage import safetensors_names, save_safetensors
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
@@ -54,14 +55,25 @@ class Rollouts:
 
     def followed_by(self, more: Rollouts) -> Rollouts:
         """Rollouts of both files, one behind the other; the words name every commit."""
-        commits = dict.fromkeys([*self.words["commit"].split(", "), more.words["commit"]])
         return Rollouts(
             torch.cat([self.behavior, more.behavior]),
             {name: torch.cat([self.proximal[name], more.proximal[name]]) for name in self.proximal},
             torch.cat([self.lengths, more.lengths]),
             torch.cat([self.prompts, more.prompts]),
-            {**more.words, "commit": ", ".join(commits)},
+            {**more.words, "commit": commits(self.words["commit"], more.words["commit"])},
         )
+
+    def pairs(self) -> dict[str, Pair]:
+        """The engine's log-probs with those of each trainer."""
+        return {
+            name: Pair(self.behavior, proximal, self.lengths, self.prompts)
+            for name, proximal in self.proximal.items()
+        }
+
+
+def commits(*texts: str) -> str:
+    """The commits of all texts, each once."""
+    return ", ".join(dict.fromkeys(commit for text in texts for commit in text.split(", ")))
 
 
 @dataclass(frozen=True)

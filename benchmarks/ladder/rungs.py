@@ -67,7 +67,7 @@ def write_rollout_weights(source: Path, folder: Path, rung: Rung) -> Path:
     The embedding, which a tied head shares, and the norms stay as they are.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    held = {name: _rounded(name, weight, rung.rounding) for name, weight in read_weights(source).items()}
+    held = {name: rounded(name, weight, rung.rounding) for name, weight in read_weights(source).items()}
     save_file(held, folder / "model.safetensors", {"format": "pt"})
     if rung.fp32_head:  # SGLang reads this field
         config = folder / "config.json"
@@ -75,6 +75,7 @@ def write_rollout_weights(source: Path, folder: Path, rung: Rung) -> Path:
     return folder
 
 
-def _rounded(name: str, weight: Tensor, rounding: Rounding | None) -> Tensor:
+def rounded(name: str, weight: Tensor, rounding: Rounding | None) -> Tensor:
+    """The weight as the engine of a rung holds it: a linear layer rounded, everything in bf16."""
     linear = name.endswith("_proj.weight")
     return (rounding(weight.float()) if rounding and linear else weight).bfloat16()

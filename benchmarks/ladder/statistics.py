@@ -76,6 +76,22 @@ def summary(pair: Pair) -> dict[str, Any]:
     }
 
 
+def by_turn(pair: Pair, turns: int) -> dict[str, Any]:
+    """Statistics of each turn of chats, where the turns of a chat are its responses, one behind the other."""
+    turn = (torch.arange(len(pair.lengths)) % turns)[pair.owners]
+    prompts = pair.prompts[pair.owners]
+    found = {}
+    for number in range(turns):
+        log_ratio, owners = pair.log_ratio[turn == number], prompts[turn == number]
+        found[str(number + 1)] = {
+            "tokens": len(log_ratio),
+            "k1": _mean(k1(log_ratio), owners),
+            "k3": _mean(k3(log_ratio), owners),
+            "p99": _with_interval(lambda x: x.abs().quantile(0.99), log_ratio, owners),
+        }
+    return found
+
+
 def _per_response(pair: Pair, values: Tensor) -> Tensor:
     return torch.zeros(len(pair.lengths), dtype=values.dtype).index_add_(0, pair.owners, values)
 

@@ -124,9 +124,11 @@ def watched(stream: Any) -> Any:
     if stream is None:
         return None
     stream.flush()
-    buffered = io.BufferedWriter(_Watched(stream.fileno(), "w", closefd=False))
+    raw = _Watched(stream.fileno(), "w", closefd=False)
+    # PYTHONUNBUFFERED, which containers set: nothing may stay in a buffer, as in Python's own stream.
+    buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
     return io.TextIOWrapper(
-        buffered,
+        buffer,
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import string
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,15 @@ import mismatch
 import pytest
 import torch
 from ladder import shipped
+from ladder.dialogues import TURN_LENGTH, TURNS, score_chat, tool_turns
 from ladder.presets_at import kept_and_weighed, kept_by, of_length
 from ladder.rollouts import Amount, Rollouts, sample
 from ladder.rungs import RUNGS, fp8, in_groups, write_rollout_weights
-from ladder.statistics import Pair, summary
-from mismatch import Climb, Settings
+from ladder.statistics import Pair, by_turn, summary
+from ladder.workloads import ChatSettings, Settings, Workload, chats, responses
+from mismatch import Climb
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mis_plugins.config.model import CorrectionConfig, Level, Over, RejectRule, WeightConfig
 from mis_plugins.config.terms.statistics import STATISTICS
@@ -25,6 +30,7 @@ from mis_plugins.explain import rungs as explained
 from mis_plugins.explain.rungs import Responses
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.models.tiny import checkpoint, read_weights
+from true_on_policy.trainers.megatron import Megatron
 
 
 def pair(log_ratio: float = 0.0, spread: float = 0.0) -> Pair:
@@ -133,7 +139,7 @@ def carried(folder: Path, monkeypatch: pytest.MonkeyPatch, one: Pair) -> Respons
     words = {"engine": "{}", "commit": "abc", "settings": ""}
     rollouts = Rollouts(one.behavior, {"bf16": one.proximal}, one.lengths, one.prompts, words)
     monkeypatch.setattr(mismatch, "LEAST", 2)
-    content = {"model": "made-up", "rungs": {"int5": mismatch.rung_of(rollouts, [8])}}
+    content = {"model": "made-up", "rungs": {"int5": mismatch.rung_of(rollouts, rollouts, [8])}}
     shipped.write(folder / "rungs.json", content)
     monkeypatch.setattr(explained, "FILE", folder / "rungs.json")
     explained.record.cache_clear()
@@ -192,9 +198,9 @@ def test_a_second_run_samples_nothing_and_writes_the_same(tmp_path: Path, monkey
 
 def test_a_run_for_more_prompts_adds_to_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     climb = a_climb(tmp_path)
-    few = climb.rollouts("bf16")
-    more = replace(climb, amount=Amount(16, 1)).rollouts("bf16")
-    whole = replace(climb, amount=Amount(16, 1), runs=tmp_path / "whole").rollouts("bf16")
+    few = climb.rollouts("bf16", of_five(8))
+    more = climb.rollouts("bf16", of_five(16))
+    whole = replace(climb, runs=tmp_path / "whole").rollouts("bf16", of_five(16))
     assert (
         len(few.lengths) == 8 and len(more.lengths) == 16 and more.prompts.tolist() == [*range(5)] * 3 + [0]
     )
@@ -204,15 +210,89 @@ def test_a_run_for_more_prompts_adds_to_what_is_there(tmp_path: Path, monkeypatc
     (tmp_path / "bf16.safetensors").unlink()
     replace(few, words={**few.words, "engine": "of yore"}).save(tmp_path / "bf16.safetensors")
     with pytest.raises(UserError, match="was sampled by of yore, .* name another folder with --runs"):
-        replace(climb, amount=Amount(16, 1)).rollouts("bf16")
+        climb.rollouts("bf16", of_five(16))
 
 
 def a_climb(folder: Path) -> Climb:
-    """A climb with a tiny model and five prompts, of which eight responses are asked for."""
-    source = checkpoint("tiny-llama", folder / "source", torch.float32, seed=0)
-    settings = Settings("tiny-llama", "hash", "five", "hf", 6)
+    """A climb with a tiny model."""
     (folder / "whole").mkdir()
-    return Climb(source, [(one, one + 1) for one in range(5)], 0, settings, Amount(8, 1), folder, "abc")
+    return Climb(checkpoint("tiny-llama", folder / "source", torch.float32, seed=0), folder, "abc")
+
+
+PROMPTS = [(one, one + 1) for one in range(5)]
+
+
+def of_five(number: int) -> Workload:
+    """A number of responses to five prompts."""
+    return responses(Settings("tiny-llama", "hash", "five", "hf", 6), Amount(number, 1), PROMPTS, 0)
+
+
+def three_chats(number: int = 3) -> Workload:
+    """Chats whose tools answer 0 1 2 or 0 3."""
+    settings = ChatSettings("tiny-llama", "hash", "five", "hf", 6)
+    return chats(settings, number, PROMPTS, [(0, 1, 2), (0, 3)], 0)
+
+
+# Chats
+
+
+def test_every_turn_follows_what_came_before_and_a_tools_answer(tmp_path: Path):
+    engine = HuggingFace(checkpoint("tiny-llama", tmp_path, torch.float32, seed=0), "fp32")
+    found = three_chats().batch(engine, 0)
+    assert [index for index, _ in found] == [0, 1, 2] and {len(chat) for _, chat in found} == {TURNS}
+    for place, (index, chat) in enumerate(found):
+        before = PROMPTS[index]
+        for turn, one in enumerate(chat):
+            assert one.request.prompt == before and one.request.seed == place * TURNS + turn
+            tool = [(0, 1, 2), (0, 3)][(place + turn) % 2]
+            ended = one.tokens[-1] == 0
+            assert ended or len(one.tokens) == TURN_LENGTH
+            before = (*before, *one.tokens, *(tool[1:] if ended else tool))
+
+
+def test_one_pass_over_a_chat_scores_each_turn_as_a_pass_of_its_own(tmp_path: Path):
+    source = checkpoint("tiny-llama", tmp_path, torch.float32, seed=0)
+    trainer = Megatron(source, "fp32")
+    for _, chat in three_chats(1).batch(HuggingFace(source, "fp32"), 0):
+        alone = torch.cat([trainer.log_probs([turn], [1.0])[0] for turn in chat])
+        assert torch.allclose(score_chat(trainer, chat), alone, rtol=0, atol=1e-4)
+
+
+def test_a_run_for_more_chats_adds_to_what_is_there(tmp_path: Path):
+    climb = a_climb(tmp_path)
+    climb.rollouts("bf16", three_chats(1))
+    more = climb.rollouts("bf16", three_chats(2))
+    whole = replace(climb, runs=tmp_path / "whole").rollouts("bf16", three_chats(2))
+    assert more.prompts.tolist() == [0] * TURNS + [1] * TURNS
+    assert torch.equal(more.lengths, whole.lengths)
+    assert not (tmp_path / "bf16.safetensors").exists()
+
+
+def test_statistics_by_turn_are_those_of_loops():
+    one = Pair(
+        torch.zeros(6),
+        torch.tensor([0.1, 0.2, -0.3, 0.4, 0.5, -0.6]),
+        torch.tensor([1, 2, 2, 1]),
+        torch.tensor([0, 0, 1, 1]),
+    )
+    found = by_turn(one, 2)
+    assert [found[turn]["tokens"] for turn in ("1", "2")] == [3, 3]
+    assert found["1"]["k1"][0] == pytest.approx(-(0.1 + 0.4 + 0.5) / 3)
+    assert found["2"]["k3"][0] == pytest.approx(sum(math.exp(x) - 1 - x for x in (0.2, -0.3, -0.6)) / 3)
+
+
+TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}|{% endfor %}{{ '<assistant>' }}"
+
+
+def test_what_stands_between_two_turns_is_the_chat_templates(tmp_path: Path):
+    known = "?<|>" + string.ascii_letters
+    tokenizer = Tokenizer(models.BPE({one: place for place, one in enumerate(known)}, [], unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(tmp_path)
+    seventh = "".join(known[token] for token in tool_turns(tmp_path, 2)[6])
+    assert seventh == "|<tool>????Not?Found??the?page?was?moved??see??archive|<assistant>"
+    with pytest.raises(UserError, match="ends a turn with 2, its config says 77"):
+        tool_turns(tmp_path, 77)
 
 
 def test_a_model_that_is_none_is_refused(

@@ -392,6 +392,15 @@ def test_families_are_read_from_a_checkpoint(tmp_path: Path) -> None:
     assert (vision.name, text) == ("qwen3-vl-dense", size)
 
 
+def test_images_of_a_launch_are_refused_with_what_is_missing(tmp_path: Path) -> None:
+    keys = {"image": "images"}
+    message = (
+        "multimodal_keys is {'image': 'images'}: images are not certified: no row for the vision tower.*"
+    )
+    with pytest.raises(ContractError, match=f"{message}Launch without --multimodal-keys"):
+        check_host(host_args("megatron", config(tmp_path), multimodal_keys=keys))
+
+
 def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="Qwen3MoeForCausalLM is not covered; MoE: no row for the router"):
         check_host(host_args("fsdp", config(tmp_path, "Qwen3MoeForCausalLM")))

@@ -67,6 +67,22 @@ def test_a_closed_standard_stream_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_told_at_once_to_a_file(unbuffered: str, tmp_path: Path) -> None:
+    """Containers set PYTHONUNBUFFERED, and progress that stays in a buffer is none."""
+    (tmp_path / "slow.py").write_text(
+        "import os, sys\n"
+        "def main():\n"
+        "    print('50%', file=sys.stderr)\n"
+        "    os._exit(0)  # nothing is flushed on the way out\n"
+    )
+    code = "from mis_plugins.shared.shell import run_command; run_command('slow:main')"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    with (tmp_path / "log").open("wb") as log:
+        subprocess.run([sys.executable, "-c", code], stderr=log, env=environment, check=True)
+    assert (tmp_path / "log").read_text() == "50%\n"
+
+
 def test_a_broken_pipe_that_is_not_the_readers_stays_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def main():\n    raise BrokenPipeError('the engine')\n")
     code = "from mis_plugins.shared.shell import run_command; run_command('broken:main')"

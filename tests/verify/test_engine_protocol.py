@@ -300,6 +300,8 @@ def test_every_other_name_of_the_stand_in_says_what_it_is():
     said = r"sgl_kernel.fused_experts: mis-plugins' stand-in for CPU does not hold the operator"
     with pytest.raises(NotImplementedError, match=said):
         sgl_kernel.fused_experts()
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel.fused_sigmoid_mul_cpu: mis-plugins' stand-in"):
+        torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(torch.ones(1), torch.ones(1))
 
 
 def test_the_resource_trackers_traceback_does_not_hide_the_servers() -> None:

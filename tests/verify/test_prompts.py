@@ -82,6 +82,46 @@ def test_prompts_that_cannot_be_used_are_refused(
         read_prompts(str(file), spelled)
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a vision tower, whose tokenizer knows bytes and the placeholders of images."""
+    return checkpoint("tiny-qwen3-vl", tmp_path_factory.mktemp("seeing"), torch.float32, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        (
+            "Describe <|vision_start|><|image_pad|><|vision_end|>.",
+            "the token 316, which is image_token_id in the model's",
+        ),
+        ("<|video_pad|> again", "the token 317, which is video_token_id in the model's config.json"),
+        ('{"prompt": "What is this?", "images": ["a.png"]}', "the key or part 'images'"),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "the key or part 'image_url'"),
+        ('{"messages": [{"content": [{"type": "video", "fps": 2}]}]}', "the key or part 'video'"),
+    ],
+)
+def test_a_prompt_with_an_image_is_refused_with_what_is_missing(
+    prompt: str, what: str, seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "p.txt"
+    file.write_text(f"text alone\n{prompt}\n")
+    command = ["verify", "--engine", "hf", "--trainer", "hf", "--model", str(seeing), "--prompts", str(file)]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert f"--prompts {file}: {prompt[:40]!r} holds {what}" in said
+    assert "Images are not certified: no row for the vision tower" in said
+
+
+def test_prompts_of_text_alone_are_taken_by_a_model_that_sees(seeing: Path, tmp_path: Path):
+    file = tmp_path / "p.txt"
+    file.write_text('{"images": [], "prompt": "a"}\n{not JSON, an image}\nab\n')
+    *_, short = read_prompts(str(file), seeing).tokens
+    assert [len(tokens) for tokens in read_prompts(str(file), seeing).tokens] == [29, 20, 2] and len(
+        short
+    ) == 2
+
+
 def test_a_model_without_a_tokenizer_is_told_so(capsys: pytest.CaptureFixture[str]):
     assert main("verify --engine hf --trainer hf --prompts builtin".split()) == 2
     assert (

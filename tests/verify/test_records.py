@@ -120,6 +120,6 @@ def test_a_new_family_is_its_record(trainer: str, capsys: pytest.CaptureFixture[
 def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
     assert (
-        "got 'tiny-new'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-llama, "
+        "got 'tiny-new'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-qwen3-vl, tiny-llama, "
         "tiny-qwen3-moe, tiny-qwen3-moe-64, tiny-qwen2-moe, smollm2-135m, or" in capsys.readouterr().err
     )

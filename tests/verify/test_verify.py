@@ -63,6 +63,8 @@ def test_the_other_shape_and_the_backend_without_a_compiler():
         ("tiny-llama", "megatron", "bf16", "engine"),
         ("tiny-qwen2.5", "megatron", "bf16", "engine"),
         ("tiny-qwen2.5", "megatron", "bf16", "trainer"),
+        ("tiny-qwen3-vl", "megatron", "bf16", "engine"),
+        ("tiny-qwen3-vl", "hf", "bf16", "trainer"),
         ("tiny-qwen3-moe", "megatron", "bf16", "engine"),
         ("tiny-qwen3-moe", "megatron", "fp32", "trainer"),
         ("tiny-qwen3-moe-64", "megatron", "bf16", "engine"),
@@ -94,6 +96,18 @@ def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: 
         ("tiny-llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope of type 'llama3'"),
         ("tiny-qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope of type 'yarn'"),
         ("tiny-llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
+        (
+            "tiny-qwen3-vl",
+            {"text_config": {"attention_bias": True}},
+            "attention_bias: True is not covered for",
+        ),
+        ("tiny-qwen3-vl", {"text_config": {"rope_scaling": {"type": "yarn"}}}, "rope of type 'yarn'"),
+        ("tiny-qwen3-vl", {"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}"),
+        (
+            "tiny-qwen3-vl",
+            {"model_type": "qwen3_vl_moe"},
+            "qwen3_vl_moe is a vision-language model of no proven family; the contract covers dense Qwen3,",
+        ),
     ],
 )
 def test_a_model_that_departs_from_its_family_is_refused_by_the_fields_name(

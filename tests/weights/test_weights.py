@@ -146,6 +146,23 @@ def test_experts_that_are_shared_out_are_equal() -> None:
     assert compare(Engine([loaded(weights, rank, 2, ep=True) for rank in range(2)]), weights).equal
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_decoder_beside_a_vision_tower_is_compared_and_so_is_the_tower(ranks: int) -> None:
+    decoder, fused = checkpoint(), torch.randn(3 * HIDDEN, HIDDEN)
+    theirs = {name.replace("model.", "model.language_model."): weight for name, weight in decoder.items()}
+    held = [loaded(decoder, rank, ranks) for rank in range(ranks)]
+    for rank, part in enumerate(held):
+        rows = slice(rank * HIDDEN // ranks, (rank + 1) * HIDDEN // ranks)
+        q, k, v = (share[rows] for share in fused.split(HIDDEN))
+        part["visual.blocks.0.attn.qkv_proj.weight"] = torch.cat([q, k, v])
+    weights = theirs | {"model.visual.blocks.0.attn.qkv.weight": fused}
+    assert compare(Engine(held), weights).equal
+    fused[-1, -1] += 1
+    (difference,) = compare(Engine(held), weights).differences
+    named = (difference.name, difference.rank)
+    assert named == ("visual.blocks.0.attn.qkv_proj.weight", None if ranks == 1 else 1)
+
+
 def test_the_trainer_is_rounded_to_the_engines_dtype() -> None:
     weights = checkpoint()
     assert compare(Engine([bf16(loaded(weights))]), weights).equal

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from true_on_policy.contract.families import covered, proven, tiny_models
-from true_on_policy.contract.model_config import departure
+from true_on_policy.contract.model_config import departure, text_of
 from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.errors import ModelError
 
@@ -42,9 +42,10 @@ def check_config(where: str, stated: Mapping[str, Any]) -> None:
         ModelError: the family is not proven, or a field of the config departs from the family.
     """
     if stated["model_type"] not in proven():
-        raise ModelError(f"{where}: {stated['model_type']}; the contract covers {covered()} alone")
+        sees = " is a vision-language model of no proven family" if "vision_config" in stated else ""
+        raise ModelError(f"{where}: {stated['model_type']}{sees}; the contract covers {covered()} alone")
     family, _ = proven()[stated["model_type"]]
-    if refusal := departure(family, stated):
+    if refusal := departure(family, text_of(stated)):
         raise ModelError(f"{where}: {refusal}")
 
 

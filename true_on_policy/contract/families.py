@@ -64,6 +64,21 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Vision:
+    """How a family of vision-language models holds its decoder, which text alone runs through.
+
+    Attributes:
+        text_type: the model_type of the decoder's own config, which is `text_config` in a config.json.
+        decoder: Hugging Face's name of the decoder, before the names of its weights.
+        mrope_section: the rotated columns of a tiny model that follow time, height and width.
+    """
+
+    text_type: str
+    decoder: str
+    mrope_section: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class Proof:
     """What `verify` knows of a family that it can prove on CPU.
 
@@ -93,6 +108,7 @@ class Family:
         missing: what keeps the family from being launched; empty where nothing does.
         proof: what `verify` needs; None where the family is not proven on CPU.
         experts: how every layer is a mixture of experts; None in a dense model.
+        vision: how the models hold their decoder beside a vision tower; None where they take text alone.
     """
 
     name: str
@@ -103,7 +119,22 @@ class Family:
     missing: tuple[str, ...] = ()
     proof: Proof | None = None
     experts: Experts | None = None
+    vision: Vision | None = None
 
+    @property
+    def decoder(self) -> str:
+        """Hugging Face's name of the decoder, before the names of its weights."""
+        return self.vision.decoder if self.vision else "model"
+
+
+# Read in SGLang 0.5.23, transformers 5.23 and megatron-core 0.16.1.
+IMAGES = (
+    "no row for the vision tower: SGLang and transformers embed patches, interpolate positions and mask attention by "
+    "different operations, and Megatron's GPTModel has no tower",
+    "no row for rope where a token's time, height and width differ (on text alone they are equal)",
+    "no row for what the tower adds to the decoder's first layers",
+)
+"""What is missing before a prompt with an image can be certified."""
 
 _NO_CONTRACT = (
     "Miles v0.1.0 knows one contract, qwen3_dense_true_on_policy_v1 (miles/true_on_policy/schema.py)"
@@ -142,10 +173,15 @@ FAMILIES = {
     ),
     "qwen3-vl-dense": Family(
         *("qwen3-vl-dense", ("Qwen3VLForConditionalGeneration",), True, False, None),
+        vision=Vision("qwen3_vl_text", "model.language_model", (6, 5, 5)),
+        proof=Proof(
+            model_type="qwen3_vl",
+            title="Qwen3-VL (its text path)",
+            tiny={"tiny-qwen3-vl": Shape(128, 256, 3, 4, 2, 32, 320, tied=False, rope_theta=5e6)},
+        ),
         missing=(
             _NO_CONTRACT,
-            "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it: the vision "
-            "tower and its patches have no row in this contract",
+            "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it",
         ),
     ),
     "llama": Family(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from true_on_policy.contract.families import GPU_FAMILIES, Family, Size
+from true_on_policy.contract.families import GPU_FAMILIES, IMAGES, Family, Size
 from true_on_policy.contract.operations import Operation, operations
 from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
@@ -31,6 +31,7 @@ NOT_COVERED = {
     ),
     "quantized weights": ("fp8 on one side is another number: no row",),
     "scaled rope": ("the row of rope is the plain one; YaRN, linear and llama3 scaling have none",),
+    "images": IMAGES,
     "LoRA": ("the adapter's products have no row, and SGLang batches adapters",),
 }
 

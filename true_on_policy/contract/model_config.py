@@ -28,13 +28,18 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
         raise ContractError(
             f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}"
         )
-    text = stated.get("text_config", stated)
+    text = text_of(stated)
     if refusal := departure(known[0], text):
         raise ContractError(f"{config}: {refusal}")
     try:
         return known[0], stated_size(text)
     except KeyError as error:
         raise ContractError(f"{config}: states no {error.args[0]}") from error
+
+
+def text_of(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json states of the decoder, which a vision-language model nests in `text_config`."""
+    return {**stated, **(stated.get("text_config") or {})}
 
 
 def _stated(config: Path) -> dict[str, Any]:

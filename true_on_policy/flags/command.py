@@ -128,6 +128,7 @@ REFUSALS = (
         (None, False),
         "sums over ranks are then of 8 bits; drop --sglang-enable-quant-communications",
     ),
+    Refusal("multimodal_keys", (None,), cpu.TEXT_ALONE),
     Refusal("lora_rank", (None, 0), f"{NOT_COVERED['LoRA'][0]}; launch without --lora-rank"),
     Refusal(
         "keep_fp32_master", (True,), "the contract's norms take fp32 weights; drop --no-keep-fp32-master"

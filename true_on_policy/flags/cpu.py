@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from true_on_policy.contract.families import IMAGES
 from true_on_policy.contract.sides import TRAINERS
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import CONTRACT, ORDER, handed_over, stated_contract
@@ -26,6 +27,7 @@ FSDP, MEGATRON = "fsdp", "megatron"  # Miles's --train-backend
 
 _WHOLE = "log-probs are those of the whole vocabulary"
 _PLAIN = "the CPU contract has no such model"
+TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 REFUSALS = (
     Refusal("rollout_top_p", (1,), f"{_WHOLE}; leave --rollout-top-p at 1"),
     Refusal("rollout_top_k", (-1,), f"{_WHOLE}; leave --rollout-top-k at -1"),
@@ -33,6 +35,7 @@ REFUSALS = (
     Refusal("sequence_parallel", (False,), "row-parallel layers add up whole rows; drop --sequence-parallel"),
     Refusal("num_experts", (None, 0), _PLAIN),
     Refusal("add_qkv_bias", (False,), _PLAIN),
+    Refusal("multimodal_keys", (None,), TEXT_ALONE),
     Refusal("lora_rank", (None, 0), _PLAIN),
     Refusal("fp16", (False,), "the CPU contract has fp32 and bf16; launch without --fp16"),
     Refusal("sglang_quantization", (None,), f"{_PLAIN}; drop --sglang-quantization"),

@@ -41,9 +41,10 @@ def align(model: Any, order: NormOrder) -> None:
 
     A layer of such a decoder normalizes before each of its two branches and adds each to the stream.
     """
-    norm, layer = type(model.model.norm), type(model.model.layers[0])
+    decoder = model.get_decoder()
+    norm, layer = type(decoder.norm), type(decoder.layers[0])
     ordered = {norm: of_both(OrderedNorm, norm), layer: of_both(OrderedLayer, layer)}
-    for module in model.modules():
+    for module in decoder.modules():
         if type(module) in ordered:
             module.__class__ = ordered[type(module)]
             module.order = order

@@ -22,6 +22,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.families import Experts, Family, Proof, Shape, proven, tiny_models
 from true_on_policy.contract.model_config import with_experts
 from true_on_policy.errors import ContractError, ModelError
+from true_on_policy.models import tiny_processor
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
@@ -30,8 +31,25 @@ UPDATE = 0.01
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
     """Hugging Face's configuration of a model of these sizes."""
     assert family.proof is not None, "a family that is proven"
+    of_models = {"tie_word_embeddings": shape.tied, "architectures": [*family.architectures], "dtype": dtype}
+    text = _decoder(family, shape)
+    if family.vision is None:
+        return AutoConfig.for_model(family.proof.model_type, **text, **of_models)
     return AutoConfig.for_model(
         family.proof.model_type,
+        text_config={**text, "dtype": dtype},
+        vision_config={**_tower(shape), "dtype": dtype},
+        **of_models,
+        **tiny_processor.placeholders(shape.vocab),
+    )
+
+
+def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
+    """The fields of a decoder."""
+    mrope = (
+        {"mrope_section": [*family.vision.mrope_section], "mrope_interleaved": True} if family.vision else {}
+    )
+    return dict(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -41,15 +59,25 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
         head_dim=shape.head_dim,
         max_position_embeddings=MAX_POSITIONS,
         rms_norm_eps=shape.norm_eps,
-        tie_word_embeddings=shape.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        architectures=[*family.architectures],
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **mrope},
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=0,
-        dtype=dtype,
         **(_experts(family.experts, shape) if family.experts else {}),
     )
+
+
+def _tower(shape: Shape) -> dict[str, Any]:
+    """The fields of a vision tower of two layers, each of which a layer of the decoder takes from."""
+    return {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": shape.hidden,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
 
 
 def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
@@ -78,6 +106,8 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
     for parameter in model.parameters():
         parameter.data = _draw(parameter, generator).to(dtype)
     model.save_pretrained(folder)
+    if family.vision:
+        tiny_processor.write(folder, shape.vocab)
     return folder
 
 
@@ -134,13 +164,15 @@ def weights_hash(checkpoint: Path) -> str:
 
 
 def read_config(checkpoint: Path) -> Any:
-    """Read the configuration of a checkpoint.
+    """Read the configuration of a checkpoint's decoder.
 
     Raises:
         ModelError: the model is of no proven family, or departs from its family's record.
     """
-    config = AutoConfig.from_pretrained(checkpoint)
-    check_config(str(checkpoint), config.to_dict())
+    whole = AutoConfig.from_pretrained(checkpoint)
+    check_config(str(checkpoint), whole.to_dict())
+    config = whole.get_text_config()
+    config.tie_word_embeddings = whole.tie_word_embeddings
     if getattr(config, "head_dim", None) is None:  # Qwen2's config leaves it out
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
@@ -148,7 +180,11 @@ def read_config(checkpoint: Path) -> Any:
 
 def family_of(config: Any) -> tuple[Family, Proof]:
     """The family of a model whose configuration `read_config` returned."""
-    return proven()[config.model_type]
+    return next(
+        (family, proof)
+        for family, proof in proven().values()
+        if config.model_type == (family.vision.text_type if family.vision else proof.model_type)
+    )
 
 
 def model_class(family: Family) -> Any:

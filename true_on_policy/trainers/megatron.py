@@ -72,7 +72,7 @@ class Megatron:
         _one_rank()
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        self._shard = Shard(rank, ranks, config.num_key_value_heads)
+        self._shard = Shard(rank, ranks, config.num_key_value_heads, family_of(config)[0].decoder)
         self._vocabulary, self._ordered = config.vocab_size, order is not None
         self.model = _build(config, DTYPES[dtype], order, tree).to(DTYPES[dtype]).eval()
         self.load(checkpoint)

@@ -18,23 +18,25 @@ class Shard:
     Attributes:
         rank, ranks: the place of the rank among all ranks, which share out each weight of two dimensions.
         groups: the number of key-value heads in the whole model.
+        decoder: Hugging Face's name of the decoder, before the names of its weights.
     """
 
     rank: int
     ranks: int
     groups: int
+    decoder: str = "model"
 
     def parameter(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
         """Build a parameter, given by Megatron's name, from weights by Hugging Face's names."""
         module, _, kind = name.replace(*SHARED_GATE).rpartition(".")  # weight or bias
         if module in ENDS:
             source, held = ENDS[module]
-            return held([weights[f"{source}.{kind}"]], self)
+            return held([weights[f"{source.replace('*', self.decoder)}.{kind}"]], self)
         _, _, index, part = module.split(".", 3)
         expert = re.search(r"local_experts\.(\d+)", part)
         sources, held = LAYER[part if expert is None else part.replace(expert[0], "local_experts.*")]
         number = expert[1] if expert else ""
-        named = [f"model.layers.{index}.{source.replace('*', number)}.{kind}" for source in sources]
+        named = [f"{self.decoder}.layers.{index}.{source.replace('*', number)}.{kind}" for source in sources]
         return held([weights[name] for name in named], self)
 
     def rows(self, weight: Float[Tensor, "N *K"]) -> Float[Tensor, "_ *K"]:
@@ -105,8 +107,9 @@ LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
     ),
     "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), _columns),
 }
+# A star is the decoder.
 ENDS: dict[str, tuple[str, Held]] = {
-    "embedding.word_embeddings": ("model.embed_tokens", _rows_padded),
-    "decoder.final_layernorm": ("model.norm", _whole),
+    "embedding.word_embeddings": ("*.embed_tokens", _rows_padded),
+    "decoder.final_layernorm": ("*.norm", _whole),
     "output_layer": ("lm_head", _rows_padded),
 }

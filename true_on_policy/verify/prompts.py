@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.errors import UserError
+from true_on_policy.contract.families import IMAGES
 
 BUILTIN = "builtin"
+IMAGE_KEYS = {"image", "images", "image_url", "input_image", "video", "videos", "video_url"}
 LONGEST = 1024  # tokens; a continued sequence and its responses come on top
 
 
@@ -40,7 +43,7 @@ def prompt_lines(source: str) -> tuple[Path, list[str]]:
     """Read the prompts of `--prompts`, one a line; empty lines are left out.
 
     Raises:
-        PromptsError: the file cannot be read, or holds no prompt.
+        PromptsError: the file cannot be read, holds no prompt, or holds a prompt of JSON with an image.
     """
     path = Path(__file__).parent / "prompts.txt" if source == BUILTIN else Path(source)
     try:
@@ -52,25 +55,67 @@ def prompt_lines(source: str) -> tuple[Path, list[str]]:
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise PromptsError(f"--prompts {source}: holds no prompt; write one a line")
+    for prompt in prompts:
+        if key := _image(_parsed(prompt)):
+            raise PromptsError(_refusal(source, prompt, f"the key or part {key!r}"))
     return path, prompts
+
+
+def _parsed(prompt: str) -> Any:
+    """The value of a line that is JSON, as data sets of chats have it; None where a line is ordinary text."""
+    try:
+        return json.loads(prompt) if prompt[0] in "{[" else None
+    except ValueError:
+        return None
+
+
+def _image(value: Any) -> str | None:
+    """Find the key, or the type of a chat's part, that brings an image or a video into a parsed prompt."""
+    if isinstance(value, dict):
+        brought = [key for key, part in value.items() if key in IMAGE_KEYS and part]
+        typed = value.get("type")
+        brought += [typed] if isinstance(typed, str) and typed in IMAGE_KEYS else []
+        return next(iter(brought), None) or _image([*value.values()])
+    if isinstance(value, list):
+        return next(filter(None, map(_image, value)), None)
+    return None
+
+
+def _refusal(source: str, prompt: str, what: str) -> str:
+    return (
+        f"--prompts {source}: {prompt[:40]!r} holds {what}. Images are not certified: {'; '.join(IMAGES)}. Give "
+        "prompts of text alone"
+    )
 
 
 def read_prompts(source: str, checkpoint: Path) -> Prompts:
     """Read the prompts of `--prompts`, each as the user's turn of a chat where the model has a chat template.
 
     Raises:
-        PromptsError: as `prompt_lines` says; the checkpoint has no tokenizer, or a prompt has too many tokens.
+        PromptsError: as `prompt_lines` says; the checkpoint has no tokenizer, or a prompt has too many tokens or one
+            that stands for an image.
     """
     path, prompts = prompt_lines(source)
     tokenizer = _tokenizer(source, checkpoint)
     tokens = [_tokens(tokenizer, prompt) for prompt in prompts]
+    placeholders = _placeholders(checkpoint)
     for prompt, ids in zip(prompts, tokens, strict=True):
+        for token in placeholders.keys() & ids:
+            what = f"the token {token}, which is {placeholders[token]} in the model's config.json"
+            raise PromptsError(_refusal(source, prompt, what))
         if len(ids) > LONGEST:
             raise PromptsError(
                 f"--prompts {source}: {prompt[:40]!r} has {len(ids)} tokens; give {LONGEST} at most"
             )
     name = BUILTIN if source == BUILTIN else path.name
     return Prompts(name, hashlib.sha256(path.read_bytes()).hexdigest(), tokens)
+
+
+def _placeholders(checkpoint: Path) -> dict[int, str]:
+    """Ids of the tokens that stand for an image or a video, each with the field of config.json that states it."""
+    stated = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    fields = (f"{what}_token_id" for what in ("image", "video"))
+    return {stated[field]: field for field in fields if field in stated}
 
 
 def _tokenizer(source: str, checkpoint: Path) -> Any:

@@ -16,6 +16,12 @@ QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EXPERTS = {"w13_weight": GATE_UP, "w2_weight": ("down_proj",)}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VOCABULARY = (HEAD, EMBEDDING)
+# Parts of names of a vision-language model under Hugging Face, and what SGLang has there.
+NAMES = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    ".attn.qkv.": ".attn.qkv_proj.",
+}
 
 
 class Lacking(Exception):
@@ -34,13 +40,19 @@ class Weights:
     named: Mapping[str, Tensor]
     used: set[str] = field(default_factory=set)
 
+    def __post_init__(self):
+        self._own = {in_sglang(name): name for name in self.named}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._own
+
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.named and name == HEAD:
+        if name not in self and name == HEAD:
             name = EMBEDDING  # a tied head has no weights of its own
-        if name not in self.named:
+        if name not in self:
             raise Lacking(name)
-        self.used.add(name)
-        return self.named[name]
+        self.used.add(self._own[name])
+        return self.named[self._own[name]]
 
     @property
     def unused(self) -> list[str]:
@@ -60,7 +72,7 @@ class Weights:
         if part == "experts" and kind in EXPERTS:
             return self._experts(module, kind, shape, rank)
         if part == "qkv_proj":
-            return _qkv([self[f"{parent}.{source}.{kind}"] for source in QKV], shape[0], rank, ranks)
+            return _qkv(self._query_key_value(name, parent, kind), shape[0], rank, ranks)
         if part == "gate_up_proj":
             sources = [self[f"{parent}.{source}.{kind}"] for source in GATE_UP]
             return torch.cat([_padded(source, shape[0] // 2, rank) for source in sources])
@@ -70,6 +82,12 @@ class Weights:
         if part == "down_proj" and kind == "weight":
             return _padded(whole, shape[1], rank, 1)
         return _cut(whole, shape, rank, ranks)
+
+    def _query_key_value(self, name: str, parent: str, kind: str) -> list[Tensor]:
+        """The weights that SGLang fuses; of a vision tower a checkpoint holds them fused already."""
+        if name in self:
+            return [*self[name].chunk(len(QKV))]
+        return [self[f"{parent}.{source}.{kind}"] for source in QKV]
 
     def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int) -> Tensor:
         """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
@@ -88,6 +106,13 @@ class Weights:
         return torch.stack(
             [torch.cat([_padded(source, mine, part, dim) for source in expert]) for expert in held]
         )
+
+
+def in_sglang(name: str) -> str:
+    """The name under which SGLang holds a weight, before it fuses weights."""
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _qkv(sources: Sequence[Tensor], rows: int, rank: int, ranks: int) -> Tensor:

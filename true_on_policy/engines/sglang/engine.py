@@ -13,6 +13,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.model_config import text_of
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
@@ -101,7 +102,7 @@ class SGLang:
     ) -> None:
         """Start the server and wait for it; where `seeded`, each request carries a seed for its sampling."""
         self._seeded = seeded
-        self._last_id = json.loads((checkpoint / "config.json").read_text())["vocab_size"] - 1
+        self._last_id = text_of(json.loads((checkpoint / "config.json").read_text()))["vocab_size"] - 1
         own = named({"weight-version": 0})
         command = [str(python), "-m", "sglang.launch_server", *arguments, *own]
         self._server = started(self.name, command, environment)

@@ -3,6 +3,9 @@
 On a CPU without AMX SGLang computes with plain torch and only imports names from `sgl_kernel`. The stand-in holds the
 two functions that SGLang calls there. Every other name is a stub that raises when it is called. The stand-in lacks the
 operator `convert_weight_packed`, so that SGLang stays on plain torch where AMX exists, too.
+
+SGLang's processor of Qwen3-VL's images imports Qwen3.5, which looks up four operators as it is imported and calls them
+in its own layers alone.
 """
 
 from __future__ import annotations
@@ -66,3 +69,12 @@ def __getattr__(name: str) -> Callable[..., None]:
         )
 
     return missing
+
+
+for _operator in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    setattr(torch.ops.sgl_kernel, _operator, __getattr__(_operator))

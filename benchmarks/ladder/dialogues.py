@@ -1,0 +1,101 @@
+"""Chats with tools: an engine writes the assistant's turns, and a tool's result, which is masked, follows each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_plugins.errors import UserError
+from true_on_policy.engines.protocol import Engine, Request, Sample
+from true_on_policy.trainers.megatron import Megatron
+
+TURNS = 4
+TURN_LENGTH = 128  # tokens of a turn, at most
+BATCH = 16  # chats
+RESULTS = (
+    '{"status": "ok", "rows": 3, "first": {"name": "Lisbon", "population": 545796}}',
+    '{"status": "error", "message": "timeout after 30 s; try a shorter query"}',
+    "ValueError: could not convert string to float: 'n/a' (line 12)",
+    '{"temperature": 17.5, "unit": "C", "wind": "NW 14 km/h"}',
+    "3 files changed, 41 insertions(+), 7 deletions(-)",
+    '["apple", "pear", "quince"]',
+    "404 Not Found: the page was moved; see /archive",
+    "stdout: 144\nstderr:",
+)
+"""What tools answer."""
+
+Chat = Sequence[Sample]  # its turns: each request's prompt is all that came before
+
+
+def tool_turns(checkpoint: Path, end: int) -> list[tuple[int, ...]]:
+    """What stands between two turns of the assistant, for each of RESULTS: end of turn, tool's turn, next header."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    written = "WRITTEN"
+    turns = []
+    for result in RESULTS:
+        messages = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": written},
+            {"role": "tool", "content": result},
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        turns.append(tuple(tokenizer.encode(text.partition(written)[2], add_special_tokens=False)))
+    if any(turn[0] != end for turn in turns):
+        raise UserError(
+            f"{checkpoint}: its chat template ends a turn with {turns[0][0]}, its config says {end}"
+        )
+    return turns
+
+
+def drawn_tool_turns(vocabulary: int, end: int) -> list[tuple[int, ...]]:
+    """Random tokens in place of tools' answers, for a model without a tokenizer."""
+    drawn = torch.randint(vocabulary, (len(RESULTS), 5), generator=torch.Generator().manual_seed(1))
+    return [(end, *row) for row in drawn.tolist()]
+
+
+def converse(
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    places: range,
+    tools: Sequence[tuple[int, ...]],
+    end: int,
+) -> list[tuple[int, Chat]]:
+    """Sample the chats at `places`, all of a turn in one batch, with the index of each one's prompt."""
+    indices = [place % len(prompts) for place in places]
+    before = [prompts[index] for index in indices]
+    turns: list[list[Sample]] = []
+    for turn in range(TURNS):
+        requests = [
+            Request(tokens, TURN_LENGTH, place * TURNS + turn, end=end)
+            for place, tokens in zip(places, before, strict=True)
+        ]
+        turns.append(engine.generate(requests))
+        before = [
+            _followed_by(sample, tools[(place + turn) % len(tools)])
+            for place, sample in zip(places, turns[-1], strict=True)
+        ]
+    return list(zip(indices, zip(*turns, strict=True), strict=True))
+
+
+def _followed_by(sample: Sample, tool: tuple[int, ...]) -> tuple[int, ...]:
+    """The chat so far with a tool's turn; a sampled end of turn is not written twice."""
+    return sample.sequence + tool[sample.tokens[-1] == tool[0] :]
+
+
+def score_chat(trainer: Megatron, chat: Chat) -> Tensor:
+    """Log-probs of all sampled tokens, packed end to end, in one pass over the whole chat, as a trainer makes it."""
+    first, last = chat[0].request, chat[-1]
+    start = len(first.prompt)
+    answer = last.sequence[start:]
+    whole = Sample(first, answer, torch.zeros(len(answer)), last.version)
+    [log_probs] = trainer.log_probs([whole], [1.0])
+    begins = [len(turn.request.prompt) - start for turn in chat]
+    return torch.cat(
+        [log_probs[begin : begin + len(turn.tokens)] for begin, turn in zip(begins, chat, strict=True)]
+    )
