@@ -53,7 +53,7 @@ class Recipe:
     asked: int = 4
     directed: int = 30
     direction_prompts: int = 16
-    direction_samples: int = 4
+    direction_samples: int = 16
     layers: int = 4
 
 
