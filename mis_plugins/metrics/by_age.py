@@ -92,17 +92,17 @@ def by_age(parts: Iterable[TokenRows], ages: Int[Tensor, " T"]) -> ByAge:
         ages: the age of each token; negative where it is not known.
     """
     column = torch.where(ages >= 0, ages.clamp(max=AGES - 1), AGES)
-    sums, maxima = {}, {}
+    names, sums, maxima = [], [], {}
     for part in parts:
         # One torch.where serves all rows: unmarked tokens go to a last column, which is dropped.
         places = torch.where(part.where, column, len(COLUMNS))
-        for name, row in part.sums.items():
-            sums[name] = _columns(row, 0).scatter_add_(0, places, row.double())[:-1]
+        names += part.sums
+        sums.append(_added_up(part.sums.values(), places))
         for name, row in part.maxima.items():
             maxima[name] = _columns(row, -torch.inf).scatter_reduce_(0, places, row.double(), "amax")[:-1]
-    stacked = torch.stack(list(sums.values()))
+    stacked = torch.cat(sums)
     largest = torch.stack(list(maxima.values())) if maxima else stacked[:0]
-    return ByAge(tuple(sums), tuple(maxima), stacked, largest)
+    return ByAge(tuple(names), tuple(maxima), stacked, largest)
 
 
 def no_ages(names: Iterable[str], device: torch.device) -> ByAge:
@@ -110,6 +110,12 @@ def no_ages(names: Iterable[str], device: torch.device) -> ByAge:
     named = tuple(names)
     sums = torch.zeros(len(named), len(COLUMNS), dtype=torch.float64, device=device)
     return ByAge(named, (), sums, sums[:0])
+
+
+def _added_up(rows: Iterable[Tensor], places: Int[Tensor, " T"]) -> Float[Tensor, "K A"]:
+    stacked = torch.stack([row.double() for row in rows])
+    columns = stacked.new_zeros(len(stacked), len(COLUMNS) + 1)
+    return columns.scatter_add_(1, places.expand_as(stacked), stacked)[:, :-1]
 
 
 def _columns(row: Tensor, value: float) -> Float[Tensor, " A1"]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.metrics.by_turn import TURNS
 from mis_plugins.metrics.metric import Metric
 from mis_plugins.metrics.partials import Partials
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS, numbered
@@ -44,6 +45,8 @@ def families(config: CorrectionConfig) -> dict[str, tuple[Metric, tuple]]:
         found |= {name.replace("rule_{i}", rule): (metric, (rule,)) for name, metric in RULES.items()}
     for age in range(OLDEST_AGE + 1):
         found |= {name.format(age=age): (metric, (age,)) for name, metric in VERSIONS.items()}
+    for turn in range(1, TURNS + 1):
+        found |= {name.format(turn=turn): (metric, (turn,)) for name, metric in DIALOGUE.items()}
     return found
 
 
@@ -1016,5 +1019,52 @@ VERSIONS: dict[str, Metric] = {
         range="0 to 1.",
         bad="a fall with the age to near 0: stale tokens are generated for nothing.",
         do="bound the staleness, or widen the rules.",
+    ),
+}
+
+DIALOGUE: dict[str, Metric] = {
+    "turn_{turn}_share": Metric(
+        lambda s, turn: ratio_of(s.turns[turn]["tokens"], s.sums["usable"]) if s.has_turns else math.nan,
+        "Share of this turn among the usable tokens; the last turn takes all later ones too.",
+        range="0 to 1.",
+        bad="0 of turns that the dialogues have: the loss mask leaves their tokens out.",
+        do="look at the loss masks that the rollout function makes.",
+    ),
+    "turn_{turn}_kl_k1": Metric(
+        lambda s, turn: -s.over_turn("log_ratio", turn),
+        "kl_k1 of the tokens of this turn.",
+        range="any.",
+        bad="a rise with the turn: what stands between two turns is not the same text, or not at the same place, on "
+        "both sides. Below -0.01: as kl_k1.",
+        do="compare the tokens of both sides before the first turn that is high: a tool's answer or a chat template "
+        "that was tokenized a second time, or a prefix that the engine computed with other weights.",
+    ),
+    "turn_{turn}_kl_k3": Metric(
+        lambda s, turn: s.over_turn("k3", turn),
+        "kl_k3 of the tokens of this turn.",
+        range="0 and above.",
+        bad="as turn_kl_k1; alike in all turns: the engine, not the dialogue, makes the mismatch.",
+        do="as turn_kl_k1, or as kl_k3.",
+    ),
+    "turn_{turn}_log_prob_diff_abs_mean": Metric(
+        lambda s, turn: s.over_turn("log_ratio_abs", turn),
+        "log_prob_diff_abs_mean of the tokens of this turn, the number of verl#5229.",
+        range="0 and above.",
+        bad="as turn_kl_k3.",
+        do="as turn_kl_k3.",
+    ),
+    "turn_{turn}_ratio_mean": Metric(
+        lambda s, turn: s.over_turn("ratio", turn),
+        "ratio_mean of the tokens of this turn.",
+        range="above 0.",
+        bad="far from 1.",
+        do="as ratio_mean.",
+    ),
+    "turn_{turn}_kept_fraction": Metric(
+        lambda s, turn: s.over_turn("kept", turn),
+        "Share of the tokens of this turn that are kept.",
+        range="0 to 1.",
+        bad="a fall with the turn to near 0: late turns are generated for nothing.",
+        do="as turn_kl_k1, or widen the rules; rules over segments drop a turn alone.",
     ),
 }

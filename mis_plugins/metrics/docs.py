@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 
 from mis_plugins.metrics import sketch, slope
-from mis_plugins.metrics.catalogue import PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.metrics.by_turn import TURNS
+from mis_plugins.metrics.catalogue import DIALOGUE, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
 from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import PREFIX, STEP_KEY, Metric
 from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
@@ -88,6 +89,13 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         f"age is trainer version minus the version that wrote the token, from 0 to {OLDEST_AGE}. Metrics by age are "
         "reported where the versions are known.",
         VERSIONS,
+    ),
+    "Turns of a dialogue": (
+        f"turn is 1 to {TURNS}. A turn of the model is a run of ones in the loss mask: it begins where the mask of a "
+        "response rises from 0 to 1, wherever context parallelism cuts the response. What the rules reject begins no "
+        "turn. Metrics by turn are reported in steps of which a response has two turns or more; elsewhere they "
+        "would repeat those of all tokens.",
+        DIALOGUE,
     ),
     "Segment-wise weights": (
         "Metrics of segment-wise weights are reported where `mis.segment_wise` is on, unless `metrics` is `none`. A "

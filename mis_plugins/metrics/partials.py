@@ -20,6 +20,7 @@ from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.rejection import Totals
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.by_age import ByAge, TokenRows, by_age, no_ages
+from mis_plugins.metrics.by_turn import by_turn
 from mis_plugins.metrics.rows import (
     DEPARTURES,
     TOKEN_SUMS,
@@ -48,6 +49,9 @@ RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS}
     "usable": lambda t: t.usable
 }
 
+AGE_SUMS = ("tokens", "log_ratio", "k3", "ratio", "kept")
+TURN_SUMS = (*AGE_SUMS, "log_ratio_abs")
+
 SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio", *DEPARTURES)
 
 # Sums of exponentials that overflow a float64: one sum a window of the exponent, each scaled by its window's start.
@@ -68,6 +72,7 @@ class Partials:
     histograms: one sketch for each of `SKETCHES`, the sketches of OPSM only where OPSM is on.
     products: sums over sequences of `POWERS` of their ratios, by window of the exponent.
     by_age: sums over usable tokens by their age; empty where the config has no such metrics.
+    by_turn: sums over usable tokens, a row for each of `TURN_SUMS`, by their turn; empty as those by age.
     """
 
     sum_names: tuple[str, ...]
@@ -77,6 +82,7 @@ class Partials:
     histograms: Int[Tensor, "H B"]
     products: Float[Tensor, "P W"]
     by_age: ByAge
+    by_turn: Float[Tensor, "K U"]
 
     def merge(self, other: Partials) -> Partials:
         """Add the sums and histograms of two, and take the larger of their maxima."""
@@ -105,12 +111,13 @@ class Partials:
 
     @property
     def _added(self) -> tuple[Tensor, ...]:
-        return self.sums, self.histograms, self.products, self.by_age.sums
+        return self.sums, self.histograms, self.products, self.by_age.sums, self.by_turn
 
     def _with(self, added: list[Tensor], maxima: Tensor) -> Partials:
-        sums, histograms, products, of_ages = added
+        sums, histograms, products, of_ages, of_turns = added
         by_age = replace(self.by_age, sums=of_ages)
-        return Partials(self.sum_names, self.maximum_names, sums, maxima, histograms, products, by_age)
+        names = self.sum_names, self.maximum_names
+        return Partials(*names, sums, maxima, histograms, products, by_age, of_turns)
 
 
 @torch.no_grad()
@@ -138,6 +145,7 @@ def partials(
         *(_largest(unit_rule_maxima(rules, totals), totals["usable"] > 0) for rules, totals in ruled),
     ]
     of_tokens, *of_sequences = _histograms(tokens, sequences)
+    placed = _rows_by_place(tokens)
     return Partials(
         _names(sums),
         _names(maxima),
@@ -145,7 +153,8 @@ def partials(
         torch.cat([values for _, values in maxima]),
         torch.cat([of_tokens, *map(once, of_sequences)]),
         once(_powers(sequences)),
-        _by_age(tokens, ages),
+        _by_age(placed, tokens.usable, ages),
+        by_turn([placed[name] for name in TURN_SUMS], correction.ragged.turns),
     )
 
 
@@ -178,7 +187,7 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
         row_names, rows = _summed(iter([(name, RELATED[name](tokens_of)) for name in RELATED]))
         names, sums = names + row_names, torch.cat([sums, rows])
     none = sums.new_zeros(0, 0)
-    return Partials(tuple(names), (), sums, sums[:0], none.long(), none, ByAge((), (), none, none))
+    return Partials(tuple(names), (), sums, sums[:0], none.long(), none, ByAge((), (), none, none), none)
 
 
 def _unit_totals(correction: Correction) -> Mapping[Unit, Mapping[Population, Totals]]:
@@ -316,10 +325,18 @@ def _powers(s: Sequences) -> Float[Tensor, "P W"]:
     return sums.scatter_add_(1, (window + WINDOWS // 2).long(), within)
 
 
-def _by_age(t: Tokens, ages: Int[Tensor, " T"] | None) -> ByAge:
+def _rows_by_place(t: Tokens) -> dict[str, Float[Tensor, " T"]]:
+    """Rows in float64 that are added up by age and by turn, 0 at tokens that are not usable."""
+    rows = {"tokens": t.usable, "log_ratio": t.log_ratio, "log_ratio_abs": t.abs_log_ratio, "k3": t.k3}
+    rows |= {"ratio": t.ratio, "kept": t.usable & t.correction.keep}
+    return {name: row.double() for name, row in rows.items()}
+
+
+def _by_age(
+    rows: Mapping[str, Float[Tensor, " T"]], usable: Bool[Tensor, " T"], ages: Int[Tensor, " T"] | None
+) -> ByAge:
     """Sums over usable tokens whose version is known, by age; 0 where the host knows no versions."""
-    rows = {"tokens": t.usable, "log_ratio": t.log_ratio, "k3": t.k3, "ratio": t.ratio}
-    rows["kept"] = t.usable & t.correction.keep
+    named = {name: rows[name] for name in AGE_SUMS}
     if ages is None:
-        return no_ages(rows, t.log_ratio.device)
-    return by_age([TokenRows(t.usable & (ages >= 0), rows)], ages)
+        return no_ages(named, usable.device)
+    return by_age([TokenRows(usable & (ages >= 0), named)], ages)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 from mis_plugins.metrics import sketch
-from mis_plugins.metrics.partials import POWERS, SKETCHES, WINDOW, WINDOWS, Partials
+from mis_plugins.metrics.partials import POWERS, SKETCHES, TURN_SUMS, WINDOW, WINDOWS, Partials
 from mis_plugins.metrics.slope import Relation, relation
 
 OLDEST_AGE = 7  # of the metrics by age; all older tokens belong to it
@@ -28,6 +28,7 @@ class Step:
     histograms: one sketch for each of `SKETCHES` that the config has.
     log_products: for each of `POWERS`, the log of the sum over sequences of that power of a sequence's ratio.
     ages: sums over usable tokens of each age up to `OLDEST_AGE`.
+    turns: sums over usable tokens of each turn, from 1 to `TURNS`.
     """
 
     config: CorrectionConfig
@@ -36,6 +37,7 @@ class Step:
     histograms: Mapping[str, Int[Tensor, " B"]]
     log_products: Mapping[int, float]
     ages: list[Mapping[str, float]]
+    turns: Mapping[int, Mapping[str, float]]
 
     @classmethod
     def of(cls, partials: Partials, config: CorrectionConfig) -> Step:
@@ -47,6 +49,10 @@ class Step:
             dict(zip(SKETCHES, partials.histograms.cpu().unbind(), strict=False)),  # OPSM's come last
             {p: _log_sum(row) for p, row in zip(POWERS, partials.products.tolist(), strict=True)},
             partials.by_age.up_to(OLDEST_AGE),
+            {
+                turn: dict(zip(TURN_SUMS, column, strict=True))
+                for turn, column in enumerate(partials.by_turn.T.tolist(), 1)
+            },
         )
 
     def over(self, name: str, count: str) -> float:
@@ -74,6 +80,15 @@ class Step:
     def over_age(self, name: str, age: int) -> float:
         """Mean over the tokens of one age."""
         return ratio_of(self.ages[age][name], self.ages[age]["tokens"])
+
+    def over_turn(self, name: str, turn: int) -> float:
+        """Mean over the tokens of one turn; NaN where no response has a second one, as then it is the mean of all."""
+        return ratio_of(self.turns[turn][name], self.turns[turn]["tokens"]) if self.has_turns else math.nan
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a response has a usable token after its first turn."""
+        return any(sums["tokens"] for turn, sums in self.turns.items() if turn > 1)
 
     def effective_share(self, name: str, count: str) -> float:
         """Effective sample size of x as a share of a count: (sum x)^2 / (n sum x^2)."""

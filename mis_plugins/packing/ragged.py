@@ -72,6 +72,18 @@ class Ragged:
         """The local tokens packed by segment: a run of ones in the loss mask of one sequence."""
         return Segments.of(self)
 
+    @cached_property
+    def turns(self) -> Int[Tensor, " T"]:
+        """Number, from 1, of the run of ones that began last in each token's own sequence; 0 before the first run.
+
+        Runs are counted in the whole responses, of which a context-parallel rank may hold a part.
+        """
+        whole = self.responses
+        starts, mask = (self if whole is None else whole).cu_seqlens, (whole or self).loss_mask
+        begun = F.pad(_run_of_token(starts, mask), (1, 0))  # before each token, and at the end
+        of_token = begun[1:] if whole is None else begun[1:].index_select(0, whole.index)
+        return of_token - self.to_tokens(begun.index_select(0, starts[:-1]))
+
     def over_sequence(
         self,
         sums: Iterable[Shaped[Tensor, " T"]],

@@ -9,7 +9,7 @@ import pytest
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.metrics.catalogue import METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
+from mis_plugins.metrics.catalogue import DIALOGUE, METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
 from mis_plugins.metrics.docs import FAMILIES, cells_of, document
 from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import Metric
@@ -21,7 +21,7 @@ from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY: dict[str, Metric] = (
-    METRICS | PERCENTILES | TAILS | RULES | VERSIONS | WEIGHT_METRICS | ROUTED | SPLIT | RESPLIT
+    METRICS | PERCENTILES | TAILS | RULES | VERSIONS | DIALOGUE | WEIGHT_METRICS | ROUTED | SPLIT | RESPLIT
 )
 
 
@@ -39,7 +39,7 @@ def test_every_metric_stands_in_one_section():
     listed = [name for metrics in SECTIONS.values() for name in metrics]
     assert sorted(listed) == sorted(METRICS)
     families = [metrics for _, metrics in FAMILIES.values()]
-    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, WEIGHT_METRICS, ROUTED, SPLIT, RESPLIT]
+    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, DIALOGUE, WEIGHT_METRICS, ROUTED, SPLIT, RESPLIT]
 
 
 def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():

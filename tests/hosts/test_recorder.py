@@ -485,7 +485,7 @@ RANK_BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2, 4])
 def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[dict], cp: int):
     config = {
         "weight": {"upper": 1.5},
@@ -500,6 +500,7 @@ def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[dict],
         alone.record(corrected(batch, from_mapping(config)))
     alone.flush(ARGS)
     assert found[0][0][0] == pytest.approx(tracked[0], rel=1e-12, abs=1e-12)
+    assert "train/mis_step/turn_2_kl_k3" in tracked[0]
 
 
 def test_of_ranks_that_hold_the_same_sequences_one_counts_them():

@@ -104,7 +104,7 @@ def whole_step(batch: Batch, config: CorrectionConfig) -> Partials:
 @given(
     batches(min_sequences=1) | broken_batches(),
     configs(metrics="full"),
-    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 3, 4]),
     st.data(),
 )
 def test_any_split_adds_up_to_the_same(batch: Batch, config: dict, cp: int, data: st.DataObject):
@@ -135,6 +135,7 @@ def assert_same(many: Partials, one: Partials, batch: Batch, config: CorrectionC
     torch.testing.assert_close(many.products, one.products, rtol=EPS64 * terms, atol=0)
     by_age = many.by_age.sums, one.by_age.sums
     torch.testing.assert_close(*by_age, rtol=0, atol=EPS64 * terms * scale["any"])
+    torch.testing.assert_close(many.by_turn, one.by_turn, rtol=0, atol=EPS64 * terms * scale["any"])
     found, expected = finalize(many, config), finalize(one, config)
     assert found.keys() == expected.keys()
 
@@ -372,6 +373,46 @@ def test_all_older_tokens_belong_to_the_oldest_age():
     assert (found["lag_6_share"], found["lag_7_share"]) == (0.25, 0.75)
     assert found["lag_7_ratio_mean"] == pytest.approx(14 / 3, rel=1e-6)
     assert "lag_0_share" not in finalize(partials(corrected(batch, config)), config)
+
+
+def test_the_mismatch_is_split_by_turn():
+    """Five turns of the model, around a tool's words: the last two are one metric. What a rule rejects begins none."""
+    ratios = [[9.0, 1.0, 2.0, 9.0, 4.0, 8.0, 9.0, 9.0, 1.0, 9.0, 2.0, 9.0, 0.5], [1.0, 1.0]]
+    masks = [[0, 1, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1], [1, 1]]
+    found = step_of(ratio_batch(ratios, masks), reject=[{"over": "token", "upper": 3.0}])
+    assert [found[f"turn_{turn}_share"] for turn in (1, 2, 3, 4)] == pytest.approx(
+        [4 / 9, 2 / 9, 1 / 9, 2 / 9]
+    )
+    assert found["turn_1_kl_k1"] == pytest.approx(-math.log(2) / 4, rel=1e-6)
+    assert found["turn_2_ratio_mean"] == pytest.approx(6.0, rel=1e-6)
+    assert found["turn_2_kept_fraction"] == 0.0 and found["turn_3_kept_fraction"] == 1.0
+    assert found["turn_4_log_prob_diff_abs_mean"] == pytest.approx(math.log(2), rel=1e-6)
+    assert found["turn_4_kl_k1"] == pytest.approx(0.0, abs=1e-6)
+    assert "turn_5_share" not in found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_turns_are_those_of_the_whole_response(cp: int):
+    """However context parallelism cuts a response, in the midst of a turn too, and where a rank owns no token of it."""
+    masks = [[1, 1, 0, 1, 1, 1, 0, 0, 1, 1], [0, 1, 0], [1] * 9 + [0, 1]]
+    ratios = [[1.0 + i + t / 8 for t in range(len(mask))] for i, mask in enumerate(masks)]
+    batch, config = ratio_batch(ratios, masks), from_mapping({"weight": None})
+    found = finalize(merged(split(batch, [range(3)], config, cp)), config)
+    turns = {1: [(0, 0), (0, 1), (1, 1), *((2, t) for t in range(9))], 2: [(0, 3), (0, 4), (0, 5), (2, 10)]}
+    for turn, places in (turns | {3: [(0, 8), (0, 9)]}).items():
+        values = [ratios[i][t] for i, t in places]
+        assert found[f"turn_{turn}_share"] == pytest.approx(len(values) / 18)
+        assert found[f"turn_{turn}_ratio_mean"] == pytest.approx(sum(values) / len(values), rel=1e-6)
+        assert found[f"turn_{turn}_kl_k1"] == pytest.approx(
+            -sum(map(math.log, values)) / len(values), rel=1e-6
+        )
+    assert found["turn_4_share"] == 0.0
+
+
+def test_where_nobody_speaks_twice_there_are_no_turns():
+    found = step_of(ratio_batch([[9.0, 1.0, 2.0, 9.0], [1.0]], [[0, 1, 1, 0], [1]]))
+    assert not [name for name in found if name.startswith("turn_")]
+    assert "turn_2_kl_k3" in step_of(ratio_batch([[1.0, 1.0, 2.0]], [[1, 0, 1]]))
 
 
 def test_what_is_not_known_is_not_reported():

@@ -29,7 +29,7 @@ def step_metrics(
     With `aggregate: kept`, not those of what a unit adds up from the tokens that are left of it.
     """
     step = Everything(samples, config, corrected)
-    found = counts(step) | by_token(step) | by_sequence(step) | kept(step)
+    found = counts(step) | by_token(step) | by_sequence(step) | kept(step) | by_turn(step)
     if config.get("weight"):
         found |= of_bounds(step, config["weight"])
     for i, rule in enumerate(config.get("reject", []), 1):
@@ -161,6 +161,25 @@ def by_token(s: Everything) -> dict[str, float]:
     found |= {f"log_ratio_tail_high_{bound}": mean(x > bound) for bound in (0.1, 1.0)}
     found |= {f"log_ratio_tail_low_{bound}": mean(x < -bound) for bound in (0.1, 1.0)}
     return found | {f"prob_diff_tail_{bound}": mean(diff > bound) for bound in (0.05, 0.2, 0.5)}
+
+
+def by_turn(s: Everything) -> dict[str, float]:
+    """Numbers of the first three turns, and of all later ones together; NaN where nobody speaks twice."""
+    turns = []
+    for (i, t), usable in zip(s.places, s.usable, strict=True):
+        mask = [0, *map(int, s.samples[i].mask)]
+        rises = sum(before < after for before, after in zip(mask[: t + 1], mask[1 : t + 2], strict=True))
+        turns += [min(rises, 4)] if usable else []
+    numbers, keep, found = np.array(turns, dtype=int), s.keep[s.usable], {}
+    for turn in (1, 2, 3, 4):
+        mine = numbers == turn
+        here = {
+            "share": mean(mine), "kl_k1": -mean(s.x[mine]), "kl_k3": mean(k3(s.x[mine])),
+            "log_prob_diff_abs_mean": mean(np.abs(s.x[mine])), "ratio_mean": mean(np.exp(s.c[mine])),
+            "kept_fraction": mean(keep[mine]),
+        }  # fmt: skip
+        found |= {f"turn_{turn}_{name}": value for name, value in here.items()}
+    return found if max(turns, default=0) > 1 else dict.fromkeys(found, math.nan)
 
 
 def by_sequence(s: Everything) -> dict[str, float]:
