@@ -45,6 +45,7 @@ from mis_plugins.shared.provenance import commit
 from mis_plugins.shared.storage import RecordError
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.engines.handover import ASKED
 from true_on_policy.flags import cpu
 from true_on_policy.flags.command import HOOK
 
@@ -159,6 +160,7 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
             row.train,
             *words,
             *_recorded_rollouts(row),
+            *_saved(row, folder),
             *("--custom-config-path", str(CONFIGS / row.config)),
             *row.flags,
             *_asked(row, contract),
@@ -215,6 +217,8 @@ def _shrunk(
 
 def _environment(row: Row, contract: Contract | None) -> dict[str, str]:
     """Return the variables of a contract; on FSDP the job's own environment names the hook of Ray's workers, too."""
+    if row.saves:
+        return {ASKED: "1"}
     if contract is None:
         return {}
     job = {"runtime_env": {"worker_process_setup_hook": HOOK}}
@@ -236,6 +240,20 @@ def _recorded_rollouts(row: Row) -> list[str]:
     if row.rollouts is None:
         return []
     return ["--load-debug-rollout-data", str(ROLLOUTS / row.rollouts / "{rollout_id}.pt")]
+
+
+def _saved(row: Row, run: Path) -> list[str]:
+    """List the flags with which the trainer saves before each update, in Hugging Face's names too."""
+    if not row.saves:
+        return []
+    return [
+        "--save",
+        str(run / "saved"),
+        "--save-hf",
+        str(run / "hf" / "{rollout_id}"),
+        "--save-interval",
+        "1",
+    ]
 
 
 def _convert(host: Host, checkout: Path, work: Path, words: Sequence[str], settings: dict[str, str]) -> None:

@@ -79,6 +79,7 @@ class Row:
         model: a tiny model of `true_on_policy/contract/families.py`.
         resplit: whether another split of the micro-batches must leave the trainer's log-probs `equal`, or some of them
             `different`; None where they are computed once.
+        saves: whether the trainer saves its weights before each update, and the engine tells digests of its own.
         stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
         named: what those words, the first group of `stopped`, must say of the fault.
         blocked: the line of the host at which the row cannot run here, and why; it is not started.
@@ -103,6 +104,7 @@ class Row:
     again: tuple[str, ...] | None = None
     model: str = MODEL
     resplit: str | None = None
+    saves: bool = False
     stopped: str | None = None
     named: str = ""
     blocked: str = ""
@@ -233,6 +235,11 @@ ROWS: tuple[Row, ...] = (
     *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),
            curves=("tensorboard",)),
     *_both("filter", flags=FILTER, broken=1, log_holds=DROPPED),
+    *_both("weights", flags=("--custom-rm-path", "in_host.weights.compare"), log_holds=(
+        "weights of rollout 1, saved 0 updates earlier: exit 0: ",
+        "weights of rollout 2, saved 0 updates earlier: exit 0: ",
+        "weights of rollout 2, saved 1 updates earlier: exit 1: ",
+    ), saves=True),
     *_both("async", train="train_async.py"),
     Row("miles-colocate", "miles", colocate=True),
     Row("slime-colocate", "slime", colocate=True, blocked=f"slime/{FROM_TENSOR}:423 hands on weights that no "
