@@ -10,10 +10,19 @@ ROLLOUT, BROKEN = 16, 5
 from one rollout to the next."""
 
 
+HOLES = (6, 7, 8, 9, 14, 15)
+
+
 async def score(args: Any, sample: Any, **unused: Any) -> float:
     """Score one sample of the host by its response's tokens."""
     answer = sample.tokens[-sample.response_length :] if sample.response_length else []
     return sum(token % 2 == 0 for token in answer) / max(len(answer), 1)
+
+
+async def score_a_dialogue(args: Any, sample: Any, **unused: Any) -> float:
+    """Score one sample, and mask tokens 6 to 9 and 14 to 15 of it, as where tools answer between three turns."""
+    sample.loss_mask = [int(at not in HOLES) for at in range(sample.response_length)]
+    return await score(args, sample)
 
 
 async def score_and_break(args: Any, sample: Any, **unused: Any) -> float:

@@ -234,6 +234,8 @@ ROWS: tuple[Row, ...] = (
     *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
     *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),
            curves=("tensorboard",)),
+    *_both("turns", "all_metrics.yaml", flags=(*REPORT, "--custom-rm-path", "in_host.reward.score_a_dialogue"),
+           log_holds=("mis_step/turn_1_kl_k3", "mis_step/turn_2_kl_k3", "mis_step/turn_3_kl_k3")),
     *_both("filter", flags=FILTER, broken=1, log_holds=DROPPED),
     *_both("weights", flags=("--custom-rm-path", "in_host.weights.compare"), log_holds=(
         "weights of rollout 1, saved 0 updates earlier: exit 0: ",

@@ -94,7 +94,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         f"turn is 1 to {TURNS}. A turn of the model is a run of ones in the loss mask: it begins where the mask of a "
         "response rises from 0 to 1, wherever context parallelism cuts the response. What the rules reject begins no "
         "turn. Metrics by turn are reported in steps of which a response has two turns or more; elsewhere they "
-        "would repeat those of all tokens.",
+        "would repeat those of all tokens. In the own loops of both hosts, on responses with two masked spans, they "
+        "equal the oracle's (rows `*-turns` of [the table](../benchmarks/results/in_host.md)).",
         DIALOGUE,
     ),
     "Segment-wise weights": (
