@@ -80,9 +80,9 @@ DIRECTIONS = """## Direction of the gradient
 Cosines over the last {layers} layers, of {direction_prompts} prompts x {direction_samples} responses a set. The
 on-policy gradient is the mean of two halves. The trainer's weights sample both with a cache, and each response weighs
 as much as its whole, unbounded ratio, so that the cache leaves no bias but in GRPO's mean and deviation of a group.
-A gradient is added up prompt by prompt: an arm that normalizes over its micro-batch does so over one prompt. Agreement: of the two halves, which is what
-sampling noise leaves of 1. Uncorrected: the arm's samples without its correction. In brackets: 95% of a jackknife over
-prompts.
+A gradient is added up prompt by prompt: an arm that normalizes over its micro-batch does so over one prompt.
+Agreement: of the two halves, which is what sampling noise leaves of 1. Uncorrected: the arm's samples without its
+correction. In brackets: 95% of a jackknife over prompts.
 """
 
 
