@@ -294,8 +294,8 @@ def test_a_target_without_permission_is_told_before_the_work(
     [
         (
             ("--model", "tiny-gemma"),
-            "--model: got 'tiny-gemma'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-llama, "
-            "tiny-qwen3-moe, tiny-qwen3-moe-64, tiny-qwen2-moe, smollm2-135m, or",
+            "--model: got 'tiny-gemma'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-qwen3-vl, "
+            "tiny-llama, tiny-qwen3-moe, tiny-qwen3-moe-64, tiny-qwen2-moe, smollm2-135m, or",
         ),
         (("--tokens", "0"), "--tokens: got 0; compare one at least"),
         (("--json", "."), "--json .: is a folder; name a file"),
