@@ -38,7 +38,7 @@ class Recipe:
         batch: responses that are sampled and scored together.
         evaluated: rollouts between two evaluations.
         asked: responses to each held-out prompt.
-        directed: rollouts between two measurements of the gradient's direction.
+        directed: rollouts before which the gradient's direction is measured; where every answer is right there is none.
         direction_prompts, direction_samples: prompts of a direction, and responses to each in every set.
         layers: the last layers, whose gradients are compared.
     """
@@ -51,7 +51,7 @@ class Recipe:
     batch: int = 32
     evaluated: int = 10
     asked: int = 4
-    directed: int = 30
+    directed: tuple[int, ...] = (0, 5, 10, 20)
     direction_prompts: int = 16
     direction_samples: int = 16
     layers: int = 4
@@ -118,7 +118,7 @@ class Unit:
             last = index == self.recipe.rollouts
             if index % self.recipe.evaluated == 0 or last:
                 course["held_out"].append({"rollout": index, **self.evaluate()})
-            if index % self.recipe.directed == 0 or last:
+            if index in self.recipe.directed:
                 course["directions"].append({"rollout": index, **self.directions(index)})
             if not last:
                 rows.append({"rollout": index, **self.rollout(index)})
