@@ -11,6 +11,7 @@ from one rollout to the next."""
 
 
 HOLES = (6, 7, 8, 9, 14, 15)
+"""Places of a response that are masked: two spans, which leave three turns."""
 
 
 async def score(args: Any, sample: Any, **unused: Any) -> float:
@@ -20,7 +21,7 @@ async def score(args: Any, sample: Any, **unused: Any) -> float:
 
 
 async def score_a_dialogue(args: Any, sample: Any, **unused: Any) -> float:
-    """Score one sample, and mask tokens 6 to 9 and 14 to 15 of it, as where tools answer between three turns."""
+    """Score one sample, and mask two spans of its response, as where tools answer between three turns."""
     sample.loss_mask = [int(at not in HOLES) for at in range(sample.response_length)]
     return await score(args, sample)
 

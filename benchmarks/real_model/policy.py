@@ -102,7 +102,7 @@ class Trainer:
 
 
 Choose = Callable[[Tensor, int], Tensor]
-"""Of `[B, V]` log-probs and the place in the response: `[B]` tokens."""
+"""Chooses `[B]` tokens from their `[B, V]` log-probs and from their place in the response."""
 
 
 def drawing(seeds: Sequence[int], length: int) -> Choose:

@@ -59,7 +59,7 @@ class Recipe:
 
 Row = dict[str, Any]
 Sampler = Callable[[Tensor, Sequence[int]], Batch]
-"""Of `[B, P]` prompts and a seed for each response."""
+"""Samples a response to each of `[B, P]` prompts, each response with a seed of its own."""
 
 
 @dataclass

@@ -145,9 +145,8 @@ def held_back(ratio: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     return beyond.to(ratio.dtype)
 
 
-DPPO_CAP = (
-    20.0  # of the ratio where the host sets no --eps-clip-c; TRL's default, and that of verl's function
-)
+DPPO_CAP = 20.0
+"""The cap of the ratio where the host sets no --eps-clip-c: the default of TRL, and of verl's function."""
 
 
 def dppo_surrogate(ratio: Tensor, target: Tensor, advantages: Tensor, away: Tensor, clip: Clip) -> Tensor:

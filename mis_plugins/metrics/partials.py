@@ -72,7 +72,8 @@ class Partials:
     histograms: one sketch for each of `SKETCHES`, the sketches of OPSM only where OPSM is on.
     products: sums over sequences of `POWERS` of their ratios, by window of the exponent.
     by_age: sums over usable tokens by their age; empty where the config has no such metrics.
-    by_turn: sums over usable tokens, a row for each of `TURN_SUMS`, by their turn; empty as those by age.
+    by_turn: sums over usable tokens by their turn, a row for each of `TURN_SUMS`; empty where the config has no such
+        metrics.
     """
 
     sum_names: tuple[str, ...]

@@ -151,8 +151,9 @@ without correction; with `sequence` they ended at 1.00 and .99. The warm start o
 The seeds in sight are no such proof. In the uncorrected runs of seeds 8 and 10 both policies share 44% and 46%, and no config is
 trusted: trained with int3 all the same, `sequence` ended at .87 and at .00. With int4 seed 8 ended at .96. On seeds 9 and
 11, where both share 82% and 99%, `sequence` ended at .98 and 1.00. With int4 seed 10 shares 85%: uncorrected it fell to
-.00, and `sequence` sank from .96 to .55 (`benchmarks/results/collapse-search.md`). The share is of all responses, and where failures alone have an
-advantage, a small rest can hold most of the trainer's failures: what is trusted may still sink.
+.00, and `sequence` sank from .96 to .55 (`benchmarks/results/collapse-search.md`). The share is of all
+responses, and where failures alone have an advantage, a small rest can hold most of the trainer's failures: what is
+trusted may still sink.
 """
 
 

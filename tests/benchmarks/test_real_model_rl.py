@@ -113,7 +113,7 @@ def test_a_step_moves_the_master_weights_and_hands_them_over_rounded(source: Pat
 
 
 def test_the_loss_is_the_hosts_with_the_packs_weights():
-    """Of -A at a ratio of 1: a mean over each response, times min(pi / mu, 2)."""
+    """The loss of PPO at a ratio of 1: the mean over each response of -A times min(pi / mu, 2)."""
     behavior = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -9.0, -9.0]])
     proximal = (behavior + torch.tensor([[0.5, 3.0, 0.0], [-0.25, 0.0, 0.0]])).requires_grad_()
     advantages = torch.tensor([2.0, -1.0])

@@ -716,7 +716,7 @@ def test_verl_other_losses(name: str, objective: dict, level: str, batch: Rows):
 
 
 def divergence_of(old: Tensor, target: Tensor, kind: str) -> Tensor:
-    """Of the sampled token against all others, in float64."""
+    """The total variation or the KL of the sampled token against all others, in float64."""
     mu, pi = old.exp(), target.exp()
     kl = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
     return (pi - mu).abs() if kind == "tv" else kl
