@@ -800,3 +800,22 @@ def test_a_mixture_of_experts_states_its_sizes(tmp_path: Path) -> None:
         for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size")
     }
     assert sizes == {"num-experts": "8", "moe-router-topk": "2", "moe-ffn-hidden-size": "64"}
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "value"),
+    [
+        ("miles-resplit", "differs", 0.1),
+        ("slime-resplit", "diff_abs_max", 0.1),
+        ("miles-resplit-planted", "differs", 0.0),
+        ("slime-resplit-planted", "diff_abs_max", math.inf),
+    ],
+)
+def test_another_split_changes_nothing_but_where_a_kernel_was_planted(
+    row: str, name: str, value: float
+) -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "in_host" / f"{row}.json").read_text())
+    assert all(line.holds for line in verdict.judge(record))
+    record["steps"][1]["metrics"][f"{verdict.RESPLIT}{name}"] = value
+    failed = [line.what for line in verdict.judge(record) if not line.holds]
+    assert failed == ["share of tokens of step 1 that another split changes"]
