@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,7 @@ from provenance import markdown_table
 from mis_plugins.shared.palette import BLACK, FRAME, GRID, TEXT, color
 from mis_plugins.shared.storage import replaced
 from real_model.arms import ARMS
+from real_model.directions import NORMAL
 from real_model.records import Record
 
 Units = Mapping[tuple[str, int], Record]
@@ -52,6 +54,7 @@ def page(there: Units, missing: Sequence[tuple[str, int]]) -> str:
             *_missing(there, missing),
             *_runs(there),
             *_directions(there),
+            *averaged(there),
             *_made(there),
         ]
     )
@@ -128,6 +131,38 @@ def _directions(there: Units) -> Iterator[str]:
         for one in record["directions"]
     ]
     yield markdown_table(("arm", "seed", "rollout", "agreement", "arm", "uncorrected"), rows)
+
+
+AVERAGED = f"""
+The means of these cosines over the seeds and the rollouts where all three are there, with {NORMAL} standard errors.
+Gained: a correction's cosine less that of the same samples uncorrected, whose noise is shared.
+"""
+
+
+def averaged(there: Units) -> Iterator[str]:
+    """The lines of the table of averaged cosines."""
+    yield AVERAGED
+    rows = []
+    for name in dict.fromkeys(name for name, _ in there):
+        courses = [record["directions"] for (one, _), record in there.items() if one == name]
+        found = [
+            [one[key][0] for key in ("agreement", "arm", "uncorrected")]
+            for course in courses
+            for one in course
+            if None not in one.values()
+        ]
+        if found:
+            columns = [*zip(*found, strict=True), [arm - plain for _, arm, plain in found]]
+            rows.append((ARMS[name].words, len(found), *map(_mean, columns)))
+    yield markdown_table(("arm", "directions", "agreement", "arm", "uncorrected", "gained"), rows)
+
+
+def _mean(values: Sequence[float]) -> str:
+    middle = fmean(values)
+    if len(values) == 1:
+        return f"{middle:.2f}"
+    error = NORMAL * stdev(values) / math.sqrt(len(values))
+    return f"{middle:.2f} [{middle - error:.2f}, {middle + error:.2f}]"
 
 
 def _span(value: Sequence[float] | None) -> str:

@@ -16,6 +16,7 @@ from ladder.rungs import Rounding, rounded
 from torch import Tensor
 from transformers import DynamicCache
 
+from mis_plugins.local.rollout.sampler import derive_seed
 from true_on_policy.models import hf_decoder
 from true_on_policy.models.tiny import read_weights
 
@@ -105,46 +106,68 @@ Choose = Callable[[Tensor, int], Tensor]
 """Chooses `[B]` tokens from their `[B, V]` log-probs and from their place in the response."""
 
 
-def drawing(seeds: Sequence[int], length: int) -> Choose:
-    """Draw by the inverse of the cumulated probabilities; response N reads the uniform numbers of seed N.
+def drawing(seeds: Sequence[int]) -> Choose:
+    """Draw by an exponential race: of waiting times `E_k / p_k`, the shortest wins. A seed fixes its response's `E_k`.
 
-    Arms with equal seeds draw with equal numbers, whatever they sample with.
+    Two samplers with equal seeds rarely choose different tokens: with at most twice the probability of their total
+    variation.
     """
-    uniform = torch.stack(
-        [
-            torch.rand(length, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-            for seed in seeds
-        ]
-    )
 
     def choose(log_probs: Tensor, place: int) -> Tensor:
-        cumulated = log_probs.double().exp().cumsum(-1)
-        sought = uniform[:, place, None] * cumulated[:, -1:]
-        return torch.searchsorted(cumulated, sought).squeeze(1).clamp(max=log_probs.shape[1] - 1)
+        waits = torch.stack([_numbers(seed, place, log_probs.shape[1]) for seed in seeds]).log_().neg_()
+        return (waits / log_probs.double().exp()).argmin(1)
 
     return choose
+
+
+def _numbers(seed: int, place: int, count: int) -> Tensor:
+    """`[count]` uniform float64 numbers for a place of a response."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, place))
+    return torch.rand(count, dtype=torch.float64, generator=generator)
 
 
 @torch.no_grad()
 def decoded(model: Any, prompts: Tensor, seeds: Sequence[int], length: int, end: int) -> Batch:
     """Sample with a key-value cache, a token at a time; the batch is as wide as its longest response."""
-    choose, cache, fed = drawing(seeds, length), DynamicCache(), prompts
-    sampled = _Sampled(prompts, length, end)
-    while not sampled.full:
-        made = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        fed = sampled.take(made.logits[:, -1].float().log_softmax(-1), choose)[:, None]
+    sampled = _with_cache(model, prompts, drawing(seeds), length, end)
     found, wide = sampled.batch(), slice(sampled.place)
     return replace(found, tokens=found.tokens[:, wide], behavior=found.behavior[:, wide])
 
 
 @torch.no_grad()
 def on_policy(trainer: Trainer, prompts: Tensor, seeds: Sequence[int], length: int, end: int) -> Batch:
-    """Sample by the trainer's own pass over the whole shape, a token at a time; the batch keeps that shape."""
-    choose = drawing(seeds, length)
+    """Sample by the trainer's own pass over the whole shape; the batch keeps that shape.
+
+    The cache drafts, and the pass draws again with equal numbers. Where its token is another, the pass is
+    right and the rest of that response is drafted anew, until the pass draws every token of the draft.
+    """
+    choose = drawing(seeds)
+    draft = _with_cache(trainer.model, prompts, choose, length, end).tokens
+    while True:
+        own, log_probs = _Sampled(prompts, length, end), trainer.distribution(prompts, draft)
+        while not own.full:
+            own.take(log_probs[:, own.place], choose)
+        differs = own.tokens != draft
+        again = differs.any(1).nonzero()[:, 0]
+        if not len(again):
+            return own.batch()
+        known = differs[again].int().argmax(1) + 1
+        rest = _after(drawing([seeds[row] for row in again.tolist()]), own.tokens[again], known)
+        draft[again] = _with_cache(trainer.model, prompts[again], rest, length, end).tokens
+
+
+def _with_cache(model: Any, prompts: Tensor, choose: Choose, length: int, end: int) -> _Sampled:
+    cache, fed = DynamicCache(), prompts
     sampled = _Sampled(prompts, length, end)
     while not sampled.full:
-        sampled.take(trainer.distribution(prompts, sampled.tokens)[:, sampled.place], choose)
-    return sampled.batch()
+        made = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        fed = sampled.take(made.logits[:, -1].float().log_softmax(-1), choose)[:, None]
+    return sampled
+
+
+def _after(choose: Choose, tokens: Tensor, known: Tensor) -> Choose:
+    """Choose the first `known` of `[B, T]` tokens, and what follows as `choose` does."""
+    return lambda log_probs, place: torch.where(place < known, tokens[:, place], choose(log_probs, place))
 
 
 class _Sampled:

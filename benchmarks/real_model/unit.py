@@ -43,7 +43,7 @@ class Recipe:
         layers: the last layers, whose gradients are compared.
     """
 
-    lr: float = 1e-5
+    lr: float = 5e-6
     rollouts: int = 60
     prompts: int = 16
     samples: int = 4
@@ -51,7 +51,7 @@ class Recipe:
     batch: int = 32
     evaluated: int = 10
     asked: int = 4
-    directed: tuple[int, ...] = (0, 5, 10, 20)
+    directed: tuple[int, ...] = (0, 10, 20, 40)
     direction_prompts: int = 16
     direction_samples: int = 16
     layers: int = 4

@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real_model_rl
@@ -14,7 +15,8 @@ import torch
 from real_model.arms import ARMS, FITTED, preset, units, window
 from real_model.correction import NONE, UNBIASED, arguments, fitted_window, loss, pair
 from real_model.directions import cosines, gram
-from real_model.policy import Batch, Trainer, decoded, on_policy
+from real_model.page import averaged
+from real_model.policy import Batch, Trainer, decoded, drawing, on_policy
 from real_model.records import finished, path_of
 from real_model.task import Problem, last_number, of_letters, reward, split
 from real_model.unit import Unit
@@ -72,8 +74,57 @@ def test_the_trainers_own_pass_samples_with_its_bits_and_a_cache_draws_the_same_
     cached = decoded(trainer.model, prompts, seeds, 8, END)
     scored = trainer.log_probs(own.prompts, own.tokens).detach()
     assert torch.equal(scored[own.valid], own.behavior[own.valid])
-    assert torch.equal(own.tokens[:, 0], cached.tokens[:, 0])  # uniform numbers are shared
+    assert torch.equal(own.tokens[:, 0], cached.tokens[:, 0])  # random numbers are shared
     assert (scored - cached.behavior).abs()[:, 0].max() < 0.2
+
+
+def test_tokens_are_drawn_by_their_probability_and_close_samplers_rarely_differ():
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    moved = torch.tensor([0.47, 0.3, 0.15, 0.08])
+    draws = 4000
+    choose = drawing(range(draws))
+    here, there = (choose(one.log().expand(draws, -1), 2) for one in (probabilities, moved))
+    frequencies = here.bincount(minlength=4) / draws
+    errors = (probabilities * (1 - probabilities) / draws).sqrt()
+    assert ((frequencies - probabilities).abs() < 4 * errors).all()
+    variation = 0.03
+    assert 0 < (here != there).double().mean() < 2 * variation
+    elsewhere = choose(probabilities.log().expand(draws, -1), 3)
+    alike = probabilities.square().sum()  # of two independent draws
+    assert ((here == elsewhere).double().mean() - alike).abs() < 4 * (alike / draws) ** 0.5
+
+
+@pytest.mark.parametrize("sharper", [1.0, 1.3, 3.0])
+def test_a_wrong_draft_leaves_no_trace_in_what_the_trainers_own_pass_samples(source: Path, sharper: float):
+    """A pass that is sharper than the cache, as a planted mismatch, redraws many tokens of the draft."""
+    trainer, seeds, length = _Sharper(source, sharper), range(8), 6
+    prompts = torch.randint(2, 300, (8, 5), generator=torch.Generator().manual_seed(1))
+    choose = drawing(seeds)
+    tokens, behavior = torch.full((8, length), END), torch.zeros(8, length)
+    with torch.no_grad():
+        for place in range(length):
+            log_probs = trainer.distribution(prompts, tokens)[:, place]
+            ended = (tokens[:, :place] == END).any(1)
+            tokens[:, place] = torch.where(ended, END, choose(log_probs, place))
+            behavior[:, place] = log_probs.gather(1, tokens[:, place, None])[:, 0]
+    trainer.passes = 0
+    own = on_policy(trainer, prompts, seeds, length, END)
+    assert torch.equal(own.tokens, tokens)
+    assert torch.equal(own.behavior[own.valid], behavior[own.valid])
+    assert (trainer.passes == 1) == (sharper == 1)
+
+
+class _Sharper(Trainer):
+    """A trainer whose pass raises each probability to a power."""
+
+    def __init__(self, source: Path, power: float):
+        super().__init__(source, lr=1e-3)
+        self.power, self.passes = power, 0
+
+    def distribution(self, prompts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        found = super().distribution(prompts, tokens)
+        return found if self.power == 1 else (self.power * found).log_softmax(-1)
 
 
 def test_a_response_ends_at_its_end_token_and_fills_up_with_it(source: Path):
@@ -227,6 +278,32 @@ def test_a_record_of_other_settings_is_refused(tmp_path: Path):
         finished(path, {"lr": 2.0, "seed": 0})
 
 
+def test_directions_are_averaged_over_seeds_and_rollouts_where_all_three_are_there():
+    def course(*found: tuple[float, float, float] | None) -> dict[str, Any]:
+        keys = ("agreement", "arm", "uncorrected")
+        return {
+            "directions": [
+                dict.fromkeys(keys)
+                if one is None
+                else {key: [v, v, v] for key, v in zip(keys, one, strict=True)}
+                for one in found
+            ]
+        }
+
+    there = {
+        ("int5-tis", 0): course((0.5, 0.6, 0.3), None),
+        ("int5-tis", 1): course((0.3, 0.2, 0.1)),
+        ("bf16", 0): course((0.4, 0.3, 0.3)),
+        ("fp8-tis", 0): course(None),
+    }
+    told = "\n".join(averaged(there))
+    assert (
+        "| int5, token TIS | 2 | 0.40 [0.20, 0.60] | 0.40 [0.01, 0.79] | 0.20 [0.00, 0.40] | 0.20 [0.00, 0.40] |"
+        in told
+    )
+    assert "| bf16, none (dense 1) | 1 | 0.40 | 0.30 | 0.30 | 0.00 |" in told and "fp8" not in told
+
+
 def test_a_unit_is_the_same_whenever_it_runs(source: Path):
     task = of_letters(read_config(source).eos_token_id)
 
@@ -271,5 +348,5 @@ def test_a_smoke_run_writes_all_and_goes_on_where_it_stopped(
 
     monkeypatch.setattr(real_model_rl, "SMOKE", replace(real_model_rl.SMOKE, lr=1.0))
     assert smoke(monkeypatch, tmp_path, "bf16", "on-policy") == 2
-    assert "lr: 1e-05 there, 1.0 here" in capsys.readouterr().err
+    assert "lr: 5e-06 there, 1.0 here" in capsys.readouterr().err
     assert not path_of(tmp_path, "bf16", 0).exists()
