@@ -13,15 +13,16 @@ if __name__ == "__main__":
 
     run_command("mis_plugins.explain.docs:main")
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import quantiles
 
 from mis_plugins.config.docs import PAGE
 from mis_plugins.explain.rungs import Record, Responses, record, short
 
 BEGIN, END = "<!-- made by python -m mis_plugins.explain.docs -->\n", "<!-- end of what was made -->"
 PART = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-HEAD = "| rung | rollout weights | prompts | tokens | k3 | p99 of abs log r | responses of each length |\n"
 
 
 def page(text: str) -> str:
@@ -42,6 +43,7 @@ def _part(measured: Record) -> Iterator[str]:
         held = ", ".join(f"{rung.by_length[length].count} of {length}" for length in measured.lengths)
         cells = (rung.name, rung.words, rung.prompts, rung.tokens, f"{rung.k3:.2g}", f"{rung.p99:.2g}", held)
         yield f"| {' | '.join(map(str, cells))} |"
+    yield from _windows(measured)
     lengths = ", ".join(map(str, measured.lengths))
     yield f"\nPercent of the tokens kept in responses of {lengths} tokens; then the mean weight of the longest.\n"
     yield f"| preset | {' | '.join(f'{rung.name}, k3 {short(rung.k3)}' for rung in measured.rungs)} |"
@@ -49,6 +51,22 @@ def _part(measured: Record) -> Iterator[str]:
     for name in measured.rungs[0].by_length[measured.lengths[0]].presets:
         rows = [[rung.by_length[length] for length in measured.lengths] for rung in measured.rungs]
         yield f"| `{name}` | {' | '.join(_cell(name, responses) for responses in rows)} |"
+
+
+def _windows(measured: Record) -> Iterator[str]:
+    """A window for each rung and length."""
+    yield "\nA window of `(prod r)^(1/n)` that keeps nine of ten responses of `n` tokens, rounded outwards.\n"
+    yield f"| rung | {' | '.join(f'n = {length}' for length in measured.lengths)} |"
+    yield "|---" * (1 + len(measured.lengths)) + "|"
+    for rung in measured.rungs:
+        cells = (_window(rung.by_length[length].values["ratio"]["mean"]) for length in measured.lengths)
+        yield f"| {rung.name} | {' | '.join(cells)} |"
+
+
+def _window(logs: Sequence[float]) -> str:
+    """The percentiles 5 and 95 of the geometric mean ratios of responses."""
+    low, *_, high = quantiles(logs, n=20, method="inclusive")
+    return f"[{math.floor(1000 * math.exp(low)) / 1000:.3f}, {math.ceil(1000 * math.exp(high)) / 1000:.3f}]"
 
 
 def _cell(name: str, by_length: list[Responses]) -> str:

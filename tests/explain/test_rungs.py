@@ -132,3 +132,12 @@ def test_windows_and_presets_of_the_record_agree():
 def test_the_committed_page_is_the_generated_one():
     text = docs.PAGE.read_text(encoding="utf-8")
     assert docs.page(text) == text, "python -m mis_plugins.explain.docs"
+
+
+@pytest.mark.usefixtures("four_responses")
+def test_the_page_tells_a_window_that_keeps_nine_of_ten():
+    """The percentile 5 of four values lies at 0.15 of the way from the first to the second."""
+    made = docs.page(f"{docs.BEGIN}{docs.END}")
+    low, high = (math.exp(0.15 * 0.002 - 0.002), math.exp(0.02 - 0.15 * 0.019))
+    assert (math.floor(1000 * low), math.ceil(1000 * high)) == (998, 1018)
+    assert "| bf16 | [0.998, 1.018] |" in made
