@@ -68,7 +68,7 @@ def measure(kept: Mapping[str, Rollouts], scratch: Path) -> Iterator[dict[str, A
             value = told["whole"]["kl_k3"]
             right = sum(_named_alone(held, name, place) == name for place in range(len(pairs)))
             yield {
-                "rung": name, "trainer": trainer, "kl_k3": value, "named": nearest(value, record().rungs).name,
+                "rung": name, "trainer": trainer, "kl_k3": value, "named": nearest(value, record().steps).name,
                 "said": told["verdict"]["lines"][0], "causes": [one["name"] for one in told["causes"]],
                 "right_alone": right, "responses": len(pairs),
             }  # fmt: skip
@@ -80,7 +80,7 @@ def _named_alone(held: Mapping[str, Sequence[tuple[Tensor, Tensor]]], name: str,
         rung: [pair for i, pair in enumerate(pairs) if (rung, i) != (name, place)]
         for rung, pairs in held.items()
     }
-    known = {rung.name: rung for rung in record().rungs}
+    known = {rung.name: rung for rung in record().steps}
     rungs = [replace(known[rung], k3=float(k3(pairs).mean())) for rung, pairs in others.items()]
     return nearest(float(k3([held[name][place]]).mean()), rungs).name
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("benchmarks/results/mismatch"), metavar="FOLDER")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
     options = parser.parse_args(argv)
-    kept = {one.name: Rollouts.load(options.runs / f"{one.name}.safetensors") for one in record().rungs}
+    kept = {one.name: Rollouts.load(options.runs / f"{one.name}.safetensors") for one in record().steps}
     with TemporaryDirectory(prefix="report-rungs-") as scratch:
         rows = list(measure(kept, Path(scratch)))
     write(options.results, rows)

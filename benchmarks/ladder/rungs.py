@@ -37,6 +37,11 @@ class Rung:
     fp32_head: bool = False
     engine: str | None = None
 
+    @property
+    def step(self) -> bool:
+        """Whether its weights tell it from other rungs; the others are variants of bf16."""
+        return not self.fp32_head and self.engine is None
+
 
 def fp8(weight: Tensor) -> Tensor:
     """Round to e4m3 with one scale a tensor, `s = max|w| / 448`."""

@@ -36,7 +36,8 @@ def _rung(name: str, one: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {key: _digits(found[key][0]) for key in ("k3", "p99")}
     counts = {key: found[key] for key in ("tokens", "prompts")}
     lengths = {length: _length(one, length) for length in one["responses"]}
-    return {"name": name, "words": RUNGS[name].words, **numbers, **counts, "by_length": lengths}
+    told = {"words": RUNGS[name].words, "step": RUNGS[name].step}
+    return {"name": name, **told, **numbers, **counts, "by_length": lengths}
 
 
 def _length(one: Mapping[str, Any], length: str) -> dict[str, Any]:

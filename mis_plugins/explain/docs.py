@@ -32,7 +32,14 @@ def page(text: str) -> str:
 
 
 def _part(measured: Record) -> Iterator[str]:
-    """What was measured, then a row for each preset."""
+    """What was measured, the windows that fit, and what each preset keeps."""
+    yield from _measured(measured)
+    yield from _windows(measured)
+    yield from _presets(measured)
+
+
+def _measured(measured: Record) -> Iterator[str]:
+    """A row for each rung."""
     yield f"{measured.model}, sampled at {measured.commits}; `benchmarks/mismatch.py` is the command.\n"
     yield (
         "| rung | rollout weights | prompts | tokens | k3 | p99 of abs log r | responses of each length |\n"
@@ -43,14 +50,6 @@ def _part(measured: Record) -> Iterator[str]:
         held = ", ".join(f"{rung.by_length[length].count} of {length}" for length in measured.lengths)
         cells = (rung.name, rung.words, rung.prompts, rung.tokens, f"{rung.k3:.2g}", f"{rung.p99:.2g}", held)
         yield f"| {' | '.join(map(str, cells))} |"
-    yield from _windows(measured)
-    lengths = ", ".join(map(str, measured.lengths))
-    yield f"\nPercent of the tokens kept in responses of {lengths} tokens; then the mean weight of the longest.\n"
-    yield f"| preset | {' | '.join(f'{rung.name}, k3 {short(rung.k3)}' for rung in measured.rungs)} |"
-    yield "|---" * (1 + len(measured.rungs)) + "|"
-    for name in measured.rungs[0].by_length[measured.lengths[0]].presets:
-        rows = [[rung.by_length[length] for length in measured.lengths] for rung in measured.rungs]
-        yield f"| `{name}` | {' | '.join(_cell(name, responses) for responses in rows)} |"
 
 
 def _windows(measured: Record) -> Iterator[str]:
@@ -67,6 +66,18 @@ def _window(logs: Sequence[float]) -> str:
     """The percentiles 5 and 95 of the geometric mean ratios of responses."""
     low, *_, high = quantiles(logs, n=20, method="inclusive")
     return f"[{math.floor(1000 * math.exp(low)) / 1000:.3f}, {math.ceil(1000 * math.exp(high)) / 1000:.3f}]"
+
+
+def _presets(measured: Record) -> Iterator[str]:
+    """A row for each preset: the steps of the ladder at the shortest, the middle and the longest length."""
+    lengths = sorted({measured.lengths[place] for place in (0, len(measured.lengths) // 2, -1)})
+    told = ", ".join(map(str, lengths))
+    yield f"\nPercent of the tokens kept in responses of {told} tokens; then the mean weight of the longest.\n"
+    yield f"| preset | {' | '.join(f'{rung.name}, k3 {short(rung.k3)}' for rung in measured.steps)} |"
+    yield "|---" * (1 + len(measured.steps)) + "|"
+    for name in measured.steps[0].by_length[lengths[0]].presets:
+        rows = [[rung.by_length[length] for length in lengths] for rung in measured.steps]
+        yield f"| `{name}` | {' | '.join(_cell(name, responses) for responses in rows)} |"
 
 
 def _cell(name: str, by_length: list[Responses]) -> str:

@@ -52,12 +52,14 @@ class Rung:
     Attributes:
         name: what `benchmarks/mismatch.py --rungs` calls it.
         words: the rung for a reader.
+        step: whether its weights tell it from other rungs; bf16 with another LM head or by another engine is no step.
         k3, p99: the mean k3 of a token, and the percentile 99 of |log r|.
         by_length: what there is of responses, by their length.
     """
 
     name: str
     words: str
+    step: bool
     k3: float
     p99: float
     tokens: int
@@ -82,6 +84,11 @@ class Record:
     model: str
     commits: str
     rungs: tuple[Rung, ...]
+
+    @property
+    def steps(self) -> tuple[Rung, ...]:
+        """The ladder of precisions: the rungs without the variants of bf16."""
+        return tuple(rung for rung in self.rungs if rung.step)
 
     @property
     def lengths(self) -> list[int]:
@@ -133,9 +140,9 @@ def warnings(config: CorrectionConfig) -> Iterator[str]:
     """Windows that keep few of the longest sequences that were measured, and at which rungs."""
     measured = record()
     length = measured.lengths[-1]
-    least = min(rung.by_length[length].count for rung in measured.rungs)
+    least = min(rung.by_length[length].count for rung in measured.steps)
     for window in windows(config):
-        shares = [(window.keeps(rung.by_length[length]), rung.said) for rung in measured.rungs]
+        shares = [(window.keeps(rung.by_length[length]), rung.said) for rung in measured.steps]
         few = [(f"{share:.0%}", said) for share, said in shares if share is not None and share < FEW]
         if few:
             (share, said), *others = few

@@ -187,7 +187,7 @@ def _ladder() -> Iterator[str]:
         "In\n`benchmarks/results/report_rungs.md` each response alone is held to the ladder.\n"
     )
     yield "| engine | prompts | tokens | kl_k3 | p99 of abs log r |\n|---|---|---|---|---|"
-    for rung in measured.rungs:
+    for rung in measured.steps:
         yield f"| {rung.words} | {rung.prompts} | {rung.tokens} | {rung.k3:.2g} | {rung.p99:.2g} |"
 
 

@@ -22,7 +22,7 @@ def in_words(kl_k3: float) -> str:
             "Both policies agree to rounding: there is nothing to correct, or the run stored the engine's log-probs as "
             "the trainer's, as a bypass does; then log the trainer's own."
         )
-    rungs = record().rungs
+    rungs = record().steps
     rung = nearest(kl_k3, rungs)
     if rung.k3 / AS_MUCH <= kl_k3 <= AS_MUCH * rung.k3:
         return f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}."

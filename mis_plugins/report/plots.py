@@ -99,7 +99,7 @@ def bars(rows: Sequence[Mapping[str, Any]], label: str) -> str:
 def ladder(runs: Mapping[str, float], label: str) -> str:
     """The rungs of the ladder on a logarithmic line, and each run as a mark above it."""
     with _drawn(4.4, 2.0 + 0.2 * len(runs)) as (figure, axes):
-        for place, rung in enumerate(record().rungs):
+        for place, rung in enumerate(record().steps):
             axes.plot([rung.k3], [0], marker="|", ms=14, mew=2, color=MUTED)
             axes.annotate(rung.name, (rung.k3, 0), (0, -15 if place % 2 else -26),
                           textcoords="offset points", ha="center", va="top", fontsize=9, color=MUTED)  # fmt: skip

@@ -164,7 +164,7 @@ def _distrust(opening: Opening | None) -> str | None:
     Long responses have little in common under any mismatch, and corrections help there nonetheless: the share speaks
     only where no real model was seen with as large a mismatch.
     """
-    worst = record().rungs[-1]
+    worst = record().steps[-1]
     if opening is None or opening.response_overlap >= LEAST_OVERLAP or opening.kl_k3 <= worst.k3:
         return None
     steps = f"in the first {opening.steps} of {opening.of} steps" if opening.of > 1 else "in this step"
@@ -176,7 +176,7 @@ def _distrust(opening: Opening | None) -> str | None:
 
 
 def _doubts(whole: Mapping[str, float]) -> tuple[str, ...]:
-    worst = record().rungs[-1]
+    worst = record().steps[-1]
     if whole.get(FIRST, 0.0) <= worst.k3:
         return ()
     return (

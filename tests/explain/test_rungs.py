@@ -14,6 +14,7 @@ from mis_plugins.config.loading import load
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.config.reading import presets
 from mis_plugins.explain import docs, rungs
+from mis_plugins.report.ladder import in_words
 
 ROOT = Path(__file__).parents[2]
 MADE = json.loads((ROOT / "benchmarks" / "results" / "mismatch.json").read_text())
@@ -21,7 +22,7 @@ MADE = json.loads((ROOT / "benchmarks" / "results" / "mismatch.json").read_text(
 
 @pytest.fixture
 def four_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A record of two rungs; the geometric mean ratios of four sequences of 100 tokens, each of all tokens."""
+    """Two steps and a variant: geometric mean ratios of four sequences of 100 tokens, each of all tokens."""
 
     def rung(name: str, k3: float, logs: list[float]) -> dict:
         values = {"ratio": {over: logs for over in ("mean", "min", "max")}}
@@ -29,6 +30,7 @@ def four_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         return {
             "name": name,
             "words": name,
+            "step": name != "vllm-bf16",
             "k3": k3,
             "p99": 0.2,
             "tokens": 400,
@@ -37,7 +39,8 @@ def four_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         }
 
     logs = [0.0, 0.001, -0.002, 0.02]
-    content = [rung("bf16", 0.002, logs), rung("int5", 0.14, [10 * log - 0.015 for log in logs])]
+    content = [rung("vllm-bf16", 0.001, [5.0] * 4), rung("bf16", 0.002, logs)]
+    content.append(rung("int5", 0.14, [10 * log - 0.015 for log in logs]))
     file = tmp_path / "rungs.json"
     file.write_text(json.dumps({"model": "made-up", "commits": "abc", "rungs": content}))
     monkeypatch.setattr(rungs, "FILE", file)
@@ -85,6 +88,12 @@ def test_what_the_record_cannot_tell_is_not_told():
     assert not told(token)
     assert not told(token, RejectRule("ratio", "mean", 0.9999, 1.0001, aggregate="kept"))
     assert not told(RejectRule("k3", "mean", upper=1e-9))
+
+
+@pytest.mark.usefixtures("four_responses")
+def test_a_variant_of_bf16_is_no_step_of_the_ladder():
+    assert [rung.name for rung in rungs.record().steps] == ["bf16", "int5"]
+    assert "an engine in bf16" in in_words(0.001)
 
 
 def test_check_warns_of_a_preset_whose_window_is_narrow(capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ import pytest
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.ladder import AS_MUCH, in_words, nearest
 
-RUNGS = record().rungs
+RUNGS = record().steps
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
