@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from ladder import shipped
+from ladder import picture, shipped
 from ladder.dialogues import TURN_LENGTH, TURNS, Chat, drawn_tool_turns, tool_turns
 from ladder.page import page
 from ladder.presets_at import kept_and_weighed, of_length, window_values
@@ -43,6 +43,7 @@ from ladder.workloads import ChatSettings, Settings, Workload, chats, responses
 from provenance import parser_of, provenance
 
 from mis_plugins.errors import UserError
+from mis_plugins.explain.rungs import read
 from mis_plugins.local.report import write_json
 from mis_plugins.shared.numerals import count
 from true_on_policy.contract.choices import check_model
@@ -253,8 +254,10 @@ def main() -> int:
 
 
 def publish(content: dict[str, Any], path: Path) -> None:
-    """Write json, page and the part that is shipped, of the rungs that are finished."""
-    shipped.write(CARRIED if path.parent == RESULTS else path.with_name(CARRIED.name), content)
+    """Write json, page, picture and the part that is shipped, of the rungs that are finished."""
+    carried = CARRIED if path.parent == RESULTS else path.with_name(CARRIED.name)
+    shipped.write(carried, content)
+    picture.draw(read(carried), path.with_suffix(".png"))
     rungs = {
         name: {key: one[key] for key in one if key != "windows"} for name, one in content["rungs"].items()
     }

@@ -15,8 +15,7 @@ if __name__ == "__main__":
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from statistics import quantiles
+from collections.abc import Iterator
 
 from mis_plugins.config.docs import PAGE
 from mis_plugins.explain.rungs import Record, Responses, record, short
@@ -58,14 +57,13 @@ def _windows(measured: Record) -> Iterator[str]:
     yield f"| rung | {' | '.join(f'n = {length}' for length in measured.lengths)} |"
     yield "|---" * (1 + len(measured.lengths)) + "|"
     for rung in measured.rungs:
-        cells = (_window(rung.by_length[length].values["ratio"]["mean"]) for length in measured.lengths)
+        cells = (_window(rung.by_length[length]) for length in measured.lengths)
         yield f"| {rung.name} | {' | '.join(cells)} |"
 
 
-def _window(logs: Sequence[float]) -> str:
-    """The percentiles 5 and 95 of the geometric mean ratios of responses."""
-    low, *_, high = quantiles(logs, n=20, method="inclusive")
-    return f"[{math.floor(1000 * math.exp(low)) / 1000:.3f}, {math.ceil(1000 * math.exp(high)) / 1000:.3f}]"
+def _window(responses: Responses) -> str:
+    low, high = responses.window
+    return f"[{math.floor(1000 * low) / 1000:.3f}, {math.ceil(1000 * high) / 1000:.3f}]"
 
 
 def _presets(measured: Record) -> Iterator[str]:

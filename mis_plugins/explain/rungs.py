@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Over
@@ -43,6 +44,12 @@ class Responses:
     count: int
     presets: Mapping[str, Preset | None] = field(repr=False)
     values: Values = field(repr=False)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """A window of `(prod r)^(1/n)` that keeps nine of ten responses: its percentiles 5 and 95."""
+        low, *_, high = quantiles(self.values["ratio"]["mean"], n=20, method="inclusive")
+        return math.exp(low), math.exp(high)
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,12 @@ def warnings(config: CorrectionConfig) -> Iterator[str]:
 @cache
 def record() -> Record:
     """The committed record."""
-    held = json.loads(FILE.read_text(encoding="utf-8"))
+    return read(FILE)
+
+
+def read(file: Path) -> Record:
+    """The record that a file holds."""
+    held = json.loads(file.read_text(encoding="utf-8"))
     return Record(held["model"], held["commits"], tuple(map(_rung, held["rungs"])))
 
 

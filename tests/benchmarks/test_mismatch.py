@@ -197,6 +197,7 @@ def test_a_second_run_samples_nothing_and_writes_the_same(tmp_path: Path, monkey
     assert 0 < mild < strong
     assert "| int5 | fp32 |" in (tmp_path / "mismatch.md").read_text()
     assert '"name":"int5"' in (tmp_path / "rungs.json").read_text()
+    assert (tmp_path / "mismatch.png").stat().st_size > 10_000
 
 
 def test_a_run_for_more_prompts_adds_to_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,59 @@
+"""The picture of the mismatch: k3 of each rung, and the window that fits each step of the ladder by length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mis_plugins.explain.rungs import Record
+from mis_plugins.shared.palette import BLACK, FRAME, GRID, OTHERS, TEXT
+from mis_plugins.shared.storage import replaced
+
+EXPERTS = (1e-3, 1e-1)  # k3 of mixtures of experts, as the Miles blog tells it
+PRESET = (0.99, 1.001)  # of `geometric-mis`
+
+
+def draw(measured: Record, output: Path) -> None:
+    """Write the picture of a record."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor="white")
+    sizes, windows = figure.subplots(1, 2)
+    _sizes(sizes, measured)
+    _windows(windows, measured)
+    for axes in (sizes, windows):
+        axes.tick_params(colors=TEXT, labelsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FRAME)
+    with replaced(output) as partial:
+        figure.savefig(partial, dpi=110, format="png")
+
+
+def _sizes(axes: Axes, measured: Record) -> None:
+    axes.set_title(f"k3 a token of {measured.model}, trainer in bf16", loc="left", fontsize=10, color=TEXT)
+    axes.axvspan(*EXPERTS, color=GRID, zorder=0)
+    axes.text(EXPERTS[0], -0.75, " mixtures of experts, says the Miles blog", fontsize=8, color=TEXT)
+    for place, rung in enumerate(measured.rungs):
+        axes.plot([rung.k3], [place], "D", color=BLACK, ms=6)
+        axes.annotate(
+            f"{rung.k3:.2g}", (rung.k3, place), (8, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    axes.set_yticks(range(len(measured.rungs)), [rung.words for rung in measured.rungs])
+    axes.set_ylim(len(measured.rungs) - 0.5, -1)
+    axes.set_xscale("log")
+
+
+def _windows(axes: Axes, measured: Record) -> None:
+    """A bar for each step of the ladder at each length that all rungs have responses of."""
+    axes.set_title("(prod r)^(1/n) of nine of ten responses of n tokens", loc="left", fontsize=10, color=TEXT)
+    axes.axhspan(*PRESET, color=BLACK, lw=0, alpha=0.35, label="window of geometric-mis")
+    steps = measured.steps
+    for place, (rung, color) in enumerate(zip(steps, OTHERS, strict=False)):
+        windows = [rung.by_length[length].window for length in measured.lengths]
+        shift = (place - (len(steps) - 1) / 2) * 0.8 / len(steps)
+        places = [group + shift for group in range(len(windows))]
+        lows, highs = [low for low, _ in windows], [high for _, high in windows]
+        axes.vlines(places, lows, highs, color=color, lw=5, label=rung.name)
+    axes.set_xticks(range(len(measured.lengths)), [f"n = {length}" for length in measured.lengths])
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
