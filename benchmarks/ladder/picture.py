@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mis_plugins.explain.rungs import Record
+from mis_plugins.config.loading import load
+from mis_plugins.config.reading import presets
+from mis_plugins.explain.rungs import Record, windows
 from mis_plugins.shared.palette import BLACK, FRAME, GRID, OTHERS, TEXT
 from mis_plugins.shared.storage import replaced
 
 EXPERTS = (1e-3, 1e-1)  # k3 of mixtures of experts, as the Miles blog tells it
-PRESET = (0.99, 1.001)  # of `geometric-mis`
+PRESET = "geometric-mis"  # whose window is drawn beside the responses
 
 
 def draw(measured: Record, output: Path) -> None:
     """Write the picture of a record."""
     figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor="white")
-    sizes, windows = figure.subplots(1, 2)
-    _sizes(sizes, measured)
-    _windows(windows, measured)
-    for axes in (sizes, windows):
+    left, right = figure.subplots(1, 2)
+    _sizes(left, measured)
+    _windows(right, measured)
+    for axes in (left, right):
         axes.tick_params(colors=TEXT, labelsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(FRAME)
@@ -46,13 +49,15 @@ def _sizes(axes: Axes, measured: Record) -> None:
 def _windows(axes: Axes, measured: Record) -> None:
     """A bar for each step of the ladder at each length that all rungs have responses of."""
     axes.set_title("(prod r)^(1/n) of nine of ten responses of n tokens", loc="left", fontsize=10, color=TEXT)
-    axes.axhspan(*PRESET, color=BLACK, lw=0, alpha=0.35, label="window of geometric-mis")
+    [window] = windows(load(presets()[PRESET]))
+    low, high = (math.exp(limit) for limit in window.limits if limit is not None)
+    axes.axhspan(low, high, color=BLACK, lw=0, alpha=0.35, label=f"window of {PRESET}")
     steps = measured.steps
     for place, (rung, color) in enumerate(zip(steps, OTHERS, strict=False)):
-        windows = [rung.by_length[length].window for length in measured.lengths]
+        fitting = [rung.by_length[length].window for length in measured.lengths]
         shift = (place - (len(steps) - 1) / 2) * 0.8 / len(steps)
-        places = [group + shift for group in range(len(windows))]
-        lows, highs = [low for low, _ in windows], [high for _, high in windows]
+        places = [group + shift for group in range(len(fitting))]
+        lows, highs = [low for low, _ in fitting], [high for _, high in fitting]
         axes.vlines(places, lows, highs, color=color, lw=5, label=rung.name)
     axes.set_xticks(range(len(measured.lengths)), [f"n = {length}" for length in measured.lengths])
     axes.grid(axis="y", color=GRID, linewidth=0.8)

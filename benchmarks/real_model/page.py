@@ -134,7 +134,8 @@ def _directions(there: Units) -> Iterator[str]:
 
 
 AVERAGED = f"""
-The means of these cosines over the seeds and the rollouts where all three are there, with {NORMAL} standard errors.
+The means of these cosines over the seeds and the rollouts where all three are there, with {NORMAL} standard errors
+on either side, as if all directions were independent.
 Gained: a correction's cosine less that of the same samples uncorrected, whose noise is shared.
 """
 

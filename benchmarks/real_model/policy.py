@@ -109,8 +109,7 @@ Choose = Callable[[Tensor, int], Tensor]
 def drawing(seeds: Sequence[int]) -> Choose:
     """Draw by an exponential race: of waiting times `E_k / p_k`, the shortest wins. A seed fixes its response's `E_k`.
 
-    Two samplers with equal seeds rarely choose different tokens: with at most twice the probability of their total
-    variation.
+    Two samplers with equal seeds choose different tokens with a probability of at most twice their total variation.
     """
 
     def choose(log_probs: Tensor, place: int) -> Tensor:

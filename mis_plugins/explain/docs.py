@@ -57,11 +57,12 @@ def _windows(measured: Record) -> Iterator[str]:
     yield f"| rung | {' | '.join(f'n = {length}' for length in measured.lengths)} |"
     yield "|---" * (1 + len(measured.lengths)) + "|"
     for rung in measured.rungs:
-        cells = (_window(rung.by_length[length]) for length in measured.lengths)
+        cells = (window(rung.by_length[length]) for length in measured.lengths)
         yield f"| {rung.name} | {' | '.join(cells)} |"
 
 
-def _window(responses: Responses) -> str:
+def window(responses: Responses) -> str:
+    """The window that fits, rounded outwards."""
     low, high = responses.window
     return f"[{math.floor(1000 * low) / 1000:.3f}, {math.ceil(1000 * high) / 1000:.3f}]"
 

@@ -150,3 +150,61 @@ def test_the_page_tells_a_window_that_keeps_nine_of_ten():
     low, high = (math.exp(0.15 * 0.002 - 0.002), math.exp(0.02 - 0.15 * 0.019))
     assert (math.floor(1000 * low), math.ceil(1000 * high)) == (998, 1018)
     assert "| bf16 | [0.998, 1.018] |" in made
+
+
+CHOOSE = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
+ENGINES = {
+    "bf16": "bf16",
+    "bf16, sampled by vLLM": "vllm-bf16",
+    "bf16, fp32 LM head on both sides": "fp32-head",
+    "int8 per channel": "int8",
+    "fp8 e4m3 per tensor": "fp8",
+    "int6 per channel": "int6",
+    "int5, groups of 64": "int5",
+}
+
+
+def rows_after(heading: str) -> list[list[str]]:
+    """The cells of the table whose first line begins so."""
+    table = CHOOSE[CHOOSE.index(heading) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" *`") for cell in line.strip("|").split("|")] for line in table]
+
+
+def rounds(value: float, printed: str) -> bool:
+    """Whether a value rounds to what is printed, at its last digit."""
+    return abs(value - float(printed)) <= 0.5 * 10.0 ** -len(printed.partition(".")[2]) * (1 + 1e-6)
+
+
+def test_the_page_on_choosing_quotes_the_record_of_each_rung():
+    rows = rows_after("| rollout weights |")
+    assert {ENGINES[words] for words, *_ in rows} == set(MADE["rungs"])
+    for words, tokens, *cells in rows:
+        numbers = MADE["rungs"][ENGINES[words]]["mismatch"]["bf16"]
+        assert int(tokens.replace(",", "")) == numbers["tokens"]
+        quoted = [*cells[:3], *cells[3].split(", ")]
+        for key, cell in zip(("k1", "k3", "p99", "log product", "log product sd"), quoted, strict=True):
+            assert rounds(numbers[key][0], cell), (words, key)
+
+
+def test_the_page_on_choosing_quotes_the_windows_and_the_rule():
+    known = {rung.name: rung for rung in rungs.record().rungs}
+    rows = rows_after("| engine | h at n = 128 |")
+    assert len(rows) == len(rungs.record().steps)
+    for words, *cells in rows:
+        rung = known[words.split()[0]]
+        numbers = MADE["rungs"][rung.name]["mismatch"]["bf16"]
+        for length, h, window in ((128, cells[0], cells[2]), (1024, cells[3], cells[4])):
+            rule = numbers["k1"][0] + 2 * math.sqrt(2 * numbers["k3"][0] / length)
+            assert rounds(rule, h), (words, length)
+            assert docs.window(rung.by_length[length]) == window, (words, length)
+        low, high = map(float, cells[1].strip("[]").split(", "))
+        assert (1 - low, high - 1) == pytest.approx((float(cells[0]),) * 2)
+
+
+def test_the_page_on_choosing_quotes_what_presets_keep():
+    for preset, *cells in rows_after("| preset | bf16 engine |"):
+        for engine, cell in zip(("bf16", "fp8", "int5"), cells, strict=True):
+            kept, _, weight = cell.replace("*", "").partition("; ")
+            held = [MADE["rungs"][engine]["presets"][length][preset] for length in ("16", "128", "1024")]
+            assert kept == ", ".join(f"{one['sequences']:.0%}" for one in held), (preset, engine)
+            assert weight == ("" if held[-1]["weight"] is None else f"{held[-1]['weight']:.2f}")
