@@ -354,7 +354,7 @@ SEQUENCES: dict[str, Metric] = {
         lambda s: s.over_sequences("ppl_ratio"),
         "Mean over sequences of perplexity of the trainer over that of the engine: exp(-mean_t log r_t).",
         range="above 0; near 1.",
-        bad="above 1.05, or below 0.99.",
+        bad="above 1.02 with a bf16 engine, above 1.1 with any; below 0.99.",
         do="as log_ppl_diff.",
     ),
     "chi2_sequence": Metric(

@@ -170,10 +170,10 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "mismatch/*": "the names of pull request 3694 and of 0.6.0, where rollout_is_* is taken before the bound. "
         "With another level than token its mean, max, min and percentiles are of products: "
         "exp(sequence_log_ratio_max), at most e^20, and its like",
-        "mismatch/rollout_is_std": "of ratios clamped to both bounds, 1/upper for a missing one: not had",
+        "mismatch/rollout_is_std": "of ratios clamped to both bounds, 1/upper for a missing one: no metric of ours",
         "mismatch/rollout_is_seq_mean, seq_std, seq_max, seq_min, seq_max_deviation": "of each sequence's mean ratio "
-        "before the bound: not had; sequence_weight_mean and its like are after it",
-        "mismatch/rollout_is_catastrophic_token_fraction, rollout_is_seq_masked_fraction": "not had",
+        "before the bound: no metric of ours; sequence_weight_mean and its like are after it",
+        "mismatch/rollout_is_catastrophic_token_fraction, rollout_is_seq_masked_fraction": "no metric of ours",
         "rollout_is_max, rollout_is_min of sequences": "before truncation: exp(sequence_log_ratio_max), at most e^20, "
         "and exp(sequence_log_ratio_min)",
         "rollout_rs_*_k1": "-log r: of a rule on the ratio the mean changes its sign, low and high their places; and "
@@ -186,8 +186,8 @@ OTHERWISE: dict[str, dict[str, str]] = {
     },
     "Miles": {
         "mis_is_ratio_mean_final": "sequence_applied_mean where nothing is rejected; the host's own counts what is",
-        "mis_is_ratio_{min,max}_final": "not had, as means over sequences of each one's extreme: the hook has them",
-        "mis_rs_catastrophic_token_fraction": "of tokens, by a rule over sequences: not had, the hook has it",
+        "mis_is_ratio_{min,max}_final": "means over sequences of each one's extreme: no step metric of ours; the TIS hook reports it under Miles's name",
+        "mis_rs_catastrophic_token_fraction": "of tokens, by a rule over sequences: no step metric of ours; the TIS hook reports it under Miles's name",
         "mis_chi2_token": "the mean over sequences of each one's mean; ours is over tokens",
         "mis_tis_weight_before_bound of sequences": "the mean of products: exp(log_mean_product), without a clamp",
         "averages": "the host's, over samples or tokens and micro-batches",

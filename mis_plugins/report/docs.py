@@ -28,7 +28,7 @@ For whoever asks why a run collapsed, since when, and which config would have he
 left and writes `report.html` (one file, no network, no script) and `report.json`, and prints a summary.
 
 ```
-pip install 'mis-plugins[report]'
+pip install '.[report]'    # in a clone of the repository
 python -m mis_plugins report DUMPS
 python -m mis_plugins report DUMPS --config mis --sweep all --output report
 python -m mis_plugins report DUMPS --against OTHER_DUMPS
@@ -149,7 +149,7 @@ ended at .67. Seed 17 shares 57%: `sequence` with int3 ended at .99. Seeds 14 an
 without correction; with `sequence` they ended at 1.00 and .99. The warm start of seed 16 was too poor to train.
 
 The seeds in sight are no such proof. In the uncorrected runs of seeds 8 and 10 both policies share 44% and 46%, and no config is
-trusted: trained with int3 all the same, `sequence` ended at .87 and at .00. With int4 seed 8 ended at .96. On seeds 9 and
+trusted: trained with int3 nonetheless, `sequence` ended seed 10 at .00. With int4 it ended seed 8 at .96. On seeds 9 and
 11, where both share 82% and 99%, `sequence` ended at .98 and 1.00. With int4 seed 10 shares 85%: uncorrected it fell to
 .00, and `sequence` sank from .96 to .55 (`benchmarks/results/collapse-search.md`). The share is of all
 responses, and where failures alone have an advantage, a small rest can hold most of the trainer's failures: what is
