@@ -186,8 +186,10 @@ OTHERWISE: dict[str, dict[str, str]] = {
     },
     "Miles": {
         "mis_is_ratio_mean_final": "sequence_applied_mean where nothing is rejected; the host's own counts what is",
-        "mis_is_ratio_{min,max}_final": "means over sequences of each one's extreme: no step metric of ours; the TIS hook reports it under Miles's name",
-        "mis_rs_catastrophic_token_fraction": "of tokens, by a rule over sequences: no step metric of ours; the TIS hook reports it under Miles's name",
+        "mis_is_ratio_{min,max}_final": "means over sequences of each one's extreme: no step metric of ours; the "
+        "TIS hook reports it under Miles's name",
+        "mis_rs_catastrophic_token_fraction": "of tokens, by a rule over sequences: no step metric of ours; the TIS "
+        "hook reports it under Miles's name",
         "mis_chi2_token": "the mean over sequences of each one's mean; ours is over tokens",
         "mis_tis_weight_before_bound of sequences": "the mean of products: exp(log_mean_product), without a clamp",
         "averages": "the host's, over samples or tokens and micro-batches",
