@@ -17,6 +17,7 @@ from mis_plugins.shared.storage import replaced
 from real_model.arms import ARMS
 from real_model.directions import NORMAL
 from real_model.records import Record
+from real_model.summary import summary
 
 Units = Mapping[tuple[str, int], Record]
 LAST = 10  # rollouts whose rewards are averaged for the end of a run
@@ -52,6 +53,7 @@ def page(there: Units, missing: Sequence[tuple[str, int]]) -> str:
         [
             HEAD.format(**settings),
             *_missing(there, missing),
+            *summary(there),
             *_runs(there),
             *_directions(there),
             *averaged(there),

@@ -18,6 +18,7 @@ from real_model.directions import cosines, gram
 from real_model.page import averaged
 from real_model.policy import Batch, Trainer, decoded, drawing, on_policy
 from real_model.records import finished, path_of
+from real_model.summary import summary
 from real_model.task import Problem, last_number, of_letters, reward, split
 from real_model.unit import Unit
 
@@ -302,6 +303,30 @@ def test_directions_are_averaged_over_seeds_and_rollouts_where_all_three_are_the
         in told
     )
     assert "| bf16, none (dense 1) | 1 | 0.40 | 0.30 | 0.30 | 0.00 |" in told and "fp8" not in told
+
+
+def test_an_arm_is_compared_with_bf16_of_an_equal_seed():
+    def record(accuracies: list[float], reward: float, k3: float) -> dict[str, Any]:
+        rows = [{"reward": reward, "kept": 0.5, "k3": 0.0}, {"reward": reward + 0.2, "kept": 1.0, "k3": k3}]
+        return {"held_out": [{"accuracy": one} for one in accuracies], "rollouts": rows}
+
+    there = {
+        ("bf16", 0): record([0.9, 0.2, 0.4], 0.5, 1e-3),
+        ("bf16", 1): record([0.9, 0.4, 0.8], 0.5, 2e-3),
+        ("int5-tis", 1): record([0.9, 0.5, 0.9], 0.1, 3e-1),
+        ("int5-tis", 2): record([0.9, 0.1, 0.3], 0.3, 1e-1),
+        ("fp8-tis", 2): record([0.9, 0.1, 0.3], 0.3, 1e-2),
+    }
+    told = "\n".join(summary(there))
+    assert (
+        "| bf16, none (dense 1) | 2 | 0.60 [0.40, 0.80] | 0.45 [0.30, 0.60] | - | 0.60 [0.60, 0.60] | 2.0e-03 |"
+        in told
+    )
+    assert (
+        "| int5, token TIS | 2 | 0.60 [0.30, 0.90] | 0.45 [0.20, 0.70] | +0.10 | 0.30 [0.20, 0.40] | 3.0e-01 |"
+        in told
+    )
+    assert "| fp8, token TIS | 1 | 0.30 | 0.20 | - | 0.40 | 1.0e-02 | 0.75 |" in told
 
 
 def test_a_unit_is_the_same_whenever_it_runs(source: Path):
