@@ -213,8 +213,9 @@ def correct(
         w       = bound(exp(aggregate(log r))) d / mean weight, with d the factor of rules that down-weigh
         keep    = loss_mask and every rule
 
-    At most one collective over context-parallel ranks, one more each for segments and for `aggregate: kept`, and one
-    over data-parallel ones where the normalization says `data_parallel`; no wait for the device.
+    At most one collective over context-parallel ranks, one more where sequences read kept tokens, one for
+    each population that segments read, and one over data-parallel ranks with `scope: data_parallel`. Nothing
+    waits for the device.
 
     Args:
         proximal: log-probs of the trainer before the update (pi_old), any float dtype.
