@@ -99,7 +99,7 @@ def check(arguments: argparse.Namespace) -> str:
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
-    """What to beware of in the keys beside `mis:`, on a host that is named, and at the mismatch of a real model."""
+    """Warnings about keys beside `mis:`, the named host, and windows too narrow for a real mismatch."""
     yield from _switched(keys, config)
     yield from surprises(keys, host)
     if host is not None:
@@ -175,7 +175,7 @@ def from_areal(arguments: argparse.Namespace) -> str:
 
 
 def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
-    """What the file does to the host's own flags: a host sets its keys after it has read the command line."""
+    """Warnings where the file overrides the host's flags: a host sets its keys after the command line."""
     if keys.get("use_tis") is False:
         yield (
             "use_tis: false wins over --use-tis: metrics alone through the loss hook, or with --get-mismatch-metrics, "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 Error = TypeVar("Error", bound="MisError")
-FIELD = re.compile(r"(?<!\$)\{(\w+(?:\.\w+)*)\}")  # not what a user's own ${...} is
+FIELD = re.compile(r"(?<!\$)\{(\w+(?:\.\w+)*)\}")  # `{field}`, but not a user's own `${...}`
 
 
 class UserError(ValueError):

@@ -12,14 +12,14 @@
     --custom-megatron-before-log-prob-hook-path    mis_plugins.mis.watch_routes    (mixture of experts)
     mis_plugins.mis.report_last_step(args), by hand where a run of many ranks ends
 
-Miles with `--fully-async` says by three more which version wrote each token (`docs/async.md`):
+Fully asynchronous Miles and slime say with three more which version wrote each token (`docs/async.md`):
 
     --custom-generate-function-path  mis_plugins.mis.generate_with_versions
     --custom-convert-samples-to-train-data-path  mis_plugins.mis.convert_with_versions
     --custom-megatron-init-path      mis_plugins.mis.carry_versions
 
-What they return depends on no earlier call; what the rollout-data hooks compute waits on the host's arguments. Only the
-recorder remembers, and a recompute inside a backward, where a hook runs again for its micro-batch, adds nothing to it.
+A hook's answer depends on no earlier call, except that the rollout-data hooks leave numbers on the host's
+arguments. The recorder alone remembers; it ignores a recompute inside a backward, where hooks run again.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def compute_mis_weights_fsdp(
 ) -> Answer:
     """The TIS hook of Miles on FSDP: whole responses, no context parallelism. See `compute_mis_weights_with_cp`.
 
-    There the host divides each sequence's loss, entropy and KL by its kept tokens; the loss comes back times what makes
-    of that `mis.denominator`. With Miles's flat keys it is left as it is, as by its own `mis.py`.
+    Miles on FSDP divides each sequence's loss, entropy and KL by its kept tokens. The hook scales the loss so
+    that `mis.denominator` holds. With Miles's flat keys, `use_mask` aside, it does not scale, as Miles's own
+    `mis.py`.
     """
     ranks = miles_fsdp.ranks(parallel_state)
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
@@ -154,14 +155,14 @@ def compute_mis_weights(
 def normalize_rollout(args: Any, *rest: Any) -> None:
     """The rollout-data hook of `mis.weight.normalize.scope: rollout`: leaves the mean weight of the batch on `args`.
 
-    The samples that train are counted beside it, as `count_samples` does alone.
-    slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, after the trainer's
-    log-probs and before training. Miles calls it there with `args` alone; the batch is then read from its trainer.
+    The hook also counts the samples that train, as `count_samples` does. slime and the local host call it as
+    `(args, rollout_id, rollout_data)` on every rank, after the trainer's log-probs and before training. Miles
+    calls it there with `args` alone; the batch is then read from its trainer.
 
     Raises:
         InputError: samples, which slime's documentation promises and its code does not pass; a rollout without
             recomputed log-probs; `args` alone from another caller than Miles's trainer.
-        ConfigError: without effect; context- or tensor-parallel ranks with different configs.
+        ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
     config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else config_in_force(args)
@@ -192,7 +193,8 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
 def count_samples(args: Any, *rest: Any) -> None:
     """The rollout-data hook for metrics beside fully masked samples: leaves on `args` which share of a step trains.
 
-    With `mis.resplit_every` the trainer computes log-probs once more (`hosts/resplit.py`); in `normalize_rollout` too.
+    With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
+    `normalize_rollout`.
 
     slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
     it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
@@ -215,7 +217,7 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
     """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes.
 
     Raises:
-        InputError: that stage has none either.
+        InputError: this is the last pipeline stage, and it has none.
     """
     if data.get("log_probs"):
         return True
@@ -232,9 +234,10 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss hook of Miles, slime and the embedded host: the host's own policy loss, corrected.
 
-    Pass `--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss`; it needs no `--use-tis`.
-    `mis.objective` and `mis.opsm` may say more than the host's flags can; without them the flags alone decide.
-    `use_tis: false` in the file, or `--get-mismatch-metrics` without `--use-tis`, leaves the host's loss, and metrics.
+    Pass `--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss`; it needs no
+    `--use-tis`. `mis.objective` and `mis.opsm` may say more than the host's flags can; without them the flags
+    alone decide. `use_tis: false` in the file, or `--get-mismatch-metrics` without `--use-tis`, leaves the
+    host's loss as it is and adds metrics alone.
 
     Args:
         batch: the host's micro-batch.
@@ -268,7 +271,7 @@ def policy_loss(
     share = share_of(inputs, correction, config)
     recorded = correction
     if recorded is None:
-        # Nothing to compare with: what OPSM leaves, and advantages that are not finite, are counted all the same.
+        # Nothing was corrected: OPSM's masks and non-finite advantages are counted nonetheless.
         proximal = inputs.proximal
         recorded = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
     pg_loss = uncorrected(inputs, config, flags) if recorded.config.metrics == "all" else None
@@ -288,7 +291,7 @@ def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: An
 
 
 def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
-    """The before-train-step hook: warns of, and with `metrics: all` logs, what the step before this one added up to.
+    """The before-train-step hook: warns about the previous step, and with `metrics: all` logs its metrics.
 
     Miles, slime and the embedded host call it as `(args, rollout_id, step_id, model, optimizer, scheduler)`, on every
     rank.
@@ -302,9 +305,10 @@ def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
 
 
 def report_last_step(args: Any, *_: Any) -> None:
-    """At the end of a run, on every rank: what `report_step` does for the others.
+    """Report the last step, as `report_step` reports the others; to be called on every rank when a run ends.
 
-    slime can call it after each update of weights through the disk (`docs/metrics.md`); nobody else has a hook there.
+    slime can call it after each update of weights through the disk (`docs/metrics.md`); no other host has a
+    hook there.
 
     Raises:
         MisError: as `report_step`.
@@ -317,9 +321,9 @@ async def generate_with_versions(
 ) -> Any:
     """The generate function of Miles and slime: the host's own, with the version of every token on the sample.
 
-    Miles calls it with `input` alone, and needs `--sglang-stream-interval 1 --sglang-incremental-streaming-output`
-    beside it; slime calls it as `(args, sample, sampling_params, evaluation)`. What an evaluation generates is the
-    host's own.
+    Miles calls it with `input` alone, and needs `--sglang-stream-interval 1` and
+    `--sglang-incremental-streaming-output` beside it. slime calls it as
+    `(args, sample, sampling_params, evaluation)`. An evaluation runs the host's own function unchanged.
 
     Raises:
         InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
@@ -330,7 +334,7 @@ async def generate_with_versions(
 
 
 def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """The conversion of Miles and slime, with what `carry_versions` reads of each sample beside it.
+    """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
 
     Raises:
         ConfigError, InputError: as `convert` of each host's `hosts/versions/*/train_data.py` says.
@@ -347,8 +351,8 @@ def carry_versions(args: Any) -> None:
     """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
 
     Raises:
-        ConfigError: an argument of the host under which versions would say something else; a host where none are
-            carried.
+        ConfigError: an argument of the host under which versions would say something else, or a host on which
+            versions are not carried.
     """
     host = current(args)
     if host.versioned is None:
@@ -364,7 +368,7 @@ def config_in_force(args: Any) -> CorrectionConfig:
     """The config that the host's arguments carry; without --use-tis, one that changes nothing.
 
     Raises:
-        ConfigError: what this hook cannot serve; it says which could.
+        ConfigError: a setting that the TIS hook cannot serve; the error says which hook can.
     """
     config = reading.from_args(args)
     resplit.check_hook(args, config)
@@ -395,7 +399,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool, flags: Fl
     """The TIS hook behind every host.
 
     Args:
-        by_kept: the host divides by the tokens that the returned masks keep.
+        by_kept: whether the host divides by the tokens that the returned masks keep.
         flags: routes of the tokens, where a watch knows them.
     """
     config = config_in_force(args)
@@ -428,7 +432,11 @@ def _correct(
 
 
 def _rollout_mean(args: Any, config: CorrectionConfig) -> Tensor | None:
-    """What `normalize_rollout` left, which must be of weights of the same kind."""
+    """The mean weight that `normalize_rollout` left on `args`; None without one.
+
+    Raises:
+        InputError: one of mean and micro-batch has segment-wise weights, the other standard ones.
+    """
     mean = getattr(args, "_mis_rollout_mean", None)
     if mean is not None and args._mis_rollout_segment_wise != config.segment_wise_on:
         here, there = "the micro-batch", "rollout_data"
@@ -447,7 +455,7 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
         return batch.loss_masks
     keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
     masks = batch.loss_mask
-    # Times the host's own numbers, in a copy, which bools would not be without asking.
-    # Unsafe only in that nobody could backpropagate through the parts: a third less time than a split.
+    # Times the host's own numbers. `copy` matters for bools, which `to` would not copy.
+    # "Unsafe" only means that no gradient flows through the parts; it takes a third less time than a split.
     kept = keep.to(masks.dtype, copy=True).mul_(masks)
     return list(kept.unsafe_split_with_sizes(list(batch.layout.response_lengths)))

@@ -50,7 +50,7 @@ def page(text: str) -> str:
 
 
 def _families(text: str) -> list[str]:
-    """The first words of names of presets that no table lists."""
+    """Families, the first words of names, of the presets that no table lists."""
     listed = {file for found in TABLE.finditer(text) for file in _files(found[2])}
     return sorted({name.partition("-")[0] for name, file in presets().items() if file not in listed})
 

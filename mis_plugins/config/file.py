@@ -1,7 +1,7 @@
 """A file for --custom-config-path, read as a host reads it, and refused where the host would swallow what it says.
 
-A host calls `yaml.safe_load` and makes an argument of every top-level key. Of a key that stands twice it keeps the
-last; a rule that stands beside `mis:`, and not under it, becomes an argument that nobody reads.
+A host calls `yaml.safe_load` and makes an argument of every top-level key. Where a key stands twice, the last
+one wins. A rule that stands beside `mis:`, and not under it, becomes an argument that nobody reads.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SWITCHES = ("use_tis", "get_mismatch_metrics")  # of the host
 OURS = {field.name for field in dataclasses.fields(CorrectionConfig)}
 
 
-FASTEST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where PyYAML was built with libyaml
+FASTEST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first needs libyaml
 
 
 class StrictLoader(FASTEST):
-    """Safe YAML in which a mapping has each key once, and whose values exist.
+    """Safe YAML that refuses a repeated key, and a value that does not exist, such as the date 2024-02-31.
 
-    libyaml reads ten times faster than PyYAML's own parser and, of what `parsed` lets through, the same.
+    libyaml is ten times faster than PyYAML's own parser; both read any text that `parsed` accepts alike.
     """
 
     def get_single_node(self) -> Any:
@@ -59,9 +59,9 @@ class StrictLoader(FASTEST):
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many nodes stand under this one, those of an alias at each of its places."""
+    """Number of nodes in this tree, its root included; an aliased node counts at each of its places."""
     if id(node) not in known:
-        known[id(node)] = 1  # an alias may stand within what it names
+        known[id(node)] = 1  # ends the recursion where an alias stands within its own node
         if isinstance(node, yaml.MappingNode):
             _check_keys(node)
         known[id(node)] += sum(_size(child, known) for child in _children(node))
@@ -89,18 +89,18 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def parsed(text: str, loader: type[StrictLoader] = StrictLoader) -> Any:
-    """What YAML text says.
+    """Parse YAML text into Python values.
 
     Raises:
         ConfigError: a key twice, a value that does not exist, more nesting or aliases than any config has.
-        yaml.YAMLError: no YAML.
+        yaml.YAMLError: the text is no YAML.
     """
     _check_nesting(text, loader)
     return yaml.load(text, loader)
 
 
 def _check_nesting(text: str, loader: type[StrictLoader]) -> None:
-    """Refuse what is nested too deeply: libyaml ends the process there, and its time is quadratic."""
+    """Refuse deep nesting, on which libyaml takes quadratic time and can end the process."""
     depth = 0
     for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -128,11 +128,11 @@ def keys_of(file: Path | str) -> dict[str, Any]:
     return {str(key): value for key, value in keys.items()}
 
 
-INLINE = "base64:"  # what a path begins with that is the file itself, for Miles
+INLINE = "base64:"  # prefix of a path of Miles that holds the file's content itself
 
 
 def text_of(file: Path | str) -> str:
-    """What a text file holds; `-` is the standard input, and Miles's `base64:` payload the text itself.
+    """Read a text file; `-` is the standard input, and a path `base64:...` of Miles holds the text itself.
 
     Raises:
         ConfigError: no base64, no UTF-8, or far more than a config.
@@ -152,7 +152,7 @@ def text_of(file: Path | str) -> str:
 
 
 def _beginning(file: Path | str) -> bytes:
-    """One byte more than a config may have, at most, of a file."""
+    """Bytes of a file; reading stops one byte beyond the largest config."""
     if str(file).startswith(INLINE):
         return _inline(file)
     if str(file) == STDIN:

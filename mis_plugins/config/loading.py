@@ -1,4 +1,4 @@
-"""A config by what a person calls it: a file, the standard input, or the name of a preset."""
+"""Load a config that a user names: a file, the standard input, or a preset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mis_plugins.errors import ConfigError
 def load(file: Path) -> CorrectionConfig:
     """Read a file as the host does: every top-level key becomes an argument.
 
-    Read for `--use-tis`, unless all it says is `mis.metrics`: a file that corrects nothing fails here, not in the job.
+    The file is read as with `--use-tis`, unless it sets `mis.metrics` alone: a file that corrects nothing
+    then fails here, not in the job.
     """
     return read_keys(keys_of(file))
 

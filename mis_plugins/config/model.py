@@ -1,6 +1,7 @@
 """What to correct and how, as frozen dataclasses. `config/reading.py` makes them of what a user wrote.
 
-Each checks itself when it is made: a bound that cannot hold or a setting without effect is a `ConfigError`.
+Each dataclass checks itself when it is made: a bound that cannot hold or a setting without effect is a
+`ConfigError`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["full", "core", "none", "all"]
-# Names of a table that may grow, as the function that lists them: see `reading.choices`.
+# A name from a table that may grow; the annotation holds the function that lists them: see
+# `reading.choices_of`.
 BoundName = Annotated[str, bounds.bound_names]
 CappingBoundName = Annotated[str, bounds.capping_names]
 StatisticName = Annotated[str, statistics.statistic_names]
@@ -35,7 +37,7 @@ LEVEL_OVER: dict[Level, Over] = {
 
 
 def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str = "null") -> None:
-    """Refuse bounds on a ratio, which is positive, that nothing or everything would cross.
+    """Refuse bounds that no ratio, or every ratio, would cross; a ratio is always above 0.
 
     Args:
         unbounded: what the user writes for no lower bound.
@@ -64,9 +66,9 @@ class NormalizeConfig:
     scope: whose mean. `micro_batch`; `data_parallel`, all-reduced over the ranks of this micro-batch; `rollout`,
         the whole rollout batch, computed once by `--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout`.
         With dynamic batches a host's micro-batch holds `max_tokens_per_gpu` times the context-parallel size of tokens,
-        so that the first two change with either number.
-    over: `valid`, what loss_mask keeps; `kept`, what also passes rejection. What a mask bound drops enters neither;
-        what a zero bound sets to 0 enters both as 0.
+        so that `micro_batch` and `data_parallel` change with either number.
+    over: `valid`, everything in the loss mask; `kept`, what also passes rejection. A token or unit that a
+        mask bound drops enters neither mean; what a zero bound sets to 0 enters both as 0.
     """
 
     scope: Scope = "micro_batch"
@@ -77,11 +79,12 @@ class NormalizeConfig:
 class WeightConfig:
     """The importance weight: a ratio of `level`, bounded.
 
-    level: `token` r_t; `sequence`, the product over the sequence; `geometric`, its geometric mean; `segment` and
-        `segment_geometric`, the same over a segment, which is a run of ones in the loss mask (a turn of the model).
+    level: `token` r_t; `sequence`, the product over the sequence; `geometric`, its geometric mean; `segment`
+        and `segment_geometric`, product and geometric mean over a segment, a run of ones in the loss mask
+        (one turn of the model).
     bound: a row of `terms/bounds.py`, which says what becomes of a ratio within [lower, upper] and outside.
-    lower: None is 1 / upper, 0 is no lower bound. Only a bound with a floor takes one.
-    upper: 2 where it is not given. Only a bound with a ceiling takes one.
+    lower: None is 1 / upper, 0 is no lower bound. Only a bound with a floor takes a `lower`.
+    upper: 2 where it is not given. Only a bound with a ceiling takes an `upper`.
     """
 
     level: Level = "token"
@@ -114,7 +117,7 @@ class WeightConfig:
 
     @property
     def record(self) -> bounds.Bound:
-        """Everything that is known of the bound."""
+        """The row of `terms/bounds.py` that describes the bound."""
         return bounds.BOUNDS[self.bound]
 
     @property
@@ -140,7 +143,7 @@ class WeightConfig:
 
 @dataclass(frozen=True)
 class RejectRule:
-    """Drop or down-weigh what lies outside [lower, upper]: a token's statistic, or what it adds up to over a unit.
+    """Drop or down-weigh tokens or units whose statistic lies outside [lower, upper].
 
     statistic: a row of `terms/statistics.py`, with its value, its range and its formula.
     over: `token` drops tokens; the others drop units, by the `sum`, `mean`, `min` or `max` over the unit's tokens.
@@ -148,9 +151,9 @@ class RejectRule:
         masking). `min` with `lower` is a veto.
     unit: what is dropped: `sequence`, or `segment`, a run of ones in the loss mask.
     aggregate: which tokens of the unit the rule reads; None takes the `aggregate` of `CorrectionConfig`.
-    down_weigh: what multiplies the weight of a token outside; the token stays in the loss mask. None drops the token.
-        Normalization divides by the mean of the weights of tokens so multiplied; a segment or sequence enters the mean
-        with its own weight.
+    down_weigh: factor on the weight of a token outside the bounds; the token stays in the loss mask. None
+        drops instead. Normalization at token level averages the weights with this factor; at the other levels
+        it averages the weights of segments or sequences, without it.
     """
 
     statistic: StatisticName = "ratio"
@@ -207,7 +210,7 @@ class RejectRule:
 
     @property
     def record(self) -> statistics.Statistic:
-        """Everything that is known of the statistic."""
+        """The row of `terms/statistics.py` that describes the statistic."""
         return statistics.STATISTICS[self.statistic]
 
     @property
@@ -222,7 +225,7 @@ class RejectRule:
 
     @property
     def limits(self) -> tuple[float | None, float | None]:
-        """The bounds on what is really compared: of ratios the logarithm, so that nothing overflows."""
+        """Bounds on the value that is compared: for ratios their logarithm, so that nothing overflows."""
         if self.record.factor is None:
             return self.lower, self.upper
         return tuple(None if bound is None else math.log(bound) for bound in (self.lower, self.upper))  # type: ignore[return-value]
@@ -230,7 +233,7 @@ class RejectRule:
 
 @dataclass(frozen=True)
 class OpsmConfig:
-    """Off-policy sequence masking: drop what has a negative advantage and mean_t(log mu - log pi_theta) > delta.
+    """Off-policy sequence masking: drop tokens with A < 0 where mean_t(log mu - log pi_theta) > delta.
 
     delta: nats a token. Miles uses 1e-4.
     advantage: `token`, a token is dropped by its own advantage; `sequence`, by the mean over its sequence.
@@ -256,16 +259,16 @@ BY_DIVERGENCE = ("dppo_tv", "dppo_kl")  # surrogates that mask a token by how fa
 class ObjectiveConfig:
     """The policy loss of `--custom-loss-function-path mis_plugins.mis.policy_loss`; clip widths are the host's flags.
 
-    surrogate: `clip` (PPO, GRPO), `reinforce` -w A log pi_theta, or `cispo`, the same with the clipped ratio as a
-        constant factor. `dppo_tv` and `dppo_kl` have the capped ratio as a constant factor. The factor is 0 where the
-        token's probability has moved away from `old` in the direction of A by more than the clip width, measured as a
-        total variation or as a KL divergence.
+    surrogate: `clip` (PPO, GRPO); `reinforce`, -w A log pi_theta; `cispo`, `reinforce` with the clipped ratio
+        as a constant factor; `dppo_tv` and `dppo_kl`, `reinforce` with the capped ratio as a constant factor.
+        DPPO's factor is 0 where the token's probability has moved away from `old` in the direction of A by
+        more than the clip width, measured as a total variation or as a KL divergence.
     old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
         the rollout engine (bypass; weights and rules then compare pi_theta with mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
     unbiased_kl: multiply the KL term by pi_theta / old (DeepSeek-V3.2).
-    weigh_kl: multiply the KL term by the importance weight, and drop it also where OPSM masks. What the rules reject
-        leaves KL and entropy in any case, as in the hosts.
+    weigh_kl: multiply the KL term by the importance weight, and drop it also where OPSM masks. Tokens that
+        the rules reject leave KL and entropy in any case, as in the hosts.
     """
 
     surrogate: Literal["clip", "reinforce", "cispo", "dppo_tv", "dppo_kl"] = "clip"
@@ -295,8 +298,8 @@ class SegmentWiseConfig:
 
     enabled: false is standard decoupled PPO, bound(pi_old / pi_v).
     weight_cap: the largest ratio; null is no bound.
-    weight_floor: the smallest, for a mode with a floor; null is 1 / weight_cap, 0 is none.
-    mode: what happens beyond: as `mis.weight.bound`.
+    weight_floor: the smallest ratio, for a mode with a floor; null is 1 / weight_cap, 0 is no bound.
+    mode: what becomes of a ratio beyond cap or floor, by the names of `mis.weight.bound`.
     method: where the log-probs of pi_{v+1} come from at age 2 and above: stored by a `recompute` before the weights
         moved on, or `loglinear`, interpolated between pi_v and pi_old.
     fresh_tokens: what stands for pi_{v+1} at ages 0 and 1. `proximal` is pi_old at both, which at age 1 is pi_{v+1}.
@@ -304,8 +307,8 @@ class SegmentWiseConfig:
         rule of AReaL's branch.
     clip_against: the policy that PPO's ratio and clip compare pi_theta with: `next` is pi_{v+1}, so that weight and
         ratio multiply to pi_theta / pi_v; `proximal` is pi_old, the rule of AReaL's branch.
-    too_old: of a token without the stored log-prob that it needs: `raise`, naming the sample, or `drop` it from the
-        loss mask.
+    too_old: what to do with a token that lacks the stored log-prob it needs: `raise`, naming the sample, or
+        `drop` it from the loss mask.
     """
 
     enabled: bool = True
@@ -344,37 +347,40 @@ class RoutingConfig:
     """The watch over the routers of a mixture of experts.
 
     experts: whose routes the trainer uses where the host replays: the `engine`'s, or the `trainer`'s own.
-        With these the recorded routes are only compared.
-    on_fault: what a replay that did not happen does: `warn`, or `raise` at the next optimizer step.
+        With `trainer` the recorded routes are only compared.
+    on_fault: what follows where a replay did not happen: `warn`, or `raise` at the next optimizer step.
     """
 
     experts: Literal["engine", "trainer"] = "engine"
     on_fault: Literal["warn", "raise"] = "warn"
 
 
-WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # of SegmentWiseConfig, what `weight` can say too
+WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` has too
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
     """The whole config. `weight: null` multiplies by 1; a token is kept if every rule of `reject` that drops keeps it.
 
-    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. It is a
-        weight of tokens by itself, and `weight` reads so; a `weight` of tokens beside it bounds and normalizes instead.
-        null leaves it to the host: on where it knows versions and there is a weight of tokens, else off.
+    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token.
+        Alone it sets `weight` to a weight of tokens with its bounds; a `weight` of tokens beside it bounds
+        and normalizes instead. null leaves it to the host: on where the host knows versions and tokens have a
+        weight, else off.
     opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
-        the `kept` ones. The TIS hook is handed the policy term, and changes that one; the loss hook KL and entropy too.
-    aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` ones, or those that
-        mask bound and rules over smaller units (tokens; for a sequence segments too) have `kept` (SkyRL). A rule may
-        say so for itself.
-    on_all_rejected: of a micro-batch whose every sequence is rejected: `skip` trains on nothing, `keep` rejects
-        nothing, `raise` stops the job at the next optimizer step and skips until then. Each is logged.
+        the `kept` ones. The TIS hook changes the policy term alone; the loss hook changes KL and entropy too.
+    aggregate: which tokens add up to the ratio or statistic of a sequence or segment: all `valid` tokens, or
+        (SkyRL) the tokens `kept` by mask bound and rules over smaller units: tokens, for a sequence also
+        segments. A rule's own `aggregate` wins.
+    on_all_rejected: what to do with a micro-batch in which every sequence is rejected: `skip` trains on
+        nothing, `keep` rejects nothing, `raise` stops the job at the next optimizer step and skips until
+        then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
     routing: how to watch the routers of a mixture of experts; null watches where a hook of the watch is given.
-    resplit_every: how many rollouts lie between two in which the trainer computes its log-probs a second time, from
-        micro-batches that are cut otherwise, and logs what differs; null is never. The rollout-data hooks do it.
+    resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
+        micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
+        do it.
     """
 
     weight: WeightConfig | None = None
@@ -500,7 +506,7 @@ class CorrectionConfig:
         return self.weight is not None and self.weight.level == "token" and not self.bypass
 
     def where_versions_are_known(self) -> CorrectionConfig:
-        """The config in force on a host that knows which version wrote each token: segment-wise unless it says not."""
+        """The config on a host that knows each token's version: segment-wise unless set otherwise."""
         if self.segment_wise is not None or not self.weighs_behavior:
             return self
         return replace(self, segment_wise=SegmentWiseConfig())
@@ -522,7 +528,7 @@ class CorrectionConfig:
         return any(rule.record.reads_routes for rule in self.reject)
 
     def drops_below(self, unit: Unit) -> bool:
-        """Whether less than such a unit can be dropped, by rules or by the bound of the weight."""
+        """Whether rules or the weight's bound can drop parts of a unit: tokens, or segments of a sequence."""
         masks = self.weight if self.weight and self.weight.record.drops_token else None
         by_token = any(rule.over == "token" and rule.drops for rule in self.reject)
         tokens = by_token or (masks and masks.level == "token")
@@ -541,7 +547,7 @@ class CorrectionConfig:
 
     @property
     def looks_at_kept(self) -> bool:
-        """Whether a weight or rule of sequences or segments misses the tokens that are dropped before."""
+        """Whether a weight or rule over sequences or segments adds up kept tokens alone."""
         weighs = self.weight is not None and self.weight.level != "token" and self.aggregate == "kept"
         return weighs or any(rule.over != "token" and self.population(rule) == "kept" for rule in self.reject)
 
@@ -557,7 +563,7 @@ class CorrectionConfig:
 
     @property
     def can_end_empty(self) -> bool:
-        """Whether nothing of a micro-batch may be left with a weight, OPSM aside."""
+        """Whether a micro-batch may end without any token that has a weight, OPSM aside."""
         return self.rejects or (self.weight is not None and self.weight.record.zeroes)
 
     @property

@@ -1,8 +1,9 @@
 """Reading a config: a dict, a file's keys or a host's Namespace, in either of two spellings.
 
-The nested key `mis:` is strict: an unknown key, a wrong type, a bound that cannot hold or a setting without effect
-is a `ConfigError` that quotes the user's key. Miles's flat keys (`tis_level`, `rs_veto_threshold`, ...) mean what
-its `mis.yaml` says, and are refused only where they cannot work; so do AReaL's (`behav_imp_weight_cap`, ...).
+The nested key `mis:` is strict: an unknown key, a wrong type, a bound that cannot hold or a setting without
+effect is a `ConfigError` that quotes the user's key. Flat keys mean what they mean in Miles's `mis.yaml`
+(`tis_level`, `rs_veto_threshold`, ...) or in AReaL (`behav_imp_weight_cap`, ...), and are refused only where
+they cannot work.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ RULE_KEYS = (
 )  # of the rule that `use_rs` or `use_mask` switches on
 OUR_SWITCHES = tuple(sorted(key for key in READ_KEYS if key.startswith("use_")))
 HOSTS_SWITCHES = frozenset({"use_te"})  # arguments of the hosts within two edits of one of ours
-EDITS = 2  # up to which a switch is taken for a misspelled one of ours
+EDITS = 2  # a switch within this edit distance of one of ours counts as misspelled
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
 
 def from_mapping(mapping: Any) -> CorrectionConfig:
-    """The nested spelling: what stands under `mis:`.
+    """Read the nested spelling: the mapping under `mis:`.
 
     >>> from_mapping({"weight": {"upper": 3}, "reject": [{"over": "min", "lower": "1e-4"}]}).weight.upper
     3.0
@@ -83,7 +84,7 @@ def from_mapping(mapping: Any) -> CorrectionConfig:
 
 
 def _check_said(mapping: Mapping[str, Any]) -> None:
-    """Check keys while they are still known to be missing, before defaults take their place."""
+    """Check which keys the user gave, before defaults take the place of missing ones."""
     weight, segment_wise = mapping.get("weight"), mapping.get("segment_wise")
     if "reject" in mapping and "weight" not in mapping and segment_wise is None:
         raise ConfigError(
@@ -106,10 +107,11 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
 
 
 def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
-    """Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog. A veto needs no `use_rs` here.
+    """Read Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog.
 
-    Both switches leave what lies outside the bounds without a gradient; `use_mask` counts it in the denominator on
-    every host. A lower bound of 0 or below is none, and an unset one 1 / upper, as in Miles.
+    A veto needs no `use_rs` here. `use_rs` and `use_mask` both leave tokens outside the bounds without a
+    gradient; `use_mask` counts them in the denominator on every host. As in Miles, a lower bound of 0 or
+    below means none, and an unset one 1 / upper.
     """
     flat = {key: keys.get(key) for key in FLAT_KEYS}
     number = lambda key: _convert(float | None, flat[key], key)  # noqa: E731
@@ -172,11 +174,12 @@ def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
 
 
 def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
-    """AReaL's flat keys: standard or segment-wise decoupled PPO, beyond whose bounds a token keeps the weight 0.
+    """Read AReaL's flat keys: standard or segment-wise decoupled PPO; a token outside the bounds weighs 0.
 
-    As there, no cap is no bound, and no floor is 0. `enable_segment_wise_ppo: true` takes AReaL's rules for fresh
-    tokens, `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the key the host decides, as
-    without `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu itself, and has no weight.
+    As in AReaL, no cap means no bound, and no floor means 0. `enable_segment_wise_ppo: true` takes AReaL's
+    rules for fresh tokens, `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the
+    key the host decides, as without `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu
+    itself, and has no weight.
     """
     cap = _convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
     floor = _convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
@@ -298,7 +301,7 @@ def from_args(args: Any) -> CorrectionConfig:
     said = {name: value for name, value in vars(args).items() if is_ours(name)}
     for name in filter(_resembles_a_switch, said.keys() - READ_KEYS):
         if not said[name] or _in_no_file(args, name):
-            del said[name]  # an argument of a host that is newer than our list of them
+            del said[name]  # the host's own argument, which `HOSTS_SWITCHES` does not list yet
     said |= areal_keys(vars(args))
     key = repr(said)
     if key not in _READ_BEFORE:
@@ -324,7 +327,7 @@ def _lacks(file: str, name: str) -> bool:
         return False
 
 
-# By all that was said: a host asks for each micro-batch.
+# Configs by the repr of the keys that they were read from: a host asks for each micro-batch.
 _READ_BEFORE: dict[str, CorrectionConfig] = {}
 
 
@@ -354,7 +357,7 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
 
 
 def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
-    """What the user calls the parts of `config`, and flat keys that are not read, which would change a loss."""
+    """The user's names of what would change a loss: parts of `config`, and flat switches that are unread."""
     names = spelling(args)
     nested = "mis.segment_wise" if config.weighs_by_segment_wise else "mis.weight"
     weighs = [names.get("weight", nested)] if config.weight else []
@@ -367,12 +370,12 @@ def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
 
 
 def says_denominator(args: Any) -> bool:
-    """Whether the config can: with Miles's flat keys but `use_mask` it is what the host's own `mis.py` gets there."""
+    """Whether the config decides the denominator: flat keys without `use_mask` leave it to the host."""
     return bool(getattr(args, "use_mask", None)) or all(getattr(args, key, None) is None for key in FLAT_KEYS)
 
 
 def idle_rule(keys: Mapping[str, Any]) -> str | None:
-    """What to say of the keys of a flat rule that nothing switches on; None where they act, or are not given."""
+    """A warning about keys of a flat rule that nothing switches on; None where they act, or are not given."""
     idle = [key for key in RULE_KEYS if keys.get(key) is not None]
     if not idle or keys.get("use_rs") or keys.get("use_mask"):
         return None
@@ -380,7 +383,7 @@ def idle_rule(keys: Mapping[str, Any]) -> str | None:
 
 
 def spelling(args: Any) -> dict[str, str]:
-    """What the user of flat keys calls the fields of the config: for `MisError.spelled`."""
+    """The user's flat keys by the fields that they set, for `MisError.spelled`; empty without flat keys."""
     said = areal_keys(vars(args))
     areal = [key for key in AREAL_KEYS if key in said]
     if areal:
@@ -465,7 +468,7 @@ def _parse(cls: type, value: Any, path: str) -> Any:
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as the annotation `kind`, or an error that quotes `path`."""
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):  # the second of a Literal and None
+    if origin in (types.UnionType, typing.Union):  # typing.Union is the origin of `Literal[...] | None`
         if value is None and type(None) in choices:
             return None
         return _convert(choices[0], value, path)
@@ -505,7 +508,9 @@ def _whole(value: Any, path: str) -> int:
 
 
 def number(value: Any, path: str) -> float:
-    """YAML reads 1e-4 as text: a number all the same. Not so verl's pair 0.5_5, which Python reads as 0.55.
+    """Convert a number, or a text such as 1e-4 (text to YAML), to a float.
+
+    Text with an underscore is refused: Python would read verl's pair 0.5_5 as 0.55.
 
     Raises:
         ConfigError: it quotes `path`.

@@ -19,7 +19,7 @@ from mis_plugins.config.model import (
     WeightConfig,
 )
 
-# Written even where they are the default: without them a reader would have to know it.
+# Written even where they are the default: a reader need not know the default.
 SPELLED_OUT: dict[type, tuple[str, ...]] = {
     CorrectionConfig: ("metrics",),
     WeightConfig: ("level", "bound", "upper"),
@@ -42,7 +42,7 @@ def as_mapping(config: CorrectionConfig) -> dict[str, Any]:
     if config.segment_wise is None:
         return {"weight": None} | mapping if config.reject and config.weight is None else mapping
     if config.weighs_by_segment_wise:
-        del mapping["weight"]  # it says the same
+        del mapping["weight"]  # `segment_wise` implies it
         bounds = {name: getattr(config.segment_wise, name) for name in ("weight_cap", "mode")}
         mapping["segment_wise"] = {"enabled": config.segment_wise.enabled} | bounds | mapping["segment_wise"]
     return mapping

@@ -1,4 +1,4 @@
-"""Off-policy sequence masking: a sequence that went wrong and that the policy has left is not learned from.
+"""Off-policy sequence masking: no learning from negative advantages where the policy has left the sequence.
 
 DeepSeek-AI 2025, "DeepSeek-V3.2", arxiv.org/abs/2512.02556, section 3.1.
 """
@@ -21,12 +21,12 @@ from mis_plugins.shared.notices import warn_once
 
 @dataclass(frozen=True)
 class Departure:
-    """Numbers that OPSM compares, as means over the valid tokens of each sequence; infinite where one is not known.
+    """Numbers that OPSM compares: means over each sequence's valid tokens, infinite where unknown.
 
-    divergence: of log mu - log pi_theta, or of log pi_old - log pi_theta with `reference: proximal`.
-    mismatch: of log mu - log pi_old, which the engine makes.
-    staleness: of log pi_old - log pi_theta, which the updates on this rollout make.
-    advantage: of A_t.
+    divergence: mean of log mu - log pi_theta, or of log pi_old - log pi_theta with `reference: proximal`.
+    mismatch: mean of log mu - log pi_old, which the engine causes.
+    staleness: mean of log pi_old - log pi_theta, which the updates on this rollout cause.
+    advantage: mean of A_t.
     """
 
     divergence: Float[Tensor, " N"]
@@ -67,7 +67,7 @@ def on_policy(
     ragged: Ragged,
     config: OpsmConfig,
 ) -> Bool[Tensor, " T"]:
-    """What stays in the loss: not (A < 0 and mean_t(log mu - log pi_theta) > delta), and nothing outside loss_mask.
+    """Tokens that stay in the loss: valid, and not (A < 0 and mean_t(log mu - log pi_theta) > delta).
 
     One collective over context-parallel ranks. A divergence that a non-finite log-prob leaves unknown counts as above
     delta, as it satisfies no other rule either. (TRL takes such a token for one on which the policies agree.)
@@ -88,7 +88,8 @@ def sequence_means(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """mean_t(log mu - log pi_theta), infinite where it is not known, and mean_t A_t, of each sequence.
 
-    The first is a sum over policies: mean(log mu - log pi_old), once a rollout, plus mean(log pi_old - log pi_theta).
+    The divergence is a sum: mean(log mu - log pi_old), fixed for a rollout, plus mean(log pi_old - log
+    pi_theta).
     """
     mask = ragged.loss_mask
     log_r, usable, _ = log_ratio(reference, target, mask)
@@ -100,7 +101,7 @@ def sequence_means(
 def _mean(
     total: Float[Tensor, " N"], known: Float[Tensor, " N"], valid: Float[Tensor, " N"]
 ) -> Float[Tensor, " N"]:
-    """Mean over the valid tokens of each sequence, infinite where one of them is not known."""
+    """Mean over the valid tokens of each sequence, infinite where a valid token is not known."""
     return torch.where(known == valid, total / valid.clamp(min=1), torch.inf)
 
 

@@ -33,12 +33,12 @@ class Verdict:
     """What each token, segment and sequence weighs, before normalization, and whether it stays.
 
     totals: per-sequence sums and extremes, see `correction/sequence_totals.py`.
-    by_population: totals that weights and rules of sequences read: of all valid tokens, and where some ask, of the
-        kept.
-    sequence_weight: bounded, at sequence and geometric level; None at the others.
-    keep_sequences: what the rules over sequences leave; None where there is none.
-    all_rejected: there are valid tokens and no sequence keeps one with a weight; None where that cannot be.
-    segments: None where the config knows none.
+    by_population: totals that weights and rules of sequences read: over all valid tokens and, where a setting
+        asks, over the kept tokens.
+    sequence_weight: bounded, at sequence and geometric level; None at the other levels.
+    keep_sequences: sequences that mask bound and rules over sequences keep; None where neither can drop one.
+    all_rejected: whether there are valid tokens and no kept one has a weight; None where that cannot happen.
+    segments: None where the config has neither weight nor rule of segments.
     """
 
     stage: TokenStage
@@ -51,7 +51,7 @@ class Verdict:
 
     @property
     def unit_totals(self) -> Totals:
-        """Totals that the weight reads, and rules that name no population of their own."""
+        """Totals over the population of `aggregate`: for the weight, and rules without an own `aggregate`."""
         return self.by_population[self.stage.config.aggregate]
 
     @property
@@ -93,12 +93,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Correction:
-    """The weights and masks of a micro-batch, with all that its metrics are made of.
+    """The weights and masks of a micro-batch, with everything that its metrics are computed from.
 
     weights: w_t, without gradient; 0 outside loss_mask and where the ratio is not known.
     mean_weight: what the weights were divided by; None without normalization.
     rescale: original over kept number of tokens of each sequence; None with the original denominator.
-    on_policy: what OPSM leaves, where the loss hook knows it; None elsewhere.
+    on_policy: tokens that OPSM keeps, under the loss hook; None elsewhere.
     after_opsm: kept tokens and weights after rules and OPSM; None without OPSM, or where `metrics` does not ask.
     departure: the numbers that OPSM compares, of each sequence; None where `after_opsm` is None.
     nonfinite_advantages: valid tokens whose advantage is NaN or infinite; None where no loss hook knows advantages.
@@ -142,7 +142,7 @@ class Correction:
 
     @cached_property
     def usable_count(self) -> Float[Tensor, " N"]:
-        """How many tokens a metric's mean is taken over; 1 where there are none."""
+        """Number of usable tokens of each sequence, at least 1: what divides a metric's mean."""
         return self.totals["usable"].clamp(min=1)
 
     @cached_property
@@ -171,7 +171,7 @@ class Correction:
 
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:
-        """What rules over tokens and segments (or a mask bound of theirs) leave; None where there is none."""
+        """Tokens that mask bound and rules below sequences keep; None where these can drop nothing."""
         return self.stage.keep
 
     @property
@@ -191,7 +191,7 @@ class Correction:
 
     @cached_property
     def keep(self) -> Bool[Tensor, " T"]:
-        """loss_mask and every rule, OPSM included where it is known."""
+        """Kept tokens: in loss_mask, and kept by every rule and by OPSM where it is known."""
         keep = self.ragged.loss_mask if self.keep_tokens is None else self.keep_tokens
         keep = keep if self.on_policy is None else keep & self.on_policy
         return keep if self.keep_sequences is None else keep & self.ragged.to_tokens(self.keep_sequences)
@@ -210,18 +210,19 @@ def correct(
     """Importance weights and rejection masks of one micro-batch.
 
         log r_t = log pi_old(y_t) - log mu(y_t)
-        w       = bound(exp(aggregate(log r))) d / mean weight, where d is what rules down-weigh by
+        w       = bound(exp(aggregate(log r))) d / mean weight, with d the factor of rules that down-weigh
         keep    = loss_mask and every rule
 
-    At most one collective over context-parallel ranks, one more each for segments and for `aggregate: kept`, and one
-    over data-parallel ones where the normalization says `data_parallel`; no wait for the device.
+    At most one collective over context-parallel ranks, one more where sequences read kept tokens, one for
+    each population that segments read, and one over data-parallel ranks with `scope: data_parallel`. Nothing
+    waits for the device.
 
     Args:
         proximal: log-probs of the trainer before the update (pi_old), any float dtype.
         behavior: log-probs that the rollout engine sampled with (mu).
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
-        numerator: log-probs of pi_{v+1}, with segment-wise weights: they alone compare it with mu. Rules and metrics
-            of the mismatch look at `proximal`.
+        numerator: log-probs of pi_{v+1}, which segment-wise weights compare with mu; None without them. Rules
+            and metrics of the mismatch read `proximal`.
         routes: number of layers that routed each token otherwise than the engine, for rules with `statistic: route`.
 
     Raises:
@@ -261,12 +262,12 @@ def mean_weight_of(
 
 
 def kept_below(totals: Totals) -> Float[Tensor, " N"]:
-    """How many tokens of each sequence the rules over tokens and segments leave; without such, all usable ones."""
+    """Number of tokens of each sequence that rules below sequences keep; all usable ones without such."""
     return totals["kept"] if "kept" in totals else totals["usable"]
 
 
 def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """What turns a mean over the valid tokens of each sequence into one over the kept: n_valid / n_kept, 0 of none."""
+    """n_valid / n_kept, by which a mean over valid tokens becomes one over kept; 0 where no token is kept."""
     return torch.where(kept > 0, valid / kept, 0)
 
 
@@ -274,7 +275,7 @@ def _rescale(verdict: Verdict) -> Float[Tensor, " N"]:
     scale = denominator_scale(verdict.totals["valid"], verdict.kept_valid)
     if verdict.stage.config.on_all_rejected != "keep" or verdict.all_rejected is None:
         return scale
-    return torch.where(verdict.all_rejected, 1, scale)  # all is given back: what has no weight counts as well
+    return torch.where(verdict.all_rejected, 1, scale)  # nothing is rejected then
 
 
 def _verdict(
@@ -317,7 +318,8 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
     kept = totals["kept_weight"] if "kept_weight" in totals else kept_below(totals)
     if verdict.sequence_weight is not None:
         kept = kept * verdict.sequence_weight
-    # Above 0 a weight is at least e^-20 times what rules down-weigh by, and a number of tokens at least 1.
+    # A positive weight is at least e^-20 times a down-weigh factor, a positive count at least 1: both exceed
+    # `tiny`. Without valid tokens `least` is 0, and nothing is below it.
     least = totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
     return verdict.of_kept_sequences(kept).amax() < least
 
@@ -342,7 +344,7 @@ def nothing_rejected(verdict: Verdict) -> Verdict:
 
 
 def _token_weights(verdict: Verdict, ragged: Ragged) -> Float[Tensor, " T"]:
-    """Weight of each token before normalization: its own times its sequence's; 1 where a usable one has none."""
+    """Weights of tokens before normalization: own times sequence's; 1 where a usable token has neither."""
     own = verdict.stage.weight
     if verdict.sequence_weight is None:
         return verdict.stage.usable.float() if own is None else own
@@ -404,4 +406,4 @@ POPULATION: dict[Level, Callable[[Verdict, WeightConfig, bool], tuple[Tensor, Te
     "sequence": _sequence_population,
     "geometric": _sequence_population,
 }
-"""Called with whether only kept units are averaged: a sum of weights and their number, by unit."""
+"""By level, the function that gives the sum and the number of weights by unit, of all or of kept units."""

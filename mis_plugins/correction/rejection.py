@@ -26,7 +26,7 @@ from mis_plugins.correction.ratios import exp_clamped, log_bound
 
 
 class Totals(dict[str, Tensor]):
-    """What each unit adds up to, by the names of `correction/sequence_totals.py`, and numbers made of these totals."""
+    """Totals of each unit, by the names of `correction/sequence_totals.py`, and numbers derived from them."""
 
     @cached_property
     def size(self) -> Float[Tensor, " N"]:
@@ -145,7 +145,7 @@ def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
 def kept_units(
     by_population: Mapping[Population, Totals], config: CorrectionConfig, unit: Unit
 ) -> Bool[Tensor, " N"] | None:
-    """Units of one kind that mask bound and rules keep, each judged by its own population of tokens.
+    """Units of one kind that mask bound and rules keep; each rule reads its own population of tokens.
 
     The answer is None where neither a rule nor a bound can drop a unit of this kind.
     """

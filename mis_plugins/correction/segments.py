@@ -29,14 +29,14 @@ from mis_plugins.packing.ragged import Ragged, Segments
 
 @dataclass(frozen=True)
 class SegmentStage:
-    """What is known of S segments.
+    """Totals, weight and verdict of S segments.
 
-    by_population: what each adds up to, see `correction/sequence_totals.py`: of all valid tokens, or of the kept, as
-        weights and rules ask.
-    totals: totals that the weights read, and rules that name no population of their own.
-    keep: what passes mask bound and rules over segments and has a token that passes those over tokens; None where
-        nothing can be dropped.
-    weight: bounded; 0 where the segment is not known. None where the weights are not those of segments.
+    by_population: totals of each segment (see `correction/sequence_totals.py`), over all valid tokens or over
+        the kept tokens, as weights and rules ask.
+    totals: totals over the population that the weight reads.
+    keep: segments that mask bound and rules over segments keep, with a token that rules over tokens keep;
+        None where nothing can be dropped.
+    weight: bounded; 0 where the segment is not known. None where the weight is not of segments.
     """
 
     segments: Segments
@@ -53,9 +53,9 @@ def needs_segments(config: CorrectionConfig) -> bool:
 def segment_stage(
     stage: TokenStage, ragged: Ragged, config: CorrectionConfig
 ) -> tuple[TokenStage, SegmentStage]:
-    """The stage of the tokens with weights and rules of segments in it.
+    """Add weights and rules of segments to the stage of the tokens.
 
-    One collective over context-parallel ranks, and another where some look at valid tokens and some at kept ones.
+    One collective over context-parallel ranks for each population that is read: valid tokens, kept tokens.
     """
     segments = ragged.segments
     by_population = _by_population(stage, segments.ragged, config)

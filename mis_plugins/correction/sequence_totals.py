@@ -1,4 +1,4 @@
-"""What is added up over each sequence: everything of a micro-batch that crosses context-parallel ranks, in one go."""
+"""Totals over each sequence or segment, all of them in one collective over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MINIMA = ("passing", "weight", "passing_weight")
 MAXIMA = ("ratio", *MINIMA)
 COUNTS = ("nonfinite_train", "nonfinite_rollout")
 
-# What each total of what is kept reads where nothing is rejected.
+# For each total over kept tokens, the total that takes its place where nothing is rejected.
 UNREJECTED = {"kept_weight": "weight", "kept_weight_squared": "weight_squared", "kept": "usable"}
 
 
@@ -78,7 +78,7 @@ def tables() -> tuple[dict[str, str], ...]:
 
 @cache
 def needed(config: CorrectionConfig) -> frozenset[str]:
-    """Names of the tables above: none for token level without mean, rejection and metrics."""
+    """Names of the totals that a config reads: none at token level without mean, rejection and metrics."""
     names = _needed_for_mean(config) | _needed_for_metrics(config)
     rules = unit_rules(config, "sequence")
     if rules or (config.weight and config.weight.by_sequence):
@@ -93,7 +93,7 @@ def needed(config: CorrectionConfig) -> frozenset[str]:
 
 
 def needed_for_units(rules: Iterable[RejectRule]) -> set[str]:
-    """What the ratio of a unit and these rules over it read."""
+    """Names of the totals that the ratio of a unit and these rules over it read."""
     return {"valid", "usable", "log_ratio"} | {total_of(rule) for rule in rules}
 
 
@@ -111,14 +111,16 @@ def monotone(config: CorrectionConfig) -> bool:
 
 
 def zero_weights(config: CorrectionConfig) -> bool:
-    """Whether a sequence of usable tokens alone may have one that weighs 0: its bound says so, or its segment is not
-    known, of which smaller units left nothing."""
+    """Whether a token may weigh 0 in a sequence whose tokens are all usable.
+
+    The bound may give no weight, or rules over tokens may leave nothing of the token's segment.
+    """
     weight = config.weight
     return weight is not None and (not weight.record.weighs_outside or config.aggregate == "kept")
 
 
 def _kept_row(config: CorrectionConfig) -> str:
-    """What tells whether anything of a sequence is kept, sequence rules aside."""
+    """Name of the total that is 0 where no token of a sequence is kept, rules over sequences aside."""
     if weighs_tokens(config):
         return "kept_weight"
     return "kept" if config.drops_below("sequence") else "usable"
@@ -152,7 +154,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
 
 
 def _needed_for_step(config: CorrectionConfig) -> set[str]:
-    """For the rows of `metrics/rows.py`."""
+    """Names of the totals that the rows of `metrics/rows.py` read."""
     names = {"weighed"}
     if config.drops_below("sequence"):
         names |= {"kept"}
@@ -163,7 +165,7 @@ def _needed_for_step(config: CorrectionConfig) -> set[str]:
 
 
 def _needed_for_weights(config: CorrectionConfig) -> set[str]:
-    """For the mean and the extremes of the weights of each sequence."""
+    """Names of the totals behind the mean and the extremes of the weights of each sequence."""
     if not weighs_tokens(config):
         return set()
     if not monotone(config):

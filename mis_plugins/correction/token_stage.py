@@ -22,17 +22,18 @@ class TokenStage:
     """What is known of each local token before its sequence is known.
 
     log_ratio: log pi_old - log mu; 0 where the token is not usable.
-    usable: tokens in loss_mask of which both log-probs are finite.
+    usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1}
+        too.
     usable_bits: `usable` as `bits` makes it.
     ratio: exp(log_ratio), clamped; 0 where the token is not usable.
-    unit_log_ratio: log ratio of what weighs the token: its own, 0 where it is not usable, or its segment's, NaN where
-        that is not known and any at a masked token; None at the other levels. With segment-wise weights log pi_{v+1} -
-        log mu, and a token of which that is not known is not usable either.
+    unit_log_ratio: log ratio that the weight bounds. At token level it is the token's own (with segment-wise
+        weights log pi_{v+1} - log mu), 0 where the token is not usable. At segment level it is the segment's,
+        NaN where the segment is not known, any value at a masked token. None at the other levels.
     bounded: the weight after its bound, of the token or of its segment; None at the other levels.
-    passing: the weight is known, and within a bound that gives no weight outside.
-    keep: what mask bound and rules over tokens and segments leave; None where they can drop nothing.
+    passing: usable, and inside the weight's bound where that bound gives no weight outside.
+    keep: tokens that mask bound and rules over tokens and segments keep; None where these can drop nothing.
     routes: number of layers that route the token otherwise than the engine; None where nothing watched.
-    down_weight: what rules multiply the weight by, 1 within their bounds; None where no rule does.
+    down_weight: the factor of rules that down-weigh, 1 within their bounds; None where no rule does.
     """
 
     config: CorrectionConfig
@@ -51,9 +52,9 @@ class TokenStage:
 
     @cached_property
     def weight(self) -> Float[Tensor, " T"] | None:
-        """The bounded weight times what rules multiply it by, 0 where the token is not usable.
+        """The bounded weight times the factor of rules that down-weigh, 0 where the token is not usable.
 
-        Where a sequence or nothing has a weight, it is the rules' factor alone; None where there is neither.
+        Without a weight of tokens or segments it is the rules' factor alone; None where there is neither.
         """
         if self.down_weight is None:
             return self.bounded
@@ -165,14 +166,14 @@ ROWS: dict[str, Callable[[TokenStage], Shaped[Tensor, " T"]]] = {
     "passing_weight": lambda stage: torch.where(stage.passing, _weight(stage), 0),
     "kept": _keep,
     "kept_weight": lambda stage: stage.kept_weight,
-    # In float32, where a ratio is made of it.
+    # In float32, as ratios are computed: a finite float64 may overflow there.
     "nonfinite_train": lambda stage: stage.loss_mask & nonfinite(stage.log_probs.proximal.float()),
     "nonfinite_rollout": lambda stage: stage.loss_mask & nonfinite(stage.log_probs.behavior.float()),
 }
 """Rows that are added up or counted, by the name of their total: 0 at each token that shall not enter."""
 
 EXTREMES: dict[str, Callable[[TokenStage, float], Float[Tensor, " T"]]] = {
-    "ratio": lambda stage, otherwise: stage.ratio,  # 0 elsewhere, which is no largest ratio but of nothing
+    "ratio": lambda stage, otherwise: stage.ratio,  # 0 at unusable tokens; a usable ratio is above 0
     "passing": lambda stage, otherwise: torch.where(stage.passing, stage.log_ratio, otherwise),
     "weight": lambda stage, otherwise: torch.where(stage.usable, _weight(stage), otherwise),
     "passing_weight": lambda stage, otherwise: torch.where(stage.passing, _weight(stage), otherwise),

@@ -18,9 +18,9 @@ def applied_bound(ratio: Tensor, config: WeightConfig) -> Tensor:
 def bounded_weight(
     ratio: Tensor, usable: Bool[Tensor, " *"], passing: Bool[Tensor, " *"], config: WeightConfig
 ) -> Tensor:
-    """w = bound(r); 0 where the ratio is not known, and reads 0.
+    """w = bound(r), and 0 where the ratio is not known; an unknown ratio must read 0.
 
-    passing: `usable`, and within a bound that gives no weight outside.
+    passing: `usable`, and inside the bound where it gives no weight outside.
     """
     weight = applied_bound(ratio, config)
     if config.record.zeroes:

@@ -1,7 +1,7 @@
 """A config as formulas, one line a decision, in the letters of its documentation.
 
 r_t      importance ratio of a token: pi_old(y_t) / mu(y_t), or pi_theta(y_t) / mu(y_t) in bypass
-q_t      segment-wise: of a token that version v wrote, pi_{v+1}(y_t) / mu(y_t); what only the weight looks at
+q_t      segment-wise, for a token that version v wrote: pi_{v+1}(y_t) / mu(y_t); no rule reads it
 prod r   over the valid tokens of a sequence (or of a segment), n of them
 w_t      importance weight
 n_t      number of layers of a mixture of experts that route the token to other experts than the engine
@@ -29,7 +29,7 @@ RATIO: dict[Level, str] = {
     "sequence": "prod r",
     "geometric": "(prod r)^(1/n)",
 }
-MULTIPLIED = {"sum": "prod{} {}", "mean": "(prod{} {})^(1/n)"}  # what ratios do where other statistics add
+MULTIPLIED = {"sum": "prod{} {}", "mean": "(prod{} {})^(1/n)"}  # ratios; other statistics add up
 AMONG: dict[Population | None, str] = {
     None: "",
     "valid": " (over all valid tokens)",
@@ -50,7 +50,7 @@ DIVERGENCE: dict[str, str] = {
 
 
 def formula(config: CorrectionConfig) -> list[str]:
-    """Every line of it."""
+    """Formulas of a config, one line a decision."""
     trainer = trainer_policy(config)
     lines = [f"r_t    = {trainer}(y_t) / mu(y_t)"]
     if config.aggregate == "kept":
@@ -85,7 +85,7 @@ OLDER = {
 
 
 def _segment_wise(segment_wise: SegmentWiseConfig) -> list[str]:
-    """pi_{v+1} / mu by the age of the token: how many versions the trainer is ahead of the one that wrote it."""
+    """pi_{v+1} / mu by the token's age: trainer version minus token version."""
     first, *others = [*FRESH[segment_wise.fresh_tokens], f"{OLDER[segment_wise.method]}, from age 2"]
     return [f"q_t    = {first}", *(f"       = {other}" for other in others)]
 

@@ -1,4 +1,4 @@
-"""What a config keeps of the rollouts of a real model, rung by rung: the engine of each rounds more coarsely.
+"""What a config keeps of the rollouts of a real model at each rung, a precision of the rollout engine.
 
 `benchmarks/mismatch.py` measures the rungs and writes `rungs.json`, which a wheel carries. Nothing here needs torch.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Over
 
 FILE = Path(__file__).parent / "rungs.json"
-FEW = 0.5  # of the sequences; a window that keeps less is warned of
+FEW = 0.5  # share of the sequences; a window that keeps less gets a warning
 Values = Mapping[str, Mapping[str, list[float]]]
 
 
@@ -37,7 +37,8 @@ class Responses:
     Attributes:
         count: how many of them the presets were applied to.
         presets: by name; None where a preset reads advantages or routes, which rollouts alone do not have.
-        values: what a rule over sequences compares, of each response: by statistic, and by mean, min or max.
+        values: by statistic, then by mean, min or max: the value of each response that a rule over sequences
+            compares.
     """
 
     length: int
@@ -59,9 +60,10 @@ class Rung:
     Attributes:
         name: what `benchmarks/mismatch.py --rungs` calls it.
         words: the rung for a reader.
-        step: whether its weights tell it from other rungs; bf16 with another LM head or by another engine is no step.
+        step: whether the rung differs from the others in its weights; bf16 with another LM head or engine
+            does not.
         k3, p99: the mean k3 of a token, and the percentile 99 of |log r|.
-        by_length: what there is of responses, by their length.
+        by_length: the responses of each length.
     """
 
     name: str
@@ -109,7 +111,7 @@ class Window:
 
     Attributes:
         key: the key of the config.
-        limits: bounds on what is really compared, of ratios the logarithm.
+        limits: bounds on the value that is compared: for ratios their logarithm.
     """
 
     key: str
@@ -144,7 +146,7 @@ def windows(config: CorrectionConfig) -> Iterator[Window]:
 
 
 def warnings(config: CorrectionConfig) -> Iterator[str]:
-    """Windows that keep few of the longest sequences that were measured, and at which rungs."""
+    """Warnings about windows that keep few of the longest measured sequences, and at which rungs."""
     measured = record()
     length = measured.lengths[-1]
     least = min(rung.by_length[length].count for rung in measured.steps)

@@ -1,9 +1,10 @@
 """A config at work on six tokens, by the code that the hooks run.
 
-Sequence A: two turns of the model around one token of a tool, which the loss mask leaves out; the trainer finds its
-tokens 0.4, 1.25 and 8 times as likely as the rollout engine did. Sequence B: the engines agree to a thousandth. With
-segment-wise weights the turns of A were written four and two versions ago, and sequence B by the last and this one.
-Three layers of a mixture of experts route the last token of A otherwise than the engine, and one the last of B.
+Sequence A: two turns of the model around one token of a tool, which the loss mask leaves out; the trainer
+finds its tokens 0.4, 1.25 and 8 times as likely as the rollout engine did. Sequence B: the engines agree to a
+thousandth. With segment-wise weights the turns of A have ages 4 and 2, and the tokens of B ages 1 and 0.
+Three layers of a mixture of experts route the last token of A otherwise than the engine, and one layer the
+last token of B.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Example:
-    """What came of it.
+    """The six tokens after correction.
 
-    keep: loss_mask, every rule and OPSM.
-    loss: of each token under the loss hook; None under the TIS hook, which leaves that to the host.
+    keep: tokens in loss_mask that every rule and OPSM keep.
+    loss: of each token under the loss hook; None under the TIS hook, which leaves the loss to the host.
     """
 
     inputs: LossInputs
@@ -87,7 +88,7 @@ def work(config: CorrectionConfig) -> Example:
 
 
 def table(config: CorrectionConfig) -> str:
-    """Token by token, then sequence by sequence."""
+    """The corrected example as text: a table of tokens, then a table of sequences."""
     example = work(config)
     text = _aligned(list(_token_rows(example))) + "\n\n" + _aligned(list(_sequence_rows(example)))
     if example.correction.mean_weight is not None:

@@ -160,7 +160,7 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
 
 
 def warnings(config: CorrectionConfig) -> list[str]:
-    """What works as it says and may yet surprise."""
+    """Warnings about settings that work as documented and may still surprise."""
     return _nothing(config) + _bounds(config) + _products(config) + _one_step(config)
 
 
@@ -189,7 +189,7 @@ def _bounds(config: CorrectionConfig) -> list[str]:
 
 
 def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> list[str]:
-    """What to beware of in the bounds of a weight, whose `cap` and `bound` the user calls so."""
+    """Warnings about a weight's bounds; `cap` and `bound` are the user's names of the two keys."""
     if not weight.record.has_ceiling:
         return []
     told = []
@@ -256,7 +256,7 @@ def _weight(weight: WeightConfig | None, trainer: str) -> str:
 
 
 def _normalization(weight: WeightConfig | None) -> list[str]:
-    """What else decides the mean that weights are divided by, or that such a mean is recommended."""
+    """Say what else changes the mean that weights are divided by, or recommend to normalize."""
     if weight is None:
         return []
     if weight.normalize is None:

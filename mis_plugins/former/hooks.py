@@ -1,3 +1,3 @@
-"""An address that users wrote down: mis_plugins.versions.update_hooks holds what stood here."""
+"""Serve `mis_plugins.versions.update_hooks` at an address that scripts of users import."""
 
 from mis_plugins.versions.update_hooks import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""An address that users wrote down: mis_plugins.metrics.docs holds what stood here."""
+"""Serve `mis_plugins.metrics.docs` at an address that scripts of users import."""
 
 from __future__ import annotations
 

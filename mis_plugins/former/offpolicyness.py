@@ -1,3 +1,3 @@
-"""An address that users wrote down: mis_plugins.versions.staleness_bound holds what stood here."""
+"""Serve `mis_plugins.versions.staleness_bound` at an address that scripts of users import."""
 
 from mis_plugins.versions.staleness_bound import *  # noqa: F403

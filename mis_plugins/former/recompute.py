@@ -1,3 +1,3 @@
-"""An address that users wrote down: mis_plugins.versions.recompute holds what stood here."""
+"""Serve `mis_plugins.versions.recompute` at an address that scripts of users import."""
 
 from mis_plugins.versions.recompute import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""An address that users wrote down: mis_plugins.versions.segment_wise holds what stood here."""
+"""Serve `mis_plugins.versions.segment_wise` at an address that scripts of users import."""
 
 from mis_plugins.versions.segment_wise import *  # noqa: F403

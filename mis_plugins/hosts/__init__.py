@@ -1,1 +1,1 @@
-"""One adapter a host: what it hands us, as ranks and layout. No math here, and no host imported at module level."""
+"""Adapters that turn a host's inputs into ranks and layout. No math, and no host imported at module level."""

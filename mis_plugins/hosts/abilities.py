@@ -1,4 +1,4 @@
-"""What a host named on the command line can serve of a config; the hooks themselves find out when they are called."""
+"""Which settings of a config a host can serve, for a command line; hooks find out when they are called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mis_plugins.hosts.host import Host
 
 
 def check_served(config: CorrectionConfig, host: Host, names: Mapping[str, str]) -> None:
-    """Refuse what the hooks would refuse in the first step of a job.
+    """Refuse settings that the hooks would refuse in the first step of a job.
 
     Args:
         names: what the user calls the fields of the config, as `reading.spelling` says.
@@ -42,7 +42,7 @@ def check_served(config: CorrectionConfig, host: Host, names: Mapping[str, str])
 
 
 def check_routes(config: CorrectionConfig, host: Host, names: Mapping[str, str]) -> None:
-    """Refuse what reads the routes of the trainer's routers on a host where nothing can watch them.
+    """Refuse settings that read the routes of the trainer's routers on a host where nothing can watch them.
 
     Args:
         names: what the user calls the fields of the config, as `reading.spelling` says.
@@ -60,7 +60,7 @@ def check_routes(config: CorrectionConfig, host: Host, names: Mapping[str, str])
 
 
 def unserved(config: CorrectionConfig, host: Host) -> Iterator[str]:
-    """What runs on `host` and does less there than the config says, or only with more flags."""
+    """Warnings about settings that on `host` do less than the config says, or need more flags."""
     if config.segment_wise_on and not host.versions:
         yield f"mis.segment_wise on {host.title} needs {host.version_flags}"
     if not host.step_hook and config.metrics == "all":

@@ -48,11 +48,11 @@ def _lines(record: str) -> list[str]:
 
 
 def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
-    """Keys of a config file that a host does not know, or takes as something else than it computes with.
+    """Warnings about keys of a config file that a host does not know, or whose value has the wrong type.
 
     Args:
         keys: the top-level keys, with what YAML made of their values.
-        host: the only host that is asked; None is every host, the embedded one too.
+        host: the host whose arguments count; None is every host, the embedded one too.
     """
     hosts = tuple(recorded().values()) if host is None else (host,)
     blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
@@ -86,7 +86,7 @@ def _fits(value: Any, kind: Kind) -> bool:
 
 
 def _taken(value: Any, kind: Kind) -> str:
-    """What the host gets in place of what it computes with, and how to write that."""
+    """Say how the host takes a value of the wrong type, and how to write the right one."""
     if kind == "switch":
         return f"got {value!r}; the host expects true or false, and takes any text for true"
     if kind == "text":

@@ -1,4 +1,4 @@
-"""What a host divides a hook's metrics by: all rollouts of the step, or all tokens, of fully masked samples as well."""
+"""How a host averages a hook's metrics: over rollouts or tokens of a step, fully masked samples included."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROLLOUTS = ("global_batch_sizes", "num_rollouts")  # of each step: slime's key, 
 def average(args: Any, step: tuple[int, int] | None = None) -> Average | None:
     """How the host averages, or the counted share of the step that trains; None where neither is known.
 
-    A rollout may be several samples, whose number no hook is told. Such samples share one place in the average, so that
-    a masked one among them takes nothing away.
+    A rollout may be several samples, whose number no hook is told. The samples of a rollout share one place
+    in the average, so that a masked sample among them lowers nothing.
 
     Args:
         step: (rollout, step) that trains now, where the step hook said so.
@@ -59,10 +59,10 @@ class Counted:
 
 
 def count(args: Any, rollout_id: int, data: Mapping[str, Any], ranks: Ranks) -> Counted:
-    """Count what trains of each step: one small sum over data-parallel ranks a rollout, which nothing waits for.
+    """Share of each step's average that trains: one small sum over data-parallel ranks, without waiting.
 
-    A rollout counts once, however many samples, ranks and micro-batches hold its tokens. Where the host does not hand
-    how many rollouts a step has, each sample is one.
+    A rollout counts once, however many samples, ranks and micro-batches hold its tokens. Where the host does
+    not tell how many rollouts a step has, each sample counts as one.
     """
     masks = data["loss_masks"]
     step_of_sample, steps = _schedule(args, data)

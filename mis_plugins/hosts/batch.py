@@ -83,7 +83,8 @@ def host_layout(
     """Where `args.qkv_format` puts each response on this rank.
 
     Raises:
-        ConfigError, InputError: what every rank sees alike.
+        ConfigError: an unknown `qkv_format`; every rank raises alike.
+        InputError: lengths that are missing or do not fit; every rank raises alike.
     """
     qkv_format = getattr(args, "qkv_format", "thd")
     if qkv_format not in ("thd", "bshd"):

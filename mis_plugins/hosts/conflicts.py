@@ -1,6 +1,6 @@
-"""Settings of a host that together spoil a replay of the engine's routes, or a correction: a record each.
+"""Combinations of a host's settings that spoil a replay of the engine's routes, or a correction.
 
-A host's own arguments tell them before the job starts, and `config check --host` reads those that a file sets.
+The hook that watches routers checks the host's arguments; `config check --host` checks the keys of a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REPLAY = "use_rollout_routing_replay"
 class Setting:
     """What is set: the host's arguments by name, and the config beside them.
 
-    keys: an argument that is absent is not known; None and false are the host's word.
+    keys: an absent argument is unknown; None and false are values that the host has.
     """
 
     keys: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def reads_routes(self) -> bool:
-        """Whether the config asks for what only routes of the engine can tell."""
+        """Whether the config needs the engine's routes."""
         return self.config.reads_routes or self.config.routing is not None
 
 
@@ -45,7 +45,7 @@ class Conflict:
     holds: whether the settings conflict.
     text: what happens, and what to change; `{host}` stands for the host's title.
     refused: whether the numbers would be wrong; otherwise they are only worse, or the engine may stop.
-    serves: whether a host is safe from the conflict with its arguments by name.
+    serves: called with a host and its arguments by name; whether that host is safe from the conflict.
     """
 
     arguments: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Where `mis.denominator: kept` can be had: a host divides a sequence's loss by its original number of tokens."""
+"""Checks of `mis.denominator` against the flags of a host, which itself divides each sequence's loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REDUCER = "mis_plugins.mis.kept_token_mean"
 
 
 def warn_where_kept(args: Any) -> None:
-    """Say where a host may divide by the kept tokens itself, though the config says `original`."""
+    """Warn where a host may divide by the kept tokens itself, though the config says `original`."""
     if getattr(args, "custom_convert_samples_to_train_data_path", None) is not None:
         warn_once(
             "mis.denominator: original: Miles divides by the kept tokens all the same where its batch lacks "
@@ -29,7 +29,7 @@ def warn_of_other_terms(args: Any, config: CorrectionConfig, by_kept: bool) -> N
 
 
 def other_terms(args: Any, config: CorrectionConfig, by_kept: bool) -> str | None:
-    """Where the TIS hook, which is handed the policy term alone, leaves KL or entropy another denominator.
+    """A warning where KL or entropy keep another denominator than the policy term; None elsewhere.
 
     Args:
         by_kept: whether the host itself divides every term by the kept tokens, as Miles on FSDP does.
@@ -54,7 +54,7 @@ def other_terms(args: Any, config: CorrectionConfig, by_kept: bool) -> str | Non
 
 
 def _other_terms(args: Any) -> list[str]:
-    """The flags that add a term to the host's loss beside the policy's."""
+    """The flags that add a KL or entropy term to the host's loss."""
     entropy_coef = getattr(args, "entropy_coef", 0)
     flags = ["--use-kl-loss"] if getattr(args, "use_kl_loss", False) else []
     return flags + ([f"--entropy-coef {entropy_coef}"] if entropy_coef else [])

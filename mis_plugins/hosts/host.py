@@ -1,4 +1,4 @@
-"""What is known of one host, as a record: each file of `adapters/` makes one, and `registry.py` finds them there."""
+"""The record of a host: each file of `adapters/` makes one, and `registry.py` finds them there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Sign = Literal["modules", "arguments", "nothing"]  # what tells that a host runs
 class LogProbs:
     """The function with which a host's trainer scores tokens of the whole vocabulary.
 
-    module: which looks it up at each micro-batch.
+    module: the module that looks the function up at each micro-batch.
     name: the function's name there.
     beside_entropy: whether it returns a column of log-probs and the entropy; otherwise a log-prob for each token.
     """
@@ -46,21 +46,21 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Host:
-    """One host. What has a default is a host's own word only where it differs from Megatron under slime.
+    """One host, as the hooks and `config check --host` know it.
 
     Which host it is:
         name: what `config check --host` calls it.
         title: what sentences call it.
         package: which makes the reducer that it hands to a loss.
         runs: whether this process is one of this host's, as far as its arguments (perhaps None) and modules say.
-        told_by: what `runs` looks for. A host's own modules are sure; arguments give way to them, since another host
-            may have those too; a host that nothing tells is the one that is left.
+        told_by: what `runs` looks at, the surest first: `modules` of the host itself; `arguments`, which
+            another host may have too; `nothing`, for the host that is left where no other runs.
 
     A micro-batch and its loss:
         parallel: process groups, and (size, rank) of context parallelism.
         scores: log-probs of the sampled tokens with gradient, and the entropy where the host computes it.
-        recomputes: whether its batches carry the trainer's log-probs of before the update; where they do not, pi_theta
-            stands in for them, and "sometimes" leaves that to each batch.
+        recomputes: whether its batches carry the trainer's log-probs from before the update; "sometimes"
+            leaves that to each batch. Where they are missing, pi_theta stands in.
         own_loss: dotted path of its own policy loss.
         divides_by_kept: whether it divides a sequence's loss by the tokens that the mask of the TIS hook keeps.
         megatron: whether its trainer is Megatron-core.
@@ -73,25 +73,25 @@ class Host:
 
     A config before the job:
         records: files of `hosts/records/` that list its arguments; none where `config check --host` does not serve it.
-        eval_engines: whether it has SGLang's arguments twice, again for evaluation.
+        eval_engines: whether it repeats SGLang's arguments for evaluation, as `eval_sglang_*`.
         more_arguments: names of arguments beyond those of the records.
         config_files: arguments that name a file of its settings, beside --custom-config-path.
         tis_hook: dotted path for --custom-tis-function-path.
         rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_data.py`).
         versions: whether it says which version wrote each token.
-        version_flags: flags with which it does, where `versions` is false; "" where none do. `with_versions` and
-            `versioned` then serve their functions.
-        with_versions: its own conversion of (arguments, samples), with what the trainer reads of versions.
-        versioned: its trainer, as versions are carried there.
+        version_flags: flags with which it says so, where `versions` is false; "" where none do.
+            `with_versions` and `versioned` then serve their functions.
+        with_versions: turns (arguments, samples) into its train data, with the versions for the trainer.
+        versioned: makes the interface to its trainer through which versions are carried.
         step_hook: whether it calls a hook before each train step.
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
-        kept_set: whether, with arguments by name, it hands the trainer the tokens that top-p or top-k left of the
-            vocabulary, so that its log-probs are of what the engine sampled from.
+        kept_set: called with arguments by name: whether it hands the trainer the tokens that top-p or top-k
+            left of the vocabulary, so that the trainer scores over the set that the engine sampled from.
 
     Its log-prob pass:
-        rescore: the trainer's log-probs of the rollout batch from micro-batches that are cut otherwise, called within
-            the rollout-data hook on every rank; None where no hook reaches the pass. It gives None on a stage that
-            computes no log-probs, and where the batch cannot be cut otherwise.
+        rescore: scores the rollout batch again in micro-batches that are cut otherwise, called within the
+            rollout-data hook on every rank; None where no hook reaches the pass. It returns None on a
+            pipeline stage that computes no log-probs, and where the batch cannot be cut otherwise.
     """
 
     name: str
@@ -126,5 +126,5 @@ class Host:
 
 
 def sequences_of(batch: Batch) -> dict[str, Any]:
-    """What every host's own helper asks of a micro-batch to score its sequences."""
+    """Keys of a micro-batch that every host's own helper needs to score its sequences."""
     return {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}

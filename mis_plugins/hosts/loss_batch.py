@@ -31,7 +31,8 @@ def read(
     """Score the tokens with the host's own helper, and lay everything out flat.
 
     Args:
-        reports_weights: whether the weights will be logged by age, which takes versions also where they are standard.
+        reports_weights: whether the weights will be logged by age, which takes versions for standard weights
+            too.
 
     Raises:
         ConfigError, InputError: a layout that is not read; a list that is missing or does not fit.
@@ -71,10 +72,10 @@ def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | 
 
 
 def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:
-    """log pi_theta with a graph, also where a host scores no token without one.
+    """log pi_theta with a graph to the logits, even where this rank holds no response token.
 
-    The model's own collectives wait for the backward of every rank. So do those of the loss where it is checkpointed,
-    which runs it again there, and on a rank whose loss kept nothing for a backward not at all.
+    Collectives in the model's backward, and in a checkpointed loss that the backward runs again, wait for
+    every rank. A rank whose loss had no graph would run neither.
     """
     return target if target.numel() else target + logits[..., :0].flatten().to(target.dtype)
 
@@ -84,13 +85,13 @@ VERSION = "proximal_version"  # which one the proximal policy is
 
 
 def knows_versions(batch: Batch) -> bool:
-    """Whether the host knows who wrote a token: it says which version the proximal policy is.
+    """Whether the host knows each token's version: it then names the version of the proximal policy.
 
-    That number is the trainer's own, so that every rank decides alike. The versions of the tokens come with samples:
-    ranks that decided by them would weigh, and communicate, differently where one got samples without.
+    The proximal version is the trainer's own number, so that every rank decides alike. A rank that decided by
+    its samples, which carry the tokens' versions, could choose other weights and other collectives.
 
     Raises:
-        InputError: versions of tokens without that of the proximal policy.
+        InputError: versions of tokens without the version of the proximal policy.
     """
     if batch.get(VERSION) is None and batch.get(VERSIONS):
         raise InputError(
@@ -100,7 +101,7 @@ def knows_versions(batch: Batch) -> bool:
 
 
 def written(batch: Batch, lengths: Sequence[int]) -> Written:
-    """Who wrote each token of a micro-batch, or of a rollout: three keys, which `docs/async.md` describes.
+    """Versions and recomputed log-probs of a micro-batch's or rollout's tokens; `docs/async.md` has the keys.
 
     Raises:
         InputError: a list that does not fit.
@@ -139,7 +140,7 @@ def _check_present(
 
 
 def check_versions(args: Any, batch: Batch, config: CorrectionConfig) -> None:
-    """Refuse a micro-batch, or a rollout, without what segment-wise weights and metrics by age read.
+    """Refuse a micro-batch or rollout that lacks keys which segment-wise weights or metrics by age read.
 
     Raises:
         InputError: it names the key.
@@ -171,7 +172,7 @@ def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
 
 
 def _stores(config: CorrectionConfig) -> bool:
-    """Whether weights read what was recomputed while the batch was written."""
+    """Whether weights read log-probs that were recomputed while the responses were written."""
     return config.segment_wise is not None and config.segment_wise.method == "recompute"
 
 
@@ -184,14 +185,14 @@ def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -
 
 
 def passed_on(batch: Batch, reduce: Reduce) -> dict[str, Tensor]:
-    """What the hosts themselves only report: the KL to a distillation teacher."""
+    """Metrics that the hosts only report: the KL to a distillation teacher."""
     if not batch.get("opd_reverse_kl"):
         return {}
     return {"opd_reverse_kl": reduce(torch.cat(list(batch["opd_reverse_kl"]))).detach()}
 
 
 def policy_reducer(args: Any, batch: Batch) -> Reduce | None:
-    """Reducer of `--custom-pg-loss-reducer-function-path`, on the masks before rejection: rejected tokens are 0."""
+    """The user's reducer of the policy loss, built with the masks before rejection; None without one."""
     path = getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is None:
         return None

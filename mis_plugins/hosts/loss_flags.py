@@ -1,4 +1,4 @@
-"""What a host's flags say of the policy loss: objective, OPSM, clipping, entropy and KL."""
+"""Read a host's flags about the policy loss: objective, OPSM, clipping, entropy and KL."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mis_plugins.loss.objective import ESTIMATORS, Clip
 
 
 def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = False) -> CorrectionConfig:
-    """`config` with an objective and OPSM: the user's own, which must not contradict the host's flags, or the flags'.
+    """Complete `config` with objective and OPSM of the user, which no flag may contradict, or of the flags.
 
-    Where the run only watches, metrics are left of `config`, and the flags' objective and OPSM.
+    In a run that only watches, `config` keeps its metrics alone; objective and OPSM come from the flags.
 
     Args:
         versions_known: whether the host says which version wrote each token.
 
     Raises:
-        ConfigError: it quotes both.
+        ConfigError: it quotes the setting and the flag.
     """
     config = watching.for_loss_hook(args, config)
     asked, opsm = config.objective, config.opsm
@@ -53,7 +53,7 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
     return config.where_versions_are_known() if versions_known else config
 
 
-# A host's flag, and what it says of the objective.
+# A host's flag, whether it is set, and the fields of the objective that it decides.
 IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
     (
         "--advantage-estimator gspo",
@@ -73,7 +73,7 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
 def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
     said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
     coupled = asked is not None and reading.areal_keys(vars(args)).get("use_decoupled_loss") is False
-    if coupled:  # AReaL's key speaks of `old` alone: the rest is the flags'
+    if coupled:  # AReaL's key decides `old` alone; the flags decide the rest
         said.append(("use_decoupled_loss: false", {"old": "behavior"}))
     if asked is None or coupled:
         return ObjectiveConfig(**{name: value for _, fields in said for name, value in fields.items()})
@@ -95,7 +95,7 @@ def _yaml(value: Any) -> str:
 
 
 def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
-    """What the host's flags say of clipping, entropy and KL.
+    """Read the host's flags about clipping, entropy and KL.
 
     Args:
         step: (rollout, step) that trains now, where the step hook said so.

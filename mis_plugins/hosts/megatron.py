@@ -33,7 +33,7 @@ def reports(ranks: Ranks) -> bool:
 
 
 def holds_log_probs() -> bool:
-    """Only the last pipeline stage computes log-probs."""
+    """Whether this rank computes log-probs: the last pipeline stage alone does."""
     mpu = _mpu()
     return mpu is None or mpu.is_pipeline_last_stage(ignore_virtual=True)
 

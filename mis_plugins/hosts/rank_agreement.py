@@ -1,5 +1,7 @@
-"""Ranks that read different config files would mix two corrections of one sequence, or of one gradient, and nobody
-would see it; ranks that recorded different things would wait for each other for ever.
+"""Checks that ranks agree on their config, and on what they recorded.
+
+Ranks with different config files would silently mix two corrections in one sequence or one gradient. Ranks
+that recorded different things would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ def check_agreement(
     tp: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Compare the config with those of the ranks that hold the same sequences: once a config, at first use.
+    """Compare the config over the ranks that share sequences: once a config, at first use.
 
-    Context-parallel ones hold other tokens. Tensor-parallel ones hold the same, and each its own part of their
-    gradient, which would be that of one loss here and of another there.
+    Context-parallel ranks hold other tokens of a sequence. Tensor-parallel ranks hold the same tokens and
+    each its own part of the gradient, which would mix two losses.
 
-    The only wait for the device, and the only collectives of a config that needs none. Not over data-parallel ranks:
-    a fault-tolerant host replaces those one by one, and a new one would wait alone.
+    This is the only wait for the device, and the only collective of a config that needs none. Data-parallel
+    ranks are not compared: a fault-tolerant host replaces them one by one, and a new rank would wait alone.
 
     Raises:
-        ConfigError: on every rank of both groups alike.
+        ConfigError: the configs differ; every rank of both groups raises.
     """
     groups = [group for group in (cp, tp) if group is not None]
     if not groups:
@@ -50,19 +52,19 @@ def check_agreement(
 
 
 def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bool, ranks: Ranks) -> bool:
-    """Whether what each rank recorded can be added up: a maximum of five numbers over each group, between two steps.
+    """Whether the records of all ranks can be added up: one maximum of five numbers over each group.
 
-    Not where a rank joined meanwhile, or took another's place: it has recorded nothing yet, and the groups that the
-    others recorded for may be gone.
+    False where a rank joined since the step began, or took another rank's place: it has recorded nothing, and
+    the groups of the other ranks' records may be gone.
 
     Args:
         recorded: the configs under which this rank recorded anything.
-        began: whether it was there when the step began.
-        same_ranks: whether it recorded among `ranks`.
+        began: whether this rank was there when the step began.
+        same_ranks: whether this rank recorded among `ranks`.
         ranks: the groups as they are now.
 
     Raises:
-        InputError: on every rank alike: they were all there, and recorded under different configs.
+        InputError: all ranks were there and recorded under different configs; every rank raises.
         RANK_LOST: a rank of a group died.
     """
     groups = [group for group in (ranks.cp, ranks.dp) if group is not None]
@@ -88,17 +90,17 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
 
 
 def outlives(ranks: Ranks) -> bool:
-    """Whether a host goes on where a rank dies: it does among groups of torchft, which tell the error that they met.
+    """Whether the job goes on where a rank dies: only with torchft's groups, which report their errors.
 
-    Elsewhere an error of a collective may be this rank's alone, and the others wait for it.
+    With other groups a collective's error may be this rank's alone, while the other ranks wait.
     """
     return any(hasattr(group, "errored") for group in (ranks.cp, ranks.dp))
 
 
 def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise what a collective of torchft's met: on a GPU it aborts without an exception, and leaves any numbers there.
+    """Raise the error of a torchft collective, which on a GPU aborts silently and leaves arbitrary numbers.
 
-    Asking waits for the device. Groups of torch's own raise by themselves, or end the process.
+    Asking for the error waits for the device. Torch's own groups raise by themselves, or end the process.
 
     Raises:
         RANK_LOST: what the group reports.

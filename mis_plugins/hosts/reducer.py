@@ -28,15 +28,16 @@ def kept_token_mean(
 ) -> Reduce:
     """The pg-loss reducer of Miles and slime: each sequence's mean over the tokens that its mask keeps.
 
-    `sum_i (1 / max(1, sum_t m_it)) sum_t m_it x_it`, over this rank's tokens: the host adds the ranks. The hosts
-    themselves divide by the mask of before rejection. A sequence counts once, also where several make one rollout.
+    `sum_i (1 / max(1, sum_t m_it)) sum_t m_it x_it`, over this rank's tokens; the host adds up the ranks. The
+    hosts' own reducers divide by the mask before rejection. A sequence counts once, also where several make
+    one rollout.
 
     Args:
         masks: one 1-D tensor a sequence, the full response on every context-parallel rank, after rejection.
 
     Raises:
         ConfigError: `calculate_per_token_loss`; padded rows (`qkv_format: bshd`) under context parallelism.
-        InputError: lengths that do not fit, here or of what the returned function is given.
+        InputError: lengths that do not fit; the returned function raises it for a tensor of another length.
     """
     if calculate_per_token_loss:
         raise ConfigError(
@@ -65,14 +66,14 @@ def kept_token_mean(
 
 
 def valid_tokens(mask: Shaped[Tensor, " R"], response_lengths: Sequence[int]) -> Float[Tensor, " N"]:
-    """How many tokens the mask leaves of each whole sequence: exact in float32 up to 2^24."""
+    """Number of tokens in the mask of each whole sequence: exact in float32 up to 2^24."""
     lengths = to_device(list(response_lengths), mask.device)
     # unsafe skips a check of the lengths that would wait for the device.
     return torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True)
 
 
 def _context_parallel() -> tuple[int, int]:
-    """(size, rank) of the host that runs this process, which hands a reducer nothing of it."""
+    """(size, rank) of context parallelism, asked of the running host: it does not hand them to a reducer."""
     size, rank = current().parallel()[1]
     if size > 1 and getattr(megatron.arguments(), "qkv_format", "thd") != "thd":
         raise ConfigError(

@@ -20,7 +20,7 @@ SWITCH, STAGE = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE"
 class Queues:
     """Queues of Miles or slime: `router.routing_replay`, read in a forward and again in a backward's recompute.
 
-    stage: what the host says that routers shall do now; None where replay is off.
+    stage: reads what the host has routers do now; None where replay is off.
     say: sets the stage.
     """
 

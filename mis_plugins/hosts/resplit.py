@@ -1,7 +1,7 @@
-"""The trainer against itself: the log-probs of a rollout once more, from micro-batches that are cut otherwise.
+"""The trainer against itself: score a rollout a second time, in micro-batches that are cut otherwise.
 
-A trainer whose kernels depend on the batch gives a token another log-prob in another micro-batch. That part of the
-mismatch no engine causes, and no update of weights takes away.
+A trainer whose kernels depend on the batch gives a token another log-prob in another micro-batch. No engine
+causes this part of the mismatch, and no update of weights removes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mis_plugins.shared.notices import warn_once
 Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
 
 KEY = "resplit_every"
-PREFIX = "resplit_"  # what hosts call the pass by, as they call that of a reference policy `ref_`
+PREFIX = "resplit_"  # of the pass's keys, as hosts have `ref_` for a reference policy
 HELD = ("self", "data_iterator", "num_microbatches", "rollout_id")
 ONE_SPLIT = (
     "mis.resplit_every: micro-batches of one sample, and no two of them that can be joined, so that nothing is "
@@ -90,7 +90,7 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
 
 
 def _every(args: Any) -> int | None:
-    """The config's word. Without the key nothing is read: `count_samples` serves runs without a config."""
+    """`resplit_every`. Without the key no config is read: `count_samples` serves runs without a config."""
     said = getattr(args, "mis", None)
     return reading.from_args(args).resplit_every if isinstance(said, Mapping) and KEY in said else None
 
@@ -112,7 +112,7 @@ def _check_same_pass(args: Any) -> None:
 def differences(
     first: Float[Tensor, " T"], second: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
 ) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
-    """Valid tokens, those whose two log-probs differ, and the sum of |difference|; the largest |difference|.
+    """Counts of valid and of differing tokens, and the sum of |difference|; the largest |difference|.
 
     Two NaN are equal; a NaN differs from a number by infinity.
     """
@@ -124,10 +124,13 @@ def differences(
 
 
 def cut_otherwise(groups: Groups, halves: bool) -> Groups:
-    """The samples of a step in other micro-batches, whose number depends on the number of `groups` alone.
+    """Regroup the samples of a step; the number of new groups depends on the number of `groups` alone.
 
-    Ranks that hold other samples have as many groups, and must run as many forward passes. Halved, a group of one
-    sample becomes two of it, so that it is scored twice.
+    Ranks that hold other samples have equally many groups, and must run equally many forward passes. Halving
+    turns a group of one sample into two such groups, so that the sample is scored twice.
+
+    Args:
+        halves: halve each group; otherwise join groups two by two.
 
     >>> cut_otherwise([[0, 1, 2], [3]], halves=True)
     [[0, 1], [2], [3], [3]]
@@ -143,13 +146,13 @@ def cut_otherwise(groups: Groups, halves: bool) -> Groups:
 def rescored(
     module: str, args: Any, data: Mapping[str, Any], ranks: Ranks, numbered: bool = False
 ) -> list[Tensor] | None:
-    """What the trainer of Miles or slime computes in `Host.rescore`, by its own log-prob pass.
+    """Score a rollout again by the log-prob pass of Miles's or slime's trainer, for `Host.rescore`.
 
-    No hook is handed the trainer: it is read from the function that calls the rollout-data hook.
+    No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
 
     Args:
-        module: of the trainer.
-        numbered: whether its pass takes the number of the rollout.
+        module: the trainer's module, by its dotted path.
+        numbered: whether the trainer's pass takes the number of the rollout.
 
     Raises:
         InputError: another function calls the hook.
@@ -163,7 +166,8 @@ def rescored(
     trainer, iterators, numbers, rollout_id = (held[name] for name in HELD)
     steps = list(_by_step(_groups(iterators[0], sum(numbers)), numbers))
     halves = _anywhere(any(len(group) > 1 for step in steps for group in step), data, ranks)
-    # Stages of a virtual pipeline divide the number of micro-batches, which halves keep divisible.
+    # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining
+    # may not.
     if not halves and (len(iterators) > 1 or max(numbers) < 2):
         warn_once(ONE_SPLIT)
         return None

@@ -1,4 +1,4 @@
-"""What Miles does not hand a hook, and the function that calls it holds: the rollout batch, or the trainer itself."""
+"""Read the rollout batch or the trainer from a hook's caller, where the host does not hand them on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, M
 
 
 def held_by(module: str, function: str) -> Mapping[str, Any]:
-    """The local variables of the function of a host that is calling; empty where another calls."""
+    """Local variables of a host's function further up the call stack; empty where the stack lacks it."""
     frame = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (module, function):

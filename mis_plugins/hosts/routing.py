@@ -44,7 +44,7 @@ class Watching:
         self.began = 0  # micro-batches of the rollout that had begun when the step did
 
     def before_log_probs(self, args: Any, model: Sequence[nn.Module], prefix: str) -> None:
-        """Begin a log-prob pass; that of a reference model or a teacher is not watched."""
+        """Begin a log-prob pass; a pass of a reference model or a teacher is not watched."""
         watch = self._installed(args, model)
         watch.begin(LOG_PROB if prefix == "" else None)
 
@@ -55,7 +55,7 @@ class Watching:
 
         Raises:
             MisError: `mis.routing.on_fault: raise` and a rank found a fault, or a rule reads routes that are not known;
-                on every rank alike.
+                every rank raises.
         """
         if model is None or (self.watch is None and _asked(args) is None):
             return
@@ -70,9 +70,10 @@ class Watching:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep passes of the block apart from those of the run, for a gradient that no optimizer step will apply.
+        """Keep the block's passes apart from the run's, for a gradient that no optimizer step will apply.
 
-        Within, a pass is watched where the hook begins it, and `gather` stands for the step hook.
+        Within the block a pass is watched where the hook begins it, and `gather` takes the place of the step
+        hook.
         """
         kept = None if self.watch is None else self.watch.set_aside()
         try:
@@ -82,7 +83,7 @@ class Watching:
                 self.watch.take_back(kept)
 
     def gather(self, args: Any) -> None:
-        """Let the loss read what the log-prob pass told, and say nothing of it."""
+        """Let the loss read what the log-prob pass recorded, without logging it."""
         if self.watch is not None and self.watch.part is not None:
             read(self.watch, _groups(args))
             self.watch.begin(TRAIN)
@@ -122,7 +123,7 @@ class Watching:
         return Flags(flags.differs[rows], flags.kind[rows])
 
     def routes(self, args: Any, config: CorrectionConfig, flags: Flags | None) -> Float[Tensor, " T"] | None:
-        """What `statistic: route` reads of each token; None where no rule reads it.
+        """Layers that route each token otherwise, for `statistic: route`; None where no rule reads them.
 
         Raises:
             ConfigError: the host lets nothing watch its routers.

@@ -1,4 +1,4 @@
-"""Samples whose rollout log-probs do not fit their response, taken out of the loss before a trainer sees them."""
+"""Take samples whose rollout log-probs do not fit their response out of the loss, before training."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
     Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens (a
-    post-processed response). Sets it too where one is not finite at a token of the loss, or is of another token than
-    the response holds there. The log names those samples. They stay in their group's advantages. The hosts slice and
-    convert the log-probs of dropped samples too, and would fail there: what is missing or not finite becomes 0, all of
-    it outside the loss by then.
+    post-processed response). Sets it too where a log-prob is not finite at a token of the loss, or belongs to
+    another token than the response holds there. The log names dropped samples; they stay in their group's
+    advantages. The hosts slice and convert the log-probs of dropped samples too, and would fail there:
+    missing or non-finite log-probs become 0, all of them outside the loss by then.
 
-    Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are compared
-    where a sample holds both. A generate function of the user's may keep SGLang's entries, one for each response token
-    and None where no engine sampled, in `metadata["output_token_logprobs"]`. And slime has `rollout_top_p_token_ids`
-    where top-p is below 1: each sampled token is one of its own, but for a token of a draft, which slime's engine may
-    accept from outside. With `--sglang-speculative-algorithm` they are not compared.
+    Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are
+    compared where a sample holds either of two records. A generate function of the user's may keep SGLang's
+    entries, one for each response token and None where no engine sampled, in
+    `metadata["output_token_logprobs"]`. slime has `rollout_top_p_token_ids` where top-p is below 1: the set
+    that each token was sampled from. Sets are not compared with `--sglang-speculative-algorithm`, as slime's
+    engine may accept a draft's token from outside its set.
 
     Args:
-        args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores samples anew after this
-            hook, aborted ones excepted, and checks the count itself: those are left alone.
+        args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores all but aborted
+            samples anew after this hook, and checks the count itself: this filter leaves them alone.
         data: samples, or groups of them, nested however the rollout function left them.
 
     Raises:
-        InputError: no sample has any rollout log-prob at all, which no filter mends.
+        InputError: no sample has any rollout log-prob.
     """
     samples = [sample for sample in _flat(data) if not _scored_later(args, sample)]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
@@ -114,13 +115,13 @@ def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
 
 
 def _unlike_entries(sample: Any, entries: Sequence[Any]) -> list[bool]:
-    """By response token, whether the engine's entry names another; no entry names none."""
+    """For each response token, whether the engine's entry names another token; False without an entry."""
     tokens = _response(sample).tolist()
     return [x is not None and int(x[1]) != token for x, token in zip(entries, tokens, strict=True)]
 
 
 def _outside_nucleus(sample: Any) -> list[bool]:
-    """By response token, whether it is not among the tokens that slime says it was sampled from; without such, none."""
+    """For each response token, whether it lies outside the set it was sampled from; False without a set."""
     found = [getattr(sample, f"rollout_top_p_token_{name}", None) for name in ("ids", "offsets")]
     none = [False] * sample.response_length
     if any(x is None for x in found):
@@ -160,7 +161,7 @@ def _scored_later(args: Any, sample: Any) -> bool:
 
 
 def _numbers(log_probs: Any) -> list[float]:
-    """A list, tensor or array as floats; none at all for None, NaN for a None inside."""
+    """A list, tensor or array as floats: an empty list for None, NaN for a None inside."""
     if log_probs is None:
         return []
     values = log_probs.tolist() if hasattr(log_probs, "tolist") else log_probs
@@ -168,13 +169,13 @@ def _numbers(log_probs: Any) -> list[float]:
 
 
 def _in_loss(sample: Any) -> list[bool]:
-    """By response token; without a loss mask all of them, as in the hosts, which refuse one of another length."""
+    """For each response token, whether it is in the loss: by the loss mask, or all where no mask fits."""
     mask = _numbers(sample.loss_mask)
     return [bool(x) for x in mask] if len(mask) == sample.response_length else [True] * sample.response_length
 
 
 def _make_readable(sample: Any) -> None:
-    """One finite number a response token; a list that has that is left as it is."""
+    """Give the sample one finite log-prob for each response token, where it lacks them."""
     log_probs = _numbers(sample.rollout_log_probs)
     if len(log_probs) != sample.response_length:
         log_probs = [math.nan] * sample.response_length

@@ -1,16 +1,18 @@
 """The one place where the host process reads what was computed on the device.
 
-While a step runs, its micro-batches are added up on the device (`record`). At the start of the next step a hook
-(`report`) sees whether all ranks recorded alike, adds up what they did, copies it to the host, reads it, warns, logs
-the metrics and, if the config asks for it, stops the job. It waits twice, for the one and for the other: once a step,
-between two steps, where the hosts have just waited for their own loss and gradient norm. What ranks recorded before
-one of them died or was replaced is not added up: each warns of its own. An attempt at a step that a host repeats is
-forgotten. The last step of a run is reported by `flush`, a collective that whoever ends the run calls on every rank.
-Where nobody does, a process without other ranks reports it when it exits; one with others, which may be gone by then,
-warns of its own micro-batches and asks nobody.
+While a step runs, its micro-batches are added up on the device (`record`). At the start of the next step a
+hook (`report`) checks that all ranks recorded alike, adds up their records and copies the sums to the host.
+It warns, logs the metrics and, if the config asks for it, stops the job. The check and the copy each wait for
+the device, between two steps, where the hosts have just waited for their own loss and gradient norm.
 
-Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one late, as soon as
-their copy has arrived.
+Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a
+step that a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that
+whoever ends the run calls on every rank. Without that call, a process without other ranks reports the last
+step when it exits. A process with other ranks, which may be gone by then, warns of its own micro-batches and
+asks nobody.
+
+Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one
+micro-batch late, as soon as their copy has arrived.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
-# Log-probs are scaled by a mistake in the settings, which lasts: `metrics: all` asks every step, and `full`, to which
-# the sums are dear, the first one of every tenth rollout. Which that is, every rank knows, one that joins late too.
+# A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: all` looks
+# at every step, `full`, to which the sums cost more, at the first step of every tenth rollout. The rollout's
+# number decides, so that a rank that joins late agrees.
 ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
 LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"
@@ -58,7 +61,7 @@ logger = logging.getLogger("mis_plugins")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was added up, under which config and among which ranks.
+    """Sums over micro-batches, with the config and the ranks that they were recorded under.
 
     ages: the weights by age; None where the host knows no versions, or there is no weight of tokens.
     """
@@ -77,7 +80,7 @@ class Recorded:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else has anything to add."""
+        """Whether no other rank has anything to add."""
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
@@ -131,7 +134,7 @@ class Ended:
         return f"rollout {self.rollout_id}, step {self.step_id}"
 
     def number(self, args: Any) -> int:
-        """What the host counts this step by: its steps per rollout, which the last one tells, times the rollout."""
+        """The host's number of this step; a rollout's last step tells how many steps a rollout has."""
         per_rollout = self.step_id + 1 if self.is_last else tracking.steps_per_rollout(args)
         return self.rollout_id * per_rollout + self.step_id
 
@@ -155,14 +158,14 @@ class Copy:
 
 @dataclass
 class Recorder:
-    """The record of one process: what its micro-batches added up to, and what was said of it.
+    """The records of one process, and the warnings that it gave.
 
     step: (rollout, step) that micro-batches recorded now belong to; None until the hook has been called.
     args: the host's arguments, as the hook had them last.
-    pending: what the step has added up to so far, by config.
-    copy: what is on its way to the host, where there is no hook.
-    told: the warnings that need not be said again.
-    muted: within `unobserved`.
+    pending: the sums of the step so far, by config.
+    copy: sums on their way to the host, where there is no hook.
+    told: names of warnings that are not given again.
+    muted: whether `unobserved` is in force.
     """
 
     step: tuple[int, int] | None = None
@@ -179,7 +182,7 @@ class Recorder:
         written: Written | None = None,
         numerator: Float[Tensor, " T"] | None = None,
     ) -> None:
-        """Add a micro-batch; nothing when called inside a backward, which is a recompute of one that was recorded.
+        """Add a micro-batch; a call inside a backward, the recompute of a recorded micro-batch, adds nothing.
 
         Args:
             pg_loss: the loss before correction.
@@ -187,7 +190,7 @@ class Recorder:
             numerator: log pi_{v+1} of each token; with segment-wise weights, beside `written`.
 
         Raises:
-            ConfigError: a config that cannot do without the hook, and there is none.
+            ConfigError: the config needs the step hook, and the hook was never called.
         """
         if self.muted or torch._C._current_graph_task_id() != -1:
             return
@@ -236,19 +239,19 @@ class Recorder:
             ranks: the host's groups as they are now.
 
         Raises:
-            MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; on every rank alike
-                that computes a loss, which other pipeline stages do not.
+            MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; every rank
+                that computes a loss raises, which only the last pipeline stage does.
             InputError: ranks recorded under different configs.
         """
         if self.step is None:
             atexit.register(_at_exit, weakref.ref(self))
         ended, self.step, self.args = self.step, (rollout_id, step_id), args
         if ended == self.step:
-            self.pending = {}  # of an attempt that the host has thrown away, and now repeats
+            self.pending = {}  # the host threw that attempt at the step away, and repeats it
         self._report_ended(None if ended is None else Ended(*ended, is_last=ended[0] != rollout_id), ranks)
 
     def _report_ended(self, ended: Ended | None, ranks: Ranks) -> None:
-        """Report what is pending; of several configs one after the other, in one order on every rank."""
+        """Report the pending records, config by config in one order on every rank."""
         pending, self.pending = ({} if ended is None else self.pending), {}
         apart = self._why_apart(pending, ended is not None, ranks)
         for config in sorted(pending, key=repr):
@@ -261,7 +264,7 @@ class Recorder:
     def _why_apart(
         self, pending: Mapping[CorrectionConfig, Recorded], began: bool, ranks: Ranks
     ) -> str | None:
-        """Why what ranks recorded is not added up; None where it is."""
+        """Why the records of the ranks cannot be added up; None where they can."""
         same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
         try:
             return None if can_add_up(list(pending), began, same_ranks, ranks) else REGROUPED
@@ -271,7 +274,7 @@ class Recorder:
             return f"a rank was lost ({error})"
 
     def _report(self, pending: Recorded, ranks: Ranks, ended: Ended) -> str | None:
-        """Report what all ranks recorded; this rank alone where one of them is lost, and then why."""
+        """Report what all ranks recorded. Where a rank is lost, report this rank alone and return why."""
         try:
             recorded = Copy.begin(pending.over_ranks()).wait()
         except RANK_LOST as error:
@@ -296,7 +299,7 @@ class Recorder:
             self._report_ended(Ended(*self.step), ranks)
 
     def at_exit(self) -> None:
-        """Report the last step as far as this process can alone. Nothing it meets is raised."""
+        """Report the last step as far as this process can alone. Errors are logged, not raised."""
         pending, self.pending = self.pending, {}
         if self.step is None:
             return
@@ -358,7 +361,7 @@ def _ages(
     log_probs = correction.stage.log_probs
     multiplied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask
-    numerator = log_probs.proximal if numerator is None else numerator  # of standard weights
+    numerator = log_probs.proximal if numerator is None else numerator  # None with standard weights
     return weights_by_age(numerator, log_probs.proximal, log_probs.behavior, written, mask, multiplied)
 
 

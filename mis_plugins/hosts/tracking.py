@@ -1,4 +1,4 @@
-"""Numbers past the hook's answer, which a host averages, straight to where it logs: once an optimizer step."""
+"""Log metrics to a host's tracker once an optimizer step, past a hook's return value, which hosts average."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger("mis_plugins")
 
 
 def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
-    """To the tracking of the host that runs this process, beside its own `train/` metrics of that step, and to the log.
+    """Log metrics to the running host's tracker, beside its `train/` metrics of the step, and to the log.
 
-    Both, because the hosts do both: their tracking writes nothing where no tracker is switched on. Call it on one rank,
-    which the host `reports` on: on the others the hosts have not set their tracking up.
+    The hosts do both too: their tracking writes nothing where no tracker is switched on. Call it only on the
+    rank for which `Host.reports` holds: on the other ranks the hosts have not set their tracking up.
     """
     named = {PREFIX + name: value for name, value in metrics.items()} | {STEP_KEY: step}
     tracking = sys.modules.get(current(args).tracking or "")
@@ -27,7 +27,7 @@ def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
 
 
 def number_of(args: Any, rollout_id: int, step_id: int) -> int:
-    """What the host counts a step by, as far as its arguments tell."""
+    """The host's number of an optimizer step, as far as its arguments tell."""
     return rollout_id * steps_per_rollout(args) + step_id
 
 

@@ -1,7 +1,7 @@
 """Whether a run only watches: metrics are computed, and the loss is the host's own.
 
-An argument whose default is false is not the user's word. A file that the host has set on its arguments is, so that the
-loss hook, which needs no `--use-tis`, looks there for `use_tis: false`.
+The loss hook needs no `--use-tis`, and the argument is false by default, so that its value does not tell what
+the user wants. The hook looks for `use_tis: false` in the config file that the host has read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mis_plugins.shared.notices import warn_once
 
 @dataclass(frozen=True)
 class Reason:
-    """What says that a run only watches, and what the user changes to have it correct."""
+    """Why a run only watches, and what the user changes to have it correct."""
 
     what: str
     way_out: str
@@ -48,7 +48,7 @@ def metrics_alone(args: Any, config: CorrectionConfig, reason: Reason) -> Correc
 
 
 def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
-    """What the loss hook does of `config`: all of it, or its metrics alone.
+    """The part of `config` that the loss hook applies: all of it, or its metrics alone.
 
     Raises:
         ConfigError: flat keys that nothing reads; a file that may say `use_tis: false` and cannot be read here.
@@ -76,7 +76,7 @@ def warn_where_corrected(args: Any) -> None:
 
 
 def _reason(args: Any) -> Reason | None:
-    """What has the loss hook only watch; None where it corrects."""
+    """Why the loss hook only watches; None where it corrects."""
     if getattr(args, "use_tis", False):
         return None
     if getattr(args, "get_mismatch_metrics", False):
@@ -109,7 +109,7 @@ def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _shown(path: str) -> str:
-    """A path in full; of the file itself, which Miles takes in base64, the beginning."""
+    """A path in full, or the beginning of a file's content, which Miles passes in base64."""
     return f"{path[:40]}..." if path.startswith("base64:") else path
 
 

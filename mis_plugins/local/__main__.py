@@ -26,7 +26,7 @@ def main() -> int:
         return _refused(error)
     except OSError as error:
         return _refused(f"--output {args.output}: {error.strerror}; give a folder that can be written")
-    # Megatron takes seconds to import: not before the settings are known to be right, and once for all ranks.
+    # Megatron takes seconds to import: only once the settings are known to be right, and once for all ranks.
     with importing():
         from mis_plugins.local.loop import run_rank
         from mis_plugins.local.train.parallel import launch

@@ -55,10 +55,10 @@ def _same(one: str | None, other: str | None) -> bool:
 
 
 def unused(folder: Path, runs: Iterable[str] = (".",)) -> Path:
-    """The folder, or the first numbered one that is empty where it holds an earlier run.
+    """The folder, or the first free numbered one where it holds an earlier run.
 
     Args:
-        runs: where in the folder a run may lie.
+        runs: places in the folder where a run may lie.
     """
     if not any(_holds_run(folder / run) for run in runs):
         return folder

@@ -95,9 +95,9 @@ def run_rank(args: Namespace) -> None:
 
 @contextmanager
 def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], None]]:
-    """Gives what to call with each rollout's record. However the run ends, its files are complete afterwards.
+    """Yield a function to call with each rollout's record.
 
-    Rank 0 writes them.
+    Rank 0 writes the files of the run, which are complete afterwards, however the run ends.
     """
     if dist.get_rank() != 0:
         yield lambda row: None
@@ -224,7 +224,7 @@ class Loop:
         return self.collect(self.engine, "rollout", rollout_id)
 
     def publish(self) -> Row:
-        """Hand the weights on to what samples. Collective."""
+        """Hand the weights to the engine or worker that samples. Collective."""
         weights = self.trainer.weights()
         self.engine.update_weights(weights, self.next_rollout)
         every = self.args.check_weights_every
@@ -243,7 +243,7 @@ class Loop:
         return {"weights_compared": self.engine.check_weights(weights)}
 
     def train(self, rollout_id: int, rollout: Rollout) -> Row:
-        """All optimizer steps of one rollout; their metrics averaged."""
+        """Take all optimizer steps of one rollout; return the means of their metrics."""
         data = shard(self.args, self.state, rollout)
         self.prepare(rollout_id, data)
         if self.asynchronous is not None:
@@ -298,7 +298,7 @@ class Loop:
         return sum(rewards) / len(rewards)
 
     def gradient_cosines(self) -> Row:
-        """Direction of the gradient at these weights, with this run's correction and without."""
+        """Cosine to the on-policy gradient at these weights, with this run's correction and without."""
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
         sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}

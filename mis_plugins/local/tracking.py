@@ -1,4 +1,4 @@
-"""Where the embedded host logs what a hook tells of an optimizer step, past the averages of a rollout."""
+"""The embedded host's tracker: a hook's metrics of an optimizer step, not averaged over a rollout."""
 
 from __future__ import annotations
 

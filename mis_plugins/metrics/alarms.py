@@ -1,4 +1,4 @@
-"""Alarms: what is worth a warning of what an optimizer step added up to. Each is a function of config and sums."""
+"""Alarms: warnings about an optimizer step, each a function of the config and of the step's sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def few_kept(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[st
 
 
 def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    """Where the mean product is off by more than a factor of e, or the clamp acts at all."""
+    """Warn where |sum of log ratios| has a mean above 1, a factor of e, or where the clamp acts at all."""
     count = sums.get("product_count", 0.0)
     size = sums.get("product_size", 0.0) / max(count, 1)
     if not count or (size <= 1 and not sums["product_saturated"]):
@@ -71,7 +71,7 @@ COUNT = "--rollout-data-postprocess-path mis_plugins.mis.count_samples"
 
 
 def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    """Where fully masked samples lower what a host logs of the hook; `metrics: all` logs means over the others."""
+    """Warn where fully masked samples lower the host's averages; means of `metrics: all` leave them out."""
     count = sums.get("sequences", 0.0)
     masked = count - sums.get("any_valid", 0.0)
     exact = f"the numbers under {PREFIX} are" if config.metrics == "all" else "mis.metrics: all logs"
@@ -94,8 +94,8 @@ ALARMS: dict[str, Alarm] = {
     "diluted": diluted,
     "nonfinite_advantages": nonfinite_advantages,
 }
-ONCE = {"product_too_long", "processed_log_probs", "diluted"}  # of a run
-EACH_TIME = {"all_rejected"}  # the others when they begin to hold
+ONCE = {"product_too_long", "processed_log_probs", "diluted"}  # warned of once a run
+EACH_TIME = {"all_rejected"}  # warned of at every step; all other alarms when they begin to hold
 
 
 def everything_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> str:

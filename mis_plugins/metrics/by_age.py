@@ -62,7 +62,7 @@ class ByAge:
         return found
 
     def up_to(self, oldest: int) -> list[Mapping[str, float]]:
-        """Sums for each age from 0 on; those of the oldest are of all older tokens too, and none is of unknown age.
+        """Sums for each age from 0 to `oldest`, which takes all older tokens too; unknown ages are left out.
 
         The tensors should be on the host.
         """

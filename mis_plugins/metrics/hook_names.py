@@ -1,4 +1,4 @@
-"""Which step metric says exactly what a host's mean of a hook's metric can say too low."""
+"""The exact step metric for each hook metric whose mean in the host's log can be too low."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 PREFIX, STEP_KEY = (
     "train/mis_step/",
     "train/step",
-)  # what a host logs them under, and beside which number of a step
+)  # prefix of the metrics in a host's log, and the host's key for the number of the step
 
 
 @dataclass(frozen=True)

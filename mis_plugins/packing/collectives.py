@@ -1,4 +1,4 @@
-"""Sums over ranks where one of them may die: Miles's torchft lets the others live, and repeats the step."""
+"""Reductions over ranks of which one may die: with Miles's torchft the others live on and repeat the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def all_reduce(
 ) -> None:
     """Reduce `x` in place over a group, torch's own or one of torchft's.
 
-    A group of torchft's is asked itself: torch's function words an error with the name of the group, which it does not
-    know, and raises a ValueError of that in place of the error. In torchft's group `wait` may return False in place of
-    an error, and once aborted the group asserts that it has none inside.
+    torchft's group is called directly. torch's own function puts the group's name into an error, does not
+    know the name, and raises a ValueError that hides the error. In torchft's group `wait` may return False in
+    place of an error, and an aborted group raises an AssertionError.
 
     Raises:
         RANK_LOST: a rank of the group died.
@@ -37,10 +37,10 @@ def all_reduce(
 
 
 def discard_step(group: dist.ProcessGroup) -> None:
-    """See to it that Miles discards the step in which a collective of torchft's group failed, and repeats it.
+    """Make Miles discard and repeat the step in which a collective of torchft's group failed.
 
-    Miles does where the group tells an error, or fails in the sum of gradients; an aborted group does either. A group
-    over gloo never tells one, and one over NCCL tells none that was raised.
+    Miles discards a step where the group reports an error, or fails in the sum of gradients; an aborted group
+    does either. Without an abort, a gloo group never reports an error, and an NCCL group none that it raised.
     """
     if group.errored() is None:  # type: ignore[attr-defined]
         group.abort()

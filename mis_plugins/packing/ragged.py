@@ -187,10 +187,12 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor, " K"]:
-    """Sum over data-parallel ranks; this rank's own where one of a group of torchft's died: Miles repeats that step.
+    """Sum over data-parallel ranks; this rank's own total where a rank of torchft's group died.
+
+    Miles repeats the step in which a rank died.
 
     Raises:
-        RANK_LOST: of any other group, whose host applies the step.
+        RANK_LOST: a rank of another kind of group died, whose host would apply the step.
     """
     added = total.clone()
     try:

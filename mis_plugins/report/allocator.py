@@ -1,4 +1,4 @@
-"""Memory that is freed and asked for again at every batch: kept by the process, and not handed back to the kernel."""
+"""Keep memory that each batch frees and asks for again, in place of handing it back to the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT, LARGEST = (
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep up to `KEPT` freed bytes: new pages cost as much as the numbers of a batch. Nothing elsewhere."""
+    """Have glibc keep up to `KEPT` freed bytes: new pages cost as much time as a batch's numbers."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # no glibc

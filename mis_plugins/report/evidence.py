@@ -1,4 +1,4 @@
-"""What the detectors of causes read: sums over tokens, sequences and token ids, kept in one pass."""
+"""Sums over tokens, sequences and token ids for the detectors of causes, kept in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large is large: beside the mismatch of one real model, of which `explain/rungs.py` holds the one record."""
+"""How large a mismatch is, beside that of one real model, which `explain/rungs.py` records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The opening of a run: how much of the trainer's policy the engine samples, before the run's own config moved both.
 
-A run that starts anew with another config meets the same opening. What it meets later is its own doing.
+A run that starts anew with another config meets the same opening; its later rollouts depend on its own
+config.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ SHARE = 0.1  # of the steps
 class Opening:
     """Numbers of the first steps of a run.
 
-    steps: how many steps these are.
-    of: how many steps were read.
-    kl_k3: a mean over their tokens.
+    steps: number of these first steps.
+    of: number of all steps that were read.
+    kl_k3: mean over the tokens of these first steps.
     response_overlap: mean of min(1, product of the ratios of a response): 1 less the total variation distance of both
         policies over whole responses. The bound holds its noise below 1 / (2 sqrt(responses)).
     """

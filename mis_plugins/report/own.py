@@ -68,7 +68,7 @@ def intent(own: Candidate, whole: Mapping[str, float], ranking: Sequence[Judged]
 
 
 def _parts(config: CorrectionConfig, whole: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """Key of each part of a config, what the part does, and the share of the tokens that it does it to."""
+    """For each part of a config its key, a verb for what it does, and the share of the tokens concerned."""
     weight = config.weight
     if weight is not None and weight.record.has_ceiling:
         yield f"weight.bound: {weight.bound}", "acts on", whole.get("outside_bound_fraction", 0.0)

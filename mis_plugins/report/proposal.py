@@ -15,15 +15,16 @@ from mis_plugins.report.opening import Opening
 from mis_plugins.report.sweep import Candidate
 
 NOTHING_TO_DO = (
-    1e-4  # kl_k3 below which an engine in bf16 lies, and no config changes a gradient that is seen
+    1e-4  # kl_k3 below which an engine in bf16 lies, and no config changes the gradient in any visible way
 )
 LEAST_KEPT = 0.5
 # Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.
 LEAST_ESS = 0.1
 LENGTH_LEAN, SIGN_LEAN = 0.8, 0.05
 SLOWEST, SLOW, FASTEST = 0.25, 0.8, 1.25  # mean weights, which act as a factor on the learning rate
-# Weights up to 1 bring back the share of the trainer's policy that both policies sample. The rest stands on weights
-# above 1 and on responses never seen. Below one half it is the larger part, and can lose more than the share can gain.
+# Weights up to 1 bring back the share of the trainer's policy that both policies sample. The rest depends on
+# weights above 1 and on responses never seen. Where the share is below one half, the rest can lose more than
+# the share gains.
 LEAST_OVERLAP = 0.5
 MEASURES = {
     "response_cosine": "cosine to the products of whole responses",
@@ -43,7 +44,7 @@ class Judged:
 
     @property
     def direction(self) -> float:
-        """What candidates are ranked by: the first of `MEASURES` that the data tell."""
+        """The number that candidates are ranked by: the first of `MEASURES` that the data give."""
         return self.numbers[self.measure]
 
     @property
@@ -69,7 +70,7 @@ class Judged:
 class Proposal:
     """The config to run with, in the words and files that a user needs.
 
-    trusted: false where no config is, and `name` is the one that ranks first among them.
+    trusted: whether any config is trusted; otherwise `name` only ranks first.
     """
 
     name: str
@@ -134,7 +135,7 @@ def propose(
     return _proposal(chosen, (*why, *_doubts(whole)), ranking)
 
 
-# What a proposal says of itself.
+# The words of a proposal.
 
 
 def _why(chosen: Judged, alike: Sequence[Judged], none: Judged | None) -> tuple[str, ...]:
@@ -161,8 +162,8 @@ def _why(chosen: Judged, alike: Sequence[Judged], none: Judged | None) -> tuple[
 def _distrust(opening: Opening | None) -> str | None:
     """Why no config is trusted; None where one is.
 
-    Long responses have little in common under any mismatch, and corrections help there nonetheless: the share speaks
-    only where no real model was seen with as large a mismatch.
+    Long responses have little in common under any mismatch, and corrections help there nonetheless: the share
+    counts only where the mismatch is larger than any that was measured with the real model.
     """
     worst = record().steps[-1]
     if opening is None or opening.response_overlap >= LEAST_OVERLAP or opening.kl_k3 <= worst.k3:

@@ -19,8 +19,9 @@ class Packing:
 
     optimizer_step: number of the optimizer step within the rollout.
     micro_batch: data-parallel rank, in the order of the files, and number of the micro-batch on it.
-    rollouts: what the host divides the sums of this optimizer step by.
-    valid: what the host divides the sum over a response by: valid tokens of all responses of its rollout.
+    rollouts: number of rollouts, by which the host divides the sums of this optimizer step.
+    valid: number of valid tokens of the response's rollout, by which the host divides the sum over the
+        response.
     """
 
     optimizer_step: int
@@ -73,7 +74,7 @@ class Record:
         return self.loss_mask.numel()
 
     def copied(self) -> Record:
-        """A record in memory of its own: a column of a dump lies in the mapped file, and keeps all of it."""
+        """A copy in memory of its own: a column of a dump is a view that keeps the whole file mapped."""
         tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
 

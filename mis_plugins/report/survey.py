@@ -65,7 +65,7 @@ class Survey:
         self.seconds += time.perf_counter() - begun
 
     def add_all(self, records: Iterable[Record], told: Callable[[], None] = lambda: None) -> None:
-        """See all records; `told` is called after each batch."""
+        """Add all records; `told` is called after each batch."""
         for batch in batches(records):
             if batch.ragged.loss_mask.numel():
                 self.add(batch)

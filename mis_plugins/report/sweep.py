@@ -28,9 +28,9 @@ from mis_plugins.report.places import PLACES, doubling
 LENGTHS, SIGNS = (len(PLACES[name].labels) for name in ("length", "advantage"))
 # Weights are counted by their logarithm, in steps of 1%.
 STEP, HALF = 0.01, 2000
-USUAL = 0.05  # share of the tokens from which a bucket of lengths speaks for a bias
-SEQUENCES = 32  # responses, from which products of ratios are read
-LEAST_ESS = 0.25  # effective share of the responses, below which the products are not read
+USUAL = 0.05  # least share of the tokens with which a bucket of lengths can show a bias
+SEQUENCES = 32  # least number of responses with which products of ratios are read
+LEAST_ESS = 0.25  # least effective share of the responses with which products of ratios are read
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 NAMES_OF_ALL = ("all", "own")
 
@@ -168,7 +168,7 @@ class Outcome:
             self._plus(response_cosine=_cosine(wide, shared.by_response), with_responses=1)
 
     def _add_weights(self, weights: Float[Tensor, " T"], kept: float) -> None:
-        """Count the weights of kept tokens; those of others read 0, and enter the first bucket to leave it again."""
+        """Count the weights of kept tokens; others weigh 0, and are taken out of the first bucket again."""
         if self.config.weight is None:
             self.histogram[HALF] += kept
             return
@@ -275,7 +275,7 @@ def load(target: str) -> CorrectionConfig:
 
 
 def _told(name: str, config: CorrectionConfig) -> CorrectionConfig:
-    """The config, of which a dump must tell every statistic."""
+    """The config, refused where it reads a statistic that no dump holds."""
     if config.reads_routes:
         raise ConfigError(
             f"{name}: statistic: route reads what the trainer's routers did, which no dump holds; leave the rule out"
@@ -284,7 +284,7 @@ def _told(name: str, config: CorrectionConfig) -> CorrectionConfig:
 
 
 def judged(config: CorrectionConfig) -> bool:
-    """Whether a dump tells all that a config reads."""
+    """Whether a config corrects, and a dump holds everything that it reads."""
     return config.corrects and not (config.needs_loss_hook or config.reads_routes)
 
 

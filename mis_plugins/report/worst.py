@@ -47,7 +47,7 @@ class Worst:
         return [told for _, _, told in sorted(self.tokens, key=lambda item: -item[0])]
 
     def worst_sequences(self) -> list[dict[str, Any]]:
-        """Each with its numbers, and with the tokens around its worst one."""
+        """The worst sequences, each with its numbers and the tokens around its worst token."""
         return [
             _sequence(value, record) for value, _, record in sorted(self.sequences, key=lambda item: -item[0])
         ]

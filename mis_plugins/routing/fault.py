@@ -20,7 +20,7 @@ WORDS: Mapping[Kind, str] = {
     "it returns before the replay: drop that flag",
     "calls": "the router ran in {ran} micro-batches of the pass",
 }
-COUNTED: Mapping[str, tuple[str, str]] = {  # out of which of KINDS, and what is wrong with so many of them
+COUNTED: Mapping[str, tuple[str, str]] = {  # by fault: the kind that it is counted out of, and words
     "unequal": ("rows", "rows were used with other experts than recorded"),
     "broken": ("rows", "recorded rows name an expert twice, or one that does not exist"),
     "strange": (
@@ -36,7 +36,7 @@ class Fault:
     """One way in which a layer did not replay what was recorded for it.
 
     layer: index among all layers of the model, from 0.
-    ran: in how many micro-batches of how many the router ran, for the kind that says so.
+    ran: for the kind `calls`, `n of m` micro-batches in which the router ran; else empty.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ def of_layer(layer: int, kind: str, stage: int, ran: Sequence[Ran]) -> Iterator[
 
 
 def of_sample(sample: int, one: Ran, strange: float, stage_of: Mapping[int, int]) -> str:
-    """The fault of a sample whose rows repeat, are stale or are missing, with the layers that find any of them so."""
+    """The fault of a sample with repeated, stale or missing rows, and the layers that find rows strange."""
     by_stage: dict[int, list[str]] = {}
     for layer, stage in stage_of.items():
         if one.of(layer, "strange")[sample]:

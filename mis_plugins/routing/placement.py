@@ -1,4 +1,4 @@
-"""Where the rows that a router sees stand: in which sequence, at which position, and whether the loss reads them."""
+"""The sequence and position of each row that a router sees, and whether the loss reads the row."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def placement(
     """Place the rows of a micro-batch, without waiting for the device.
 
     Args:
-        loss_mask: aligned with the tokens whose routing it belongs to, one position ahead of the predicted token.
+        loss_mask: marks routed tokens whose next token is in the loss: one position before that token.
         cu_seqlens: where packed sequences start over all context-parallel ranks; None where each has its own row.
     """
     if cu_seqlens is None:

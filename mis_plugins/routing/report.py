@@ -1,4 +1,4 @@
-"""What the watch says at the step hook: reduced over all ranks, read once, as metrics and as faults."""
+"""Metrics and faults from what the watch saw, reduced over all ranks and read once, at the step hook."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Seen:
     split: sums of log ratios by class of token.
     mine: faults that this rank alone knows, in words.
     found: faults of layers and of samples that the sums show, known to every rank that holds parts of the samples.
-    tells: this rank is the one of those ranks that logs them.
+    tells: whether this rank logs `found`; one of the ranks that know it does.
     faulty: how many faults and strange samples all ranks found; above 0 on every rank alike.
     unknown: how often a router of any rank compared nothing in a micro-batch of the log-prob pass.
     """
@@ -89,7 +89,7 @@ class Seen:
 
 
 def read(watch: Watch, groups: Groups) -> Seen:
-    """Reduce and read what the watch saw since the last call: on every rank, between two steps."""
+    """Reduce and read what the watch saw since the last call. Collective, between two steps."""
     assert watch.table is not None
     watch.end()
     samples: Sequence[Tensor] = ()
@@ -100,7 +100,7 @@ def read(watch: Watch, groups: Groups) -> Seen:
         watch.passed, samples = [], watch.gathered.strange
     seen = _read(watch, groups, samples)
     if not seen.compared:
-        watch.gathered = None  # all tokens would seem to be routed alike
+        watch.gathered = None  # else all tokens would seem to be routed alike
     return seen
 
 
@@ -179,7 +179,7 @@ def _read_layers(rows: Float[Tensor, "3 L"]) -> tuple[dict[int, int], dict[int, 
 
 
 def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Sum over the ranks of all groups, but for a group of torchft's that lost one: Miles goes on without it.
+    """Sum over the ranks of all groups, except a torchft group that lost a rank: Miles goes on without it.
 
     Raises:
         RANK_LOST: a rank of another group died.
@@ -203,7 +203,7 @@ def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 def metrics_of(seen: Seen) -> dict[str, float]:
-    """The metrics of what a step added up to."""
+    """The routing metrics of a step."""
     layers = [dict(zip(KINDS, row, strict=True)) for row in seen.table.sum(-1).tolist()]
     places = zip(POSITIONS, seen.table.sum(0).T.tolist(), strict=True)
     by_position = {start: dict(zip(KINDS, row, strict=True)) for start, row in places}

@@ -1,4 +1,4 @@
-"""What routers add up on the device: sums by layer and position, by layer and sample, and counts of each token."""
+"""Sums of routes on the device: by layer and position, by layer and sample, and counts for each token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Passed:
-    """One micro-batch of a pass: how many layers each row was routed differently in, and strangely.
+    """One micro-batch of a pass: for each row the number of layers that routed it differently, and strangely.
 
     counts: two rows, of `differs` and `strange` layers, for the rows that this rank routes.
     samples: sums by layer, kind and sequence, of the rows that this rank routes.
@@ -84,7 +84,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Flags:
-    """What the log-prob pass tells of each row of one micro-batch, over all layers and before any cut of its rows.
+    """Flags of each row of a micro-batch from the log-prob pass, over all layers, before ranks cut its rows.
 
     differs: how many layers the trainer alone would route otherwise.
     kind: index among `CLASSES`.

@@ -37,7 +37,7 @@ MTP = re.compile(r"(^|\.)mtp(\.|$)")
 
 @dataclass
 class Watched:
-    """One router. layer: index among all layers of the model; chunk: of the model on this rank."""
+    """One router. layer: index among all layers of the model; chunk: index among this rank's model chunks."""
 
     router: Any
     layer: int
@@ -64,19 +64,19 @@ def routers_of(model: Sequence[nn.Module]) -> Iterator[Watched]:
 class Watch:
     """What one process saw since the step hook last read it.
 
-    own: routers route by their own gates, and the recorded rows are only compared.
-    part: the pass that runs now; None where nobody shall watch, as in the pass of a reference model.
+    own: whether routers route by their own gates, and recorded rows are only compared.
+    part: the pass that runs now; None where nothing shall watch, as in the pass of a reference model.
     current: the micro-batch that runs now.
     passed: micro-batches of the log-prob pass, on the last chunk that ran them.
     ran: micro-batches of all watched passes since the step hook last read.
-    before: how many of them ran before the pass that runs now.
+    before: number of micro-batches in `ran` from before the pass that runs now.
     gathered: flags of the log-prob pass of this rollout; None where none was watched.
-    chunks: of the model on this rank.
-    trained: micro-batches of this rollout that training forwards of the last chunk began.
-    begun: the last of them.
-    replayed: the pass that runs now should consume recorded rows.
+    chunks: number of model chunks on this rank.
+    trained: number of micro-batches of this rollout that training forwards of the last chunk began.
+    begun: the micro-batch that a training forward of the last chunk began last.
+    replayed: whether a router of the pass that runs now should have consumed recorded rows.
     compared: how often a router compared its choice in the log-prob pass.
-    unknown: how often one ran there, or should have run, and compared nothing.
+    unknown: how often a router ran in the log-prob pass, or should have run, and compared nothing.
     """
 
     source: Source
@@ -113,21 +113,21 @@ class Watch:
         self.split = torch.zeros(len(CLASSES), len(SPLIT), dtype=torch.float64, device=device)
 
     def set_aside(self) -> dict[str, Any]:
-        """End the pass, hand out all that was seen, and begin as if nothing had been."""
+        """End the pass, return everything that was seen, and begin as if nothing had been seen."""
         self.end()
         seen = dict(vars(self))
         self.take_back(None)
         return seen
 
     def take_back(self, seen: dict[str, Any] | None) -> None:
-        """Know what was set aside, and nothing else; None is nothing at all."""
+        """Restore what was set aside, and forget everything else; None begins as if nothing had been seen."""
         assert self.table is not None and self.split is not None
         fresh = Watch(self.source, self.grid, self.own, self.stage, self.watched, chunks=self.chunks)
         fresh.table, fresh.split = torch.zeros_like(self.table), torch.zeros_like(self.split)
         vars(self).update(vars(fresh) if seen is None else seen)
 
     def begin(self, part: str | None) -> None:
-        """A pass begins: what it adds is kept apart from what the pass before it told of single tokens."""
+        """Begin a pass. A log-prob pass drops what an earlier one told of single tokens."""
         self.end()
         self.part, self.current = part, None
         self.batches = {}
@@ -135,7 +135,8 @@ class Watch:
             watched.calls = 0
         if part == LOG_PROB:
             self.passed, self.gathered, self.trained, self.compared = [], None, 0, 0
-            self.ran = [one for one in self.ran if one.part == TRAIN]  # without a step hook nobody reads them
+            # Without a step hook nobody reads earlier log-prob passes, and they would pile up.
+            self.ran = [one for one in self.ran if one.part == TRAIN]
         self.before = len(self.ran)
 
     def _begins(self, chunk: int) -> Callable[..., None]:
@@ -156,7 +157,7 @@ class Watch:
         begun = self._noted(number, begun)
         if self.part == TRAIN:
             self.current = begun
-            if chunk == self.chunks - 1:  # which the loss follows; chunks before it run ahead
+            if chunk == self.chunks - 1:  # the loss follows the last chunk; earlier chunks run ahead
                 self.trained, self.begun = self.trained + 1, begun
             return
         if number == len(self.passed):
@@ -204,7 +205,7 @@ class Watch:
 
     @torch.no_grad()
     def _compare(self, watched: Watched, logits: Tensor, rows: Tensor, used: Tensor) -> None:
-        """Add up what the router did; of a recompute inside a backward, nothing, for its forward was added."""
+        """Add up what the router did; not in a recompute inside a backward, whose forward was added."""
         if torch._C._current_graph_task_id() != -1:
             return
         assert self.current is not None and self.table is not None
@@ -218,7 +219,7 @@ class Watch:
         self.compared += self.part == LOG_PROB
 
     def end(self) -> None:
-        """A pass is over: every router should have run in every micro-batch of its chunk."""
+        """End a pass, and note routers that did not run in every micro-batch of their chunk."""
         for watched in self.watched:
             batches = self.batches.get(watched.chunk, 0)
             if self.replayed and watched.calls != batches:
@@ -230,7 +231,8 @@ class Watch:
     def flags(self) -> Flags | None:
         """Flags of the micro-batch whose loss is computed now; None where no log-prob pass told them.
 
-        Micro-batches of the pass that are cut otherwise than those of training tell nothing.
+        Where the log-prob pass cut its micro-batches otherwise than training, the flags do not fit and are
+        None.
         """
         if self.gathered is None or not 0 < self.trained <= len(self.gathered.flags):
             return None

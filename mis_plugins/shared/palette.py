@@ -1,4 +1,4 @@
-"""One palette for every picture of the project, a meaning each.
+"""One palette for every picture of the project: each colour has one meaning.
 
 The colours are those of Okabe and Ito, which stay apart for colour-blind readers (jfly.uni-koeln.de/color). A picture
 never tells two things apart by colour alone: lines carry their names, and the rollout policy is hollow and dashed.
@@ -18,7 +18,7 @@ VERMILLION, BLUE, GREEN, PURPLE, AMBER, SKY, BLACK = (
 FRAME, GRID, TEXT = "#9AA0A6", "#E8EAED", "#202124"
 
 OTHERS = (SKY, BLACK, PURPLE, AMBER, GREEN, BLUE, VERMILLION)
-"""Colours of what has no meaning of its own, in the order in which a picture meets it."""
+"""Colours of curves without a meaning, in the order in which a picture draws them."""
 
 MEANING = {
     "uncorrected": VERMILLION,
@@ -38,10 +38,10 @@ MEANING = {
     "token TIS": AMBER,
     "standard": AMBER,
 }
-"""Vermillion is left as it was, blue our correction, green without mismatch, amber token weights, purple products."""
+"""Vermillion is uncorrected, blue our correction, green no mismatch, amber token weights, purple products."""
 
 
 def color(name: str, index: int = 0) -> str:
-    """The colour of what a curve shows; of a name without a meaning, the one at its place."""
+    """The colour of a curve by the meaning of its name; without a meaning, the one at `index` of `OTHERS`."""
     known = MEANING.get(name) or MEANING.get(name.partition(" (")[0])
     return known or OTHERS[index % len(OTHERS)]

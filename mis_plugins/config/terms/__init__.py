@@ -1,5 +1,5 @@
-"""What is known of one token by one name: a statistic, a bound, an estimator of the KL.
+"""Statistics of a token, bounds of a weight and estimators of the KL, each by one name.
 
-A record holds all of it: the value, its range, its formula, its words. Nothing here imports torch, so that a command
-line checks a config without it: values are made by the methods of the tensors that they are given.
+A record holds the value, its range, its formula and its words. Nothing here imports torch, so that a command
+line checks a config without it: the functions call methods of the tensors that they are given.
 """

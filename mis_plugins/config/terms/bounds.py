@@ -28,8 +28,8 @@ class Bound:
     formula: with `{ratio}`, `{lower}`, `{upper}` and `{within}`, which says that the ratio lies within its limits.
     words: with `{upper}`, `{range}` and `{where}`.
     has_floor, has_ceiling: whether `lower` and `upper` limit it.
-    keeps_zero: whether it makes 0 of a ratio of 0, which is what reads where a log-prob is not usable.
-    monotone: whether a larger ratio never weighs less among all that stay in the loss mask.
+    keeps_zero: whether a ratio of 0 gets the weight 0; the ratio of an unusable token reads 0.
+    monotone: whether, among tokens that stay in the loss mask, a larger ratio never has a smaller weight.
     """
 
     apply: Callable[[Tensor, float, float], Tensor]
@@ -58,7 +58,7 @@ class Bound:
 
 
 def unbounded(ratio: Tensor, floor: float, ceiling: float) -> Tensor:
-    """r itself. What lies outside a mask or zero bound is dealt with where it is known which tokens that are."""
+    """r itself; the caller drops or zeroes tokens outside a mask or zero bound."""
     return ratio
 
 

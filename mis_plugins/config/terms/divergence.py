@@ -1,7 +1,7 @@
-"""Estimators of KL(p || q) from one token that p sampled, of log r = log q - log p.
+"""Estimators of KL(p || q) from one token that p sampled, given log r = log q - log p.
 
-Of the mismatch p is mu and q is pi_old. Of the KL penalty p is pi_theta and q the reference policy, so that its k1 is
-log pi_theta - log pi_ref. Schulman 2020, "Approximating KL Divergence".
+For the mismatch p is mu and q is pi_old. For the KL penalty p is pi_theta and q the reference policy, so that
+the penalty's k1 is log pi_theta - log pi_ref. Schulman 2020, "Approximating KL Divergence".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ else:
 
 LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
 
-# Of numbers that only metrics show: sums of thousands of e^80 = 5.5e34 are still float32.
+# Largest exponent in numbers that only metrics show: a sum of thousands of e^80 = 5.5e34 still fits float32.
 LARGEST_EXPONENT = 80.0
 
 

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 else:
     Tensor = Any  # torch is imported by whoever makes one
 
-LEAST_PROBABILITY = 1e-6  # that `binary_kl` knows, of the token and of all others
-# Of the least against all the rest: 13.8155.
+LEAST_PROBABILITY = 1e-6  # clamp of `binary_kl`, for the token and for all other tokens together
+# binary_kl at mu = 1 - 1e-6 and pi_old = 1e-6: 13.8155.
 LARGEST_BINARY_KL = (1 - 2 * LEAST_PROBABILITY) * -math.log(LEAST_PROBABILITY / (1 - LEAST_PROBABILITY))
 PROBABLE = math.log(LEAST_PROBABILITY), math.log1p(-LEAST_PROBABILITY)
-LARGEST_K2 = math.exp(LARGEST_EXPONENT)  # where a log ratio has a square that is no float32
+LARGEST_K2 = math.exp(LARGEST_EXPONENT)  # cap for a log ratio whose square overflows float32
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,12 @@ class Statistic:
     low, high: the open range of a token's value; a bound outside would drop nothing or everything.
     formula, words: the value for a reader; `{trainer}` is the policy that is compared with mu.
     on_policy: the value where trainer and rollout engine agree; None where it has no such value.
-    reads_probabilities: whether the value comes from log-probs, and is therefore cut where they are not usable.
-    reads_routes: whether the value comes from the token's routes, which a watch over the routers knows; it is cut too.
-    factor: the letter of what multiplies over a unit, None where values add up. Then `value` is the logarithm, which
-        is what is compared and added up, so that nothing overflows.
+    reads_probabilities: whether the value comes from the log-probs themselves; it is then set to 0 at
+        unusable tokens.
+    reads_routes: whether the value comes from the token's routes, which a watch over the routers knows; it is
+        then set to 0 at unusable tokens.
+    factor: the letter of a value that multiplies over a unit, None where values add up. With a letter,
+        `value` is the logarithm, which is compared and added up so that nothing overflows.
     row: the name of the total that the values add up to, where it is not the statistic's own.
     """
 
@@ -175,12 +177,12 @@ def statistic_names() -> tuple[str, ...]:
 
 
 def row_of(name: str) -> str:
-    """The name among the totals of what the statistic adds up to."""
+    """Name of the total that a statistic adds up to."""
     return STATISTICS[name].row or name
 
 
 def row_names() -> list[str]:
-    """The names among the totals of what all statistics add up to."""
+    """Names of the totals that the statistics add up to."""
     return [row_of(name) for name in STATISTICS]
 
 

@@ -1,7 +1,7 @@
 """AReaL's yaml: what its blocks `actor:` and `rollout:` say of the correction.
 
-`behav_imp_weight_*` and `enable_segment_wise_ppo` are of its main branch before `rejection_sampling` and of its
-segment-wise branch; `rejection_sampling` is of the releases since.
+AReaL's segment-wise branch has `behav_imp_weight_*` and `enable_segment_wise_ppo`, as had its main branch
+until `rejection_sampling` took their place.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ UNSERVED: dict[str, tuple[Any, str]] = {
 
 
 def translate(text: str) -> Translation:
-    """AReaL's code is followed where its document says otherwise.
+    """Translate AReaL's yaml as AReaL's code reads it, also where its document says otherwise.
 
     Raises:
-        ConfigError: none of its keys, a value that it refuses, or a setting without a counterpart; it quotes the key.
+        ConfigError: no key of AReaL's, a value that AReaL refuses, or a setting without a counterpart; the
+            error quotes the key.
     """
     tree = load(text)
     if not isinstance(tree, Mapping):
@@ -147,7 +148,7 @@ def _ratio_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
 
 
 def _k1_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    """AReaL's k1 is log pi_old - log mu, of which ours is the negative."""
+    """AReaL's k1 is log pi_old - log mu; ours is its negative."""
     low = None if lower is None else -lower
     return {"statistic": "k1", "over": {"max": "min"}.get(over, over), "lower": -upper, "upper": low}
 
@@ -183,7 +184,7 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
 
 
 def notes(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What AReaL's blocks say of the rollout, or of parts that nothing here reads, by the user's own key and value."""
+    """Notes on keys of AReaL's blocks that bound the rollout or that nothing here reads."""
     actor, rollout = (
         block if isinstance(block := tree.get(name), Mapping) else {} for name in reading.AREAL_BLOCKS
     )
@@ -204,7 +205,7 @@ def notes(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def warnings(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What surprises where AReaL's yaml itself is given to --custom-config-path."""
+    """Warnings for a user who gives AReaL's yaml itself to --custom-config-path."""
     if any(place != key for key, (place, _) in reading.areal_places(tree).items()):
         yield from notes(tree)
         others = [

@@ -23,7 +23,7 @@ VETO = ("rs_veto_threshold",)
 
 
 def translate(keys: Mapping[str, Any]) -> Translation:
-    """What stands in the file, read as the hook reads it.
+    """Translate a file of flat keys, read as the hook reads it.
 
     Raises:
         ConfigError: no flat key, or one that the hook would refuse.

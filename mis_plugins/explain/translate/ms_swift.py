@@ -30,7 +30,7 @@ BESIDE = {
         "sequence": "is --advantage-estimator gspo of the hosts",
     },
 }
-"""What the user's objective is in the hosts' flags, for nothing of it stands in a correction."""
+"""The user's objective in the hosts' flags: a correction holds nothing of it."""
 SOURCES = {
     "weight.bound": (MODE,),
     "weight.upper": (THRESHOLD,),
@@ -42,7 +42,8 @@ SOURCES = {
 FLAG = re.compile(rf"--(?:{'|'.join(KEYS)})(?=[\s=]|$)".replace("_", "[_-]"))
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
-# Of a threshold: the weight and what is rejected. `sequence` is the geometric mean; `mask` sets the weight to 0.
+# By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
+# to 0.
 MODES = {
     "token_truncate": lambda upper: ({"level": "token", "bound": "truncate", "upper": upper}, []),
     "token_mask": lambda upper: ({"level": "token", "bound": "zero", "lower": 0.0, "upper": upper}, []),
@@ -52,10 +53,10 @@ MODES = {
 
 
 def translate(text: str) -> Translation:
-    """The code of ms-swift is followed where its document says otherwise.
+    """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
 
     Raises:
-        ConfigError: none of its keys; a mode that it has not.
+        ConfigError: no key of ms-swift's, or an unknown mode.
     """
     keys = _keys(text)
     given = {key: keys[key] for key in (*KEYS, *OF_KL, *OF_CLIP) if key in keys}
@@ -113,7 +114,7 @@ def _weighs_kl(given: Mapping[str, Any]) -> bool:
 
 
 def _has_kl(given: Mapping[str, Any]) -> bool:
-    """A KL term in the loss: of GRPO, unless `beta` is said to be 0: its default is 0.04."""
+    """Whether the loss has a KL term: not with `beta: 0` (default 0.04), else by `kl_in_reward` or GRPO."""
     if given.get("beta") is not None and number(given["beta"], "beta") == 0:
         return False
     if given.get(KL_IN_REWARD) is None:
@@ -124,7 +125,7 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
 def _keys(text: str) -> Mapping[str, Any]:
     """The `--key value` of a launch script; else a yaml mapping, with or without dashes before its keys.
 
-    Its parser takes `--a-key` for `--a_key`.
+    ms-swift's parser takes `--a-key` for `--a_key`.
     """
     if FLAG.search(without_comments(text)):
         return dict(_flags(text))

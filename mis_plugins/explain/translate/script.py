@@ -1,7 +1,7 @@
 """Launch scripts: the words of each command as a shell splits them, with the variables that the script itself sets.
 
-A variable counts where its value is sure: one plain assignment outside of `if`, loops and functions. Every other one
-stays in the word as the user wrote it, for an error to quote.
+A variable is replaced where its value is sure: one plain assignment outside of `if`, loops and functions. Any
+other variable stays in the word as the user wrote it, for an error to quote.
 """
 
 from __future__ import annotations
@@ -105,4 +105,4 @@ def _words(line: str, relevant: re.Pattern[str]) -> list[str]:
             raise ConfigError(
                 f"{line.strip()!r}: {error}; give the flags of this line without the rest"
             ) from None
-        return []  # one line of a quotation of several
+        return []  # one line of a quotation that spans several lines

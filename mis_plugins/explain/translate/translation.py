@@ -27,10 +27,10 @@ class Translation:
 
     given: the user's keys and values.
     mis: what they mean.
-    sources: by the path of a setting (`weight.upper`, `reject[0]`), the user's keys that say it; those not given are
-        the framework's defaults.
+    sources: by the path of a setting (`weight.upper`, `reject[0]`), the framework's keys that decide it; a
+        key that the user did not give has the framework's default.
     notes: what differs, what has no counterpart, what to pass beside the file.
-    remarks: comments in place of those of `sources`, by the same paths.
+    remarks: by the path of a setting, a comment in place of the one made from `sources`.
     """
 
     origin: str
@@ -74,7 +74,7 @@ class Translation:
 
 
 class Unquoted(str):
-    """A number to YAML that no one means: `0.5_5` without quotes is 0.55."""
+    """Text that YAML would read as an unintended number: `0.5_5` without quotes is 0.55."""
 
 
 class _Loader(StrictLoader):
@@ -102,7 +102,7 @@ def said(value: Any) -> str:
 
 
 def switch(given: Mapping[str, Any], key: str) -> bool:
-    """Whether it is on; unset or null is off. Text, be it `${...}` or "false", says neither."""
+    """Whether a switch is on; unset or null is off. Text, be it `${...}` or "false", is a ConfigError."""
     value = given.get(key)
     if not isinstance(value, bool | None):
         raise ConfigError(f"{key}: got {value!r}; expected true or false")

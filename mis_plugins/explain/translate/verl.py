@@ -70,7 +70,7 @@ OPTIONS = tuple(
     f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
 )
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
-OTHER_LOSSES = ("vanilla", "bypass_mode")  # that may stand behind a file in place of DPPO
+OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of DPPO
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 BOOLEAN_BOUND = {"truncate": "truncate", "mask": "zero"}
 BOOLEAN_LOWER, BOOLEAN_VETO = "rollout_is_threshold_lower", "rollout_is_veto_threshold"
@@ -159,7 +159,7 @@ class Draft:
         rules.append(rule)
 
     def drop(self, part: str, why: str) -> None:
-        """Take back the `weight`, or all that is to `reject`."""
+        """Set `weight` or `reject` back to null, and note why."""
         self.mis[part] = None
         self.sources = {path: keys for path, keys in self.sources.items() if not path.startswith(part)}
         self.notes.append(why)
@@ -219,7 +219,7 @@ def _by_launch(key: str) -> str:
     return f"; only the launch decides it: put its value behind the file, as {place}=VALUE"
 
 
-# What the user has.
+# Reading the user's settings.
 
 
 def _tree(text: str, said: Mapping[str, Any]) -> Any:
@@ -444,7 +444,7 @@ def _widths(given: Mapping[str, Any]) -> list[str]:
     return told
 
 
-# What it means where `rollout_is` names a level.
+# Translating the dialects in which `rollout_is` names a level.
 
 
 def _translate_weight(draft: Draft) -> None:
@@ -596,7 +596,7 @@ def _translate_denominator(draft: Draft) -> None:
         draft.notes.append(SEQUENCES_LEFT)
 
 
-# What the first key means.
+# Translating `tis_imp_ratio_cap`, the earliest dialect.
 
 
 def _translate_cap(draft: Draft) -> None:
@@ -612,11 +612,11 @@ def _translate_cap(draft: Draft) -> None:
         draft.notes.append(OF_CAP)
 
 
-# What it means where `rollout_is` is a bool.
+# Translating the dialect in which `rollout_is` is a bool.
 
 
 def _translate_boolean(draft: Draft) -> None:
-    """`rollout_is_threshold` switches it on; `rollout_is` says whether it is more than metrics."""
+    """In verl 0.6.0 `rollout_is_threshold` switches metrics on, and `rollout_is` the correction too."""
     given = draft.given
     for key in given:
         if key not in (*BOOLEAN_DIALECT, "rollout_is", "rollout_is_threshold") and given[key] not in (
@@ -654,7 +654,7 @@ def _veto(draft: Draft, threshold: Any, key: str) -> None:
         draft.reject({"over": "min", "lower": _positive(threshold, key)}, key)
 
 
-# What is left to say.
+# Notes that every dialect needs.
 
 
 def _finish(draft: Draft, tree: Any) -> None:

@@ -28,7 +28,9 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
 
 
 def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
-    """The log-probs from micro-batches of half as many samples, or of two where they are of one.
+    """Score the rollout again in micro-batches of half the samples, or of two samples where they held one.
+
+    Returns None, with a warning, for a rollout of a single sample.
 
     Raises:
         InputError: the loop does not call the hook.
@@ -52,7 +54,7 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
 
 @cache
 def arguments() -> Set[str]:
-    """The names of its arguments; its parser is at hand, and checks what it takes."""
+    """Names of the embedded host's arguments, from its own parser."""
     from mis_plugins.local.cli.parser import build_parser
 
     return frozenset(action.dest for action in build_parser()._actions)

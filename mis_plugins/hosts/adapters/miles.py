@@ -64,9 +64,10 @@ def groups(parallel_state: Any) -> Parallel:
 
 
 def reports(ranks: Ranks) -> bool:
-    """Whether Miles logs on this rank, among those of the last pipeline stage.
+    """Whether Miles logs on this rank of the last pipeline stage.
 
-    Miles keeps the numbers itself: under fault tolerance a group is torchft's, whose `rank()` is 0 in each cell.
+    The ranks are those that Miles keeps: under fault tolerance a group is torchft's, whose `rank()` is 0 in
+    each cell.
     """
     state = _state()
     if state is None:
@@ -78,7 +79,7 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     """Miles's own log-probs, and its entropy where the loss has a term of it or the run observes it.
 
     Raises:
-        InputError: log-probs of the engine that are renormalized over a part of the vocabulary.
+        InputError: the engine's log-probs are renormalized over a part of the vocabulary.
     """
     _check_whole_vocabulary(args, batch)
     from miles.backends.training_utils.loss_hub.logit_processors import (  # type: ignore[import-not-found]
@@ -138,14 +139,14 @@ def _state() -> Any | None:
 
 
 def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """The conversion of Miles, with a note of each sample."""
+    """Miles's train data of the samples, with a `Note` of each sample."""
     from mis_plugins.hosts.versions.miles.train_data import convert
 
     return convert(args, samples)
 
 
 def versioned() -> Trainer:
-    """The trainer of Miles, as versions are carried there."""
+    """The interface to Miles's trainer through which versions are carried."""
     from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
 
     return MilesTrainer()

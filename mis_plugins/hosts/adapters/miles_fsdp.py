@@ -36,7 +36,7 @@ def ranks(parallel_state: Any | None) -> Ranks:
 def divides_by_kept(args: Any) -> bool:
     """Whether this host divides a sequence's loss by the tokens that the returned mask keeps.
 
-    A reducer of the user's does what it does, and with --calculate-per-token-loss nothing is divided by a mask.
+    False with a reducer of the user's, and with --calculate-per-token-loss, where no mask divides the loss.
     """
     if getattr(args, "calculate_per_token_loss", False) or _asks_for_mask_sums():
         return False
@@ -45,9 +45,9 @@ def divides_by_kept(args: Any) -> bool:
 
 @cache
 def _asks_for_mask_sums() -> bool:
-    """Whether its micro-batches hold what Megatron's are divided by; those of v0.1.0 and main (31f1ca96) do not.
+    """Whether the FSDP trainer takes `rollout_mask_sums`, by which Megatron's trainer divides.
 
-    The hook is not shown the batch: the trainer lists by name what it takes from the rollout.
+    Miles v0.1.0 and main (31f1ca96) do not. No hook is handed the batch, so the trainer's source is searched.
     """
     actor = sys.modules.get(ACTOR)
     return actor is not None and "rollout_mask_sums" in inspect.getsource(actor)

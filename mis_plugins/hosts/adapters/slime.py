@@ -56,14 +56,14 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
 
 
 def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """The conversion of slime, with a note of each sample."""
+    """slime's train data of the samples, with a `Note` of each sample."""
     from mis_plugins.hosts.versions.slime.train_data import convert
 
     return convert(args, samples)
 
 
 def versioned() -> Trainer:
-    """The trainer of slime, as versions are carried there."""
+    """The interface to slime's trainer through which versions are carried."""
     from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
 
     return SlimeTrainer()

@@ -1,1 +1,1 @@
-"""Fully asynchronous hosts: the version of every token, from the engine to the loss hook, and log pi_{v+1} of it."""
+"""Fully asynchronous hosts: carry each token's version v to the loss hook, and score log pi_{v+1}."""

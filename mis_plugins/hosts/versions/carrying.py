@@ -1,10 +1,10 @@
-"""Versions into the loss hook of a host on Megatron.
+"""Carry versions into the loss hook of a host on Megatron.
 
-A host hands no hook of its trainer the trainer itself, and its micro-batches hold a fixed list of keys. So the init
-hook replaces two names in the trainer's process:
+A host hands its trainer to no hook, and its micro-batches hold a fixed list of keys. So the init hook
+replaces two names in the trainer's process:
 
-    train_actor of actor.py   called as before, once what is needed has been scored     (Miles :464, slime :424)
-    get_batch of model.py     called as before, with two more keys, and the version beside  (Miles :481, slime :582)
+    train_actor of actor.py   called as before, after the waiting tokens are scored  (Miles :464, slime :424)
+    get_batch of model.py     called as before, with two more keys and the version   (Miles :481, slime :582)
 
 Ray may run a subclass of its own making, into which it copied every method. So `train_actor` is replaced in the class
 of the trainer that is calling the hook, not in the module.
@@ -49,7 +49,7 @@ class Columns:
 
 
 class Carrying:
-    """What one trainer process knows of versions."""
+    """Versions and scores in one trainer process."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -58,7 +58,7 @@ class Carrying:
         self._data: Data | None = None
 
     def before_training(self, actor: Any, rollout_id: int, data: Data) -> None:
-        """Score what waits, once a version, and make the columns of the rollout that is trained on now."""
+        """Score the waiting tokens, once a version, and make the columns of the rollout in training."""
         if self._columns is None or self._columns.rollout_id != rollout_id:  # a host may repeat a rollout
             self._columns = self._made(actor, rollout_id, data)
         self._data = data
@@ -67,7 +67,7 @@ class Carrying:
         """The columns of this rollout.
 
         Raises:
-            InputError: the trainer trains on another, so that weights would silently be those without versions.
+            InputError: the trainer trains on another rollout, whose weights would silently lack versions.
         """
         if self._columns is None or data is not self._data:
             raise InputError(
@@ -106,7 +106,7 @@ class Carrying:
         return found.alive
 
     def _asked(self, actor: Any, version: int, trained: int) -> Waiting:
-        """What waits, asked by one rank and told to all. Collective."""
+        """Ask on rank 0 which tokens wait to be scored, and tell all ranks. Collective."""
         found: list[Waiting | None] = [None]
         if dist.get_rank() == 0:
             found = [self.trainer.waiting(actor, version, trained)]
@@ -117,7 +117,7 @@ class Carrying:
     def _answers(
         self, actor: Any, rollout_id: int, requests: Sequence[Request], device: torch.device
     ) -> dict[int, tuple[Sequence[int], Tensor]]:
-        """Log-probs of what is asked for, by the host's own log-prob pass, on every rank. Collective."""
+        """Log-probs of the requested tokens, by the host's own log-prob pass, on every rank. Collective."""
         split = self.trainer.split(actor)
         mine = Plan.of(requests, split.budget, split.ranks, split.multiple).shares[split.rank]
         asked = list(itertools.chain.from_iterable(mine))
@@ -137,7 +137,7 @@ class Carrying:
         return {number: answer for part in parts for number, answer in part.items()}
 
     def _whole(self, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of whole responses, of rows cut over context-parallel ranks. Collective."""
+        """Gather rows that are cut over context-parallel ranks into whole responses. Collective."""
         gathered = self.trainer.cp_utils().all_gather_with_cp
         lengths = zip(rows, data["total_lengths"], data["response_lengths"], strict=True)
         return [gathered(row, total, response) for row, total, response in lengths]
@@ -156,11 +156,11 @@ class Carrying:
 
 
 def install(args: Any, trainer: Trainer) -> None:
-    """Replace the two names, once a process; nothing in a critic's, which no weight corrects.
+    """Replace the two names, once a process; not for a critic, which no weight corrects.
 
     Raises:
-        ConfigError: an argument of the host under which versions would say something else, or the hook is called by
-            another than the host's trainer.
+        ConfigError: an argument of the host under which versions would say something else, or the caller is
+            not the host's trainer.
     """
     _check(args, trainer)
     actor = held_by(trainer.actor, "init").get("self")
@@ -201,10 +201,10 @@ def _before(train_actor: Callable[..., Any], carrying: Carrying) -> Callable[...
 def _with_columns(get_batch: Callable[..., Any], carrying: Carrying) -> Callable[..., Any]:
     @wraps(get_batch)
     def carried(data_iterator: Any, keys: Sequence[str], *rest: Any, **more: Any) -> Any:
-        if "advantages" not in keys:  # of a pass that only scores
+        if "advantages" not in keys:  # a pass that only scores
             return get_batch(data_iterator, keys, *rest, **more)
         columns = carrying.of(data_iterator.rollout_data)
-        # Only now, as the host averages every key that it knows before it trains; its dump comes later.
+        # Not earlier: before it trains, the host averages every key of the rollout. Its dump comes later.
         data_iterator.rollout_data.update(columns.tokens, **{VERSION: columns.version})
         batch = get_batch(data_iterator, [*keys, *columns.tokens], *rest, **more)
         batch[VERSION] = columns.version
@@ -218,7 +218,7 @@ def _wanted(request: Request, row: Tensor) -> Tensor:
 
 
 def _as_rollout(requests: Sequence[Request], device: torch.device) -> Data:
-    """What the host's log-prob pass reads of a rollout."""
+    """The requests as a rollout, with the keys that the host's log-prob pass reads."""
     return {
         "tokens": [torch.tensor(one.tokens, dtype=torch.long, device=device) for one in requests],
         "loss_masks": [torch.ones(one.count, dtype=torch.int, device=device) for one in requests],

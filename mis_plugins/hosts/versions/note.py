@@ -1,4 +1,4 @@
-"""What travels to the trainer beside a sample."""
+"""The note that travels to the trainer beside a sample: its number, and the versions of its tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Note:
             key: the host's name of the list that carries notes.
 
         Raises:
-            InputError: the host's own value stands there.
+            InputError: `packed` is the host's own value, not a note.
         """
         whole = isinstance(packed, Sequence) and all(isinstance(x, int) for x in packed)
         if not whole or len(packed) < 2 or len(packed) % 2:

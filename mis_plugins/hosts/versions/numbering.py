@@ -14,7 +14,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.settings import LOGLINEAR
 
-# What our generate functions leave on a sample; the last where its versions cannot be known.
+# Attributes that our generate functions leave on a sample; FAULT where its versions cannot be known.
 NUMBER, VERSIONS, FAULT = "response_number", "output_versions", "versions_fault"
 NO_NUMBER = -1
 GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
@@ -48,7 +48,7 @@ class Numbering:
         return self._make()
 
     def begin(self, sample: Any, prompt: Sequence[int]) -> int:
-        """Number a response that begins, in place of what the sample had before."""
+        """Number a response that begins; the sample's number from before is given up."""
         self._gone.put(self._number(sample))
         self._sweep()
         number = next(self._numbers)
@@ -67,7 +67,8 @@ class Numbering:
         """A packed note of each sample of a batch, which the trainer gets next.
 
         Args:
-            scored: whether the trainer asks for what waits, and scores it. Else the shelf forgets the batch at once.
+            scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the
+                batch.
 
         Raises:
             InputError: a sample without versions, or with others than its tokens; a scored one with images.
@@ -87,7 +88,10 @@ class Numbering:
         ]
 
     def _sweep(self) -> None:
-        """Drop what is gone. Not as a sample goes: the garbage collector may come while this thread has the shelf."""
+        """Drop the numbers of samples that are gone.
+
+        A sample's finalizer only queues its number: it may run while this thread holds the shelf's lock.
+        """
         with suppress(queue.Empty):  # without waiting: another thread may take the last one first
             while True:
                 number = self._gone.get_nowait()

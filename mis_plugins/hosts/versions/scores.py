@@ -1,7 +1,8 @@
-"""Log pi_{v+1} on the trainer's side: who is scored by which rank, and what was scored of a response.
+"""Log pi_{v+1} on the trainer's side: which rank scores which responses, and the scores of each response.
 
-A trainer that has just moved to V holds pi_V until its next optimizer step. So it scores the tokens of V - 1 when it
-gets its next batch, before it trains: whatever these tokens' responses are by then, running, queued or on their way.
+A trainer that has just moved to version V holds pi_V until its next optimizer step. So it scores the tokens
+of V - 1 when it gets its next batch, before it trains, whether their responses are running, queued or on
+their way by then.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from mis_plugins.versions.segment_wise import Written
 
 @dataclass(frozen=True)
 class Plan:
-    """Which micro-batches each data-parallel rank scores: equally many, so that collectives inside the model meet.
+    """The micro-batches of each data-parallel rank: equally many, so that the model's collectives meet.
 
-    shares: a list of micro-batches a rank. A rank with fewer repeats the first one.
+    shares: by rank, a list of micro-batches. A rank with fewer is filled up with the first of all
+        micro-batches.
     """
 
     shares: Sequence[Sequence[Sequence[Request]]]
 
     @classmethod
     def of(cls, requests: Sequence[Request], budget: int, ranks: int, multiple: int) -> Plan:
-        """Pack the requests, `budget` tokens a micro-batch; each rank's number of micro-batches is a multiple."""
+        """Pack requests into micro-batches of `budget` tokens, a multiple of `multiple` for each rank."""
         packed = batches(requests, budget)
         count = -(-len(packed) // (ranks * multiple)) * multiple
         shares = [packed[rank::ranks] for rank in range(ranks)]
@@ -39,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probs of some tokens of a response under one version."""
+    """Log-probs under version `by` of some tokens of a response, at these `positions` in the response."""
 
     by: int
     positions: Sequence[int]
@@ -47,13 +49,13 @@ class Scored:
 
 
 class Scores:
-    """What was scored of each response that is not trained on yet."""
+    """Scores of the responses that are not trained on yet."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[Scored]] = {}
 
     def add(self, version: int, answers: Mapping[int, tuple[Sequence[int], Float[Tensor, " n"]]]) -> None:
-        """Keep what `version` gives some tokens of each response."""
+        """Keep the log-probs that `version` gives to some tokens of each response."""
         for number, (positions, log_probs) in answers.items():
             self._of.setdefault(number, []).append(Scored(version, positions, log_probs))
 
@@ -62,7 +64,7 @@ class Scores:
         self._of = {number: scored for number, scored in self._of.items() if number in alive}
 
     def written(self, note: Note, current: int) -> Written:
-        """Versions of a response's tokens, and what the version after each token's own gave it; else NaN."""
+        """Versions v of a response's tokens, and their log pi_{v+1} where it was scored, else NaN."""
         versions = torch.tensor(note.versions, dtype=torch.int64)
         recomputed = torch.full(versions.shape, torch.nan)
         for one in self._of.get(note.number, ()):

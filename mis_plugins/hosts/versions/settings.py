@@ -1,4 +1,4 @@
-"""What the config in force asks of versions."""
+"""Settings of the config in force that need versions."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def segment_wise(args: Any) -> SegmentWiseConfig | None:
 
 
 def recomputes(config: SegmentWiseConfig | None) -> bool:
-    """Whether weights read what a recompute stored."""
+    """Whether weights read log-probs that a recompute stored."""
     return config is not None and config.method == "recompute"

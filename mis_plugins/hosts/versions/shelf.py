@@ -19,7 +19,8 @@ class Growing:
     """A response while it grows.
 
     prompt: the tokens before the response.
-    versions: of each token; the engine's version when the token was heard of, until the call ends and tells them all.
+    versions: of each token; until the call ends and names them all, the engine's version when the token
+        arrived.
     batch: the number of the batch that took the response; None while none has.
     """
 
@@ -29,7 +30,7 @@ class Growing:
     batch: int | None = None
 
     def lacking(self, number: int, version: int) -> Request | None:
-        """What is to be scored of the tokens of `version`; None where there is none."""
+        """Request to score the tokens that `version` wrote; None where there are none."""
         positions = tuple(i for i, wrote in enumerate(self.versions) if wrote == version > NO_VERSION)
         if not positions:
             return None
@@ -38,7 +39,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the trainer is told: the tokens to score, and the responses that are not trained on yet."""
+    """The shelf's answer to the trainer: tokens to score, and responses that are not trained on yet."""
 
     requests: Sequence[Request]
     alive: frozenset[int]
@@ -57,7 +58,7 @@ class Shelf:
             self._growing[number] = Growing(tuple(prompt))
 
     def say(self, number: int, start: int, tokens: Sequence[int], versions: Sequence[int]) -> None:
-        """Say what the response holds from token `start` on; what was said of these places before is replaced."""
+        """Set the response's tokens and versions from place `start` on, in place of earlier ones."""
         with self._lock:
             if (growing := self._growing.get(number)) is not None:
                 growing.tokens[start:], growing.versions[start:] = tokens, versions
@@ -76,7 +77,7 @@ class Shelf:
                 del self._growing[number]
 
     def waiting(self, version: int, trained: int) -> Waiting:
-        """Tokens of `version` to score, the longest response first; batches up to `trained` leave."""
+        """Forget batches up to `trained`; list tokens of `version` to score, the longest response first."""
         with self._lock:
             left = {
                 number: growing

@@ -1,4 +1,4 @@
-"""What the trainers of hosts do each in its own way, where versions are carried and log pi_{v+1} is scored."""
+"""The interface of a host's trainer where versions are carried and log pi_{v+1} is scored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Split:
     budget: tokens of a micro-batch.
     ranks, rank: data-parallel ranks, and this one.
     multiple: the number of micro-batches of each rank is a multiple of this.
-    answers: whether this rank tells the others what its share came to.
+    answers: whether this rank sends the log-probs of its share to the other ranks.
     """
 
     budget: int
@@ -59,7 +59,7 @@ class Trainer(Protocol):
         """Return the host's group of all ranks on the CPU."""
 
     def waiting(self, actor: Any, version: int, trained: int) -> Waiting:
-        """Ask for what waits, on one rank."""
+        """Ask the shelf which tokens wait to be scored; called on one rank."""
         ...
 
     def split(self, actor: Any) -> Split:

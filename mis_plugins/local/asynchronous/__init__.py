@@ -8,5 +8,5 @@ controller when rollouts begin, how the weights move, what happens when the work
 scoring    log-probs of the trainer for the recompute
 source     the rollouts of a run, on all ranks, and what it cost to get them
 measure    segment-wise and standard weights of a rollout, by age
-summary    what of that goes into summary.json
+summary    the part of these numbers that goes into summary.json
 """

@@ -1,7 +1,7 @@
-"""The trainer's side of asynchronous generation: rollouts begin as soon as they may, the weights move under them, and a
-worker that dies is replaced.
+"""The trainer's side of asynchronous generation, which knows no trainer, task or rank.
 
-Nothing here knows a trainer, a task or a rank.
+Rollouts begin as soon as they may, the weights move while responses are generated, and a worker that dies is
+replaced.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Controller:
     """One worker, and the rollouts that it writes for a trainer that trains on them in order.
 
     Args:
-        wanted: the responses of a rollout. rollouts: those to be trained on, of which the first is trained on at the
-            version of `weights`.
-        stuck_s: how long the worker may stand still before it is replaced.
-        shares: batches that a rollout is decoded in.
+        wanted: gives the responses that a rollout asks for.
+        rollouts: numbers of the rollouts to train on; the first is trained on at the version of `weights`.
+        stuck_s: seconds that the worker may stand still before it is replaced.
+        shares: number of batches that a rollout is decoded in.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Controller:
         return self.ledger.take(number)
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Move the worker's weights on by one version, under whatever it generates; then begin what now may.
+        """Give the worker the next version of the weights; then begin the rollouts that the bound admits.
 
         Raises:
-            HookError: of a hook with `on_error: stop`. Up to the post-pause hooks the weights are where they were;
-                after that they have moved, and what may begin by them has begun.
+            HookError: a hook with `on_error: stop` failed. Up to the post-pause hooks the weights have not
+                moved. Later they have moved, and the rollouts that the bound admits have begun.
         """
         try:
             with self.hooks.paused(self._pause, self._resume):
@@ -139,7 +139,7 @@ class Controller:
         self.tally.paused += time.perf_counter() - self._pause_began
 
     def _admit(self) -> None:
-        """Begin every rollout that may."""
+        """Begin every rollout that the staleness bound admits."""
         for rollout in self.bound.admitted(self._begun, self.version):
             if rollout in self.rollouts:
                 self.ledger.open(rollout, self.wanted(rollout))

@@ -1,4 +1,4 @@
-"""Every response from its first token to the trainer: what was heard of it stays, whatever becomes of the worker."""
+"""Every response from its first token to the trainer: tokens that arrived stay, even where a worker dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Entry:
-    """A response on its way: the pool's number of it, and its seed."""
+    """A response on its way: its number in the pool, and its seed."""
 
     number: int
     seed: int
@@ -35,7 +35,7 @@ class Ledger:
     A response is waiting, until it is given to a worker; running, until it ends or its worker does; or ended. The
     thread that hears the worker writes; `changed` is notified whenever something was written.
 
-    shares: batches that a rollout is given in: as many as the synchronous host decodes it in.
+    shares: number of batches that a rollout is given in, as many as the synchronous host decodes it in.
     """
 
     shares: int = 1
@@ -70,7 +70,7 @@ class Ledger:
         return [batch for batch in batches if batch]
 
     def write(self, said: Tokens) -> None:
-        """Append what a worker drew."""
+        """Append the tokens that a worker drew."""
         drawn = said.drawn
         rows = zip(drawn.numbers, drawn.tokens, drawn.log_probs, drawn.ended, strict=True)
         with self.changed:
@@ -83,13 +83,13 @@ class Ledger:
             self.changed.notify_all()
 
     def take_back(self, numbers: frozenset[int]) -> None:
-        """Make responses wait again that their worker forgot."""
+        """Set responses that their worker forgot back to waiting."""
         with self.changed:
             assert numbers <= self._running
             self._running -= numbers
 
     def take_back_all(self) -> None:
-        """Make all running responses wait again: the worker is gone, and all its events were heard."""
+        """Set all running responses back to waiting: the worker is gone, and all its events were heard."""
         with self.changed:
             self._running.clear()
 
@@ -98,7 +98,7 @@ class Ledger:
             return all(entry.number in self._ended for entry in self._rollouts[rollout])
 
     def take(self, rollout: int) -> list[Response]:
-        """The responses of a complete rollout, in their order; it is not known any more."""
+        """The responses of a complete rollout, in their order; the ledger forgets them."""
         with self.changed:
             entries = self._rollouts.pop(rollout)
             self._ended.difference_update(entry.number for entry in entries)

@@ -1,4 +1,4 @@
-"""What the age of a rollout's tokens does to their weights, segment-wise weights beside standard ones."""
+"""Segment-wise and standard weights of a rollout's tokens, by age."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OURS = "mis_plugins."
 
 
 def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
-    """The weights to measure, and, where they are on, to recompute for; None where no proximal policy is scored.
+    """Segment-wise weights to measure, and to recompute for where they are on.
 
-    Where nothing is said of them they are measured by their defaults, whether the loss uses them or not. Switched off,
-    the standard weights are measured.
+    None where no proximal policy is scored, and in bypass. Without settings the default weights are measured,
+    whether the loss uses them or not. With `enabled: false` the standard weights are measured.
     """
     if args.use_rollout_logprobs and not args.get_mismatch_metrics:
         return None

@@ -46,7 +46,7 @@ Command = Begin | Pause | Publish | Resume | Stop
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one step drew, and with which weights."""
+    """The tokens that one step drew, and the version of the weights that drew them."""
 
     drawn: Drawn
     version: int

@@ -20,23 +20,23 @@ STOP_SECONDS = 10.0
 """How long a worker may take to end when asked to, before it is killed."""
 
 STEP_LIMITS = 10
-"""How often the limit of a stand-still a single step may take: one that computes is alive, and may never end."""
+"""Limit of one step, in limits of a stand-still: a step that computes is alive, and might never end."""
 
 
 class WorkerProcess:
     """One worker process.
 
-    A thread of the trainer receives all the time: the worker is never kept waiting by a trainer that steps, and neither
-    can wait for the other with both pipes full. Others kill a worker that is stuck, so that whoever waits for it finds
-    it gone.
+    A thread of the trainer receives all the time: a trainer that steps never keeps the worker waiting, and
+    the two cannot wait for each other with both pipes full. Two watchdog threads kill a worker that is stuck,
+    so that whoever waits for the worker finds it gone.
 
     Args:
-        limit_s: how long it may stand still; a step of it may take `STEP_LIMITS` times that.
-        heard: called with every event, on that thread.
-        ended: called once the worker is gone and everything that it said was heard, on that thread.
+        limit_s: seconds that the worker may stand still; one step may take `STEP_LIMITS` times as long.
+        heard: called with every event, on the receiving thread.
+        ended: called on the receiving thread once the worker is gone and all its events were heard.
 
     Attributes:
-        fault: what `heard` raised, after which nothing is heard any more and the worker is killed.
+        fault: the error that `heard` raised; the worker is then killed, and no event is heard any more.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WorkerProcess:
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended, with all of its events heard."""
+        """Whether the worker has ended, with all of its events heard."""
         return self._gone.is_set()
 
     @property
@@ -81,7 +81,7 @@ class WorkerProcess:
         return self._process.exitcode
 
     def send(self, command: Command) -> None:
-        """Say something, to nobody if the worker is gone."""
+        """Send a command; where the worker is gone, wait until all of its events are heard."""
         try:
             self._connection.send(command)
         except ConnectionError:
@@ -141,8 +141,8 @@ class WorkerProcess:
 
 
 def _start_deaf_to_interrupts(process: BaseProcess) -> None:
-    """Ctrl-C in a terminal reaches every process: the trainer decides when the worker ends, so it inherits a mask."""
-    # The tracker is started with the first process, and on 3.11 ends by unblocking SIGINT: not within the mask, then.
+    """Start a process with SIGINT masked: Ctrl-C reaches every process, and the trainer ends the worker."""
+    # On 3.11 the start of the resource tracker unblocks SIGINT at its end: so it comes before the mask.
     resource_tracker.ensure_running()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -32,7 +32,7 @@ class Scoring:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Collective: rank 0 runs its body, the others leave it at once and answer until that has ended."""
+        """Rank 0 runs the body; other ranks leave it at once and answer until rank 0 is done. Collective."""
         if dist.get_rank() == 0:
             try:
                 yield
@@ -44,7 +44,7 @@ class Scoring:
             self._answer(asked)
 
     def _answer(self, batches: Sequence[Batch]) -> list[Scores]:
-        """Each data-parallel rank scores the batch that has its number; all of them are told everything."""
+        """Each data-parallel rank scores the batch that has its number; every rank gets all scores."""
         dp = self.state.effective_dp
         mine = self._score(*batches[dp.rank]) if dp.rank < len(batches) else []
         found: list[Scores] = [[] for _ in range(dp.size)]

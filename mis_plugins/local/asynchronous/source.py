@@ -35,11 +35,11 @@ Row = dict[str, int | float]
 
 
 class AsynchronousRollouts:
-    """Where the loop takes its rollouts from, in place of an engine of its own. Rank 0 has the worker.
+    """The loop's source of rollouts with ``--async``, in place of an engine. Rank 0 has the worker.
 
     Args:
         excluded: prompts that are held out.
-        weights: of the first rollout, `first`.
+        weights: the trainer's weights before rollout `first`.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class AsynchronousRollouts:
         return judged(self.args, samples, rollout_id)
 
     def measure(self, data: RolloutData) -> None:
-        """Note what its staleness does to a rollout's weights. Collective."""
+        """Note a rollout's weights by age. Collective."""
         if self.measures is not None:
             self.row |= measured(self.state, data, self.measures)
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Publish the weights of the next version; before that, score what the present ones must. Collective."""
+        """Score the tokens that need the present weights, then publish the next version's. Collective."""
         if self.recomputes:
             with self.trainer.holding(self.published), self.scoring.serving():
                 self._update(weights)
@@ -169,10 +169,11 @@ class AsynchronousRollouts:
 
 
 def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[int, float]) -> Row:
-    """How long ago tokens were written, in versions, and what recomputing those of each age took.
+    """Number of tokens of each age, and the seconds that recomputing them took.
 
     Args:
-        seconds_a_token: by the version that wrote it.
+        version: the trainer's version.
+        seconds_a_token: seconds of the recompute, by the version that wrote the token.
     """
     count: Row = defaultdict(int)
     seconds: Row = defaultdict(float)

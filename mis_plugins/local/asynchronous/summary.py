@@ -30,7 +30,7 @@ AGE = re.compile(r"(/age_\d+(?:_up)?)?$")
 
 
 def asynchronous_summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What is summed or averaged over the run, also by age; and `recompute/share`, of the run's seconds.
+    """Sums and means over the run, also by age; `recompute/share` is a share of the run's seconds.
 
     Empty for a run that was not asynchronous.
     """

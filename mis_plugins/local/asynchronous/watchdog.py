@@ -1,9 +1,9 @@
-"""Whether a worker that is alive still moves: told by itself, judged by the trainer.
+"""Whether a worker that is alive still moves: the worker sends beats, the trainer judges them.
 
-A thread of the worker tells whenever the thread that generates has used processor time since the last word: computing,
-however slowly, and waking up to see whether there is something to do both use some. Stopped, or waiting for a lock that
-nobody opens, it uses none. One that computes in a loop without an end does: so each word also says how many turns that
-thread has taken.
+A thread of the worker sends a beat whenever the generating thread has used processor time since the last
+beat. Computing, however slowly, uses some, and so does waking up to look for work. A process that is stopped,
+or waits for a lock that nobody opens, uses none. An endless loop uses some: so each beat also tells how many
+turns the generating thread has taken.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import time
 from collections.abc import Callable
 
 BEAT_SECONDS = 0.5
-"""Between two words of a worker that moves."""
+"""Seconds between two beats of a worker that moves."""
 
 LEAST_LIMIT_SECONDS = 10 * BEAT_SECONDS
-"""Less would take a busy machine for a stuck worker."""
+"""Least limit that a user may set: a smaller one would take a busy machine for a stuck worker."""
 
 START_SECONDS = 300.0
-"""To the first word, at least: a process that imports its libraries from a slow disk cannot speak yet."""
+"""Least limit before the first beat: a process that imports libraries from a slow disk cannot send one."""
 
 
 class Heartbeat(threading.Thread):
-    """Calls `tell` while the thread that made this one moves.
+    """Calls `tell` while the thread that made this heartbeat uses processor time.
 
     Args:
-        tell: what it raises ends it.
+        tell: sends a beat; an OSError ends the heartbeat.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:
@@ -47,13 +47,13 @@ class Heartbeat(threading.Thread):
 
 
 class Watchdog(threading.Thread):
-    """Calls `stuck`, once, when a count stood still for `limit_s` seconds; for `START_SECONDS` before it first moves.
+    """Calls `stuck`, once, when a count stood still for `limit_s` seconds, or longer while the count is 0.
 
-    Only seconds in which this thread itself ran are counted: a trainer that was stopped for an hour has not heard what
-    waits for it, and that is not the worker's silence.
+    Only seconds in which this thread itself ran are counted: a trainer that was stopped for an hour has not
+    heard the events that wait for it, which is not the worker's silence.
 
     Args:
-        heard: how many words, or turns, were heard of so far.
+        heard: gives the number of events, or of turns, so far.
         over: set when there is nothing to watch any more.
     """
 

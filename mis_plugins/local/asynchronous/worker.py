@@ -43,8 +43,9 @@ class WorkerSettings:
 
     pause_mode: what an update does to the responses under way. `in_place` goes on over their keys and values; `retract`
         makes these anew with the new weights; `abort` forgets the responses, for the trainer to send again.
-    step_seconds: a step takes at least as long; 0 is as fast as the machine.
-    steps_per_update: tokens that a response gets of one version at most, before its rollout is due; 0 is no limit.
+    step_seconds: least seconds of a step; 0 is no delay.
+    steps_per_update: most tokens that one version adds to a response before its rollout is due; 0 is no
+        limit.
     max_concurrent: responses in flight at most, the others wait for one to end; None is no limit.
     engine: a name of `--rollout-engine`.
     """
@@ -79,7 +80,7 @@ def run(connection: Connection, settings: WorkerSettings) -> None:
 class Voice:
     """The worker's end of the pipe, for threads to speak through one at a time.
 
-    turns: of the thread that generates, for the other to tell.
+    turns: turns of the generating thread, which the heartbeat's thread sends.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -93,7 +94,7 @@ class Voice:
 
 @dataclass
 class Batch:
-    """Responses that step together. steps: those taken with the present weights."""
+    """Responses that step together. steps: number of steps taken with the present weights."""
 
     rollout: int
     decoding: Growing
@@ -105,7 +106,8 @@ class Worker:
 
     Attributes:
         batches: the responses in flight.
-        waiting: those that wait for a place, in the order of their arrival, which is the order of training.
+        waiting: responses that wait for a place, in the order of their arrival, which is the order of
+            training.
     """
 
     def __init__(self, connection: Connection, voice: Voice, settings: WorkerSettings) -> None:
@@ -126,7 +128,7 @@ class Worker:
         while True:
             self.voice.turns += 1
             ahead = due - time.monotonic() if self.moving else BEAT_SECONDS
-            # Never longer: waking up is what shows that it is not stuck.
+            # At most BEAT_SECONDS: waking up shows that the worker is not stuck.
             if self.connection.poll(min(max(0.0, ahead), BEAT_SECONDS)):
                 command = self.connection.recv()
                 if isinstance(command, Stop):
@@ -179,7 +181,7 @@ class Worker:
         self.paused = True
         aborted: frozenset[int] = frozenset()
         if self.settings.pause_mode == "abort":
-            # Those that wait too: they come back behind the earlier rollouts, which the trainer waits for first.
+            # Waiting responses too: they come back behind earlier rollouts, which the trainer needs first.
             waiting = [one for begin in self.waiting for one in begin.responses]
             running = [one for batch in self.batches for one in batch.decoding.unfinished]
             aborted = frozenset(one.number for one in (*running, *waiting))

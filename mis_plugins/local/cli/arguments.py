@@ -92,7 +92,7 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
 
 
 def _take_areals_bounds(args: argparse.Namespace, block: Mapping[str, Any]) -> None:
-    """Set what AReaL's `rollout:` bounds as arguments of this host: there places are counted in prompts."""
+    """Set the bounds of AReaL's `rollout:` block on ``args``; AReaL counts concurrent rollouts in prompts."""
     bound, places = block.get("max_head_offpolicyness"), block.get("max_concurrent_rollouts")
     if bound is not None:
         args.max_head_offpolicyness = bound
@@ -138,7 +138,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_experts(args: argparse.Namespace) -> None:
-    """Refuse flags of a mixture of experts without one, and what its layers or its replay cannot do here."""
+    """Refuse flags of experts without ``--num-experts``, and what experts or their replay cannot do here."""
     given = [name for name in _OF_EXPERTS if getattr(args, name)]
     if given and not args.num_experts:
         raise ConfigError(f"{_flag(given[0])} has no effect without --num-experts; give both, or drop it")
@@ -171,7 +171,7 @@ def _check_experts(args: argparse.Namespace) -> None:
 
 
 def _check_engine(args: argparse.Namespace) -> None:
-    """Refuse an engine that does not know the precision or size, and truth on policy where both sides must differ."""
+    """Refuse an engine that lacks precision or head size, and --true-on-policy where sides must differ."""
     if args.rollout_engine != "local" and args.rollout_weights not in ("fp32", "bf16"):
         raise ConfigError(
             f"--rollout-engine {args.rollout_engine} with --rollout-weights {args.rollout_weights}: only the local "
@@ -202,7 +202,7 @@ def _check_engine(args: argparse.Namespace) -> None:
 
 
 def _check_cut(args: argparse.Namespace) -> None:
-    """Refuse top-p and top-k that cut nothing sound, and where the trainer cannot know what they left."""
+    """Refuse impossible top-p and top-k, and a cut where the trainer cannot know which tokens are left."""
     top_p, top_k = args.rollout_top_p, args.rollout_top_k
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ConfigError(f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1")
@@ -289,7 +289,7 @@ def _check_asynchronous(args: argparse.Namespace) -> None:
 
 
 def _check_correction(args: argparse.Namespace) -> None:
-    """Refuse a hook or a config that nothing would read, and a correction of what is bypassed."""
+    """Refuse a hook or a config that nothing would read, and a correction of a policy that is bypassed."""
     asked = "--use-tis" if args.use_tis else "--get-mismatch-metrics" if args.get_mismatch_metrics else None
     if args.use_tis and args.use_rollout_logprobs:
         raise ConfigError(
@@ -374,7 +374,7 @@ _UNCUT = {
         "the gradient that it compares with is of the whole vocabulary",
     ),
 }
-"""Arguments beside which nothing may be cut: their flags, and why."""
+"""Arguments that exclude top-p and top-k: their flags, and why."""
 
 _OF_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_routing_replay")
 

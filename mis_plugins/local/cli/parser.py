@@ -15,7 +15,7 @@ SERVED = {name: spec.words for name, spec in sorted(ENGINES.items()) if spec.ser
 """Engines of ``true_on_policy`` that can serve a training loop, and what they are."""
 ENGINE_NAMES = ("local", *SERVED)
 TELLING = tuple(name for name, spec in sorted(ENGINES.items()) if spec.serve and spec.tells_weights)
-"""Engines that tell what weights they hold."""
+"""Engines whose weights can be read back."""
 PAUSE_MODES = ("in_place", "retract", "abort")
 TASK_NAMES = ("reverse", "sort", "add")
 
@@ -28,7 +28,7 @@ ASYNCHRONOUS = {
     "recompute_token_budget": 8192,
     "rollout_health_check_timeout": 120.0,
 }
-"""What flags that need ``--async`` are where they are not given."""
+"""Defaults of the flags that need ``--async``."""
 
 HOOK_POINTS: dict[Point, str] = {
     "pre_pause": "before generation pauses for new weights",

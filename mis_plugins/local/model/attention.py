@@ -23,7 +23,7 @@ from mis_plugins.local.train.batch import Layout
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron's description of a pack, and our index maps beside it, which so reach the attention."""
+    """Megatron's description of a pack, which carries our index maps to the attention."""
 
     layout: Layout | None = None
 

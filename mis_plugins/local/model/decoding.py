@@ -33,7 +33,7 @@ class Unfinished:
 class Sampling:
     """How tokens are drawn.
 
-    max_new_tokens: the longest response, with the tokens that it began with.
+    max_new_tokens: most tokens of a response, the tokens that it began with included.
     """
 
     max_new_tokens: int
@@ -43,7 +43,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One step: a token of each response that had not ended. Log-probs are those after temperature."""
+    """One step: a token of each response that had not ended. Log-probs are taken after temperature."""
 
     numbers: list[int]
     tokens: list[int]
@@ -53,7 +53,7 @@ class Drawn:
 
 @runtime_checkable
 class Steps(Protocol):
-    """A decoder that is stepped: `Decoder`, or one with a cache of its own kind, which counts its slots as `used`."""
+    """A decoder that is stepped: `Decoder`, or one with another cache, whose `used` counts filled slots."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -66,8 +66,8 @@ class Steps(Protocol):
 class Decoding:
     """A batch of responses over one KV cache.
 
-    Rows that have ended stay in the batch until all have: what a row computes may depend, in its last bits, on how many
-    rows are computed with it.
+    Rows that have ended stay in the batch until all have: the last bits of a row may depend on the number of
+    rows.
 
     Attributes:
         stale_cache: whether the cache holds keys and values of weights before the present ones.

@@ -23,7 +23,7 @@ class Generation:
     Attributes:
         tokens: token ids; the last one is EOS unless the response was cut at `max_new_tokens`.
         log_probs: log-probability of each token under the distribution it was drawn from, after temperature.
-        version: version of the weights it was drawn with.
+        version: version of the weights that drew the response.
         routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
             in a dense model, and from an engine that does not tell.
         kept: the tokens that each token was sampled from; None where that is the whole vocabulary.
@@ -38,7 +38,7 @@ class Generation:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What the loop asks of a rollout engine; `DecodeEngine` stands behind it, and `ServedEngine` for SGLang."""
+    """A rollout engine as the loop calls it: a `DecodeEngine`, or a `ServedEngine` around another engine."""
 
     version: int
 
@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
         """Take copies of all parameters, by Hugging Face Qwen3 name, float32, matrices [out, in].
 
         Raises:
-            InputError: a name is missing or unknown, or a shape is wrong; the engine then keeps what it had.
+            InputError: a name is missing or unknown, or a shape is wrong; the engine then keeps its weights.
         """
         ...
 

@@ -1,9 +1,9 @@
 """The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-, Llama- or Qwen3-MoE-shaped, on CPU.
 
-Nothing of Megatron is changed but what :func:`cpu_shims` changes, and with ``--true-on-policy`` how a layer of experts
-chooses and adds. Weights enter and leave under the names of a
-Hugging Face checkpoint, whole, whatever the tensor-parallel size: the engine, the checkpoint and another layout
-all read the same dictionary.
+Megatron is changed in two places alone: :func:`cpu_shims`, and with ``--true-on-policy`` how a layer of
+experts chooses and adds. Weights enter and leave whole, under the names of a Hugging Face checkpoint,
+whatever the tensor-parallel size: engine, checkpoint and another layout of ranks all read the same
+dictionary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INIT_STD = 0.02
 
 
 def cpu_shims() -> None:
-    """The one place where Megatron is changed: its RoPE moves a table to ``torch.cuda.current_device()`` on first use.
+    """Let Megatron's RoPE run on CPU: on first use it moves a table to ``torch.cuda.current_device()``.
 
     The environment variable only silences Megatron's advice for GPUs.
     """
@@ -99,8 +99,8 @@ def packed_logits(model: torch.nn.Module, layout: Layout, loss_mask: Tensor | No
     """``[1, S, V / tp]``: this rank's slots and its part of the vocabulary, with gradient.
 
     Args:
-        loss_mask: ``[R]``, which of the scored tokens the loss reads. Megatron hands it to nobody here; a watch over
-            the routers reads it from the call, as in the hosts. None where nobody shall watch.
+        loss_mask: ``[R]``, which of the scored tokens the loss reads. The model ignores it; a watch over the
+            routers reads it from the call, as in the hosts. None where nothing shall watch.
     """
     at_slots = None
     if loss_mask is not None:
@@ -132,9 +132,9 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 class Shards:
     """How one Megatron parameter is made of Hugging Face weights on one tensor-parallel rank.
 
-    ``cut`` says along what the weights are divided among the ranks. Several weights share one parameter in ``groups``
-    interleaved blocks: a query group's rows of q, then of k, then of v, in as many blocks as the rank has query
-    groups; gate, then up, in one.
+    ``cut`` names the dimension along which the ranks divide the weights. Several weights share one parameter
+    in ``groups`` interleaved blocks: q, k and v in a block for each query group of the rank; gate and up in
+    one block.
     """
 
     names: tuple[str, ...]
@@ -209,9 +209,7 @@ def _layer_shards(index: int, groups: int, experts: int) -> dict[str, Shards]:
 
 @dataclass(frozen=True)
 class Naming:
-    """Translates tensors shaped like the parameters (weights, gradients, optimizer moments) to Hugging Face
-    names and back.
-    """
+    """Translate weights, gradients and optimizer moments to Hugging Face names and back."""
 
     config: ModelConfig
     tp: GroupInfo

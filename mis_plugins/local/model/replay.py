@@ -16,7 +16,7 @@ from mis_plugins.local.train.batch import Layout
 from mis_plugins.routing.watch import routers_of
 
 ROUTES = "rollout_routed_experts"
-"""What Miles and slime call the engine's routes, of a sample and in the rollout data."""
+"""Name of the engine's routes in a sample and in the rollout data, as in Miles and slime."""
 
 
 class Replay:
@@ -44,7 +44,7 @@ class Replay:
 
 
 def rows_of(layout: Layout, routes: Sequence[Int[Tensor, "_ L K"]]) -> Int[Tensor, "S L K"]:
-    """The routes of this rank's slots; the last token of a sequence and padding, without one, take the first experts.
+    """The routes of this rank's slots; last tokens and padding have none, and get the first experts.
 
     Raises:
         InputError: a sample has another number of routes than tokens before its last.

@@ -1,4 +1,4 @@
-"""Engines that an asynchronous worker steps token by token, their weights moving in between; Hugging Face's decoder."""
+"""Engines that an asynchronous worker steps token by token, with new weights between steps; engine `hf`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mis_plugins.local.model.engine import DecodeEngine
 
 @runtime_checkable
 class Growing(Protocol):
-    """What a worker asks of a batch of responses; `Decoding` stands behind it, and `ServedDecoding`."""
+    """A batch of responses as a worker calls it: a `Decoding` or a `ServedDecoding`."""
 
     stale_cache: bool
 
@@ -34,7 +34,7 @@ class Growing(Protocol):
 
 @runtime_checkable
 class SteppedEngine(Protocol):
-    """What a worker asks of an engine: batches of responses that it steps, and goes on with under other weights."""
+    """An engine as a worker calls it: batches of responses are stepped, and go on under other weights."""
 
     version: int
 

@@ -17,13 +17,13 @@ from true_on_policy.kernels.pin import pinned
 
 
 def kernels(args: Namespace, config: ModelConfig) -> AbstractContextManager[None]:
-    """What the RL loop runs under: batch-invariant kernels in this process, or those it finds."""
+    """Context of the RL loop: batch-invariant kernels with ``--true-on-policy``, else torch's own."""
     contract = contracted(args, config)
     return nullcontext() if contract is None else pinned(contract)
 
 
 def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
-    """What both sides keep, float32 as the trainer is; None without ``--true-on-policy``."""
+    """The contract of trainer and engine, in float32 as the trainer; None without ``--true-on-policy``."""
     if not args.true_on_policy:
         return None
     from mis_plugins.local.rollout.served import model_family, model_shape
@@ -36,8 +36,8 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
 def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
     """Our own decoder, or an engine of ``true_on_policy`` that can serve a training loop.
 
-    With ``--async`` this one only evaluates. A second server beside the worker's would take as much again, so that our
-    own decoder evaluates in its place.
+    With ``--async`` this engine only evaluates. Our own decoder then takes the place of a served engine, as a
+    second server beside the worker's would cost as much again.
     """
     if args.rollout_engine == "local" or (args.asynchronous and args.rollout_engine not in STEPPED):
         return DecodeEngine(config, args.rollout_weights)
@@ -54,6 +54,6 @@ def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
 
 
 def cut_of(args: Namespace) -> Cut | None:
-    """What ``--rollout-top-p`` and ``--rollout-top-k`` leave; None where both leave everything."""
+    """The cut of ``--rollout-top-p`` and ``--rollout-top-k``; None where both leave the whole vocabulary."""
     top_k = None if args.rollout_top_k == -1 else args.rollout_top_k
     return None if args.rollout_top_p == 1 and top_k is None else Cut(args.rollout_top_p, top_k)

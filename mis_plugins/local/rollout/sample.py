@@ -69,7 +69,7 @@ class Sample:
 def make_samples(
     task: Task, problems: Sequence[Problem], generations: Sequence[Generation], group_size: int
 ) -> list[Sample]:
-    """Judge the responses; those of a prompt lie next to each other."""
+    """Make a sample with a reward of each response; responses of one prompt lie next to each other."""
     pairs = zip(problems, generations, strict=True)
     return [
         Sample(
@@ -98,7 +98,7 @@ def _kept(generation: Generation) -> dict[str, Any]:
 
 
 def filtered(args: Namespace, samples: list[Sample]) -> list[Sample]:
-    """What ``--rollout-sample-filter-path`` leaves: called on rank 0 with the groups of a rollout. Collective."""
+    """Samples after ``--rollout-sample-filter-path``, called on rank 0 with groups of samples. Collective."""
     path, size = args.rollout_sample_filter_path, args.n_samples_per_prompt
     if path is None:
         return samples

@@ -81,7 +81,7 @@ def sample_responses(
 class Rollout:
     """A whole rollout, the same on every rank; one entry a sample, those of a prompt next to each other.
 
-    ``version`` is that of the trainer when it trains on it; None where tokens shall have no versions.
+    ``version`` is the trainer's when it trains on the rollout; None where tokens shall have no versions.
     """
 
     samples: list[Sample]
@@ -113,14 +113,14 @@ def collect(
 def draw(
     args: Namespace, task: Task, stream: tuple[int | str, ...], excluded: Collection[tuple[int, ...]]
 ) -> tuple[list[Problem], list[int]]:
-    """What a rollout is to answer: each prompt as often as it is sampled, and the seed of each sample."""
+    """Problems of a rollout, each repeated as often as it is sampled, and the seed of each sample."""
     prompts = draw_problems(task, args.rollout_batch_size, derive_seed(*stream, "prompts"), excluded)
     problems = [problem for problem in prompts for _ in range(args.n_samples_per_prompt)]
     return problems, [derive_seed(*stream, "sample", index) for index in range(len(problems))]
 
 
 def judged(args: Namespace, samples: list[Sample], version: int | None) -> Rollout:
-    """What the filter leaves, and its advantages, to be trained on at ``version``. Collective."""
+    """Filter the samples and compute their advantages, to be trained on at ``version``. Collective."""
     samples = filtered(args, samples)
     groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.n_samples_per_prompt)
     return Rollout(samples, ESTIMATORS[args.advantage_estimator](args, groups).flatten(), version)
@@ -133,12 +133,13 @@ def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: 
 
 
 def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutData:
-    """What the hosts call ``rollout_data`` for this rank: log-probs, advantages and versions CP-local, masks and
-    tokens whole.
+    """The part of a rollout for this rank, as the hosts' ``rollout_data``.
+
+    Log-probs, advantages and versions are CP-local, masks and tokens whole.
 
     Raises:
-        InputError: a token that its segment-wise weight cannot be known of, or a sample without versions beside others
-            with them, by the sample's name.
+        InputError: a token whose segment-wise weight cannot be known, or a sample without versions beside
+            samples with them; the error names the sample.
     """
     order = training_order(
         len(rollout.samples), args.global_batch_size, state.effective_dp.rank, state.effective_dp.size
@@ -172,7 +173,7 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
 
 
 def _kept(samples: Sequence[Sample]) -> RolloutData:
-    """What each token was sampled from, where the engine cut; whole responses, as masks are."""
+    """Kept sets of each sample's whole response; empty where the engine did not cut."""
     lacking = [sample.index for sample in samples if sample.rollout_top_p_token_ids is None]
     if lacking and len(lacking) < len(samples):
         raise InputError(
@@ -187,9 +188,9 @@ def _kept(samples: Sequence[Sample]) -> RolloutData:
 def _versions(
     args: Namespace, rollout: Rollout, samples: Sequence[Sample], masks: list[Tensor], layout: Layout
 ) -> tuple[RolloutData, list[Tensor]]:
-    """What says who wrote each token, and the loss masks without those whose weight cannot be known.
+    """The keys about versions, and the loss masks without tokens whose weight cannot be known.
 
-    Whether anybody knows is asked of the whole rollout, so that every rank has the same answer for its share.
+    The whole rollout decides whether versions are known, so that every rank decides alike.
     """
     current, nameless = rollout.version, [s.index for s in rollout.samples if s.output_versions is None]
     if current is None or len(nameless) == len(rollout.samples):
@@ -216,7 +217,7 @@ def _versions(
 
 
 def _segment_wise(args: Namespace) -> SegmentWiseConfig | None:
-    """What a custom loss is to make of versions; no other loss sees them."""
+    """Segment-wise settings of a custom loss; None for other losses, which see no versions."""
     if args.loss_type != "custom_loss":
         return None
     config = watching.for_loss_hook(args, reading.from_args(args))

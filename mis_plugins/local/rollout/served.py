@@ -1,6 +1,6 @@
 """A rollout engine of ``true_on_policy`` behind the loop's protocol: one for all ranks, fed by checkpoints on disk.
 
-Such an engine samples as many tokens as it is asked for; a response ends where its first end of sequence stands.
+The engine samples as many tokens as it is asked for; a response is cut after its first end of sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An engine of its own process, such as SGLang, stepped by an asynchronous worker: a call a step, of one token each.
+"""An engine in a process of its own, such as SGLang, stepped by an asynchronous worker: one token a call.
 
-Between two calls the engine holds no request, so that the weights may move there. What it keeps is its prefix cache:
-emptied by an update (`retract`, `abort`), or kept with the keys and values of earlier weights (`in_place`).
+Between two calls the engine holds no request, so that the weights may move there. An update empties the
+engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of earlier weights (`in_place`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ RUNNING = 256
 
 
 class ServedSteps:
-    """The engine `name`, which its first weights start.
+    """The engine `name`, started by the first weights.
 
     Args:
-        keep_cache: whether an update leaves the keys and values of the weights before it.
+        keep_cache: whether an update leaves the keys and values of earlier weights in the prefix cache.
     """
 
     def __init__(self, name: str, config: ModelConfig, precision: str, keep_cache: bool) -> None:

@@ -1,6 +1,6 @@
-"""The direction of the policy gradient: that of a rollout, corrected or not, against that of on-policy samples.
+"""The direction of a rollout's policy gradient, corrected or not, against an on-policy gradient.
 
-What a mismatched rollout engine does to learning shows here before, and whether or not, a policy collapses.
+The harm of a mismatched rollout engine shows here before a policy collapses, and also where no policy does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Reference:
 
     @property
     def agreement(self) -> float:
-        """Cosine of both estimates: what sampling noise leaves of 1. No setting can be expected to do better."""
+        """Cosine of the two estimates, below 1 by sampling noise; no setting can be expected to do better."""
         return cosine(self.first, self.second)
 
 

@@ -1,7 +1,7 @@
 """Kept sets: the tokens that top-p or top-k left the engine to sample each token of a response from.
 
-The engine renormalizes over a kept set, and the trainer does so over the same one: then both sides give the log-prob
-of what was sampled from.
+Engine and trainer both renormalize over the kept set, so that both give log-probs under the distribution that
+was sampled from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.local.train.batch import Layout
 
 IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
-"""What slime calls the kept sets, of a sample and in the rollout data."""
+"""Names of the kept sets in a sample and in the rollout data, as in slime."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def kept_sets(ids: Sequence[Tensor] | None, offsets: Sequence[Tensor] | None) ->
 
 
 def kept_columns(layout: Layout, kept: Sequence[KeptSets], first: int, width: int) -> Bool[Tensor, "R W"]:
-    """Which tokens of `first` to `first + width` each scored token was sampled from; it is always among them.
+    """Which of the tokens `first` to `first + width` are in each scored token's kept set, itself included.
 
     Raises:
         InputError: a response has another number of kept sets than tokens.
@@ -59,7 +59,7 @@ def kept_columns(layout: Layout, kept: Sequence[KeptSets], first: int, width: in
 
 
 def _members(row: Tensor, column: Tensor, rows: int, width: int) -> Bool[Tensor, "N W"]:
-    """A table with the given entries set; a column of another rank's is left out."""
+    """A table with the given entries set; columns of other ranks are left out."""
     table, here = torch.zeros(rows, width, dtype=torch.bool), (column >= 0) & (column < width)
     table[row[here], column[here]] = True
     return table

@@ -24,7 +24,7 @@ def response_log_probs(
 
     Args:
         logits: ``[1, S, V / tp]``, of this rank's slots and of its part of the vocabulary.
-        kept: of each response, what its tokens were sampled from; None scores them over the whole vocabulary.
+        kept: the kept sets of each response; None scores tokens over the whole vocabulary.
     """
     # The cross entropy overwrites its input; the division makes it a copy.
     scored = logits[0, layout.scored].float() / args.rollout_temperature
@@ -59,7 +59,7 @@ def get_log_probs_and_entropy(
     top_p_token_offsets: Sequence[Tensor] | None = None,
     **_: Any,
 ) -> dict[str, list[Tensor]]:
-    """What the hosts' function of this name gives: ``log_probs`` and, if asked, ``entropy``, CP-local, one a sample.
+    """The hosts' function of this name: ``log_probs`` and, if asked, ``entropy``, a CP-local tensor a sample.
 
     As in slime, log-probs are over the kept sets where they are given, and the entropy is that of the whole vocabulary.
     """

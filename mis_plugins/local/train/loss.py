@@ -35,8 +35,9 @@ def masked(layout: Layout, masks: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a data-parallel rank. Lists have one entry a sample; log-probs and versions are CP-local,
-    masks whole.
+    """One micro-batch of a data-parallel rank.
+
+    Lists have one entry a sample; log-probs and versions are CP-local, masks whole.
     """
 
     layout: Layout
@@ -58,8 +59,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Reducer:
-    """``sum_i (1 / n_i) sum_t x_t m_t`` over this rank's tokens, with ``n_i`` the mask sum of the batch; or
-    the plain sum over tokens.
+    """``sum_i (1 / n_i) sum_t x_t m_t`` over this rank's tokens, or the plain sum over tokens.
+
+    ``n_i`` is the mask sum of sample i in the batch, whatever masks ``m_t`` come from.
     """
 
     weight: Tensor
@@ -79,7 +81,7 @@ class Reducer:
 Loss = tuple[Tensor, Metrics]
 LogProbLoss = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
 LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
-"""Of this rank's logits, ``[1, S, V / tp]``; a ``LogProbLoss`` is of the responses' log-probs, ``[R]``."""
+"""Takes this rank's logits, ``[1, S, V / tp]``; a ``LogProbLoss`` takes the responses' log-probs, ``[R]``."""
 
 
 def of_log_probs(loss: LogProbLoss) -> LossFunction:
@@ -174,7 +176,7 @@ def call_tis_hook(
 def pg_reducer(
     args: Namespace, batch: MicroBatch, masks: Sequence[Tensor], default: Reducer
 ) -> Callable[[Tensor], Tensor]:
-    """What ``--custom-pg-loss-reducer-function-path`` gives for the masks of after rejection, else the default."""
+    """The user's reducer of the policy loss, for the masks after rejection; the default without one."""
     path = args.custom_pg_loss_reducer_function_path
     if path is None:
         return default
@@ -184,7 +186,7 @@ def pg_reducer(
 
 
 def custom_loss(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
-    """What ``--custom-loss-function-path`` makes of a batch of the hosts' kind, and the mismatch beside it."""
+    """Call ``--custom-loss-function-path`` with a batch under the hosts' keys, and add mismatch metrics."""
     function = load_function(args.custom_loss_function_path, "--custom-loss-function-path")
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     loss, metrics = function(args, host_batch(batch), logits, reduce)

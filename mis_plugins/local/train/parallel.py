@@ -30,7 +30,7 @@ from mis_plugins.shared.shell import Unread
 
 EXIT_FAILURE = 1
 
-STOPPED = "stopped"  # the file by which a rank that failed at nothing tells the launcher its exit code
+STOPPED = "stopped"  # file with the exit code of a rank that was interrupted, or whose output nobody reads
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: 
 
 
 def _interrupt_once(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C reaches a rank from the terminal and from the launcher: the second must not disturb how it ends."""
+    """Interrupt a rank at the first Ctrl-C and ignore the second: terminal and launcher both send one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -114,7 +114,7 @@ class Trainer:
         """Leave in every ``main_grad`` the gradient of the loss, averaged over the samples of all ranks. Collective.
 
         Args:
-            args: what the loss function reads.
+            args: arguments that the loss function reads.
             indices: this rank's samples; every rank passes the same number of them.
             begin: called once all gradients are zero.
 
@@ -162,7 +162,7 @@ class Trainer:
         for parameter in self.parameters.values():
             parameter.grad = _main_grad(parameter).mul_(scale)
         self.optimizer.step()
-        # DDP adds .grad to main_grad after a backward pass: left in place, the two being one, it would count twice.
+        # .grad is main_grad itself, and DDP adds .grad to main_grad after a backward: it would count twice.
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 

@@ -32,7 +32,7 @@ def warm_start(
     state: ParallelState,
     excluded: Collection[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Weights after ``--warmup-steps`` supervised steps, or what an equal run left in the cache. Collective."""
+    """Weights after ``--warmup-steps`` supervised steps, or from the cache of an equal run. Collective."""
     path = cache_path(args, config)
     found = [read_weights(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)

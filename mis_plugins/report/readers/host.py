@@ -94,8 +94,9 @@ def _truncated(sample: Mapping[str, Any], told: Mapping[str, Any]) -> bool | Non
 def _versions(versions: Any, size: int) -> dict[str, Any]:
     """Version of each token.
 
-    Hosts list one a call, as texts: known where one version wrote the whole response. `convert_with_versions` of this
-    pack puts whole numbers there: batch and number of the sample, and then the runs of its tokens.
+    Hosts list one version a generation call, as text: tokens have a known version where one wrote the whole
+    response. `convert_with_versions` of this pack lists whole numbers: batch and number of the sample, then
+    runs of its tokens.
     """
     held = list(versions or ())
     if len(held) > 3 and len(held) % 2 == 0 and all(type(value) is int for value in held):

@@ -12,7 +12,7 @@ from typing import Any
 from mis_plugins.report.readers.source import Problems
 
 LARGEST = 256 * 1024 * 1024  # bytes of a tokenizer
-CUT = "\ufffd"  # what stands for a part of a letter
+CUT = "\ufffd"  # stands for a part of a character
 Token = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ def spell(tokens: Iterable[Token], file: Path | None, problems: Problems) -> Non
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """What an id decodes to; the vocabulary's own spelling of a part of a letter, or of what decodes to nothing."""
+    """Text of an id; the vocabulary's spelling where the id decodes to nothing or to part of a character."""
     text = tokenizer.decode([token], skip_special_tokens=False)
     return text if text and CUT not in text else tokenizer.id_to_token(token) or text
 

@@ -1,7 +1,8 @@
-"""Miles's own single-turn generation, heard token by token, so that the trainer can score what is still running.
+"""Miles's own single-turn generation, read token by token, so that the trainer can score running responses.
 
 SGLang names the version of each token when a call ends. Until then each chunk of the stream counts as written by the
-version that the engine has when the chunk is sent: right if every token is sent at once (`--sglang-stream-interval 1`).
+version that the engine has when it sends the chunk: exact if each token is sent by itself
+(`--sglang-stream-interval 1`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mis_plugins.versions.response import spans
 
 logger = logging.getLogger("mis_plugins")
 
-TRIES, PAUSE_S = 60, 1.0  # the host's own, of a request that fails
+TRIES, PAUSE_S = 60, 1.0  # of a request that fails, as the host's own
 Chunk = Mapping[str, Any]
 Row = list[Any]  # log-prob and token, as SGLang lists them
 
@@ -54,7 +55,7 @@ async def generate(input: Any) -> Any:
 
 
 def name_versions(sample: Any, number: int, meta_info: Mapping[str, Any]) -> None:
-    """Write the versions of a call that has ended on the sample, and each version once in place of the last alone."""
+    """Write a finished call's versions on the sample: of each token, and of each run in `weight_versions`."""
     runs = spans(meta_info, sample.response_length)
     versions = [version for version, start, stop in runs for _ in range(start, stop)]
     setattr(sample, VERSIONS, versions)
@@ -79,7 +80,7 @@ async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> d
 
 
 async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
-    """Read a stream to its end, telling the shelf of each token. A chunk repeats what was before, or only adds to it.
+    """Read a stream to its end, telling the shelf of each token. A chunk holds all tokens, or only new ones.
 
     Raises:
         InputError: a chunk that does neither.
@@ -125,7 +126,7 @@ async def _stream(
 
 
 async def lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The lines of a stream, which a line feed ends and nothing else.
+    """The lines of a stream, cut at line feeds alone.
 
     httpx's own `aiter_lines` also cuts where a response holds U+0085, U+2028 or U+2029, which JSON need not escape.
     """

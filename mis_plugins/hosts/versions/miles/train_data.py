@@ -1,7 +1,7 @@
-"""Versions from samples into Miles's train data. Of the keys that Miles hands to its trainer, one can carry them.
+"""Put versions from samples into Miles's train data, under the one key of its list that can carry them.
 
-Miles lists what it packs for the trainer (`ray/rollout/train_data_conversion.py:352` of 31f1ca9). Of these keys
-`weight_versions` is the one that no code reads behind it.
+Miles lists the keys that it packs for the trainer (`ray/rollout/train_data_conversion.py:352` of 31f1ca9). No
+code behind the packing reads `weight_versions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """The host's own train data, with a `Note` of each sample as its `weight_versions`.
 
     Raises:
-        ConfigError: the host would need what it does not hand to this function.
+        ConfigError: an argument whose conversion needs inputs that Miles does not hand to this function.
         InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
     from miles.ray.rollout import train_data_conversion as host  # type: ignore[import-not-found]

@@ -1,4 +1,4 @@
-"""The trainer of Miles, which lets a hook ask the rollouts' own process what waits."""
+"""The trainer of Miles; through Ray it asks the rollouts' own process which tokens wait to be scored."""
 
 from __future__ import annotations
 

@@ -25,14 +25,15 @@ async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], e
         try:
             name_versions(sample, before, answers[-1])
         except InputError as error:
-            # The conversion raises it: slime logs what is raised here, and waits for the group for ever.
+            # The conversion raises it later: slime only logs an error raised here, and waits for the group
+            # for ever.
             setattr(sample, FAULT, str(error))
     return sample
 
 
 @contextmanager
 def heard(sample: Any) -> Iterator[list[Mapping[str, Any]]]:
-    """Hear what the engine says of the call: the host's function hands it to the sample alone."""
+    """Collect the engine's `meta_info` of each answer, which the host hands to the sample alone."""
     answers: list[Mapping[str, Any]] = []
     append = sample.append_response_tokens
 

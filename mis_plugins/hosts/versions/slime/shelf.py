@@ -12,7 +12,7 @@ NAME = "mis_plugins_shelf"
 
 
 class Distant:
-    """A shelf in a Ray actor, which hears of everything in the order in which this process tells it."""
+    """A shelf in a Ray actor, which gets the calls in the order in which this process makes them."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

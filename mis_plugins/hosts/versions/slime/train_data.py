@@ -1,8 +1,8 @@
-"""Versions from samples into slime's train data. Of the keys that slime hands to its trainer, one can carry them.
+"""Put versions from samples into slime's train data, under the one key of its list that can carry them.
 
-slime lists what it packs for the trainer (`ray/rollout.py:786` of 624b824). Of these keys the trainer reads
-`source_names` nowhere, but to leave it out of its averages (`observability/train_metric_utils.py:175`). The host's own
-conversion is a method of the actor that calls this function.
+slime lists the keys that it packs for the trainer (`ray/rollout.py:786` of 624b824). The trainer reads
+`source_names` only to leave it out of its averages (`observability/train_metric_utils.py:175`). The host's
+own conversion is a method of the actor that calls this function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """The host's own train data, with a `Note` of each sample as its `source_names`.
 
     Raises:
-        ConfigError: the function is called by another than slime's actor of the rollouts.
+        ConfigError: the caller is not slime's actor of the rollouts.
         InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
     manager = held_by(*CALLER).get("self")
