@@ -42,7 +42,7 @@ def providers(contract: GpuContract) -> tuple[Provider, ...]:
 
 
 def install(contract: GpuContract) -> Undo:
-    """Pin every provider of a contract, or none, and return a function that restores the former kernels.
+    """Pin every provider of a contract, or none, and return a function that restores the previous kernels.
 
     Raises:
         PinError: a provider is not installed or cannot be pinned.

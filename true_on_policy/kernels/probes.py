@@ -1,4 +1,4 @@
-"""Probe whether a kernel is batch-invariant here and now: a row alone against this row in a batch, by bytes.
+"""Probe whether kernels are batch-invariant here: compare a row alone with the row in a batch, by bytes.
 
 A probe calls the functions that a model calls, so the dispatcher picks the kernel. Pins and flags play no part.
 """
@@ -21,7 +21,7 @@ from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 
 ROWS = 7
 TOKENS = 21
-# The widest weight that is drawn in full; a wider weight is cut to so many columns.
+# The widest weight that is drawn in full; a wider weight is cut to this many columns.
 COLUMNS = 8192
 
 Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
