@@ -309,7 +309,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
 
 
 def _told(pattern: str, log: str) -> str | None:
-    """Return what the job said as it stopped; None where it never said such words."""
+    """Return what the first group of `pattern` matches in the log; None where the pattern does not match."""
     found = re.search(pattern, log)
     return None if found is None else found[1]
 
@@ -321,9 +321,10 @@ def _versions_of(row: Row, batches: Sequence[dumps.MicroBatch], perf: Mapping[st
 
 
 def _curve(folder: Path, kind: str, steps: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Read the exact metrics of logged steps from a tracker's files, of the steps that the files hold whole.
+    """Read the exact metrics from a tracker's files, of the logged steps that the files hold completely.
 
-    Hosts end their trainers without a word to the tracker, and an offline wandb run then lacks its last 32 KB or less.
+    Hosts end their trainers without closing the tracker, and an offline wandb run then lacks its last 32 KB
+    or less.
     """
     found: dict[int, dict[str, float]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and curves.kind_of(path) == kind):

@@ -1,7 +1,7 @@
 """A dry run of a session on a CPU, at tiny sizes: every line runs on swapped kernels, and no figure means anything.
 
-Triton's kernels are interpreted. FlashAttention-3 and DeepGEMM are the tests' stand-ins, SGLang is stand_in_server's.
-The waits that are counted are those that operators would make on CUDA.
+Triton's kernels are interpreted. The tests' stand-ins replace FlashAttention-3 and DeepGEMM, and
+stand_in_server replaces SGLang. A wait is counted where an operator would wait on CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORTER = {"SIZES": (1, 40), "LENGTHS": (1, 3), "POSITIONS": (0, 2), "FEW": (1, 
 
 
 class Cpu:
-    """The CPU in the part of the accelerator; its times are the host's."""
+    """The CPU in place of the accelerator; times are of the host's clock."""
 
     device = DEVICE
 

@@ -1,7 +1,7 @@
 """Statistics of the mismatch of one rung: means, tails, products, by position and by probability, with intervals.
 
-`log r = log pi - log mu`, trainer over engine. Intervals are of a bootstrap over prompts, since responses to one prompt
-are no independent samples.
+`log r = log pi - log mu`, trainer over engine. Intervals are of a bootstrap over prompts, because responses
+to one prompt are not independent samples.
 """
 
 from __future__ import annotations
