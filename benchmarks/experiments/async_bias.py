@@ -73,7 +73,7 @@ class Stale:
 
 
 def moved(loop: Loop, count: int) -> list[Weights]:
-    """Collect the weights of `count` versions in a row, the last of which are the trainer's own."""
+    """Collect the weights of `count` successive versions; the last weights are the trainer's own."""
     for _ in range(BURN_IN):
         loop.one_rollout()
     kept: list[Weights] = [loop.trainer.weights()]

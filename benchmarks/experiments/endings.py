@@ -1,6 +1,7 @@
 """Draw runs as small multiples: a panel for each method, a line for each seed, nothing averaged.
 
-A run that recorded its course is drawn over its rollouts; a record of start and end alone is drawn as those two points.
+A run that recorded its course is drawn over its rollouts; a record of start and end alone is drawn as two
+points.
 """
 
 from __future__ import annotations

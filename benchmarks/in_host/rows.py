@@ -62,7 +62,7 @@ class Row:
 
     Attributes:
         config: a file of `configs/`, which the verdict's oracle reads too.
-        flags: words after those of the launch script.
+        flags: words that follow the launch script's words.
         dropped: flags of the launch script that the row leaves out, each with the number of words after it.
         loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
             `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
@@ -72,7 +72,7 @@ class Row:
             starts an engine.
         log_holds: texts that the log must hold.
         compared: whether the row compares the log-probs of both sides by their bits.
-        curves: kinds of trackers' files whose exact metrics must be those of the log.
+        curves: kinds of trackers' files whose exact metrics must equal the log's.
         broken: how many responses of each rollout get a NaN for a log-prob before the sample filter sees them.
         contract: fields of the CPU contract that pins both sides; None leaves both sides stock.
         again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first run

@@ -56,7 +56,7 @@ HOSTS = {
 
 
 def check(host: Host, checkout: Path, megatron: Path) -> list[str]:
-    """Compare the trees with those known to work, and return a warning for each that is another commit.
+    """Compare the trees with the commits that are known to work; return a warning for each other commit.
 
     Raises:
         CannotRun: a tree is missing, a patch is not applied, or a line that a bend quotes has changed.

@@ -173,7 +173,7 @@ def _of_the_split(record: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def bits(batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Count the valid tokens of a step, and those whose log-probs of both sides differ in a bit."""
+    """Count the valid tokens of a step, and the valid tokens whose two log-probs differ in a bit."""
     pairs = [(struct.pack("d", p), struct.pack("d", b)) for batch in batches for row in batch
              for p, b, live in zip(row.proximal, row.behavior, row.mask, strict=True) if live]  # fmt: skip
     return len(pairs), sum(p != b for p, b in pairs)

@@ -20,7 +20,7 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
 
 @dataclass(frozen=True)
 class Pair:
-    """Log-probs of one engine and one trainer for the same sampled tokens.
+    """Log-probs that one engine and one trainer give to one set of sampled tokens.
 
     Attributes:
         behavior, proximal: log-probs of engine and trainer, packed end to end.

@@ -57,7 +57,8 @@ def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     """List the checks of a contract.
 
     Args:
-        scored: whether the loss takes log-probs from prefill, so that any log-probs of decode are accepted.
+        scored: whether the rollout's log-probs come from prefill, so that any log-probs of decode are
+            accepted.
 
     Raises:
         ContractError: no release of the host carries the family.

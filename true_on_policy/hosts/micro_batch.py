@@ -142,7 +142,7 @@ def _check_dtypes(engine: Tensor, trainer: Tensor) -> None:
 def _flags(
     engine: Float[Tensor, "T"], trainer: Float[Tensor, "T"], valid: Bool[Tensor, "T"]
 ) -> Int64[Tensor, "2"]:
-    """Count the valid tokens and those that differ by bits: -0.0 is not 0.0, and equal NaNs are equal."""
+    """Count the valid tokens, and the valid tokens that differ by bits: -0.0 differs from 0.0."""
     integers = INTEGERS[engine.element_size()]
     differs = (engine.view(integers) != trainer.view(integers)) & valid
     return torch.stack([valid.sum(), differs.sum()])

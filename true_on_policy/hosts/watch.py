@@ -138,7 +138,7 @@ class Comparison:
         self.pending.append(batch)
 
     def leave_out(self, sequences: int) -> None:
-        """Count sequences that lack the log-probs of one side, and log the first such micro-batch."""
+        """Count sequences that lack the log-probs of one side, and log the first micro-batch with some."""
         if sequences and not self.totals.without:
             logger.warning(
                 "%s: %d sequences without rollout_log_probs or log_probs are counted and not compared. The "

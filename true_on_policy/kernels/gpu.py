@@ -62,7 +62,7 @@ def install(contract: GpuContract) -> Undo:
 
 
 def observe(contract: GpuContract) -> dict[str, str]:
-    """Read the settings in force now: TF32's, and those of each provider that a contract pins."""
+    """Read the settings in force now: of TF32, and of each provider that a contract pins."""
     return precision.settings() | {
         f"{provider.NAME}: {key}": value
         for provider in providers(contract)

@@ -194,7 +194,7 @@ def model_class(family: Family) -> Any:
 
 
 def check_shares(config: Any, contract: Contract) -> None:
-    """Check that the ranks and leaves of a contract divide the heads, the MLP and the inputs of a model.
+    """Check that a contract's ranks and leaves divide the heads, the MLP and row-parallel inputs of a model.
 
     Raises:
         ContractError: a number of ranks or leaves does not divide its part of the model.

@@ -62,7 +62,7 @@ def _tell_weights() -> None:
 
 
 def _align() -> None:
-    """Register the hooks that replace SGLang's kernels and orders by those of the CPU contract."""
+    """Register the hooks that replace SGLang's kernels and orders by the CPU contract's."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     from true_on_policy.engines.sglang.settings import TARGET

@@ -133,7 +133,7 @@ def _row_parallel(layer: Any) -> Product:
 
 
 def _backends(runner: Any) -> list[Any]:
-    """List SGLang's attention backends: those of prefill and of decode, or the only one."""
+    """List SGLang's attention backends: one for prefill and one for decode, or one for both."""
     backend = runner.attn_backend
     parts = [getattr(backend, f"{phase}_backend", None) for phase in ("prefill", "decode")]
     return [part for part in parts if part is not None] or [backend]
