@@ -109,7 +109,7 @@ def mutants(source: str, name: str) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class Change:
-    """A node of a file, and what stands there in a mutant."""
+    """A node of a file, and its replacement in a mutant."""
 
     before: Any
     after: Any

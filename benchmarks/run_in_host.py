@@ -107,7 +107,7 @@ def _one(arguments: argparse.Namespace) -> int:
 
 
 def asked_of(row: Row, words: Sequence[str]) -> Row:
-    """Give a row the user's flags of the host; `--num-rollout` tells the verdict how many steps to want."""
+    """Give a row the user's flags of the host; `--num-rollout` sets how many steps the verdict wants."""
     number = "--num-rollout"
     steps = int(words[words.index(number) + 1]) if number in words else row.sizes.steps
     return replace(row, flags=tuple(words), sizes=replace(row.sizes, steps=steps))
@@ -180,7 +180,7 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
 def _synchronous(
     row: Row, folder: Path, words: Sequence[str], checkout: Path, settings: dict[str, str]
 ) -> list[dict[str, float]]:
-    """Train anew, by the host's synchronous script, on the rollouts that the run dumped; return each step's metrics."""
+    """Train again by the host's synchronous script, on the rollouts of the run; return each step's metrics."""
     assert row.again is not None
     command = [
         sys.executable,

@@ -56,7 +56,7 @@ class Cpu:
 
 @contextmanager
 def swapped() -> Iterator[Cuda]:
-    """Swap kernels for stand-ins and the contract's model for a tiny one while the body runs; yield the machine."""
+    """Swap kernels for stand-ins, and the contract's model for a tiny one, in the body; yield the machine."""
     sys.path.append(str(TESTS))
     import triton_interpreter
     from stand_ins import FLASH_ATTENTION, deep_gemm_source
@@ -102,7 +102,7 @@ def _stand_in(machine: Cuda, checkpoint: Path, mode: str) -> Engine:
 def _interpreted(
     pin: Callable[[GpuContract], Undo], on_cpu: Callable[[], Any]
 ) -> Callable[[GpuContract], Undo]:
-    """Wrap a pin so that, while it stands, Triton is interpreted and tensors claim to lie on a GPU."""
+    """Wrap a pin so that, until its undo, Triton is interpreted and tensors claim to lie on a GPU."""
 
     def interpreted(contract: GpuContract) -> Undo:
         with ExitStack() as stack:

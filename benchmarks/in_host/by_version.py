@@ -135,7 +135,7 @@ TIMES = {
 
 
 def times(perf: Mapping[str, float]) -> dict[str, float]:
-    """Pick the seconds of one step that tell what the recompute costs; the host logs no recompute where none was."""
+    """Pick the seconds of one step that show what the recompute costs; not every step has a recompute."""
     return {name: perf[key] for name, key in TIMES.items() if key in perf}
 
 

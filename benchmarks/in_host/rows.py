@@ -80,7 +80,8 @@ class Row:
         model: a tiny model of `true_on_policy/contract/families.py`.
         resplit: what another split of the micro-batches must leave of the trainer's log-probs: all `equal`,
             or some `different`. None where log-probs are computed once.
-        saves: whether the trainer saves its weights before each update, and the engine tells digests of its own.
+        saves: whether the trainer saves its weights before each update, and the engine returns digests of its
+            weights.
         stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
         named: a pattern that the first group of `stopped` must match, which names the fault.
         blocked: the line of the host at which the row cannot run here, and why; the row is then not started.

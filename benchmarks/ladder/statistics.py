@@ -77,7 +77,7 @@ def summary(pair: Pair) -> dict[str, Any]:
 
 
 def by_turn(pair: Pair, turns: int) -> dict[str, Any]:
-    """Statistics of each turn of chats, where the turns of a chat are its responses, one behind the other."""
+    """Return the statistics of each turn of chats; the turns of a chat follow one another as responses."""
     turn = (torch.arange(len(pair.lengths)) % turns)[pair.owners]
     prompts = pair.prompts[pair.owners]
     found = {}

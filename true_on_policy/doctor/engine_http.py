@@ -101,7 +101,7 @@ def _probed(client: _Client) -> dict[str, str]:
 
 
 def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
-    """Tell the dtype to which log-probs were rounded last.
+    """Return the dtype to which log-probs were rounded last.
 
     The log-probs must come from prefill: a CUDA graph of decode widens its logits first.
     """

@@ -93,10 +93,12 @@ def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
-    """Write a tiny model to `folder` in Hugging Face's format; a pretrained model and a checkpoint have a folder.
+    """Write a tiny model to `folder` in Hugging Face's format, and return the folder.
+
+    A `name` that is the folder of a checkpoint is returned as a path, and nothing is written.
 
     Raises:
-        ModelError: `name` is neither a tiny model nor a checkpoint's folder.
+        ModelError: `check_model` refuses the name.
     """
     check_model(name)
     if name not in tiny_models():

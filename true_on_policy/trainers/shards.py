@@ -59,7 +59,7 @@ def _whole(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _rows_padded(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Take a rank's rows of an embedding, padded behind the vocabulary; the trainer drops the logits of padding."""
+    """Take a rank's rows of an embedding, padded after the vocabulary; the trainer drops logits of padding."""
     [weight] = sources
     missing = padded_rows(len(weight), shard.ranks) - len(weight)
     return shard.rows(torch.nn.functional.pad(weight, (0, 0, 0, missing)))
@@ -72,7 +72,7 @@ def _rows_by_group(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _rows_of_each(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Take a rank's rows of gate and of up, which lie one behind the other on every rank."""
+    """Take a rank's rows of gate, followed by its rows of up."""
     return torch.cat([shard.rows(source) for source in sources])
 
 
