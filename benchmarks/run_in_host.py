@@ -180,7 +180,7 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
 def _synchronous(
     row: Row, folder: Path, words: Sequence[str], checkout: Path, settings: dict[str, str]
 ) -> list[dict[str, float]]:
-    """Train again by the host's synchronous script, on the rollouts of the run; return each step's metrics."""
+    """Train again by the host's synchronous script, on the run's rollouts; return each step's metrics."""
     assert row.again is not None
     command = [
         sys.executable,

@@ -59,7 +59,7 @@ def _whole(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _rows_padded(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Take a rank's rows of an embedding, padded after the vocabulary; the trainer drops logits of padding."""
+    """Take a rank's rows of an embedding, padded after the vocabulary; the trainer drops the added logits."""
     [weight] = sources
     missing = padded_rows(len(weight), shard.ranks) - len(weight)
     return shard.rows(torch.nn.functional.pad(weight, (0, 0, 0, missing)))
