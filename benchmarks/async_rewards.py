@@ -28,7 +28,7 @@ from provenance import as_markdown
 
 PROGRAM = "python benchmarks/async_rewards.py"
 BOUND = 2
-# A sequence of nine tokens gets three of each of three versions: all ages up to the bound occur, whatever the timing.
+# A sequence's nine tokens come from three versions, three each: all ages up to the bound occur at any timing.
 FLAGS = f"--async --max-head-offpolicyness {BOUND} --rollout-steps-per-update 3".split()
 WEIGHTS = ("standard", "segment-wise", "clip against next")
 HEAD = """\
@@ -79,7 +79,7 @@ def rewards(
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Write the page."""
+    """Return the page of the record."""
     seeds = ", ".join(map(str, content["seeds"]))
     head = HEAD.format(bound=BOUND, program=PROGRAM, seeds=seeds, flags=" ".join(FLAGS))
     made = f"## Measured with\n\n{as_markdown(content['measured_with'])}"

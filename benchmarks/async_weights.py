@@ -76,7 +76,7 @@ def _write(args: Namespace, bound: int, rollouts: int, path: Path) -> None:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Write a table a bound: means over learning rates and seeds, and the number of settings that each weight wins."""
+    """Return the page: for each bound a table of the weights, with means over learning rates and seeds."""
     lines = [
         "# Weights of stale tokens, compared",
         "",

@@ -38,7 +38,7 @@ RECIPE = (
     "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
 ).split()
 BOUND = 8
-# A sequence of nine tokens gets one of each of nine versions: all ages up to the bound occur, whatever the timing.
+# A sequence's nine tokens come from nine versions: all ages up to the bound occur at any timing.
 ASYNCHRONOUS = f"--async --max-head-offpolicyness {BOUND} --rollout-steps-per-update 1".split()
 METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "synchronous": ({"segment_wise": {}}, ()),
@@ -46,14 +46,14 @@ METHODS: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "segment-wise": ({"segment_wise": {"clip_against": "proximal"}}, ASYNCHRONOUS),
     "clip against next": ({"segment_wise": {"clip_against": "next"}}, ASYNCHRONOUS),
 }
-"""What stands under `mis:`, and flags."""
+"""Each method's config under `mis:`, and its flags."""
 
 SETTLED, MEASURED = 10, 20
-"""Rollouts before throughput is measured, in which the worker starts and the first ones begin together; and then."""
+"""Rollouts before throughput is measured, while the worker starts, and rollouts that are measured."""
 
 ROUNDS = 3
-"""Measurements of throughput, each of all settings one after the other, so that whatever slows the machine for a while
-does not slow one of them alone."""
+"""Rounds of throughput measurements. A round measures every setting once, so that a slow spell of the machine
+does not slow one setting alone."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Plan:
     """A plan says what is run.
 
     Attributes:
-        bounds, step_seconds: the settings of throughput, each bound with each time, `rounds` times.
+        bounds, step_seconds: throughput is measured for each bound with each time of a decode step, `rounds`
+            times.
         bias_rollouts: how many rollouts are pooled into a gradient.
     """
 
@@ -74,7 +75,7 @@ class Plan:
 
 
 FULL = Plan(("5e-5", "1e-4", "2e-4"), (0, 2, 8), (0.0, 0.05), 8, ())
-# Failures push: a policy that never succeeds has a gradient too.
+# Failures have a reward of -1, so that a policy that never succeeds has a gradient too.
 SMOKE = Plan(
     ("3e-4",),
     (0, 2),
@@ -103,7 +104,7 @@ def cells(plan: Plan, seeds: Sequence[int], methods: Sequence[str] = tuple(METHO
 
 
 def command_line(config: Mapping[str, Any] | None, lr: str, seed: int, folder: Path, root: Path) -> list[str]:
-    """Arguments of ``python -m mis_plugins.local``; the config is written to ``folder``. None: no weights at all."""
+    """Return the arguments of `python -m mis_plugins.local`, and write the config, if any, to `folder`."""
     shared = ["--warmup-cache", str(root / "warm-start"), "--output", str(folder), "--quiet"]
     line = [*RECIPE, "--lr", lr, "--seed", str(seed), *shared]
     if config is None:
@@ -183,17 +184,21 @@ def _write_directions(methods: Mapping[str, Namespace], rollouts: int, path: Pat
 
 
 def throughput_arms(plan: Plan, root: Path) -> list[Arm]:
-    """The runs of one round, a setting each."""
+    """List the runs of one round, one for each setting."""
     return [_throughput_arm(plan, bound, step, root) for step, bound in throughput_settings(plan)]
 
 
 def throughput_settings(plan: Plan) -> list[tuple[float, int]]:
-    """Seconds a decode step, and bounds."""
+    """List (seconds a decode step, bound) of every setting."""
     return list(itertools.product(plan.step_seconds, plan.bounds))
 
 
 def measure_throughput(plan: Plan, root: Path) -> tuple[int, dict[str, Any]]:
-    """The exit code of the runs; a row a setting, a list a column with a number a round; what burdened the machine."""
+    """Measure throughput, and return the exit code of the runs and the record.
+
+    The record holds the machine's load before the runs, and one row for each setting. A row's columns are
+    lists with one number a round.
+    """
     before, rounds = os.getloadavg()[0], []
     for _ in range(plan.rounds):
         if code := run_arms(throughput_arms(plan, root), 1, None):
@@ -216,7 +221,7 @@ def _throughput_folder(bound: int, step: float, root: Path) -> Path:
 
 
 def _throughput_arm(plan: Plan, bound: int, step: float, root: Path) -> Arm:
-    """A run that is alone on the machine, as far as we know."""
+    """Build a run that measures the throughput of one setting; the caller runs it alone."""
     folder = _throughput_folder(bound, step, root)
     flags = ["--async", "--max-head-offpolicyness", str(bound), "--rollout-step-seconds", str(step)]
     length = ["--num-rollout", str(SETTLED + MEASURED + bound), "--eval-interval", "1000"]
@@ -229,7 +234,7 @@ def _throughput_arm(plan: Plan, bound: int, step: float, root: Path) -> Arm:
 
 
 def _throughput(bound: int, step: float, root: Path) -> dict[str, float]:
-    """Tokens a second of one finished run, and how its time went."""
+    """Return the tokens a second of a finished run, and the shares of time that it waited and recomputed."""
     folder = _throughput_folder(bound, step, root)
     settled = steady(MetricsLog(folder / METRICS).read(), bound)
     seconds = {name: sum(record[name] for record in settled) for name in ("seconds", "wait_seconds")}
@@ -241,7 +246,7 @@ def _throughput(bound: int, step: float, root: Path) -> dict[str, float]:
 
 
 def steady(records: Sequence[Mapping[str, Any]], bound: int) -> Sequence[Mapping[str, Any]]:
-    """Select the rollouts in which the worker is fully busy; every rollout of a run that is too short for a selection.
+    """Select the rollouts in which the worker is fully busy; all rollouts where a run is too short for that.
 
     The first SETTLED rollouts are left out, and the last `bound`, in which the worker has nothing left to begin.
     """
@@ -253,7 +258,7 @@ def _tokens(record: Mapping[str, Any]) -> float:
 
 
 def result(plan: Plan, root: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Collect the results of the runs: weights by age, rewards by trained tokens, the share of recompute."""
+    """Collect the results of the runs: weights by age, rewards by trained tokens, share of recompute."""
     segment_wise = {lr: [Cell("segment-wise", lr, seed).folder(root) for seed in seeds] for lr in plan.rates}
     return {
         "recipe": " ".join((*RECIPE, *ASYNCHRONOUS)),
@@ -404,6 +409,6 @@ def held(path: Path) -> dict[str, Any]:
 
 
 def provenance(program: str = "bash scripts/experiment-async.sh") -> dict[str, str]:
-    """Describe what the measurement runs with, from now on."""
+    """Describe what the measurement runs with, and the machine's load before it starts."""
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, before the start"
     return {**made_with(program), "load average": load}

@@ -88,7 +88,7 @@ def training_arm(cell: Cell, root: Path, smoke: bool) -> Arm:
 
 
 def cosine_arm(seed: int, estimator: str, root: Path, smoke: bool) -> Arm:
-    """The measurement of every method's gradient beside the on-policy one, at the warm-started policy."""
+    """Build the comparison of every method's gradient with the on-policy one, at the warm-started policy."""
     folder = cosine_folder(seed, estimator, root)
 
     def settings() -> dict[str, Namespace]:
@@ -249,7 +249,7 @@ def _cosine_section(directions: Mapping[str, Mapping[str, Mapping[str, float]]])
 
 
 def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Mean over the seeds of what `cosine_arm` measures."""
+    """Average what `cosine_arm` measures over the seeds."""
     return {
         precision: {name: fmean(one[precision][name] for one in measured) for name in names}
         for precision, names in measured[0].items()
@@ -257,7 +257,7 @@ def mean_directions(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> di
 
 
 def directions(root: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """What the cosine arms wrote, by advantage."""
+    """Read what the cosine arms wrote, by advantage, as means over the seeds."""
     files = {name: [cosine_folder(seed, name, root) / COSINES for seed in seeds] for name in ESTIMATORS}
     return {
         name: mean_directions([json.loads(file.read_text()) for file in found])

@@ -88,7 +88,7 @@ def answers(dtype: str) -> Iterator[Answer]:
 
 
 def compared(eager: Callable, compiled: Callable, arguments: tuple[Tensor, ...]) -> tuple[str, str]:
-    """How many compiled rows are the eager ones, and how many are alone what they are in a batch."""
+    """Count the compiled rows that equal the eager rows, and the rows that are equal alone and in a batch."""
     together = compiled(*arguments)
     alone = [compiled(*(one[row : row + 1] for one in arguments)) for row in range(ROWS)]
     pairs = (together, eager(*arguments)), (torch.cat(alone), together)

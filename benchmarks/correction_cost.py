@@ -116,7 +116,7 @@ def lengths(text: str) -> list[str]:
 
 
 def zigzag(full: Tensor, total: int, cp: int, rank: int) -> Tensor:
-    """Take a rank's two pieces of a response, as the hosts cut it."""
+    """Take the two pieces of a response that the hosts give a context-parallel rank."""
     if cp == 1:
         return full
     chunk = -(-total // (2 * cp))
@@ -159,9 +159,10 @@ def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Callable[[], 
 def sequence_by_sequence(
     args: Namespace, *, pg_loss: Tensor, **given: Sequence[Any]
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Call our hook for each sequence alone, and read its loss on the host, as a loop that branches on it does.
+    """Call our hook for each sequence alone, and read the loss on the host, as a loop with branches does.
 
-    The mean that normalizes is then of one sequence: costs compare with those of the whole batch, and losses do not.
+    The weights are then normalized over one sequence: costs compare with the costs of the whole batch, losses
+    do not.
     """
     losses, masks, metrics = [], [], []
     for number, part in enumerate(pg_loss.split([len(x) for x in given["train_log_probs"]])):
@@ -215,7 +216,7 @@ def _both(contest: Contest, kwargs: dict[str, Any]) -> tuple[Cost, Cost]:
 
 
 def alternating_seconds(calls: tuple[Callable[[], Any], ...], seconds: float) -> list[list[Spent]]:
-    """Call each twice to warm up, then A B A B until both had their time; every rank stops at one round."""
+    """Call each twice to warm up, then A B A B until both had their time; ranks make equally many rounds."""
     once = [_seconds(call) for call in calls]
     once = [_seconds(call) for call in calls]
     average = sum(wall for wall, *_ in once) / len(once)

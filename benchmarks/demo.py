@@ -71,7 +71,7 @@ def run(name: str, method: str, options: argparse.Namespace) -> int:
 
 
 def record(folder: Path, measured: Mapping[str, str]) -> dict[str, Any]:
-    """What the picture shows of both runs, rollout by rollout, and what it was measured with."""
+    """Collect what the picture shows of both runs by rollout, and what the runs were measured with."""
     held = {name: MetricsLog(folder / name / METRICS).read() for name in RUNS}
     shown = ("rollout", *(panel.key for panel in PANELS))
     runs = {
@@ -81,7 +81,7 @@ def record(folder: Path, measured: Mapping[str, str]) -> dict[str, Any]:
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
-    """The picture, a function of the record."""
+    """Draw the picture from the record alone."""
     draw_histories({name: [rows] for name, rows in content["runs"].items()}, path)
 
 

@@ -58,10 +58,11 @@ KEPT = (*REWARDS, "collapsed", "k3_kl", "kept_fraction")
 class Method:
     """What one arm of the recipe does about the mismatch.
 
-    words: in the table.
-    preset: the correction that the hook loads; None without a hook.
-    flags: of replay and of the watch.
-    weights: precision of the rollout engine.
+    Attributes:
+        words: a description of the arm for the table.
+        preset: the correction that the hook loads; None without a hook.
+        flags: the flags of replay and of the watch over routes.
+        weights: the precision of the rollout engine.
     """
 
     words: str
@@ -87,14 +88,14 @@ METHODS = {
 
 
 def command_line(name: str, seed: int, root: Path, smoke: bool) -> list[str]:
-    """Arguments of `python -m mis_plugins.local` for one arm."""
+    """Return the arguments of `python -m mis_plugins.local` for one arm."""
     own = ["--seed", str(seed), "--output", str(folder(root, name, seed)), "--quiet"]
     cache = ["--warmup-cache", str(root / "warm-start")]
     return [*RECIPE.split(), *METHODS[name].command_line(), *own, *cache, *(["--smoke"] if smoke else [])]
 
 
 def folder(root: Path, name: str, seed: int) -> Path:
-    """Where an arm lies."""
+    """Return the folder of an arm."""
     return root / f"{name.replace(' ', '')}-seed{seed}"
 
 
@@ -112,13 +113,13 @@ def outcome(found: Path) -> dict[str, Any]:
 
 
 def numbers(root: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """The record: by arm, an entry a seed."""
+    """Return the record: for each arm a list with one entry a seed."""
     runs = {name: [outcome(folder(root, name, seed)) for seed in seeds] for name in METHODS}
     return {"recipe": RECIPE, "seeds": list(seeds), "runs": runs}
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The page: what ran, its table, and what fell."""
+    """Return the page: what ran, the table, and the arms that collapsed."""
     fallen = {name: sum(run["collapsed"] for run in runs) for name, runs in content["runs"].items()}
     told = ", ".join(f"{name} ({many} of {len(content['seeds'])})" for name, many in fallen.items() if many)
     lines = [

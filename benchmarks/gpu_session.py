@@ -91,7 +91,7 @@ def _verdict(section: Section) -> str:
 
 
 def ended(arguments: list[str] | None = None) -> int:
-    """Run the session and return its exit code: 2 for an error of the session, since Python's own 1 means different."""
+    """Run the session and return its exit code: 2 for an error, because Python's own 1 means a difference."""
     try:
         return main(sys.argv[1:] if arguments is None else arguments)
     except Exception:

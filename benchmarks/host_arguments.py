@@ -74,7 +74,7 @@ def _lines(parser: ArgumentParser) -> Iterator[str]:
 
 
 def _kind(action: argparse.Action) -> str:
-    """Tell the kind of one value of the argument: a switch, a number, text, or other."""
+    """Return the kind of one value of the argument: `switch`, `number`, `text` or `other`."""
     if isinstance(action, SWITCHES) or action.type is bool:
         return "switch"
     if not isinstance(action, argparse._StoreAction) or action.nargs is not None:
@@ -114,7 +114,7 @@ PARSERS: dict[str, Callable[[], Iterator[ArgumentParser]]] = {
 
 
 def _filled(fill: Callable[[ArgumentParser], object]) -> ArgumentParser:
-    """Build a parser with the arguments that `fill` adds; hosts that read the command line meanwhile find it empty."""
+    """Build a parser with the arguments that `fill` adds, while the command line holds no flags."""
     parser = ArgumentParser(add_help=False)
     with patch.object(sys, "argv", ["host"]):
         fill(parser)

@@ -14,9 +14,12 @@ import torch
 
 @dataclass(frozen=True)
 class Host:
-    """A host as the benchmarks drive it: module paths, signatures, and the owner of the process groups.
+    """A host as the benchmarks drive it: the paths of its modules, and the signatures of its functions.
 
-    step_loss_module, step_log_module: where a micro-batch's loss is scaled, and where a step's logs are reduced.
+    Attributes:
+        step_loss_module: the module that scales a micro-batch's loss.
+        step_log_module: the module that reduces a step's logs.
+        formats: the `qkv_format`s that the host knows.
     """
 
     name: str

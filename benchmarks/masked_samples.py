@@ -51,8 +51,9 @@ Log = dict[str, float]
 class Split:
     """How a step is split into micro-batches, and the samples that are removed.
 
-    spread: whether every micro-batch loses the same share of its samples.
-    dead: how many samples lie in micro-batches that lose all of theirs.
+    Attributes:
+        spread: whether every micro-batch loses an equal share of its samples.
+        dead: how many samples lie in micro-batches that lose all samples.
     """
 
     name: str
@@ -91,7 +92,7 @@ def samples(removed: frozenset[int]) -> list[Batch]:
 
 
 def joined(rows: Sequence[Batch]) -> Batch:
-    """One micro-batch of several samples."""
+    """Join samples into one micro-batch."""
     lists = {
         name: [x for row in rows for x in getattr(row, name)]
         for name in Batch.__annotations__
@@ -109,9 +110,10 @@ class Logs:
 
 
 def run_step(host: Host, micro_batches: Sequence[Batch], rollouts: int, counts: bool = False) -> Logs:
-    """One optimizer step: the host's loss of each micro-batch, its reduction of their logs, and our step hook.
+    """Run one optimizer step: the host's loss of each micro-batch, its reduction of logs, and our step hook.
 
-    counts: whether the host calls `count_samples` before the step.
+    Args:
+        counts: whether the host calls `count_samples` before the step.
     """
     from mis_plugins import mis
     from mis_plugins.hosts import tracking
@@ -131,7 +133,7 @@ def run_step(host: Host, micro_batches: Sequence[Batch], rollouts: int, counts: 
 
 
 def rollout_data(host: Host, micro_batches: Sequence[Batch], rollouts: int) -> dict[str, Any]:
-    """What a host's trainer has for the rollout-data hook of this step: masks of the samples, and their schedule."""
+    """Build what a host's trainer hands to the rollout-data hook: masks of the samples, and the schedule."""
     sizes = [len(batch.loss_masks) for batch in micro_batches]
     ends = list(accumulate(sizes))
     return {
@@ -166,9 +168,13 @@ def _reduced(host: Host, args: Namespace, logged: list[dict[str, Any]], rollouts
 
 @dataclass(frozen=True)
 class Row:
-    """One split: the log of 16 samples beside the log of the 12 that train, and what does not hold of the first.
+    """One split: the logs of its steps, and what does not hold of the log of all 16 samples.
 
-    counted: the log of the 16 where `count_samples` saw them.
+    Attributes:
+        among: the logs of all 16 samples.
+        alone: the logs of the 12 samples that train.
+        counted: the logs of all 16 samples after `count_samples` saw them.
+        faults: numbers of the logs that are not as docs/metrics.md states.
     """
 
     split: Split
@@ -192,7 +198,7 @@ def measure(host: Host, split: Split) -> Row:
 
 
 def _faults_counted(split: Split, counted: Logs, among: Logs, alone: Logs) -> Iterator[str]:
-    """Numbers of a counted step that are not the mean over what trains, or that counting should have left alone."""
+    """Name numbers of a counted step that are not the mean over what trains, or changed by mistake."""
     for name, value in counted.host.items():
         expected = among.host[name] if name.removeprefix("mis_") in OF_MIS_PY else alone.host[name]
         if abs(value - expected) > TOLERANCE * max(1.0, abs(expected)):
@@ -202,7 +208,7 @@ def _faults_counted(split: Split, counted: Logs, among: Logs, alone: Logs) -> It
 def _faults(
     host: Host, split: Split, among: Logs, alone: Logs, micro_batches: Sequence[Batch]
 ) -> Iterator[str]:
-    """Numbers of a log that are not what docs/metrics.md says of them."""
+    """Name the numbers of a log that are not as docs/metrics.md states."""
     each = [run_step(host, [batch], SAMPLES).host for batch in micro_batches]
     for name, value in among.host.items():
         if name.removeprefix("mis_") in OF_MIS_PY:
@@ -229,7 +235,7 @@ HEADINGS = ("step", "metric", "logged", "over the 12", "logged / 0.75", "quotien
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """One line for each shown metric of each split."""
+    """Return one line for each shown metric of each split."""
     return [
         [
             row.split.name + said,

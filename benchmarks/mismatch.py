@@ -58,7 +58,7 @@ TRAINERS = ("bf16", "fp32")
 RESULTS = Path("benchmarks/results")
 CARRIED = Path("mis_plugins/explain/rungs.json")  # within a wheel
 CUTS = (16, 64, 128, 256, 512, 1024)
-LEAST = 4  # responses, for a length to have numbers
+LEAST = 4  # a length with fewer responses has no numbers
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Climb:
     commit: str
 
     def rollouts(self, name: str, asked: Workload) -> Rollouts:
-        """What a rung's file holds of a workload, and what is lacking."""
+        """Return a rung's rollouts of a workload, and sample what the rung's file lacks."""
         path, rung = self.runs / f"{name}{asked.suffix}.safetensors", RUNGS[name]
         rollouts = taken_over(path, asked.settings)
         if rollouts is not None and asked.amount.share(rollouts) >= 1:
@@ -83,7 +83,7 @@ class Climb:
     def _go_on(
         self, path: Path, rung: Rung, asked: Workload, engine: Engine, rollouts: Rollouts | None
     ) -> Rollouts:
-        """Sample and score batches until there is enough, each kept in the file as soon as it is scored."""
+        """Sample and score batches until there is enough; each batch is saved as soon as it is scored."""
         trainers = {dtype: start_trainer(self.source, dtype, rung.fp32_head) for dtype in TRAINERS}
         words = {
             "settings": _text(asked.settings),
@@ -136,7 +136,7 @@ def _text(settings: Settings) -> str:
 
 
 def rung_of(rollouts: Rollouts, chats: Rollouts, lengths: Sequence[int]) -> dict[str, Any]:
-    """The numbers of one rung, for the json."""
+    """Return the numbers of one rung, for the json."""
     pairs = rollouts.pairs()
     cut = {length: of_length(pairs["bf16"], length) for length in lengths}
     enough = {str(length): pair for length, pair in cut.items() if len(pair.lengths) >= LEAST}
@@ -152,7 +152,7 @@ def rung_of(rollouts: Rollouts, chats: Rollouts, lengths: Sequence[int]) -> dict
 
 
 def taken_over(path: Path, settings: Settings) -> Rollouts | None:
-    """The rollouts of a finished rung; None where there is none, or its settings were others."""
+    """Return the rollouts of a rung's file; None where there is no file, or its settings are others."""
     if not path.exists():
         return None
     rollouts = Rollouts.load(path)
@@ -169,7 +169,7 @@ def model_folder(name: str, scratch: Path) -> Path:
 
 def climb(options: Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
     """Measure every rung that is asked for, and yield the content of the json after each."""
-    measured = provenance()  # once: the carried file that is written below is a change to the tree
+    measured = provenance()  # read once: the carried file that is written below changes the tree
     source = model_folder(options.model, scratch)
     asked, chatted = _workloads(options, source)
     options.runs.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ def climb(options: Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 def _workloads(options: Namespace, source: Path) -> tuple[Workload, Workload]:
-    """Responses, and chats."""
+    """Build the two workloads: responses, and chats."""
     config = read_config(source)
     end = config.eos_token_id
     named, prompts = _prompts(options, source, config.vocab_size)
@@ -205,7 +205,7 @@ def _workloads(options: Namespace, source: Path) -> tuple[Workload, Workload]:
 
 
 def _prompts(options: Namespace, source: Path, vocabulary: int) -> tuple[str, Sequence[tuple[int, ...]]]:
-    """All prompts of the source, with the name that settings know them by; `--source random` draws tokens."""
+    """Return a name of the prompts for the settings, and the prompts; `--source random` draws tokens."""
     if options.source == "random":
         drawn = torch.randint(vocabulary, (options.prompts, 8), generator=torch.Generator().manual_seed(0))
         return f"random {options.prompts}", [tuple(prompt) for prompt in drawn.tolist()]

@@ -60,10 +60,11 @@ SKIPPED_FIELDS = ("annotation", "returns", "decorator_list")
 class Mutant:
     """One wrong program.
 
-    place: dotted name of the function or class that holds the change; `module` outside of any.
-    line: first line of what was replaced.
-    changed: source before and after, and which of several equal changes in that place it is.
-    tree: the whole file with the change.
+    Attributes:
+        place: dotted name of the function or class that holds the change; `module` outside of any.
+        line: first line of what was replaced.
+        changed: source before and after, and a number where several changes of a place are equal.
+        tree: the whole file with the change.
     """
 
     path: str
@@ -84,7 +85,7 @@ class Mutant:
 
 
 def mutants_of(path: Path, name: str) -> list[Mutant]:
-    """All mutants of a file, in the order of its lines.
+    """Return all mutants of a file, in the order of its lines.
 
     Args:
         name: what the mutants call the file.
@@ -93,7 +94,7 @@ def mutants_of(path: Path, name: str) -> list[Mutant]:
 
 
 def mutants(source: str, name: str) -> list[Mutant]:
-    """All mutants of a source text."""
+    """Return all mutants of a source text."""
     tree = ast.parse(source)
     met: Counter[str] = Counter()
     found = []
@@ -108,7 +109,7 @@ def mutants(source: str, name: str) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class Change:
-    """A node of a file, and what stands there in a mutant."""
+    """A node of a file, and its replacement in a mutant."""
 
     before: Any
     after: Any
@@ -116,7 +117,7 @@ class Change:
 
 
 def _changes(node: ast.AST, place: tuple[str, ...]) -> Iterator[Change]:
-    """The changes of a node and of all that it holds."""
+    """Yield the changes of a node and of all nodes inside it."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         place = (*place, node.name)
     if isinstance(node, (ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)) or _is_text(node):
@@ -134,14 +135,14 @@ def _changes(node: ast.AST, place: tuple[str, ...]) -> Iterator[Change]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """A docstring, or a statement of the type checker alone."""
+    """Whether a node is a docstring, or a statement for the type checker alone."""
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _instead(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand for a node in a mutant."""
+    """Yield the nodes that may replace a node in a mutant."""
     match node:
         case ast.BinOp() | ast.BoolOp() if type(node.op) in SWAPPED:
             yield _with(node, op=SWAPPED[type(node.op)]())
@@ -173,7 +174,7 @@ def _constants(node: ast.Constant) -> Iterator[ast.AST]:
 
 
 def _calls(node: ast.Call) -> Iterator[ast.AST]:
-    """A call of the opposite function, with exchanged branches, or left out around its receiver."""
+    """Yield a call of the opposite function, a `where` with exchanged branches, or the receiver alone."""
     if not isinstance(node.func, ast.Attribute):
         return
     name = node.func.attr
@@ -189,7 +190,7 @@ def _calls(node: ast.Call) -> Iterator[ast.AST]:
 
 
 def _returns(node: ast.Return) -> Iterator[ast.AST]:
-    """Nothing for something, where the value is no longer expression with changes of its own."""
+    """Yield a return of None in place of a name, an attribute or a call; other values have changes inside."""
     if isinstance(node.value, (ast.Name, ast.Attribute, ast.Call)):
         yield _with(node, value=ast.Constant(None))
 
@@ -202,7 +203,7 @@ def _with(node: ast.AST, **fields: Any) -> Any:
 
 
 def _replaced(tree: ast.Module, change: Change) -> ast.Module:
-    """A copy of the tree with the one node replaced; all other nodes are shared."""
+    """Return a copy of the tree with one node replaced; unchanged subtrees are shared."""
 
     def copied(node: Any) -> Any:
         if node is change.before:
@@ -220,7 +221,7 @@ def _replaced(tree: ast.Module, change: Change) -> ast.Module:
 
 
 def _short(node: ast.AST) -> str:
-    """A node's source in one line: a statement with a body by its head."""
+    """Return the first line of a node's source, cut to 90 characters."""
     text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).splitlines()[0]
     return text if len(text) <= 90 else text[:87] + "..."
 

@@ -66,17 +66,18 @@ QUIET = ["-q", "-x", "-p", "no:cacheprovider"]
 
 @dataclass(frozen=True)
 class Guards:
-    """Which tests execute a line of the math, and how long each takes.
+    """Which tests execute a line of the math, and how long each test takes.
 
-    lines: by file and line, names of tests.
-    seconds: by the test's name.
+    Attributes:
+        lines: the names of tests, by file and line.
+        seconds: the seconds of a test, by its name.
     """
 
     lines: Mapping[str, list[str]]
     seconds: Mapping[str, float]
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Tests that may see a mutant, the quickest first: of a line that runs at import, all tests of the file."""
+        """List the tests that may notice a mutant, quickest first; at import time, all tests of the file."""
         if mutant.in_function:
             found = set(self.lines.get(f"{mutant.path}:{mutant.line}", ()))
         else:
@@ -140,7 +141,7 @@ class Mutated(Loader):
 
 
 def in_child(work: Any) -> int:
-    """Fork a quiet process of its own group that calls `work` and exits with its result. Returns its id."""
+    """Fork a silent process, in a group of its own, that exits with the result of `work`; return its id."""
     child = os.fork()
     if child:
         return child
@@ -156,7 +157,7 @@ def in_child(work: Any) -> int:
 
 
 def run_tests(tests: Sequence[str], plugins: Sequence[object] = ()) -> int:
-    """Run tests in this process, which imports this repository anew for them."""
+    """Run tests in this process, after forgetting every imported module of this repository."""
     for name, module in list(sys.modules.items()):
         if _is_ours(getattr(module, "__file__", None)):
             del sys.modules[name]
@@ -179,7 +180,7 @@ def warm() -> None:
 
 
 def guards(files: Sequence[str], key: str) -> Guards:
-    """Measure which test executes which line, unless that is known of these sources and tests."""
+    """Measure which test executes which line, unless a file holds this for the sources and tests of `key`."""
     path = SCRATCH / "guards.json"
     held = json.loads(path.read_text()) if path.is_file() else {}
     if held.get("key") != key:
@@ -226,7 +227,7 @@ class Running:
 def fates(
     mutants: Sequence[Mutant], known: Guards, processes: int
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """Try mutants, so many at a time, and tell what became of each as soon as it is known."""
+    """Try mutants, `processes` at a time, and yield the fate of each as soon as it is known."""
     waiting, running = list(reversed(mutants)), dict[int, Running]()
     try:
         while waiting or running:
@@ -251,7 +252,7 @@ def fates(
 
 
 def _fate(child: int, running: Running) -> str | None:
-    """`killed`, `too slow` or `survived`; None while the child still runs."""
+    """Return `killed`, `too slow` or `survived`; None while the child still runs."""
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
@@ -263,7 +264,7 @@ def _fate(child: int, running: Running) -> str | None:
 
 
 def sources(names: Sequence[str]) -> list[str]:
-    """Files of the math, or those of them that have one of these names.
+    """List the files of the math, or only the files with the given names.
 
     Raises:
         SystemExit: no file of the math has one of the names.
@@ -278,7 +279,7 @@ def sources(names: Sequence[str]) -> list[str]:
 
 
 def digest(folders: Sequence[str]) -> str:
-    """A name of all Python files in these folders."""
+    """Return a hash of the content of all Python files in these folders."""
     paths = sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
@@ -286,7 +287,7 @@ def digest(folders: Sequence[str]) -> str:
 def report(
     files: Sequence[str], found: Mapping[str, Mapping[str, Any]], made_with: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The result by file, and survivors by name; `equivalent`: those that compute the same, and why."""
+    """Return the result by file, survivors by name, and `equivalent` mutants with the reason for each."""
     reasons = yaml.safe_load(EQUIVALENT.read_text()) or {}
     alive = {name: one for name, one in found.items() if one["fate"] == "survived"}
     rows = {}
@@ -304,7 +305,7 @@ def report(
 
 
 def score(rows: Mapping[str, Mapping[str, int]]) -> str:
-    """Killed mutants over those that compute something else."""
+    """Write the share of killed mutants among the mutants that are not equivalent."""
     total, killed, equivalent = (
         sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "equivalent")
     )
@@ -367,7 +368,7 @@ def main() -> int:
 
 
 def measure(chosen: Sequence[Mutant], known: Guards, processes: int, path: Path) -> dict[str, dict[str, Any]]:
-    """The fate of each mutant, by name; those that the file holds of the same sources and tests are not tried again."""
+    """Return the fate of each mutant, by name; a fate that the file at `path` holds is not found again."""
     found = json.loads(path.read_text()) if path.is_file() else {}
     missing = [mutant for mutant in chosen if mutant.name not in found]
     begun = time.monotonic()

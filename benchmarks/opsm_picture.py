@@ -45,7 +45,7 @@ def kept(mismatch: torch.Tensor, staleness: torch.Tensor, advantage: float) -> t
 
 
 def draw(path: Path) -> None:
-    """Two panels, A < 0 and A > 0; the first has the lines of OPSM, `reference: proximal` and a geometric window."""
+    """Draw two panels, A < 0 and A > 0; the first has the lines of both references and a geometric window."""
     figure = Figure(figsize=(10, 5), layout="constrained", facecolor="white")
     axes = figure.subplots(1, 2, sharey=True)
     mismatch, staleness = grid()

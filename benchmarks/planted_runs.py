@@ -1,7 +1,7 @@
 """Small made-up runs with one cause of a mismatch planted in each, for the report's detectors.
 
-A policy is softmax(scale * h W'), h a random hidden state with a common part, as in a real model. The engine samples
-from its own W and h, which noise of the asked precision moves, and a plant changes one thing on one side.
+A policy is softmax(scale * h W'), h a random hidden state with a common part, as in a real model. The
+engine's h has noise of the asked precision, and the engine samples. A plant changes one thing on one side.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ PRECISIONS = {"bf16": 0.02, "int8": 0.04, "fp8": 0.08, "int6": 0.15}
 class Run:
     """All tokens of a run, flat.
 
-    trainer, engine: logits of both sides, [T, vocabulary].
-    sampling: what the engine draws from, where that is not what it reports.
-    versions: version that wrote each token, where the run tells it.
+    Attributes:
+        trainer, engine: logits of both sides, [T, vocabulary].
+        sampling: the logits that the engine draws from, where it reports other logits.
+        versions: the version that wrote each token, where the run tells versions.
     """
 
     lengths: Tensor
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def sequences(self) -> Tensor:
-        """Place of each token's sequence."""
+        """The number of each token's sequence."""
         return torch.arange(SEQUENCES).repeat_interleave(self.lengths)
 
     def noise(self, *shape: int) -> Tensor:
@@ -74,7 +75,7 @@ class Columns:
 
 
 def drawn(seed: int, precision: str) -> Run:
-    """A clean run at a precision of the engine."""
+    """Draw a clean run, with the engine at a precision."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(SHORTEST, LONGEST, (SEQUENCES,), generator=generator)
     count = int(lengths.sum())
@@ -101,7 +102,7 @@ def sampled(run: Run) -> Columns:
 
 
 def records(columns: Columns) -> list[Record]:
-    """The neutral records of a run."""
+    """Return the neutral records of a run."""
     sizes = columns.run.lengths.tolist()
     parts = [x.split(sizes) for x in (columns.behavior, columns.proximal, columns.tokens)]
     routes, versions = (
@@ -123,7 +124,7 @@ def records(columns: Columns) -> list[Record]:
     ]
 
 
-# Plants: of logits before tokens are drawn, or of columns after.
+# Plants change logits before tokens are drawn, or columns after.
 
 
 def _temperature(run: Run) -> Run:
@@ -157,7 +158,7 @@ def _other_weights(run: Run) -> Run:
 
 
 def _drifted(run: Run, where: Tensor) -> Run:
-    """The run whose trainer holds other output weights where `where` is true of a token."""
+    """Return the run whose trainer has other output weights at the tokens where `where` is true."""
     drift = run.hidden @ (0.35 * run.noise(VOCABULARY, WIDTH)).T
     return replace(run, trainer=torch.where(where.unsqueeze(1), run.trainer + drift, run.trainer))
 
@@ -176,14 +177,14 @@ def _head(run: Run) -> Run:
 
 
 def _layer(run: Run) -> Run:
-    """The run whose engine has rounded the layer that makes the hidden states."""
+    """Return the run whose engine has rounded the layer that makes the hidden states."""
     layer = torch.linalg.qr(run.noise(WIDTH, WIDTH)).Q
     error = run.hidden @ layer @ _rounding(layer).T
     return replace(run, engine=run.engine + error @ run.weights.T)
 
 
 def _rounding(weights: Tensor) -> Tensor:
-    """What rounding to int4 adds to a layer of [outputs, inputs], with a scale for each output."""
+    """Return what rounding to int4 adds to a layer [outputs, inputs], with a scale for each output."""
     scale = weights.abs().amax(1, keepdim=True) / 7
     return (weights / scale).round() * scale - weights
 
@@ -234,7 +235,7 @@ OF_COLUMNS: dict[str, Callable[[Columns], Columns]] = {
     "route": _route,
 }
 PLANTS = {name: name.partition(",")[0] for name in (*OF_LOGITS, *OF_COLUMNS)}
-"""The cause that each plant is."""
+"""The cause that each plant stands for."""
 
 
 @lru_cache(maxsize=1)
@@ -245,7 +246,7 @@ def _clean(seed: int, precision: str) -> tuple[Run, Columns]:
 
 
 def planted(plant: str | None, seed: int, precision: str = "bf16") -> list[Record]:
-    """Records of a run with one of `PLANTS`, or of a clean one. Clean runs know routes, which change nothing."""
+    """Return the records of a run with one of `PLANTS`, or of a clean run, in which routes change nothing."""
     run, columns = _clean(seed, precision)
     if plant in OF_LOGITS:
         columns = replace(sampled(OF_LOGITS[plant](run)), route=columns.route)

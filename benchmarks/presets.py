@@ -79,7 +79,7 @@ class Case:
         return header(self.file).formula
 
     def arm(self, recipe: str, runs: Path) -> Arm:
-        """The run; its output and its warnings lie beside its numbers."""
+        """Build the run; its output and its warnings lie beside its numbers."""
         output = [
             "--output",
             str(runs / self.name.replace(" ", "-")),
@@ -90,14 +90,14 @@ class Case:
 
 
 def hook(config: CorrectionConfig) -> str:
-    """The flags that load what a config needs."""
+    """Return the flags that load the hook which a config needs."""
     if config.needs_loss_hook:
         return LOSS
     return f"--use-tis {TIS}" if config.corrects else f"--get-mismatch-metrics {TIS}"
 
 
 def cases() -> list[Case]:
-    """The baselines, then every preset by name that a dense policy can be trained with: it has no routes to read."""
+    """List the baselines, then the presets that can train a dense policy, which has no routes to read."""
     files = {name: file for name, file in reading.presets().items() if not load(file).reads_routes}
     return [*map(Case, BASELINES), *(Case(name, file) for name, file in files.items())]
 
@@ -105,7 +105,8 @@ def cases() -> list[Case]:
 def read(folder: Path) -> dict[str, Any]:
     """Read the numbers of a finished run.
 
-    `kept` leaves out the tokens that OPSM masks. `ess` is `kept` where the run reports none, since every weight is 1.
+    `kept` leaves out the tokens that OPSM masks. Where the run reports no ESS, every weight is 1, and `ess`
+    is `kept`.
     """
     summary = json.loads((folder / SUMMARY).read_text())
     rows = MetricsLog(folder / METRICS).read()
@@ -128,7 +129,7 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> flo
 
 
 def measure(options: Namespace, selected: Sequence[Case], recipe: str) -> int:
-    """Run the selected cases, and write what the results hold of others and what is finished of these.
+    """Run the selected cases, and add the finished cases to the results that the file holds.
 
     Returns:
         0, or the exit code of the run that failed or was interrupted.
@@ -153,7 +154,7 @@ HEADINGS = ("preset", "trainer", "rollout", "k3", "ESS", "kept", "formula")
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The table, and how to read it."""
+    """Return the page: how to read the table, and the table."""
     presets = content["presets"]
     start = next(iter(presets.values()))
     head = [
@@ -185,7 +186,7 @@ def _row(name: str, one: Mapping[str, Any]) -> list[str]:
 
 
 def plot(presets: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """A line a preset, best trainer first: rewards of both policies on the left, kept and effective share on the right.
+    """Draw a line for each preset, best trainer first: rewards of both policies, and shares of tokens.
 
     A ring is wider than a dot, so that both are seen where the policies end alike.
     """
@@ -218,7 +219,7 @@ def _dress(axis: Axes, title: str) -> None:
 
 
 def main() -> int:
-    """Exit code: 0, or that of the run that failed or was interrupted."""
+    """Return 0, or the exit code of the run that failed or was interrupted."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "presets", nargs="*", metavar="PRESET", help="(default: all of them, and the baselines)"

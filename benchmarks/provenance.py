@@ -42,7 +42,7 @@ def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
 
 
 def target(text: str) -> Path:
-    """Parse the file for the figures, and refuse one that cannot be written before minutes are spent."""
+    """Parse the file for the figures; a file that cannot be written is refused before minutes are spent."""
     path = Path(text)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ArgumentTypeError(f"{text} cannot be written; name a file in a folder that is there")

@@ -34,7 +34,7 @@ MEASURED = ("mis_plugins/report", "mis_plugins/metrics", "benchmarks/planted_run
 
 
 def found_in(cause: str | None, seed: int) -> list[str]:
-    """Names of the causes that are told of one run. The engine's precision goes round with the seed."""
+    """Return the causes that the report names for one run; the engine's precision changes with the seed."""
     survey = Survey.of(CorrectionConfig(), [])
     survey.add_all(planted(cause, seed, list(PRECISIONS)[seed % len(PRECISIONS)]))
     made = report(survey)
@@ -42,13 +42,13 @@ def found_in(cause: str | None, seed: int) -> list[str]:
 
 
 def of_seed(seed: int) -> dict[str, list[str]]:
-    """What is told of the clean run of a seed, under the empty name, and of the run with each plant."""
+    """Return the causes named for a seed's clean run, under the empty name, and for each planted run."""
     torch.set_num_threads(1)
     return {name: found_in(name or None, seed) for name in ("", *PLANTS)}
 
 
 def counted(runs: int, first: int, processes: int = 1) -> dict[str, Counter[str]]:
-    """For each plant, and for clean runs under the empty name, how often each cause was told, and told alone."""
+    """Count how often each cause, and the right cause alone, is named for each plant and clean runs ("")."""
     counts = {name: Counter() for name in ("", *PLANTS)}
     seeds = range(first, first + runs)
     with ProcessPoolExecutor(processes) as pool:
@@ -62,14 +62,14 @@ def counted(runs: int, first: int, processes: int = 1) -> dict[str, Counter[str]
 
 
 def upper_bound(events: int, runs: int) -> float:
-    """The rate that fewer events would refute with 95% confidence (Wilson's upper end)."""
+    """Return the upper 95% confidence bound of a rate of events (Wilson, one-sided)."""
     z, rate = 1.645, events / runs
     middle = rate + z * z / (2 * runs)
     return (middle + z * math.sqrt(rate * (1 - rate) / runs + z * z / (4 * runs * runs))) / (1 + z * z / runs)
 
 
 def table(counts: dict[str, Counter[str]]) -> str:
-    """The record as a table of markdown."""
+    """Write the record as a table of markdown."""
     clean, rows = counts[""], []
     for name in sorted(PLANTS, key=lambda plant: list(CAUSES).index(PLANTS[plant])):
         one, cause = counts[name], PLANTS[name]

@@ -55,7 +55,7 @@ EVALUATED = "--eval-interval 10".split()
 SEEN = (7, 8, 9, 10, 11)
 SEEDS = [*SEEN, 13, 14, 15, 16, 17]
 LEAST_START = 0.9  # as in docs/collapse.md: from a poor start a run falls with matched precision too
-# What training follows from: a change of the report's rules repeats no run.
+# The code that training depends on: a change of the report's rules repeats no run.
 TRAINING = ("mis.py", "local", "hosts", "loss", "metrics", "versions", "correction", "config", "packing")
 ROLLOUTS = 4  # pooled into each gradient
 # A policy that still fails often: near its optimum a gradient is nearly all noise.
@@ -70,7 +70,7 @@ def dump(args: Namespace, rollout_id: int, data: Mapping[str, Any]) -> None:
 
 
 def neutral(rollout_id: int, data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One object of the neutral form for each response of a rollout."""
+    """Yield one object of the neutral form for each response of a rollout."""
     names = {"behavior_log_probs": "rollout_log_probs", "proximal_log_probs": "log_probs",
              "loss_mask": "loss_masks", "advantages": "advantages"}  # fmt: skip
     for place, (tokens, size) in enumerate(zip(data["tokens"], data["response_lengths"], strict=True)):
@@ -79,7 +79,7 @@ def neutral(rollout_id: int, data: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 
 def arguments(folder: Path, options: argparse.Namespace, *extra: str) -> Namespace:
-    """Settings of one run."""
+    """Return the settings of one run."""
     small = ["--smoke"] if options.smoke else []
     cache = ["--warmup-cache", str(options.runs / "warm-start"), "--seed", str(options.seed)]
     engine = ["--rollout-weights", precision("uncorrected"), "--quiet"]
@@ -92,7 +92,7 @@ def corrected(config: Path) -> list[str]:
 
 
 def trained(name: str, options: argparse.Namespace, *extra: str, config: str = "") -> dict[str, Any]:
-    """Summary of a run of the seed, trained now unless the same code has finished it with the same settings.
+    """Return the summary of a run of the seed, trained now unless this code finished it with equal settings.
 
     Args:
         config: what the file of `--custom-config-path` says.
@@ -110,13 +110,13 @@ def trained(name: str, options: argparse.Namespace, *extra: str, config: str = "
 
 
 def trained_by() -> str | None:
-    """A name of the committed code that trains; None where it holds changes that no commit has."""
+    """Return a name of the committed code that trains; None where the code has uncommitted changes."""
     names = [committed_tree(f"mis_plugins/{room}") for room in TRAINING]
     return None if None in names else " ".join(map(str, names))
 
 
 def diagnosed(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The report over the file of a run."""
+    """Return the report over the file of a run."""
     output = folder / "report"
     if mis_plugins(["report", str(folder / DUMP), "--sweep", options.sweep, "--output", str(output)]):
         raise SystemExit("no report")
@@ -124,7 +124,7 @@ def diagnosed(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def proxies(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The report's proxies and the true cosine to the on-policy gradient of each config, on the same rollouts."""
+    """Return each config's proxies in the report, and its true cosine to the on-policy gradient."""
     args = arguments(options.runs / "proxy", options, *([] if options.smoke else EARLY))
     loop = Loop.start(args, initialize(1, 1))
     sampled = _pool(loop, loop.engine, "cosine", options)
@@ -207,7 +207,7 @@ def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """`proxies` in a process group of its own."""
+    """Run `proxies` in a process group of its own."""
     path = options.runs / "proxies.json"
     code = in_ranks(1, lambda: path.write_text(json.dumps(proxies(options))) and None)
     if code:
@@ -216,7 +216,7 @@ def in_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def page(made: Mapping[int, Mapping[str, Any]], compared: Mapping[str, Mapping[str, float]]) -> str:
-    """The record for people."""
+    """Return the record for people."""
     run = {seed: one for seed, one in made.items() if "runs" in one}
     poor = ", ".join(f"{seed} ({one['start']:.2f})" for seed, one in made.items() if seed not in run)
     text = (
@@ -248,7 +248,7 @@ def page(made: Mapping[int, Mapping[str, Any]], compared: Mapping[str, Mapping[s
 
 
 def _groups(run: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[int, Mapping[str, Any]]]]:
-    """The seeds that judge the rules, and those from which the rules were made; a group without a seed is left out."""
+    """Yield the seeds that judge the rules and the seeds that made the rules, each with a heading, if any."""
     fresh = {seed: one for seed, one in run.items() if seed > max(SEEN)}
     if fresh:
         yield "Seeds that nobody had seen when the rules were set:", fresh
@@ -257,7 +257,7 @@ def _groups(run: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping
 
 
 def _row(seed: int, one: Mapping[str, Any]) -> str:
-    """A seed in the table."""
+    """Write the row of a seed in the table."""
     runs, reports = one["runs"], one["reports"]
     uncorrected = [
         f"{_final(runs[f'uncorrected-{engine}'])} [{reports[engine]['opening']['response_overlap']:.2f}]"

@@ -36,7 +36,7 @@ VOCABULARY = 150_000
 
 
 def rollout() -> dict[str, Any]:
-    """A rollout of slime's training dump, with every column that slime writes for each token."""
+    """Build a rollout of slime's training dump, with every column that slime writes for each token."""
     generator = torch.Generator().manual_seed(0)
     samples = [_sample(place, generator) for place in range(RESPONSES)]
     shard = {"data_parallel_rank": 0, "partition": [*range(RESPONSES)]}
@@ -62,7 +62,7 @@ def _sample(place: int, generator: torch.Generator) -> dict[str, Any]:
 
 
 def write_dumps(folder: Path, size: int) -> dict[str, int]:
-    """Write rollouts until they are `size` bytes; returns bytes of all and of one, rollouts and valid tokens."""
+    """Write rollouts up to `size` bytes; return the bytes of all and of one, rollouts, and valid tokens."""
     folder.mkdir(parents=True)
     made, written, number, one = rollout(), 0, 0, 0
     while written < size:
@@ -77,7 +77,7 @@ def write_dumps(folder: Path, size: int) -> dict[str, int]:
 
 
 def measured(folder: Path, output: Path) -> dict[str, float]:
-    """Seconds and peak of resident memory of the report over a folder."""
+    """Run the report over a folder, and return its seconds and its peak of resident memory."""
     begun = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, "-m", "mis_plugins", "report", str(folder), "--output", str(output)]

@@ -35,19 +35,19 @@ TRAINERS = ("bf16", "fp32")
 
 
 def responses(rollouts: Rollouts, trainer: str) -> list[tuple[Tensor, Tensor]]:
-    """Log-probs of engine and trainer of each response."""
+    """Pair the log-probs of engine and trainer of each response."""
     sizes = rollouts.lengths.tolist()
     return list(zip(rollouts.behavior.split(sizes), rollouts.proximal[trainer].split(sizes), strict=True))
 
 
 def k3(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """k3 of every token."""
+    """Compute k3 of every token."""
     logs = torch.cat([proximal - behavior for behavior, proximal in pairs]).double()
     return logs.exp() - 1 - logs
 
 
 def reported(pairs: Sequence[tuple[Tensor, Tensor]], folder: Path) -> dict[str, Any]:
-    """What the command says of responses in the neutral form."""
+    """Return the report of the command on responses, written in the neutral form to `folder`."""
     folder.mkdir(parents=True)
     lines = (
         {"sample": str(place), "behavior_log_probs": mu.tolist(), "proximal_log_probs": pi.tolist()}
@@ -60,7 +60,7 @@ def reported(pairs: Sequence[tuple[Tensor, Tensor]], folder: Path) -> dict[str, 
 
 
 def measure(kept: Mapping[str, Rollouts], scratch: Path) -> Iterator[dict[str, Any]]:
-    """A row for each rung and trainer."""
+    """Yield a row for each rung and trainer."""
     for trainer in TRAINERS:
         held = {name: responses(rollouts, trainer) for name, rollouts in kept.items()}
         for name, pairs in held.items():
@@ -75,7 +75,7 @@ def measure(kept: Mapping[str, Rollouts], scratch: Path) -> Iterator[dict[str, A
 
 
 def _named_alone(held: Mapping[str, Sequence[tuple[Tensor, Tensor]]], name: str, place: int) -> str:
-    """The rung nearest to one response, on a ladder that all other responses make."""
+    """Return the rung nearest to one response, on a ladder that all other responses make."""
     others = {
         rung: [pair for i, pair in enumerate(pairs) if (rung, i) != (name, place)]
         for rung, pairs in held.items()

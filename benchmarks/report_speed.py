@@ -36,7 +36,7 @@ METRICS = replace(CorrectionConfig(), metrics="all")
 
 
 def batch() -> Batch:
-    """One batch of made-up tokens, with advantages, as a reader packs them."""
+    """Build one batch of made-up tokens, with advantages, as a reader packs tokens."""
     generator = torch.Generator().manual_seed(0)
     behavior = -3 * torch.rand(TOKENS, generator=generator)
     proximal = behavior + 0.05 * torch.randn(TOKENS, generator=generator)
@@ -51,7 +51,7 @@ def batch() -> Batch:
 
 
 def speed(work: Callable[[], object], tokens: int) -> float:
-    """Millions of tokens a second of processor time."""
+    """Measure `work`, in millions of tokens a second of processor time."""
     work()
     times = max(tokens // TOKENS, 1)
     begun = time.process_time()
@@ -61,7 +61,7 @@ def speed(work: Callable[[], object], tokens: int) -> float:
 
 
 def measure(tokens: int) -> dict[str, float]:
-    """Speeds of the three works, in millions of tokens a second of processor time."""
+    """Return the speeds of the three works, in millions of tokens a second of processor time."""
     one = batch()
     ratio = exp_clamped(one.proximal - one.behavior)
     numbers, survey = StepNumbers(METRICS), Survey.of(CorrectionConfig(), [])

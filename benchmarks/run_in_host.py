@@ -107,7 +107,7 @@ def _one(arguments: argparse.Namespace) -> int:
 
 
 def asked_of(row: Row, words: Sequence[str]) -> Row:
-    """Give a row the user's flags of the host; `--num-rollout` tells the verdict how many steps to want."""
+    """Give a row the user's flags of the host; `--num-rollout` sets how many steps the verdict wants."""
     number = "--num-rollout"
     steps = int(words[words.index(number) + 1]) if number in words else row.sizes.steps
     return replace(row, flags=tuple(words), sizes=replace(row.sizes, steps=steps))
@@ -180,7 +180,7 @@ def run_row(row: Row, checkout: Path, megatron: Path, work: Path) -> dict[str, A
 def _synchronous(
     row: Row, folder: Path, words: Sequence[str], checkout: Path, settings: dict[str, str]
 ) -> list[dict[str, float]]:
-    """Train anew, by the host's synchronous script, on the rollouts that the run dumped; return each step's metrics."""
+    """Train again by the host's synchronous script, on the run's rollouts; return each step's metrics."""
     assert row.again is not None
     command = [
         sys.executable,
@@ -309,7 +309,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
 
 
 def _told(pattern: str, log: str) -> str | None:
-    """Return what the job said as it stopped; None where it never said such words."""
+    """Return what the first group of `pattern` matches in the log; None where the pattern does not match."""
     found = re.search(pattern, log)
     return None if found is None else found[1]
 
@@ -321,9 +321,10 @@ def _versions_of(row: Row, batches: Sequence[dumps.MicroBatch], perf: Mapping[st
 
 
 def _curve(folder: Path, kind: str, steps: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Read the exact metrics of logged steps from a tracker's files, of the steps that the files hold whole.
+    """Read the exact metrics from a tracker's files, of the logged steps that the files hold completely.
 
-    Hosts end their trainers without a word to the tracker, and an offline wandb run then lacks its last 32 KB or less.
+    Hosts end their trainers without closing the tracker, and an offline wandb run then lacks its last 32 KB
+    or less.
     """
     found: dict[int, dict[str, float]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and curves.kind_of(path) == kind):

@@ -75,7 +75,7 @@ def text(checkout: Path, path: str) -> str:
 
 
 def taken(source: str, names: list[str], scope: dict[str, Any]) -> None:
-    """Define the named functions and classes of a source, and nothing else of it."""
+    """Define the named functions and classes of a source, and no other name of the source."""
     found = {
         node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }

@@ -1,7 +1,8 @@
 """Tally what a function does: operators, waits for the device, copies to it, collectives, memory.
 
-Waits and copies are read from the operators that make them on CUDA, so that a machine without CUDA can count them. Such
-operators read a value on the host, or have an output size that depends on data (nonzero, a boolean index, ...).
+Waits and copies are read from the operators that make them on CUDA, so that a machine without CUDA can count
+them. An operator waits if it reads a value on the host, or if its output size depends on data (nonzero, a
+boolean index, ...).
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ GENERATED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")  # parts of a
 class Stop:
     """A visit to a file.
 
-    functions: those that are opened there, in order.
-    returns: the walk has been to this file.
+    Attributes:
+        functions: the functions that are opened in the file, in order.
+        returns: whether the walk has been to the file before.
     """
 
     file: str
@@ -82,8 +83,9 @@ class Walk:
 class Call:
     """A call to be followed.
 
-    run: makes the call and answers with the tensors at the end of the walk.
-    given: the tensors at its beginning.
+    Attributes:
+        run: makes the call and returns the tensors at the end of the walk.
+        given: the tensors at the beginning of the walk.
     """
 
     run: Callable[[], Iterable[Tensor]]
@@ -94,9 +96,10 @@ class Call:
 class Operator:
     """An operator that ran.
 
-    functions: functions of the package that were running, from the outermost on.
-    after: operators that wrote what this one read.
-    follows: whether it read what was made of the tensors at the beginning.
+    Attributes:
+        functions: functions of the package that were running, from the outermost on.
+        after: the numbers of the operators that wrote what the operator read.
+        follows: whether the operator read what was made of the tensors at the beginning.
     """
 
     functions: Sequence[CodeType]
@@ -105,14 +108,14 @@ class Operator:
 
 
 class Trace(TorchDispatchMode):
-    """Every operator of a block, and on which earlier operators it depends."""
+    """A dispatch mode that records each operator of a block, and the earlier operators that it depends on."""
 
     def __init__(self, given: Sequence[Tensor]):
         super().__init__()
         self.operators: list[Operator] = []
         self._given = set(map(_memory, given))
         self._writers: dict[int, set[int]] = {}
-        self._held: list[Tensor] = []  # no memory is reused meanwhile
+        self._held: list[Tensor] = []  # kept alive, so that no memory is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -128,7 +131,7 @@ class Trace(TorchDispatchMode):
         return found
 
     def towards(self, answer: Iterable[Tensor]) -> list[Operator]:
-        """Operators between the given tensors and the answer, in the order in which they ran."""
+        """List the operators between the given tensors and the answer, in the order in which they ran."""
         waiting = [i for x in answer for i in self._writers.get(_memory(x), ())]
         needed = set[int]()
         while waiting:
@@ -140,7 +143,7 @@ class Trace(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    """What names the memory of a tensor and of its views."""
+    """Return a name of the memory that a tensor shares with its views."""
     return x.untyped_storage()._cdata
 
 
@@ -149,7 +152,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _running() -> list[CodeType]:
-    """Functions of the package that the followed call is running, from the outermost on."""
+    """List the functions of the package that the followed call is running, from the outermost on."""
     found, frame = list[CodeType](), sys._getframe().f_back
     while frame is not None and frame.f_code is not follow.__code__:
         if _is_ours(frame.f_code) and frame.f_code.co_name not in GENERATED:
@@ -159,7 +162,7 @@ def _running() -> list[CodeType]:
 
 
 def follow(name: str, call: Call) -> Walk:
-    """The walk of one call, which has run once before."""
+    """Follow one call, after a first call that fills the caches."""
     call.run()
     with Trace(call.given) as trace:
         answer = list(call.run())
@@ -172,7 +175,7 @@ def _is_ours(code: CodeType) -> bool:
 
 
 def _stops(opened: Iterable[CodeType]) -> Iterator[Stop]:
-    """A stop for each run of functions of one file."""
+    """Yield a stop for each run of functions of one file."""
     been = set[str]()
     for file, codes in itertools.groupby(opened, lambda code: code.co_filename):
         path = str(Path(file).relative_to(PACKAGE.parent))
@@ -181,7 +184,7 @@ def _stops(opened: Iterable[CodeType]) -> Iterator[Stop]:
 
 
 def hook_call(preset: str) -> Call:
-    """The TIS hook on three sequences of one process, with a preset, from log-probs to the loss and the masks."""
+    """Build a call of the TIS hook with a preset, on three sequences, from log-probs to loss and masks."""
     keys = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
     keys["mis"]["metrics"] = "none"
     args = Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
@@ -210,7 +213,7 @@ def hook_call(preset: str) -> Call:
 
 
 def as_text(walk: Walk) -> str:
-    """A line a stop, marked where the walk comes back to the file."""
+    """Write a line for each stop; `<-` marks a return to a file."""
     rows = [
         f"{number:3} {'<-' if stop.returns else '  '} {stop.file}  {', '.join(stop.functions)}"
         for number, stop in enumerate(walk.stops, 1)
@@ -225,7 +228,7 @@ def as_document(walks: Sequence[Walk], measured: dict[str, str]) -> str:
 
 
 def write(path: Path, walks: Sequence[Walk], measured: dict[str, str]) -> None:
-    """FILE.json, and beside it FILE.md for people."""
+    """Write FILE.json, and FILE.md beside it for people."""
     listed = [
         {
             "name": walk.name,

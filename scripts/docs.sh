@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pages as a site, in build/site/html. A link to a page or a heading that is not there ends it with exit code 1.
+# Builds the pages as a site in build/site/html. A link to a missing page or heading ends it with exit code 1.
 #   bash scripts/docs.sh            some ten seconds after the first install
 #   bash scripts/docs.sh --serve    and shows it at http://localhost:8000
 set -euo pipefail

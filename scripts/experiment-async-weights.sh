@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Weights of stale tokens beside those of the pack: which brings a gradient nearest to the on-policy one, at ages up to 2 and 8.
-#   bash scripts/experiment-async-weights.sh            what the same committed code finished with the same settings is not repeated
+# Compares formulas for the weights of stale tokens with the pack's own: which brings the gradient nearest to
+# the on-policy gradient, at ages up to 2 and 8.
+#   bash scripts/experiment-async-weights.sh            a run that this committed code finished is not repeated
 #   bash scripts/experiment-async-weights.sh --smoke --seeds 0    a minute, shows only that it works
 # Results: benchmarks/results/async_weights.{json,md}
 set -euo pipefail

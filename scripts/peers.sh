@@ -14,7 +14,7 @@ peers=${PEERS_VENV:-$repository/.venv-peers}
 stamp="$peers/.mis-plugins-peers" # conftest.py collects test_peers.py where it stands
 wanted="$VIRTUAL_ENV $(cat peers.txt peers-earlier.txt constraints.txt | cksum)"
 
-# Wheels of Python 3.11 for any platform: none holds compiled code, though one says so and two refuse 3.13.
+# Wheels of Python 3.11 for any platform: none holds compiled code, but one is tagged so and two refuse 3.13.
 install_wheels() {
     python -m pip install -qq --no-deps --requirement "$1" --target "$2" \
         --python-version 3.11 --platform manylinux1_x86_64 --only-binary :all:

@@ -1,7 +1,7 @@
-# Sourced by the launch scripts: GRPO on Qwen3-4B, 8 GPUs of one node. Holds what no host and no backend changes.
-# MODEL_DIR holds Qwen3-4B (Hugging Face), and for Megatron Qwen3-4B_torch_dist (converted by the host); MODEL_NAME names
-# another model there. DATA_DIR holds dapo-math-17k/dapo-math-17k.jsonl. A Ray cluster must be up
-# (ray start --head --num-gpus 8).
+# Sourced by the launch scripts: GRPO on Qwen3-4B, 8 GPUs of one node. Holds the arguments that the launches
+# share. MODEL_DIR holds Qwen3-4B (Hugging Face), and for Megatron Qwen3-4B_torch_dist (converted by the
+# host); MODEL_NAME names another model there. DATA_DIR holds dapo-math-17k/dapo-math-17k.jsonl. A Ray cluster
+# must be up (ray start --head --num-gpus 8).
 
 : "${MODEL_DIR:=$HOME/models}" "${DATA_DIR:=$HOME/datasets}" "${MODEL_NAME:=Qwen3-4B}"
 : "${NUM_GPUS:=8}" "${RAY_ADDRESS:=http://127.0.0.1:8265}"
@@ -48,7 +48,7 @@ PLACEMENT=(
     --use-dynamic-batch-size
     --max-tokens-per-gpu 9216
 )
-MEGATRON_ALONE=( # whatever the layout of its ranks
+MEGATRON_ALONE=( # for any layout of the ranks
     --ref-load "$MODEL_DIR/${CONVERTED:=${MODEL_NAME}_torch_dist}"
     --attention-backend flash
     --attention-softmax-in-fp32
@@ -57,7 +57,7 @@ MEGATRON_ALONE=( # whatever the layout of its ranks
     --hidden-dropout 0
     --rollout-num-gpus-per-engine 1
 )
-MEGATRON=( # TP 2 x CP 2, of the launches that correct
+MEGATRON=( # TP 2 x CP 2, for the launches with a correction
     "${MEGATRON_ALONE[@]}"
     --tensor-model-parallel-size 2
     --sequence-parallel
@@ -77,7 +77,7 @@ with_megatron() { # the Ray environment of the host in folder $1 beside Megatron
     echo "{\"env_vars\": {\"PYTHONPATH\": \"$1:$MEGATRON_DIR\", \"CUDA_DEVICE_MAX_CONNECTIONS\": \"1\"}}"
 }
 
-submit() { # a job of the host in folder $1, in the Ray environment $2, with the arguments that follow and those above
+submit() { # a job of the host in folder $1, in the Ray environment $2, with the arguments above and "${@:3}"
     ray job submit --address "$RAY_ADDRESS" --runtime-env-json "$2" -- python3 "$1/${TRAIN_SCRIPT:-train.py}" \
         "${CHECKPOINT[@]}" "${ROLLOUT[@]}" "${OBJECTIVE[@]}" "${OPTIMIZER[@]}" "${PLACEMENT[@]}" "${@:3}"
 }

@@ -6,10 +6,10 @@
 #   pip install /path/to/mis-plugins          on every node, in the environment of Miles
 #   MODEL_DIR=... DATA_DIR=... bash scripts/run-qwen3-4b-mis-fsdp.sh [more flags of Miles]
 #
-# What MODEL_DIR and DATA_DIR hold is said in qwen3-4b.sh. On FSDP Miles knows no context parallelism and never calls
-# --rollout-data-postprocess-path, so `scope: rollout` cannot run.
-# MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, write --get-mismatch-metrics
-# in place of --use-tis below.
+# qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold. On FSDP Miles knows no context parallelism and never
+# calls --rollout-data-postprocess-path, so `scope: rollout` cannot run. MIS_CONFIG names a preset or a file
+# of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, write --get-mismatch-metrics in
+# place of --use-tis below.
 set -euo pipefail
 
 : "${MILES_DIR:=$HOME/miles}"

@@ -6,7 +6,7 @@
 #   pip install /path/to/mis-plugins          on every node, in the environment of Miles
 #   MODEL_DIR=... DATA_DIR=... bash scripts/run-qwen3-4b-mis.sh [more flags of Miles]
 #
-# What MODEL_DIR and DATA_DIR hold is said in qwen3-4b.sh.
+# qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold.
 # MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, write --get-mismatch-metrics
 # in place of --use-tis below.
 set -euo pipefail

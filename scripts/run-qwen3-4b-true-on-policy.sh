@@ -8,9 +8,10 @@
 #
 # TRAIN_BACKEND is megatron (TP 8 on both sides, 8 GPUs) or fsdp. qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold.
 # BITWISE_CONFIG names a file with the key `bitwise:`, for example to stop at the first difference (docs/gpu.md).
-# The trainer pins, and refuses to start where the contract cannot hold: on Megatron by an init hook of Miles, which calls
-# none on FSDP; there by Ray's setup hook of worker processes. Trainers and engines write what they run to
-# D=SAVE_DIR/true_on_policy: python -m true_on_policy doctor --engine URL --engine-dump $D --trainer-dump $D reads it.
+# The trainer pins its kernels, and refuses to start where the contract cannot hold. On Megatron an init hook
+# of Miles pins; on FSDP, where Miles calls no such hook, Ray's setup hook of worker processes pins. Trainers
+# and engines write what they run to D=SAVE_DIR/true_on_policy, which this command reads:
+#   python -m true_on_policy doctor --engine URL --engine-dump $D --trainer-dump $D
 set -euo pipefail
 
 : "${MILES_DIR:=$HOME/miles}" "${MEGATRON_DIR:=$HOME/Megatron-LM}" "${TRAIN_BACKEND:=megatron}"

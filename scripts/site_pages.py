@@ -26,7 +26,7 @@ def beginning() -> list[Path]:
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
-    """The files of the repository that a page links to, each with the heading it names, or ''."""
+    """Yield the files of the repository that a page links to, each with the heading named, or ''."""
     text = CODE.sub("", page.read_text(encoding="utf-8"))
     for target, heading in LINK.findall(text):
         if not target.startswith(("http:", "https:", "mailto:")):
@@ -73,7 +73,7 @@ def records() -> str:
 
 
 def main(folder: Path) -> int:
-    """Stage the files; the exit code is 1 where a link leads nowhere."""
+    """Stage the files in `folder`, and return the exit code: 1 where a link leads nowhere."""
     files, dead = reached()
     if dead:
         print("\n".join(dead), file=sys.stderr)

@@ -1,6 +1,6 @@
-# Sourced with the name of a host by the launch scripts that load the TIS hook: MIS_CONFIG, a preset or a file (default:
-# tis), becomes a full path, as the job starts in a folder of its own. Says what it will do there, and stops at one that
-# cannot work with that host or that hook.
+# Sourced with the name of a host by the launch scripts that load the TIS hook. MIS_CONFIG, a preset or a file
+# (default: tis), becomes a full path, because the job starts in a folder of its own. Prints what the config
+# does on the host, and stops where the config cannot work with the host or the hook.
 
 MIS_CONFIG=$(python3 -m mis_plugins config path "${MIS_CONFIG:-tis}")
 checked=$(python3 -m mis_plugins config check "$MIS_CONFIG" --host "$1")

@@ -31,6 +31,6 @@ for model in tiny-qwen2.5 tiny-llama tiny-qwen3-vl; do # tiny-qwen3 has both ord
         verify megatron "$model" "$dtype" engine --trainer megatron --model "$model" --dtype "$dtype" "$@"
     done
 done
-for dtype in fp32 bf16; do # the trainer that has the vision tower, too
+for dtype in fp32 bf16; do # Hugging Face's trainer holds the vision tower too
     verify hf tiny-qwen3-vl "$dtype" engine --trainer hf --model tiny-qwen3-vl --dtype "$dtype" "$@"
 done

@@ -21,7 +21,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
 
-# Each command is a room; its module `command` has add_parser(subparsers), which sets run(arguments) -> exit code.
+# Each command is a subpackage; add_parser(subparsers) in its module `command` sets run(arguments) -> code.
 COMMANDS = ("verify", "diff", "contract", "flags", "doctor", "weights")
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # Python would exit with 1, which means different
+    except Exception as error:  # uncaught, Python would exit with 1, the code for "different"
         if isinstance(error, ModuleNotFoundError) and is_foreign(error):
             print(not_installed(error, "verify"), file=sys.stderr)
         else:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Int, Int64, Shaped
 from torch import Tensor
 
-BLOCK = 1 << 20  # values compared at once; a block's scratch space is some 50 bytes a value
+BLOCK = 1 << 20  # values compared at once; comparing a block takes about 50 bytes of scratch memory a value
 NO_DISTANCE = -1  # stands for the distance between a NaN and a value with other bytes
 FURTHEST = torch.iinfo(torch.int64).max  # a distance of 64-bit numbers saturates here
 
@@ -52,7 +52,7 @@ class Mismatch:
         coordinate: index of the first difference; (sequence, position) where `cu_seqlens` was given. A complex
             number has one index more: 0 for its real part, 1 for its imaginary part.
         ulps: distance of the first two values that differ; None where one is NaN or the dtype has no order.
-        count, total: how many values differ, of how many.
+        count, total: the number of values that differ, and the number of all values.
         furthest: the greatest distance in ulps; None where no difference has a distance.
         histogram: differing values by distance, as `ulp_histogram` labels them.
     """
@@ -78,7 +78,7 @@ class Mismatch:
 
     @property
     def has_distance(self) -> bool:
-        """Whether a distance means something: integers and booleans are ids and flags, which are never near."""
+        """Whether a distance in ulps means anything: integers and booleans are ids and flags."""
         return not any(isinstance(value, int) for value in self.values)
 
     def _distance(self) -> str:
@@ -120,7 +120,8 @@ def equal_bits(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> bool:
 def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"]:
     """Return the distance of each pair of values: 0 for equal bytes, `NO_DISTANCE` for other bytes with a NaN.
 
-    Integers and booleans count in units. 64-bit distances saturate at 2^63 - 1. Both tensors have one dtype.
+    Integers and booleans count in units. 64-bit distances saturate at 2^63 - 1. Both tensors must have one
+    dtype.
     """
     left, right = _bits(a), _bits(b)
     if a.dtype in FLOATS | UNSIGNED | SIGNED:
@@ -188,7 +189,7 @@ def _mismatch(
 def coordinate(
     index: int, shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None = None
 ) -> tuple[int, ...]:
-    """Return the index of the value at `index` in row-major order; (sequence, position) of a token where packed."""
+    """Return the coordinate of the value at row-major `index`: (sequence, position) with `cu_seqlens`."""
     if cu_seqlens is None:
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))
     starts = cu_seqlens.tolist()

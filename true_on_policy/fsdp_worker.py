@@ -1,4 +1,4 @@
-"""Pin in Miles's FSDP trainer by Ray's worker hook: Miles calls no hook there before its model runs.
+"""Pin kernels in Miles's FSDP trainer by Ray's worker hook: Miles calls no hook before its model runs.
 
     ray job submit --runtime-env-json '{"worker_process_setup_hook": "true_on_policy.fsdp_worker.watch", ...}' ...
 
@@ -21,14 +21,15 @@ from typing import Any
 
 from true_on_policy.errors import ContractError
 
-# In Miles v0.1.0 and main (31f1ca96), FSDPTrainRayActor.init takes this step between its process groups and its model.
+# In Miles v0.1.0 and main (31f1ca96), FSDPTrainRayActor.init calls STEP after it makes its process groups and
+# before its model.
 MODULE = "miles.backends.fsdp_utils.actor"
 ACTOR = "FSDPTrainRayActor"
 STEP = "_enable_true_on_policy_optimizations"
 
 
 def watch() -> None:
-    """Pin in this process as soon as it imports Miles's FSDP trainer, or at once where that is imported already."""
+    """Pin in this process once it imports Miles's FSDP trainer, or now if the trainer is imported."""
     if MODULE in sys.modules:
         pin_in(sys.modules[MODULE])
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):

@@ -1,4 +1,4 @@
-"""Measure what staleness does to the direction of the gradient, and what weights make of it.
+"""Measure how staleness turns the gradient, and how far importance weights turn the gradient back.
 
 In an asynchronous run each version sees one rollout, and a gradient is nearly all noise. Here many rollouts are sampled
 instead, while the weights move through the versions of a synchronous run at fixed tokens. All rollouts are compared
@@ -27,17 +27,18 @@ from mis_plugins.versions.response import Response
 
 Weights = Mapping[str, Tensor]
 BURN_IN = 8
-"""Rollouts before the first version kept: Adam's first steps are larger than the later ones."""
+"""Rollouts before the first version that is kept: Adam's first steps are larger than its later steps."""
 
 
 def directions(
     loop: Loop, methods: Mapping[str, Namespace], bound: int, rollouts: int
 ) -> dict[str, dict[str, float]]:
-    """Compare each method's gradient with the on-policy one.
+    """Compare each method's gradient with the on-policy gradient.
 
     `pooled` is the cosine of the gradient over all rollouts, which shows bias. `single` is the mean cosine of one
-    rollout's gradient, where variance counts too. `norm` is the gradient's norm over the on-policy one's. The method
-    `on-policy` is a second on-policy gradient of equal size: what sampling noise leaves of 1.
+    rollout's gradient, where variance counts too. `norm` is the gradient's norm over the on-policy
+    gradient's. The method `on-policy` is a second on-policy gradient of equal size: what sampling noise
+    leaves of 1.
     """
     made = Stale.collect(loop, bound, rollouts)
     found = {name: direction(loop, args, made.rollouts, made.reference) for name, args in methods.items()}
@@ -46,10 +47,12 @@ def directions(
 
 @dataclass(frozen=True)
 class Stale:
-    """Rollouts that several versions wrote, beside what on-policy samples of the last version say.
+    """Rollouts that several versions wrote, and the on-policy gradient of the last version.
 
-    reference: the on-policy gradient.
-    again: how near a second on-policy gradient of equal size comes to it.
+    Attributes:
+        versions: the weights of each version.
+        reference: the on-policy gradient.
+        again: a second on-policy gradient of equal size, compared with `reference`.
     """
 
     versions: list[Weights]
@@ -70,7 +73,7 @@ class Stale:
 
 
 def moved(loop: Loop, count: int) -> list[Weights]:
-    """Collect the weights of `count` versions in a row, the last of which are the trainer's own."""
+    """Collect the weights of `count` successive versions; the last weights are the trainer's own."""
     for _ in range(BURN_IN):
         loop.one_rollout()
     kept: list[Weights] = [loop.trainer.weights()]
@@ -81,7 +84,7 @@ def moved(loop: Loop, count: int) -> list[Weights]:
 
 
 def stale_rollout(loop: Loop, versions: Sequence[Weights], index: int) -> Rollout:
-    """A rollout whose sequences the versions wrote in turn, for as many tokens each, with what a recompute stores."""
+    """Sample a rollout whose sequences the versions write in turn, in equal parts, and recompute it."""
     args, task = loop.args, loop.task
     problems, seeds = draw(args, task, (args.seed, "stale", index), {one.prompt for one in loop.held_out})
     pool = Pool()
@@ -97,7 +100,7 @@ def stale_rollout(loop: Loop, versions: Sequence[Weights], index: int) -> Rollou
 
 
 def _decode(loop: Loop, versions: Sequence[Weights], pool: Pool, seeds: Mapping[int, int]) -> None:
-    """Draw every response, its token t by version t V / T of V."""
+    """Draw every response: of V versions, version floor(t V / T) draws token t of T."""
     args, length = loop.args, loop.task.max_response
     engine = DecodeEngine(loop.reference.config, args.rollout_weights)
     engine.update_weights(versions[0], 0)

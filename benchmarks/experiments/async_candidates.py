@@ -1,6 +1,6 @@
-"""Weights of stale tokens beside standard and segment-wise ones, and what each does to a gradient.
+"""Candidates for the weights of stale tokens, and what each does to the gradient.
 
-Of a token that version v wrote, with the trainer at V, and the clip range [1 - e, 1 + e] of PPO:
+For a token that version v wrote, with the trainer at version V and the clip range [1 - e, 1 + e] of PPO:
 
     standard          bound(pi_V / pi_v)
     segment-wise      bound(pi_{v+1} / pi_v)
@@ -31,10 +31,11 @@ from mis_plugins.local.rollout.sampler import Rollout
 class Tokens:
     """All tokens of a rollout, one entry each.
 
-    behavior: log-prob under the engine when the token was drawn.
-    under: a row a version, log-probs under the trainer of that version.
-    wrote: the version that wrote the token.
-    advantages: the sign of each token's advantage, which says where the clip holds a token back.
+    Attributes:
+        behavior: the log-prob under the engine when the token was drawn.
+        under: log-probs under the trainer, with one row for each version.
+        wrote: the version that wrote the token.
+        advantages: the advantage of each token, whose sign says where the clip holds the token back.
     """
 
     behavior: Tensor
@@ -47,7 +48,7 @@ class Tokens:
         return len(self.under) - 1 - self.wrote
 
     def log_ratio(self, steps: int | None) -> Tensor:
-        """log pi_{min(v + steps, V)} - log pi_v, the last for None."""
+        """Return log pi_{min(v + steps, V)} - log pi_v of each token, or log pi_V - log pi_v for None."""
         last = len(self.under) - 1
         to = torch.full_like(self.wrote, last) if steps is None else (self.wrote + steps).clamp(max=last)
         return self.under.gather(0, to[None])[0] - self.behavior
@@ -73,7 +74,7 @@ def clip_against_next(x: Tokens, cap: float) -> Tensor:
 
 
 def product(x: Tokens, cap: float, floored: bool = False) -> Tensor:
-    """The first factor is against the engine's log-prob, each next one against the trainer's before."""
+    """Multiply bounded ratios of neighbouring versions; the first ratio is against the engine's log-prob."""
     high = torch.tensor(cap).log().item()
     low = -high if floored else -torch.inf
     total = x.log_ratio(1).clamp(low, high)
@@ -110,11 +111,11 @@ CANDIDATES: Mapping[str, Log] = {
     "root 2": partial(widened, cap=2.0, root=True),
     "root 1.5": partial(widened, cap=1.5, root=True),
 }
-"""The logarithm of each weight; what follows a name is its c."""
+"""The function for the logarithm of each weight; the number in a name is its bound c."""
 
 
 def compared(loop: Loop, weighed: Namespace, bound: int, rollouts: int) -> dict[str, dict[str, float]]:
-    """Compare the gradient under each candidate with the on-policy one, as `async_bias.directions` does.
+    """Compare the gradient under each candidate with the on-policy gradient, as `async_bias.directions` does.
 
     Args:
         weighed: arguments whose loss multiplies by exp(recomputed_log_probs - rollout_log_probs), unbounded.
@@ -160,7 +161,7 @@ def tokens_of(loop: Loop, versions: Sequence[Weights], rollout: Rollout) -> Toke
 
 
 def carry(rollout: Rollout, log_weight: Tensor) -> None:
-    """Have a loss with `weight_cap: null` weigh each token so, by saying that the first version wrote them all."""
+    """Make a loss with `weight_cap: null` apply these weights: mark all tokens as written by version 0."""
     at = 0
     for sample in rollout.samples:
         length = sample.response_length

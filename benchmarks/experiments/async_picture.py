@@ -1,4 +1,4 @@
-"""The experiment's results as a picture."""
+"""The results of the asynchrony experiment as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 
 def draw(content: Mapping[str, Any], output: Path) -> None:
-    """Variance by age on top and rewards below on one scale, a column a learning rate; then bias and the key."""
+    """Draw variance by age above rewards, a column for each learning rate; then bias above the legend."""
     rates = list(content["variance"])
     figure = Figure(figsize=(3.9 * len(rates) + 3, 7), layout="constrained", facecolor="white")
     axes = figure.subplots(2, len(rates) + 1, squeeze=False, width_ratios=[1] * len(rates) + [0.8])
@@ -32,7 +32,7 @@ def draw(content: Mapping[str, Any], output: Path) -> None:
 
 
 def _legend(axis: Axes) -> None:
-    """What each colour is; the last place of the picture holds no axis."""
+    """Draw the legend of the colours, in a place without axes."""
     axis.set_axis_off()
     weights = ("standard", "segment-wise", "clip against next", "no weights")
     names = ("synchronous", *weights, "on-policy, again")
@@ -66,7 +66,7 @@ def _rewards(axis: Axes, lr: str, methods: Mapping[str, Sequence[Sequence[Sequen
 
 
 def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) -> None:
-    """One thin line a seed, and their mean: over the points of the shortest, which differ little in their places."""
+    """Draw a thin line for each seed, and their mean over as many points as the shortest line has."""
     for curve in curves:
         axis.plot(*zip(*curve, strict=True), color=color(name), alpha=0.3, linewidth=0.8)
     points = list(zip(*curves, strict=False))

@@ -1,4 +1,4 @@
-"""The experiment's results as a document."""
+"""The results of the asynchrony experiment as a document."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Root mean square of log pi_{v+1} as interpolated against as recomputed; for scal
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """All tables."""
+    """Return the page with all tables."""
     head = HEAD.format(recipe=content["recipe"], seeds=", ".join(map(str, content["seeds"])))
     parts = [head, VARIANCE]
     parts += [_variance(lr, runs) for lr, runs in content["variance"].items()]
@@ -86,7 +86,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def spread(values: Sequence[float], form: str = "{:.3g}") -> str:
-    """Mean, smallest and largest; of none, a dash."""
+    """Write mean, smallest and largest of the values; a dash where there are none."""
     if not values:
         return "-"
     low, high = form.format(min(values)), form.format(max(values))
@@ -124,7 +124,7 @@ def rewards_table(rewards: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
-    """The text, with what to think of it, and the table."""
+    """Return the text, with its verdict, and the table."""
 
     def row(one: Mapping[str, Any], gain: Sequence[float], most: Sequence[float]) -> tuple[str, ...]:
         numbers = (f"{one['step_seconds']:g} s", str(one["bound"]), spread(one["tokens_a_second"], "{:.0f}"))
@@ -137,7 +137,10 @@ def _throughput(measured: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def gains(measured: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], list[float], list[float]]]:
-    """Each row, and by round: its throughput over the synchronous run's, and what saving only the waiting can give."""
+    """Return each row with two lists by round: throughput over the synchronous run's, and the most to gain.
+
+    The most to gain is the ratio where all of the synchronous trainer's waiting is saved, and nothing else.
+    """
     rows = measured["rows"]
     synchronous = {row["step_seconds"]: row for row in rows if row["bound"] == 0}
 
@@ -154,7 +157,7 @@ def busy(measured: Mapping[str, Any]) -> bool:
 
 
 def verdict(measured: Mapping[str, Any]) -> str:
-    """What a measurement of throughput proves."""
+    """State what a measurement of throughput proves."""
     load, processors = measured["load_before"], measured["processors"]
     said = f"The load average before was {load:.1f} on {processors} processors"
     if busy(measured):

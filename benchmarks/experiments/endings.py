@@ -1,6 +1,7 @@
-"""Runs as small multiples: a panel a method, a line a seed, nothing averaged.
+"""Draw runs as small multiples: a panel for each method, a line for each seed, nothing averaged.
 
-A run that recorded its course is drawn over its rollouts; a record of start and end alone is drawn as those two points.
+A run that recorded its course is drawn over its rollouts; a record of start and end alone is drawn as two
+points.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ POLICIES = ("trainer", "rollout")
 
 
 def course(folder: Path) -> dict[str, list[list[float]]]:
-    """The held-out rewards of both policies of a run, as [rollout, reward], for its record."""
+    """Return the held-out rewards of both policies of a run, as [rollout, reward], for its record."""
     records = MetricsLog(folder / METRICS).read()
     return {
         policy: [[one["rollout"], one[key]] for one in records if one.get(key) is not None]
@@ -32,13 +33,13 @@ def course(folder: Path) -> dict[str, list[list[float]]]:
 
 
 def points(run: Run, policy: str) -> list[Sequence[float]]:
-    """Rollout and reward of a policy: its course, or start and end as 0 and 1."""
+    """Return (rollout, reward) of a policy: its course, or its start and end at 0 and 1."""
     held = run.get("course", {}).get(policy)
     return held or [(0, run[f"{policy}_start"]), (1, run[f"{policy}_final"])]
 
 
 def draw(methods: Mapping[str, Sequence[Run]], output: Path, notes: Mapping[str, str] | None = None) -> None:
-    """Draw a panel for each method; its runs are seeds, and a note of it stands below its name."""
+    """Draw a panel for each method, whose runs are seeds; a note stands below the method's name."""
     figure = Figure(figsize=(2.5 * max(len(methods), 3), 3.3), layout="constrained", facecolor="white")
     axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
     for axis, (name, runs) in zip(axes, methods.items(), strict=True):

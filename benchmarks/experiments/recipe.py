@@ -1,8 +1,8 @@
 """The recipe of the demonstration and of the collapse experiment: one small setting in which the mismatch is large.
 
 Digits are reversed by a policy that was warm-started to a reward near 0.95 and is sampled by an engine with int3
-weights. With the advantage R - 1 only failures push, and a failure of the rollout policy says little about the
-trainer's.
+weights. With the advantage R - 1 only failures have a gradient, and a failure of the rollout policy says
+little about the trainer's policy.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ METHODS: dict[str, Mapping[str, Any] | None] = {
 
 
 def precision(method: str) -> str:
-    """Rollout weights: those of the trainer where nothing shall mismatch."""
+    """Return the precision of the rollout weights: the trainer's fp32 for `matched`, else int3."""
     return "fp32" if method == "matched" else "int3"
 
 
 def hook_flags(method: str, folder: Path) -> list[str]:
-    """The flags that load the correction, and its YAML, written to ``folder``; none for a method without a hook."""
+    """Return the flags that load the correction, and write its YAML to `folder`; empty without a hook."""
     config = METHODS[method]
     if config is None:
         return []
@@ -57,7 +57,7 @@ def hook_flags(method: str, folder: Path) -> list[str]:
 
 
 def command_line(method: str, estimator: str, seed: int, output: Path, *extra: str) -> list[str]:
-    """Arguments of ``python -m mis_plugins.local`` for one run of the recipe."""
+    """Return the arguments of `python -m mis_plugins.local` for one run of the recipe."""
     return [
         *RECIPE,
         *ESTIMATORS[estimator],

@@ -1,4 +1,4 @@
-"""One way of running an experiment: arms in processes of their own, resumed arm by arm, and their results written.
+"""Run an experiment: arms in processes of their own, resumed arm by arm, and their results written.
 
     parser = argparse.ArgumentParser(prog="bash scripts/NAME.sh", description=__doc__)
     options = parsed(parser, "NAME")                  # --runs --results --processes --smoke --version, --seeds
@@ -46,9 +46,10 @@ MEASURED_CODE = ("mis_plugins", "benchmarks", "scripts", ":!benchmarks/results")
 class Arm:
     """One run of an experiment.
 
-    folder: holds all that the run writes, its output in `run.log`; an earlier run there is set aside.
-    settings: what the outcome follows from besides the code, as JSON has it.
-    work: does the run and returns its exit code; called in a forked process.
+    Attributes:
+        folder: holds all that the run writes, its output in `run.log`; an earlier run there is set aside.
+        settings: what the outcome depends on besides the code, in values that JSON can hold.
+        work: does the run and returns its exit code; `work` is called in a forked process.
     """
 
     folder: Path
@@ -56,22 +57,22 @@ class Arm:
     work: Callable[[], int]
 
     def made(self, code: str | None) -> bool:
-        """Whether the folder is complete, and of these settings and this code; never of code without a name."""
+        """Whether the folder holds a complete run of these settings and this code; never for `code` None."""
         path = self.folder / STAMP
         return code is not None and path.is_file() and json.loads(path.read_text()) == self._stamp(code)
 
     @property
     def finished(self) -> bool:
-        """Whether the folder is complete; after `run_arms`, of this code too."""
+        """Whether the folder holds a complete run; after `run_arms`, a run of this code."""
         return (self.folder / STAMP).is_file()
 
     def stamp(self, code: str | None) -> None:
-        """Say what a complete folder is made of."""
+        """Write into a complete folder which settings and code made it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / STAMP, self._stamp(code))
 
     def unstamp(self) -> None:
-        """Remove the stamp of an arm that shall run anew: an interrupt must leave no old one."""
+        """Remove the stamp of an arm before it runs again, so that an interrupt leaves no old stamp."""
         (self.folder / STAMP).unlink(missing_ok=True)
 
     def _stamp(self, code: str | None) -> dict[str, Any]:
@@ -82,7 +83,8 @@ def training(words: Callable[[], Sequence[str]]) -> Arm:
     """An arm that is a run of `python -m mis_plugins.local`.
 
     Args:
-        words: the command line, with `--output`; writes the files that the line names, and may be called again.
+        words: returns the command line, with `--output`, and writes the files that the line names. `words`
+            may be called again.
     """
     args = parse_args(list(words()))
     return Arm(Path(args.output), dict(vars(args)), lambda: train(parse_args(list(words()))))
@@ -96,19 +98,19 @@ def train(args: Namespace) -> int:
 
 
 def in_ranks(count: int, main: Callable[[], None]) -> int:
-    """Call `main` on so many ranks, and return the exit code of the run."""
+    """Call `main` on `count` ranks, and return the exit code of the run."""
     from mis_plugins.local.train.parallel import launch
 
     return launch(count, main)
 
 
 def this_code() -> str | None:
-    """A name of the committed code that a run follows from; None where it holds changes that no commit has."""
+    """Return a name of the committed code that runs depend on; None where changes are uncommitted."""
     return committed_tree("mis_plugins")
 
 
 def run_arms(arms: Sequence[Arm], processes: int, code: str | None) -> int:
-    """Run the arms that are not made yet, in their order, so many at a time.
+    """Run the arms that are not made yet, in their order, `processes` at a time.
 
     Args:
         code: a name of the code, as `this_code` gives it; None repeats every arm.
@@ -153,7 +155,7 @@ class Queue:
         return bool(self._running or (self._waiting and not self.failed))
 
     def fill(self, processes: int) -> None:
-        """Start arms until so many run; none once an arm has failed."""
+        """Start arms until `processes` run; start none once an arm has failed."""
         while self._waiting and len(self._running) < processes and not self.failed:
             arm = self._waiting.popleft()
             set_aside(arm.folder)
@@ -166,7 +168,7 @@ class Queue:
             self._running.append(Running(arm, process, time.monotonic()))
 
     def reap(self) -> None:
-        """Stamp the arms that are done, and tell the end of each."""
+        """Stamp the arms that succeeded, and report each arm that ended."""
         for one in list(self._running):
             code = _ended(one.process)
             if code is None:
@@ -178,7 +180,7 @@ class Queue:
             self._tell(one, code)
 
     def interrupt(self) -> None:
-        """Ctrl-C: the running arms are asked to end, and the second time made to."""
+        """Handle Ctrl-C: ask the running arms to end, or kill them after an earlier Ctrl-C or failure."""
         for one in self._running:
             for pid in one.process.pids():
                 with suppress(OSError):  # the process has ended
@@ -197,20 +199,20 @@ class Queue:
 
 
 def _forked(_: int, arm: Arm) -> None:
-    """The process of an arm: in a group of its own, so that Ctrl-C reaches it through `Queue.interrupt` alone."""
+    """Run an arm in a process group of its own, which Ctrl-C reaches through `Queue.interrupt` alone."""
     os.setpgrp()
     with (arm.folder / LOG).open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
     try:
         code = arm.work()
-    except KeyboardInterrupt:  # torch would make an exit code of 0 of it
+    except KeyboardInterrupt:  # torch would turn the interrupt into exit code 0
         code = INTERRUPTED
     sys.exit(code)
 
 
 def _ended(process: ProcessContext) -> int | None:
-    """The exit code of a process; None while it runs."""
+    """Return the exit code of a process; None while the process runs."""
     try:
         return 0 if process.join(timeout=0.1) else None
     except ProcessExitedException as error:
@@ -221,7 +223,7 @@ def _ended(process: ProcessContext) -> int | None:
 
 
 def parsed(parser: ArgumentParser, name: str, seeds: bool = True) -> Namespace:
-    """The options of the experiment of this name: its own, and those that all experiments have."""
+    """Parse the options of the experiment `name`: its own, and the options that all experiments have."""
     add_folders(parser, name)
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
     if seeds:
@@ -232,7 +234,7 @@ def parsed(parser: ArgumentParser, name: str, seeds: bool = True) -> Namespace:
 
 
 def made_with(program: str) -> dict[str, str]:
-    """Describe what the results are measured with, from now on."""
+    """Describe what the results are measured with, as of now."""
     return measured_with(as_given(program, sys.argv[1:]), MEASURED_CODE)
 
 
@@ -242,7 +244,7 @@ def publish(
     """Write results: TARGET.json, TARGET.md and the pictures, and say where.
 
     Args:
-        pictures: what comes between the target's name and `.png`, and what draws there.
+        pictures: by the text between the target's name and `.png`, the function that draws to that path.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     write_json(target.with_suffix(".json"), content)

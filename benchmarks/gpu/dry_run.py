@@ -1,7 +1,7 @@
 """A dry run of a session on a CPU, at tiny sizes: every line runs on swapped kernels, and no figure means anything.
 
-Triton's kernels are interpreted. FlashAttention-3 and DeepGEMM are the tests' stand-ins, SGLang is stand_in_server's.
-The waits that are counted are those that operators would make on CUDA.
+Triton's kernels are interpreted. The tests' stand-ins replace FlashAttention-3 and DeepGEMM, and
+stand_in_server replaces SGLang. A wait is counted where an operator would wait on CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORTER = {"SIZES": (1, 40), "LENGTHS": (1, 3), "POSITIONS": (0, 2), "FEW": (1, 
 
 
 class Cpu:
-    """The CPU in the part of the accelerator; its times are the host's."""
+    """The CPU in place of the accelerator; times are of the host's clock."""
 
     device = DEVICE
 
@@ -56,7 +56,7 @@ class Cpu:
 
 @contextmanager
 def swapped() -> Iterator[Cuda]:
-    """Swap kernels for stand-ins and the contract's model for a tiny one while the body runs; yield the machine."""
+    """Swap kernels for stand-ins, and the contract's model for a tiny one, in the body; yield the machine."""
     sys.path.append(str(TESTS))
     import triton_interpreter
     from stand_ins import FLASH_ATTENTION, deep_gemm_source
@@ -102,7 +102,7 @@ def _stand_in(machine: Cuda, checkpoint: Path, mode: str) -> Engine:
 def _interpreted(
     pin: Callable[[GpuContract], Undo], on_cpu: Callable[[], Any]
 ) -> Callable[[GpuContract], Undo]:
-    """Wrap a pin so that, while it stands, Triton is interpreted and tensors claim to lie on a GPU."""
+    """Wrap a pin so that, until its undo, Triton is interpreted and tensors claim to lie on a GPU."""
 
     def interpreted(contract: GpuContract) -> Undo:
         with ExitStack() as stack:

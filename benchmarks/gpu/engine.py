@@ -1,4 +1,4 @@
-"""Are the log-probs that a real SGLang samples with those of a trainer, on a GPU? By bytes, in bf16.
+"""Does a real SGLang on a GPU sample with the log-probs of a trainer? Compared by bytes, in bf16.
 
 SGLang's `--rl-on-policy-target fsdp` is made for a trainer of float32 weights in bf16 autocast: Hugging Face's Qwen3,
 on SGLang's batch-invariant kernels. With this flag decode takes the log_softmax of bf16 logits in bf16, prefill in

@@ -79,7 +79,7 @@ def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
     for width in shapes.hidden:
         yield "mean", (width,), lambda x: x.float().pow(2).mean(-1, keepdim=True), draw(most, width)
     width = max(outer for _, outer in shapes.linear)
-    # Fewer rows, to fit into memory: two such batches stand beside each other in float32.
+    # Fewer rows, to fit into memory: two batches in float32 are held at once.
     yield "log_softmax", (width,), lambda x: x.float().log_softmax(-1), draw(min(most, 1024), width)
 
 

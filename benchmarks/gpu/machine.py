@@ -28,7 +28,7 @@ class Cuda:
         return cast(float, do_bench(call, rep=at_least, return_mode="median"))
 
     def peak_bytes(self, call: Call) -> int:
-        """Return the most bytes that a call held at once, without those held before it."""
+        """Return the most bytes that a call held at once, beyond the bytes held before the call."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

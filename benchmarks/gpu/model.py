@@ -1,4 +1,4 @@
-"""Are the log-probs that a Qwen3 samples with, token by token from its cache, those of the trainer? By bytes, in bf16.
+"""Does a Qwen3 that decodes from its cache sample with the trainer's log-probs? Compared by bytes, in bf16.
 
 Trainer and decode path are Hugging Face's Qwen3 on FlashAttention-3. The trainer computes whole sequences, all in one
 batch or each alone; the decode path computes one token of each sequence at a time.

@@ -25,8 +25,9 @@ class Plan:
         rows: sizes of the batches in which the first rows are computed; the last is the whole batch.
         timed_rows: numbers of rows at which products, norms and log-softmax are timed.
         append: sequences and tokens of each that are decoded by appending to a cache.
-        attention: sequences, tokens of each, sequences that decode and their cached tokens, as timed.
-        model: the model of the trainer and the decode path that are compared by bytes.
+        attention: as timed, sequences and tokens of each in prefill, and sequences and cached tokens of each
+            in decode.
+        model: the model whose trainer and decode path are compared by bytes.
         decoded: sequences, tokens of each prompt, tokens that are sampled.
         timed_model: the model whose log-prob forward and training step are timed.
         batch: sequences and tokens of each, as timed.

@@ -57,7 +57,7 @@ class Section:
 
 
 def exit_code(sections: Sequence[Section]) -> int:
-    """Return 0: every demand holds; 1: one does not; 2: a section did not finish, or nothing is demanded."""
+    """Return 0 if all demands hold, 1 if one does not, 2 if a section is unfinished or none demands."""
     demanded = [
         result.holds for section in sections for result in section.results if result.holds is not None
     ]

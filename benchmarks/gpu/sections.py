@@ -48,7 +48,7 @@ def run(name: str, seconds: float, dry_run: bool) -> Section:
 
 @contextmanager
 def warming(dry_run: bool) -> Iterator[None]:
-    """Compile kernels in a process beside the body; an error there comes again where the kernel is measured."""
+    """Compile kernels in a process beside the body; an error there recurs where the kernel is measured."""
     process = FORK.Process(target=_warm, args=(dry_run,))
     process.start()
     try:

@@ -1,6 +1,7 @@
 """A stand-in for SGLang's server in a dry run: a network that decodes from a cache, on the kernels of the dry run.
 
-The real server needs a GPU. In its target's mode, decode takes log_softmax in bf16, otherwise in float32.
+The real server needs a GPU. In the mode of the on-policy target, decode takes log_softmax in bf16, otherwise
+in float32.
 """
 
 from __future__ import annotations

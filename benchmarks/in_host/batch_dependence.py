@@ -6,11 +6,11 @@ from functools import wraps
 from typing import Any
 
 MANY = 128
-"""Tokens: most micro-batches of a tiny run hold more, and most of their halves fewer."""
+"""A number of tokens: most micro-batches of a tiny run hold more, and most halves of them hold fewer."""
 
 
 def init(args: Any) -> None:
-    """Round otherwise in micro-batches of many tokens: three times the input, and a third of the product.
+    """Round differently above MANY tokens in a micro-batch: triple the input, divide the product by three.
 
     In exact arithmetic nothing changes, as where a kernel adds up in another order.
     """

@@ -1,7 +1,7 @@
-"""Every place where a host stops on a machine without a GPU, and what answers it there: one record each.
+"""The bends: changes of modules that let a host run on a machine without a GPU, one record each.
 
-A record quotes the line of the host that wants the bend. `changed` reads the quoted lines in the checkouts before a
-run, and a line that is no longer there stops the run: the bend may be wrong now, or needless.
+A record quotes the lines of the host that need the bend. `changed` reads the quoted lines in the checkouts
+before a run, and a line that is no longer there stops the run: the bend may be wrong now, or needless.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Bend:
     """One bend of the machine.
 
     Attributes:
-        why: what the line does that a CPU cannot.
-        wanted_by: the lines that want the bend.
+        why: what the lines do that a CPU cannot.
+        wanted_by: the lines that need the bend.
         module: the module whose import applies `change`.
         serves: modules that are served where they are missing, with the names `stand_ins`.
     """
@@ -65,7 +65,7 @@ def _read(tree: Path, line: Line) -> str | None:
 
 
 def _gloo(module: Any) -> None:
-    """Make every process group of gloo, whichever backend is named."""
+    """Make every process group use gloo, whatever backend is named."""
     make = module._new_process_group_helper
 
     def over_gloo(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _fake_gpu(module: ModuleType) -> None:
 
 
 def _mesh_of_cpus(module: Any) -> None:
-    """Make every mesh of devices one of CPUs."""
+    """Make every device mesh a mesh of CPUs."""
     make = module.init_device_mesh
     module.init_device_mesh = lambda device_type, *args, **kwargs: make("cpu", *args, **kwargs)
 
@@ -168,7 +168,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _cpu_accelerator(module: Any) -> None:
-    """Let slime's accelerator be there in every process, and name the CPU."""
+    """Make slime's accelerator available in every process, with the CPU as its device."""
     import torch
 
     kind = module.CUDAAccelerator
@@ -194,7 +194,7 @@ def _asked_for_routes(module: Any) -> None:
 
 
 def _plain_memory(module: Any) -> None:
-    """Take memory of the host as it is: only that of a GPU is registered with CUDA."""
+    """Allocate host memory without registering the memory with CUDA."""
     import torch
 
     def allocate(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any) -> torch.Tensor:
@@ -204,12 +204,12 @@ def _plain_memory(module: Any) -> None:
 
 
 def _without_a_gpu_s_name(module: Any) -> None:
-    """Leave torch's own handles as they are, which name no GPU where the tensor lies on none."""
+    """Keep torch's own handles of tensors, which name no GPU for a tensor on the CPU."""
     module.monkey_patch_torch_reductions = lambda: None
 
 
 def _by_name(module: ModuleType) -> None:
-    """Hand on tensors by the name of their shared memory, which any process of this machine can open."""
+    """Share tensors by the name of their shared memory, which any process of this machine can open."""
     import torch
 
     torch.multiprocessing.set_sharing_strategy("file_system")

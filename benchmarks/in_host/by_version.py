@@ -1,6 +1,6 @@
 """Weights of tokens whose version is known, in plain Python floats, from the log-probs that the host dumped.
 
-Nothing of `mis_plugins` is imported: these are the oracle's answers for `behav_imp_weight/*` and for the loss.
+Nothing of `mis_plugins` is imported: the module is the oracle for `behav_imp_weight/*` and for the loss.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from in_host.dumps import MicroBatch, Recorded
 
 NEXT = "next"
 BY_VERSION = (NEXT, "segment_wise", "standard", "fresh")
-"""Losses of rows that know versions: segment-wise weights with PPO's ratio against pi_{v+1}, or against pi_V; standard
-weights; and rows whose bound leaves no old token."""
+"""Losses of rows that know versions. `next` and `segment_wise` have segment-wise weights, with PPO's ratio
+against pi_{v+1} or pi_V. `standard` has standard weights. `fresh` is for rows whose bound leaves no old
+token."""
 RECOMPUTED_FROM = 2
-"""The age from which log pi_{v+1} must have been stored; before, the trainer's own log-prob is that or newer."""
+"""The age from which log pi_{v+1} must have been stored; at lower ages the trainer's own log-prob is used."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Token:
 
 
 def numerator(row: Recorded, t: int, loss: str) -> float:
-    """Return the log-prob that the weight of a token compares with the engine's; NaN where nobody knows it.
+    """Return the log-prob that a token's weight compares with the engine's; NaN where it was not stored.
 
-    With the loss `next` it is also what PPO's ratio compares the target policy with.
+    With the loss `next`, PPO's ratio too compares the target policy with this log-prob.
     """
     assert row.age is not None and row.following is not None
     if loss == "standard" or row.age[t] < RECOMPUTED_FROM:
@@ -63,8 +64,9 @@ def summary(batches: Sequence[MicroBatch], loss: str) -> dict[str, Any]:
     """Count a step's tokens by age, the sequences of several versions, and the tokens that cannot be weighed.
 
     `k3_next` and `k3_present` are the mean k3 to log pi_{v+1} and to log pi_V, of tokens that need a stored log-prob.
-    `k3_near` is that to log-probs of weights that are one update newer than a token's own, or the same, of all tokens
-    of which such are known; `k3_fresh` that to log pi_V of sequences that version V alone wrote.
+    `k3_near` is the mean k3 to log-probs of weights at most one update newer than a token's own, over all
+    tokens with such a log-prob. `k3_fresh` is the mean k3 to log pi_V, over sequences that version V alone
+    wrote.
     """
     found = tokens(batches, "segment_wise" if loss != "standard" else loss)
     ages = [token.age for token in found]
@@ -95,7 +97,7 @@ def _k3(logs: Iterable[float]) -> float | None:
 
 
 def metrics(batches: Sequence[MicroBatch], upper: float, loss: str) -> dict[str, float]:
-    """Compute what the step must log of its weights, of all tokens and by age."""
+    """Compute the metrics of weights that the step must log, over all tokens and by age."""
     found = tokens(batches, loss)
     groups = {"": found} | {
         f"/age_{age}": [token for token in found if token.age == age]
@@ -133,7 +135,7 @@ TIMES = {
 
 
 def times(perf: Mapping[str, float]) -> dict[str, float]:
-    """Pick the seconds of one step that tell what the recompute costs; the host logs no recompute where none was."""
+    """Pick the seconds of one step that show what the recompute costs; not every step has a recompute."""
     return {name: perf[key] for name, key in TIMES.items() if key in perf}
 
 

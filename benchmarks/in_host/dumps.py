@@ -17,7 +17,9 @@ Row = list[float]
 class Recorded:
     """A response of a dump: log-probs of both sides, advantages and the host's mask, one number a token.
 
-    age, following: with versions, how many updates ago each token was written, and log pi_{v+1}, NaN where not known.
+    Attributes:
+        age: how many updates ago each token was written; None without versions.
+        following: log pi_{v+1} of each token, None where it is not known; None without versions.
     """
 
     proximal: Row

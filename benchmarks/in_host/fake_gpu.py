@@ -21,14 +21,14 @@ METHODS = ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def install(module: ModuleType) -> None:
-    """Answer for the GPU in this process, once, whose module `module` belongs to a trainer."""
+    """Answer for the GPU in this process, once; `module` is a module that trainers import."""
     import torch
     from torch.utils._device import _device_constructors
 
     if torch.cuda.Stream is Stream:
         return
-    # `with torch.device(...)` looks up torch's factories once, and must know them as they are called below; otherwise
-    # transformers builds no model on "meta", and leaves the frequencies of rope as the memory was.
+    # `with torch.device(...)` looks up torch's factories once, and must do so before they are wrapped below.
+    # Otherwise transformers builds no model on "meta", and leaves the frequencies of rope uninitialized.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -85,7 +85,7 @@ class Stream:
         return lambda *_, **__: 0.0
 
     def record_event(self, *_: Any) -> Stream:
-        """Return the event that is over already."""
+        """Return an event that has finished already."""
         return Stream()
 
     def __enter__(self) -> Stream:

@@ -1,7 +1,7 @@
 """Change modules of a host as they are imported, and serve modules that are missing; nothing on disk changes.
 
-Each Python process of the host runs `install` before its own first line. A process that never imports a bent module
-pays for a dictionary look-up an import.
+Each Python process of the host runs `install` before its own first line. A process that never imports a
+changed module pays one dictionary look-up for each import.
 """
 
 from __future__ import annotations

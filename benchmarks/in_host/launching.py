@@ -34,8 +34,8 @@ ENGINE = (
 )  # fmt: skip
 GPUS = 8
 RESIDENT = ("--no-offload-train", "--no-offload-rollout")
-"""Beside a colocated engine: what frees memory for the other side is a library that every process of both would load,
-torch_memory_saver, and it wants libcuda."""
+"""Flags beside a colocated engine: nothing is offloaded, because offloading loads torch_memory_saver into
+every process, and torch_memory_saver wants libcuda."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def captured(host: Host, checkout: Path, config: Path, folder: Path) -> list[str
 
 
 def shape(words: Sequence[str]) -> list[str]:
-    """Return the model's own flags, which `submit` of scripts/qwen3-4b.sh puts between these two of every model."""
+    """Return the model's own flags, which the launch script puts between two flags that every model has."""
     return list(words[words.index("--max-tokens-per-gpu") + 2 : words.index("--ref-load")])
 
 
@@ -108,7 +108,7 @@ def without(words: Sequence[str], dropped: dict[str, int]) -> list[str]:
 def shrunk(
     host: Host, words: Sequence[str], work: Path, run: Path, sizes: Sizes, colocate: bool
 ) -> list[str]:
-    """Return the launch script's words, and after them, where they win, those of a tiny run."""
+    """Return the launch script's words, followed by the words of a tiny run, which win."""
     dropped = DROPPED if colocate else DROPPED | {"--colocate": 0}
     if sizes.tensor == 1:
         dropped = dropped | {"--sequence-parallel": 0}
@@ -121,7 +121,7 @@ def shrunk(
 
 
 def shrunk_fsdp(words: Sequence[str], work: Path, run: Path, sizes: Sizes) -> list[str]:
-    """Return the words of the launch script of FSDP, and after them, where they win, those of a tiny run."""
+    """Return the words of FSDP's launch script, followed by the words of a tiny run, which win."""
     dropped = {name: DROPPED[name] for name in DROPPED if name != "--attention-backend"} | {"--colocate": 0}
     return [
         *without(words, dropped), *ENGINE, *_sizes(sizes), "--attn-implementation", "sdpa",

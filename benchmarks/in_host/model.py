@@ -47,7 +47,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def shape_flags(folder: Path) -> list[str]:
-    """State the checkpoint's sizes as Megatron's flags, which win over those of the launch script."""
+    """State the checkpoint's sizes as Megatron's flags, which win over the launch script's flags."""
     config = json.loads((folder / "config.json").read_text())
     flags = {
         "num-layers": config["num_hidden_layers"],

@@ -1,7 +1,7 @@
-"""The processes of one run: an environment that bends each of them, and an end that leaves none.
+"""The processes of one run: their environment, which installs the bends, and an end that leaves no process.
 
-Ray's own processes, its workers and SGLang's children inherit the environment, and with it a mark of this run. The mark
-finds them all at the end, whoever their parent is by then.
+Ray's own processes, its workers and SGLang's children inherit the environment, and with it a mark of this
+run. The mark finds all of them at the end, whatever parent they have by then.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(
 
 
 def end(mark: str) -> None:
-    """End all processes that carry the mark: asked first, then killed."""
+    """End all processes that carry the mark: ask first, kill after GRACE_S seconds."""
     _signal(mark, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while of(mark) and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ LAYER = 1
 
 
 async def drop_a_layer(args: Any, sample: Any, **unused: Any) -> float:
-    """Leave one layer's rows out, so that each layer behind it gets the next one's; the last keeps its own."""
+    """Drop one layer's rows, so that each layer from there on gets the next layer's; the last keeps its."""
     return await _planted(args, sample, lambda rows: [*range(LAYER), *range(LAYER + 1, rows), rows - 1])
 
 

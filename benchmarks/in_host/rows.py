@@ -1,4 +1,4 @@
-"""What is run inside the hosts, one row each, and what cannot be."""
+"""The runs inside the hosts, one row each, with the runs that cannot be made here."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TENSORBOARD = ("--use-tensorboard", "--tb-project-name", "tb")
 CARRIED = ("--custom-generate-function-path", "mis_plugins.mis.generate_with_versions",
            "--custom-convert-samples-to-train-data-path", "mis_plugins.mis.convert_with_versions",
            "--custom-megatron-init-path", "mis_plugins.mis.carry_versions")  # fmt: skip
-# slime bounds no staleness: eight groups are under way, and as many may wait, of which a step trains four.
+# slime bounds no staleness: eight groups are under way, and as many may wait; a step trains four groups.
 SLIME_FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
                      "--sglang-server-concurrency", "8", *CARRIED)  # fmt: skip
 
 
 def fully_async(bound: int) -> tuple[str, ...]:
-    """List the flags under which Miles says which version wrote each token; `bound` is on a group's oldest version.
+    """List the flags by which Miles says which version wrote each token; `bound` limits a group's oldest age.
 
     Above a bound of 0 four batches are under way at once, so that tokens get old.
     """
@@ -62,27 +62,29 @@ class Row:
 
     Attributes:
         config: a file of `configs/`, which the verdict's oracle reads too.
-        flags: words after those of the launch script.
-        dropped: flags of the launch script that the row does without, with the number of words after each.
+        flags: words that follow the launch script's words.
+        dropped: flags of the launch script that the row leaves out, each with the number of words after it.
         loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
             `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
         train: the host's script.
         fsdp: whether Miles trains with FSDP, one rank a share of the data, in place of Megatron.
-        rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None starts one.
+        rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None
+            starts an engine.
         log_holds: texts that the log must hold.
         compared: whether the row compares the log-probs of both sides by their bits.
-        curves: kinds of trackers' files whose exact metrics must be those of the log.
+        curves: kinds of trackers' files whose exact metrics must equal the log's.
         broken: how many responses of each rollout get a NaN for a log-prob before the sample filter sees them.
-        contract: fields of the CPU contract that pins both sides; None leaves them as they are.
-        again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first one dumped;
-            None for no second run.
+        contract: fields of the CPU contract that pins both sides; None leaves both sides stock.
+        again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first run
+            dumped; None for no second run.
         model: a tiny model of `true_on_policy/contract/families.py`.
-        resplit: whether another split of the micro-batches must leave the trainer's log-probs `equal`, or some of them
-            `different`; None where they are computed once.
-        saves: whether the trainer saves its weights before each update, and the engine tells digests of its own.
+        resplit: what another split of the micro-batches must leave of the trainer's log-probs: all `equal`,
+            or some `different`. None where log-probs are computed once.
+        saves: whether the trainer saves its weights before each update, and the engine returns digests of its
+            weights.
         stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
-        named: what those words, the first group of `stopped`, must say of the fault.
-        blocked: the line of the host at which the row cannot run here, and why; it is not started.
+        named: a pattern that the first group of `stopped` must match, which names the fault.
+        blocked: the line of the host at which the row cannot run here, and why; the row is then not started.
     """
 
     name: str
@@ -111,16 +113,16 @@ class Row:
 
     @property
     def launched_with(self) -> str:
-        """Name the config that the launch script checks, as one of the TIS hook; the row's own follows and wins."""
+        """Name the config that the launch script checks for the TIS hook; the row's own config wins."""
         return "token.yaml" if self.loss in ("objective", *BY_VERSION) else self.config
 
     @property
     def stale(self) -> bool:
-        """Whether the rollouts were sampled with other weights than those that train on them."""
+        """Whether the rollouts were sampled with other weights than the trainer's."""
         return self.rollouts is not None or self.train == "train_async.py"
 
     def pinned_to(self, checkpoint: Path) -> Contract | None:
-        """Return the contract of this row for a model; None where the row leaves both sides as they are."""
+        """Return the contract of this row for a model; None where the row leaves both sides stock."""
         if self.contract is None:
             return None
         return Contract(**self.contract, shapes=Shapes.of(read_config(checkpoint), self.sizes.tensor))
@@ -134,7 +136,7 @@ _BY_LOSS = tuple(CORRECTION.items())[:2]
 
 
 def _replayed(name: str, config: str = "token.yaml", sizes: Sizes = ONE_RANK, **more: Any) -> list[Row]:
-    """Build rows whose trainers take the rollouts that an engine left in another run of that host."""
+    """Build rows whose trainers take the rollouts that an engine left in another run of the host."""
     return [replace(row, rollouts=row.host) for row in _both(f"replay-{name}", config, sizes, **more)]
 
 
@@ -179,9 +181,9 @@ ON_POLICY: tuple[Row, ...] = (
 )
 
 MIXTURE = "tiny-qwen3-moe"
-# Among 8 experts a token shares one of its two with another token's too often for one sample's fault to show.
+# With 8 experts, two tokens share one of their two experts too often for one sample's fault to show.
 MANY_EXPERTS = "tiny-qwen3-moe-64"
-# SGLang's recorder of routes is as large as a chunk, and cannot do without one.
+# SGLang's recorder of routes is as large as a chunk of prefill, so prefill must be chunked.
 WATCHED = ("--use-rollout-routing-replay", "--sglang-chunked-prefill-size", "2048",
            "--custom-megatron-before-log-prob-hook-path", "mis_plugins.mis.watch_routes", *REPORT)  # fmt: skip
 STOPPED = r"MisError: mis\.routing\.on_fault: raise: (.*)"
@@ -191,7 +193,8 @@ FUSED = r"(moe_router_fusion: .*)"
 def _routed(name: str, *flags: str, **more: Any) -> list[Row]:
     """Build rows in which the trainer replays the engine's routes, and the watch checks the replay.
 
-    slime has a log-prob pass before a rollout's only step where it is asked for metrics of the mismatch.
+    Before a rollout's only step, slime makes a log-prob pass only where metrics of the mismatch are asked
+    for.
     """
     more = {"model": MIXTURE} | more
     rows = _both(f"routes{name}", "routes.yaml", **more)
@@ -219,7 +222,7 @@ ROUTED: tuple[Row, ...] = (
 
 
 def _resplit(name: str, expected: str, *flags: str) -> list[Row]:
-    """Build rows whose trainers compute the log-probs of each rollout twice; slime computes them once where asked."""
+    """Build rows whose trainers compute the log-probs of each rollout twice; slime needs a flag for this."""
     rows = _both(f"resplit{name}", "resplit.yaml", resplit=expected)
     own = {"miles": (), "slime": ("--get-mismatch-metrics",)}
     counted = ("--rollout-data-postprocess-path", "mis_plugins.mis.count_samples")

@@ -27,16 +27,16 @@ SETTINGS = {
     "tis_batch_normalize": True, "use_rs": True, "rs_level": "token", "rs_lower_bound": None, "rs_upper_bound": None,
     "rs_veto_threshold": 1e-4,
 }  # fmt: skip
-"""What `configs/mis.yaml` says, in the words of the hosts' mis.yaml."""
+"""The settings of `configs/mis.yaml`, under the keys of the hosts' mis.yaml."""
 TIMED_FROM = 1
-"""The first step warms up."""
+"""The first step that counts, because step 0 warms up."""
 CALL = re.compile(r"timed call: ours ([\d.e+-]+) s, mis\.py ([\d.e+-]+) s, both ([\d.e+-]+) s, (\d+) tokens")
 TRAINING = re.compile(r"Timer actor_train start")
 Hook = Callable[..., tuple[Any, Any, Any]]
 
 
 def compute(args: Namespace, **batch: Any) -> tuple[Any, Any, Any]:
-    """Weights by our hook, with a line in the log that tells the seconds of both.
+    """Compute the weights by our hook, and log the seconds of our hook and of mis.py.
 
     Raises:
         AssertionError: the weights of the two sides differ.
@@ -84,9 +84,9 @@ def of_the_log(log: str, training_s: Sequence[float]) -> list[dict[str, float]]:
 
 
 def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median share of a training step that each side takes, where it is the only one that runs.
+    """Return the median share of a training step that each side would take if it alone ran.
 
-    Also the median seconds of the step without either side, and its tokens.
+    The result also holds the median seconds of a step without either side, and the median tokens of a step.
     """
     counted = steps[TIMED_FROM:]
     bare = [step["training"] - step["both"] for step in counted]

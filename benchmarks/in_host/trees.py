@@ -19,10 +19,10 @@ class Host:
     """A host as it is run on a CPU.
 
     Attributes:
-        commit, megatron_commit: the checkouts that this folder was written against, and seen to work with.
+        commit, megatron_commit: the commits of the host and of its Megatron that are known to work.
         patches: files of the host's checkout that its Megatron carries.
         launch: the launch script whose flags are taken.
-        variable: what the launch script calls the host's checkout.
+        variable: the launch script's variable for the host's checkout.
         update: flags by which weights reach the engine.
     """
 
@@ -56,7 +56,7 @@ HOSTS = {
 
 
 def check(host: Host, checkout: Path, megatron: Path) -> list[str]:
-    """Compare the trees with those known to work, and return a warning for each that is another commit.
+    """Compare the trees with the commits that are known to work; return a warning for each other commit.
 
     Raises:
         CannotRun: a tree is missing, a patch is not applied, or a line that a bend quotes has changed.

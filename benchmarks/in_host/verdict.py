@@ -19,16 +19,16 @@ from in_host.dumps import MicroBatch, Recorded
 from mis_plugins.report.readers.curves import our_name
 
 K3_LIMIT = 1e-3
-"""Trainer and engine hold the same bf16 weights: 6e-5 to 9e-5 were seen."""
+"""The limit where trainer and engine hold equal bf16 weights: 6e-5 to 9e-5 were seen."""
 K3_LIMIT_STALE = 1e-2
-"""Rollouts of weights that are one update old, or of another run: up to 2e-3 was seen in three steps at a learning rate
-of 1e-4, up to 7e-3 in eight."""
+"""The limit for rollouts of weights that are one update old, or of another run: up to 2e-3 was seen in three
+steps at a learning rate of 1e-4, and up to 7e-3 in eight steps."""
 RELATIVE, ABSOLUTE = 2e-5, 2e-6
-"""Hosts add up float32 over a few hundred tokens, and log-perplexities of about 5."""
+"""Tolerances: hosts add up float32 over a few hundred tokens, and log-perplexities of about 5."""
 SPREAD = 100.0
-"""A spread is the root of a difference of squares, and a correlation a quotient of such."""
+"""Widens the tolerances of spreads, which are roots of differences of squares, and of correlations."""
 CURVE = 1e-6
-"""Tensorboard keeps float32."""
+"""Tolerance of values in trackers' files: Tensorboard keeps float32."""
 STEP = "train/mis_step/"
 HOOK = "train/true_on_policy_"
 RESPLIT = f"{STEP}resplit_"
@@ -38,7 +38,7 @@ ROUTED_LIMIT = 0.1
 """Share of rows that trainer and engine may route differently: 0.7 to 1.2 % were seen with 8 experts in bf16."""
 GRADIENT = 1e-9
 WEIGHT_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-8
-"""Both sides have the dump's float32 log-probs; the weights themselves are float32."""
+"""Tolerances of weights: both sides start from the dump's float32 log-probs, and weights are float32."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def judge(record: Mapping[str, Any]) -> list[Line]:
 
 
 def _of_the_stop(record: Mapping[str, Any]) -> Iterator[Line]:
-    """Look at a job that a planted fault must stop before its first optimizer step, with words that name the fault."""
+    """Check that a planted fault stops the job before its first optimizer step, and is named."""
     code, told, named = record["exit"], record["stopped"]["told"] or "", record["stopped"]["named"]
     yield Line("exit code of train.py", "not 0", str(code), code not in (0, None))
     yield _equal("optimizer steps", 0, len(record["steps"]))
@@ -108,7 +108,7 @@ def _trained_again(record: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _k3_by_version(found: Mapping[str, Any], number: int) -> Iterator[Line]:
-    """Hold each token to weights that its own version is near to, as k3 grows with every update in between."""
+    """Limit k3 between neighbouring versions alone, because k3 grows with every update in between."""
     if found["k3_fresh"] is not None:
         yield _at_most(f"k3 of step {number}, of sequences by version V alone", found["k3_fresh"], K3_LIMIT)
     if found["k3_near"] is not None:
@@ -146,7 +146,7 @@ def _of_the_bits(record: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _of_the_routes(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """Look at watched routers: each replayed what was recorded, and would have chosen a little otherwise."""
+    """Check watched routers: each replays the recorded experts, and alone would choose a few others."""
     seen = [(number, step["metrics"]) for number, step in enumerate(steps) if ROUTED in step["metrics"]]
     for number, metrics in seen:
         yield _equal(
@@ -158,7 +158,7 @@ def _of_the_routes(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 
 
 def _of_the_split(record: Mapping[str, Any]) -> Iterator[Line]:
-    """Look at what another split of the micro-batches changed in the trainer's log-probs of each rollout."""
+    """Check what another split of the micro-batches changed in the trainer's log-probs of each rollout."""
     expected = record.get("resplit")
     if expected is None:
         return
@@ -173,7 +173,7 @@ def _of_the_split(record: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def bits(batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Count the valid tokens of a step, and those whose log-probs of both sides differ in a bit."""
+    """Count the valid tokens of a step, and the valid tokens whose two log-probs differ in a bit."""
     pairs = [(struct.pack("d", p), struct.pack("d", b)) for batch in batches for row in batch
              for p, b, live in zip(row.proximal, row.behavior, row.mask, strict=True) if live]  # fmt: skip
     return len(pairs), sum(p != b for p, b in pairs)
@@ -221,7 +221,7 @@ def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
 def _of_the_objective(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
     """Compare what clip and OPSM held back with the oracle's share.
 
-    A row of an objective is one whose clip and OPSM each hold some tokens back and not all.
+    In a row of an objective, clip and OPSM must each hold back some tokens and not all.
     """
     for name, value in expected.held_back().items():
         yield _close(f"{name} of step {number}", value, metrics.get(f"train/{name}"))
@@ -240,7 +240,7 @@ def _of_the_filter(record: Mapping[str, Any], batches: Sequence[MicroBatch], num
 
 
 def _of_the_curves(record: Mapping[str, Any]) -> Iterator[Line]:
-    """Compare the exact metrics in the tracker's files with those of the host's log, step by step."""
+    """Compare the exact metrics in the tracker's files with the metrics of the host's log, step by step."""
     for kind, points in (record.get("curves") or {}).items():
         compared, wrong = 0, []
         for number, found in points.items():
@@ -261,7 +261,7 @@ def _of_the_curves(record: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[Line]:
-    """Look at the versions of all steps: several in a sequence and some old, each with what its weight needs."""
+    """Check the versions of all steps: sequences of several versions, old tokens, and no missing log-prob."""
     found = [step["by_version"] for step in steps]
     oldest = max((int(age) for one in found for age in one["ages"]), default=0)
     mixed, scored = sum(one["mixed"] for one in found), sum("recompute" in step["times"] for step in steps)
@@ -285,7 +285,7 @@ def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[
 
 
 def _nearer(found: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """One update moved pi_{v+1} from pi_v, and several moved pi_V: a wrong version would turn that round."""
+    """Check that old tokens are nearer to pi_{v+1} than to pi_V: a wrong version would turn this round."""
     pairs = [(one["k3_next"], one["k3_present"]) for one in found if one["k3_next"] is not None]
     nearer, further = (math.fsum(pair[i] for pair in pairs) for i in (0, 1))
     yield Line(
@@ -299,7 +299,7 @@ def _nearer(found: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 def _weights_by_age(
     batches: Sequence[MicroBatch], record: Mapping[str, Any], metrics: Mapping[str, float], number: int
 ) -> Iterator[Line]:
-    """Compare the weights that the step hook logged, of all tokens and by age, with those of the dump."""
+    """Compare the weights that the step hook logged, of all tokens and by age, with weights from the dump."""
     wanted = by_version.metrics(batches, record["config"]["weight"]["upper"], record["loss"])
     for name, value in wanted.items():
         found = metrics.get(STEP + name)
@@ -338,7 +338,7 @@ def _close(what: str, wanted: float, found: float | None, wider: float = 1.0) ->
 
 
 class Expected:
-    """The oracle's answers for one optimizer step, whose target policy is the proximal policy still."""
+    """The oracle's answers for one optimizer step, in which the target is still the proximal policy."""
 
     def __init__(
         self, batches: Sequence[MicroBatch], config: dict[str, Any], loss: str, flags: Sequence[str] = ()
@@ -360,7 +360,7 @@ class Expected:
         return [other for other in self.samples if other is not batch] if scope == "rollout" else []
 
     def loss(self) -> float:
-        """Add up -A w, or the surrogate, over what is kept: means over responses' valid tokens, over all responses."""
+        """Average -A w, or the surrogate, over each response's valid or kept tokens, then over responses."""
         total = 0.0
         for batch, corrected in zip(self.batches, self.corrected, strict=True):
             for i, row in enumerate(batch):
@@ -373,7 +373,7 @@ class Expected:
         return total / sum(map(len, self.batches))
 
     def _factors(self, row: Recorded, weights: Sequence[float], keep: Sequence[bool]) -> list[float]:
-        """Weigh each token, with 0 where it is rejected."""
+        """Return the weight of each token, 0 where the token is rejected."""
         if self.kind == "uncorrected":
             return [1.0] * len(weights)
         if self.kind in BY_VERSION:
@@ -382,7 +382,7 @@ class Expected:
         return [w if kept and stay else 0.0 for w, kept, stay in zip(weights, keep, stays, strict=True)]
 
     def _stays(self, row: Recorded) -> list[bool]:
-        """Tell which tokens OPSM leaves."""
+        """Tell which tokens OPSM keeps."""
         from loss_oracle import opsm_keep
 
         if self.opsm is None:
@@ -442,8 +442,8 @@ class Expected:
     def metrics(self) -> dict[str, float]:
         """Average each metric as the hosts do: over a response's valid tokens, then over all responses.
 
-        A response without a valid token adds 0 to that mean. Metrics that Miles's `mis.py` lacks are scaled back within
-        the micro-batch that holds such a response.
+        A response without a valid token adds 0 to the mean. Metrics that Miles's `mis.py` lacks are scaled
+        back within the micro-batch that holds such a response.
         """
         import oracle
 
@@ -464,7 +464,7 @@ KEYS = ("weight", "reject", "denominator", "on_all_rejected", "aggregate")
 
 
 def _number_after(flags: Sequence[str], flag: str) -> float | None:
-    """Return the number that follows a flag of the row, or None where the row leaves the launch script's."""
+    """Return the number that follows a flag of the row; None where the row keeps the launch script's."""
     return float(flags[flags.index(flag) + 1]) if flag in flags else None
 
 

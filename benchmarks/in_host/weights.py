@@ -1,4 +1,4 @@
-"""The engine's weights beside those that the trainer saved, while the host generates, for `--custom-rm-path`."""
+"""Compare the engine's weights with the trainer's saved weights during a rollout, for `--custom-rm-path`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger("mis_plugins")
 
 
 async def compare(args: Any, sample: Any, **unused: Any) -> float:
-    """Score a sample, and at the first one of each rollout have the command compare the weights.
+    """Score a sample; the first sample of each rollout has `true_on_policy weights` compare the weights.
 
-    The trainer saves its weights before each update. Those of the update before must differ.
+    The trainer saves its weights before each update. The weights saved one update earlier must differ.
     """
     if sample.index % reward.ROLLOUT == 0:
         rollout = sample.index // reward.ROLLOUT
@@ -31,7 +31,7 @@ async def compare(args: Any, sample: Any, **unused: Any) -> float:
 
 
 async def _engine(args: Any) -> str:
-    """Ask the router for its one engine."""
+    """Return the URL of the router's one engine."""
     address = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
 
     def ask() -> str:

@@ -28,11 +28,11 @@ RESULTS = (
 )
 """What tools answer."""
 
-Chat = Sequence[Sample]  # its turns: each request's prompt is all that came before
+Chat = Sequence[Sample]  # the turns of a chat; a turn's prompt is everything before the turn
 
 
 def tool_turns(checkpoint: Path, end: int) -> list[tuple[int, ...]]:
-    """What stands between two turns of the assistant, for each of RESULTS: end of turn, tool's turn, next header."""
+    """Return the tokens between two turns of the assistant, for each of RESULTS: end, tool's turn, header."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
@@ -66,7 +66,7 @@ def converse(
     tools: Sequence[tuple[int, ...]],
     end: int,
 ) -> list[tuple[int, Chat]]:
-    """Sample the chats at `places`, all of a turn in one batch, with the index of each one's prompt."""
+    """Sample the chats at `places`, one batch for each turn; return (index of its prompt, chat) for each."""
     indices = [place % len(prompts) for place in places]
     before = [prompts[index] for index in indices]
     turns: list[list[Sample]] = []
@@ -84,12 +84,12 @@ def converse(
 
 
 def _followed_by(sample: Sample, tool: tuple[int, ...]) -> tuple[int, ...]:
-    """The chat so far with a tool's turn; a sampled end of turn is not written twice."""
+    """Return the chat so far with a tool's turn; an end of turn that was sampled is not written twice."""
     return sample.sequence + tool[sample.tokens[-1] == tool[0] :]
 
 
 def score_chat(trainer: Megatron, chat: Chat) -> Tensor:
-    """Log-probs of all sampled tokens, packed end to end, in one pass over the whole chat, as a trainer makes it."""
+    """Compute the log-probs of all sampled tokens, packed, in one pass over the chat, as trainers do."""
     first, last = chat[0].request, chat[-1]
     start = len(first.prompt)
     answer = last.sequence[start:]

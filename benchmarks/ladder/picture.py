@@ -47,7 +47,7 @@ def _sizes(axes: Axes, measured: Record) -> None:
 
 
 def _windows(axes: Axes, measured: Record) -> None:
-    """A bar for each step of the ladder at each length that all rungs have responses of."""
+    """Draw a bar for each step of the ladder, at each length that all rungs have responses of."""
     axes.set_title("(prod r)^(1/n) of nine of ten responses of n tokens", loc="left", fontsize=10, color=TEXT)
     [window] = windows(load(presets()[PRESET]))
     low, high = (math.exp(limit) for limit in window.limits if limit is not None)

@@ -1,4 +1,4 @@
-"""What presets and windows keep of the rollouts of a rung, and how presets weigh it, by the length of a response."""
+"""What presets keep of a rung's rollouts, how presets weigh them, and what windows compare, by length."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from mis_plugins.correction.rejection import aggregate
 from mis_plugins.packing.ragged import Ragged
 
 OVERS: tuple[Over, ...] = ("mean", "min", "max")
-ANY_BOUND = 0.5  # within the range of every statistic; it is not read
+ANY_BOUND = 0.5  # within the range of every statistic; the bound is not read
 NEEDS_ADVANTAGES, NEEDS_ROUTES = "needs advantages", "needs routes"
 
 
 def kept_and_weighed(pair: Pair) -> dict[str, Any]:
-    """For every preset: shares of kept tokens and sequences, mean weight and effective sample size of kept tokens.
+    """Return, for every preset, the kept shares of tokens and sequences, and mean weight and ESS of the kept.
 
-    OPSM masks by advantages, which rollouts alone do not have, and a dense model has no routes.
+    A preset with OPSM or with routes has the reason in place of numbers: rollouts alone have no advantages,
+    and a dense model has no routes.
     """
     return {name: kept_by(load(file), pair) for name, file in presets().items()}
 
@@ -50,7 +51,7 @@ def kept_by(config: CorrectionConfig, pair: Pair) -> Any:
 
 
 def of_length(pair: Pair, length: int) -> Pair:
-    """Responses of at least `length` tokens, cut there, so that all are equally long."""
+    """Return the responses of at least `length` tokens, cut at `length`, so that all are equally long."""
     long = pair.lengths >= length
     inside = (pair.positions < length) & long[pair.owners]
     lengths = torch.full((int(long.sum()),), length)
@@ -58,9 +59,9 @@ def of_length(pair: Pair, length: int) -> Pair:
 
 
 def window_values(pair: Pair) -> dict[str, dict[str, list[float]]]:
-    """What a rule over sequences compares with its bounds, of each response: by statistic, and by what it is over.
+    """Return what a rule over sequences compares with its bounds, per response, by statistic and `over`.
 
-    A sum is left out: among responses of one length it is that length times the mean.
+    The sum is left out: among responses of one length, the sum is the length times the mean.
     """
     named = [name for name, record in STATISTICS.items() if not record.reads_routes]
     rules = {(name, over): RejectRule(name, over, upper=ANY_BOUND) for name in named for over in OVERS}

@@ -19,7 +19,7 @@ from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.trainers.megatron import Megatron
 
-BATCH = 32  # the longest response of a batch is waited for: eight at a time wait four times as often
+BATCH = 32  # a batch waits for its longest response: batches of 8 would wait four times as often
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rollouts:
         return cls(tensors["behavior"], named, tensors["lengths"], tensors["prompts"], words)
 
     def followed_by(self, more: Rollouts) -> Rollouts:
-        """Rollouts of both files, one behind the other; the words name every commit."""
+        """Return the rollouts of both files, joined; the words name every commit."""
         return Rollouts(
             torch.cat([self.behavior, more.behavior]),
             {name: torch.cat([self.proximal[name], more.proximal[name]]) for name in self.proximal},
@@ -64,7 +64,7 @@ class Rollouts:
         )
 
     def pairs(self) -> dict[str, Pair]:
-        """The engine's log-probs with those of each trainer."""
+        """Pair the engine's log-probs with the log-probs of each trainer, by the trainer's name."""
         return {
             name: Pair(self.behavior, proximal, self.lengths, self.prompts)
             for name, proximal in self.proximal.items()
@@ -72,25 +72,25 @@ class Rollouts:
 
 
 def commits(*texts: str) -> str:
-    """The commits of all texts, each once."""
+    """List the commits of all texts, each once."""
     return ", ".join(dict.fromkeys(commit for text in texts for commit in text.split(", ")))
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is sampled on a rung: at least so many prompts and tokens."""
+    """How much is sampled on a rung: the least numbers of prompts and of tokens."""
 
     prompts: int
     tokens: int
 
     def share(self, rollouts: Rollouts | None) -> float:
-        """How much of it is there; 1 and more is enough."""
+        """Return the share of the amount that the rollouts hold; 1 or more is enough."""
         if rollouts is None:
             return 0.0
         return min(len(rollouts.lengths) / self.prompts, len(rollouts.behavior) / self.tokens)
 
     def batch(self, done: int) -> int:
-        """How many responses to sample next: the prompts that are lacking, or a whole batch for more tokens."""
+        """Return how many responses to sample next: for missing prompts, or a whole batch for more tokens."""
         lacking = self.prompts - done
         return min(lacking, BATCH) if lacking > 0 else BATCH
 
@@ -98,7 +98,7 @@ class Amount:
 def sample(
     engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, batch: int, length: int, end: int
 ) -> list[tuple[int, Sample]]:
-    """Sample the `batch` responses after the first `done` at temperature 1, with the index of each one's prompt.
+    """Sample the `batch` responses after the first `done` at temperature 1; return (prompt index, response).
 
     Prompts take turns, and response N has seed N, so that a run that was stopped goes on as it would have gone.
     """
@@ -124,12 +124,12 @@ def start_trainer(checkpoint: Path, dtype: str, fp32_head: bool) -> Megatron:
 
 
 def score(trainer: Megatron, samples: Sequence[Sample]) -> Tensor:
-    """Log-probs of all sampled tokens, packed end to end."""
+    """Compute the log-probs of all sampled tokens, packed end to end."""
     return torch.cat([trainer.log_probs([one], [1.0])[0] for one in samples])
 
 
 def _widen_head(model: Any) -> None:
-    """Have a Megatron model multiply with its LM head in float32."""
+    """Make a Megatron model multiply with its LM head in float32."""
     head = model.output_layer
 
     def forward(hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:

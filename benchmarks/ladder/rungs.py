@@ -27,9 +27,9 @@ class Rung:
 
     Attributes:
         words: the rung in words, for the page.
-        rounding: what happens to the weight of a linear layer; None leaves it.
+        rounding: rounds the weight of a linear layer; None keeps the weight.
         fp32_head: whether both sides multiply with the LM head in float32.
-        engine: the engine that samples, by its name in ENGINES; None takes the one that the command names.
+        engine: the engine that samples, by its name in ENGINES; None takes the engine that the command names.
     """
 
     words: str
@@ -39,7 +39,7 @@ class Rung:
 
     @property
     def step(self) -> bool:
-        """Whether its weights tell it from other rungs; the others are variants of bf16."""
+        """Whether the rung has weights of its own; the other rungs are variants of bf16."""
         return not self.fp32_head and self.engine is None
 
 
@@ -81,6 +81,6 @@ def write_rollout_weights(source: Path, folder: Path, rung: Rung) -> Path:
 
 
 def rounded(name: str, weight: Tensor, rounding: Rounding | None) -> Tensor:
-    """The weight as the engine of a rung holds it: a linear layer rounded, everything in bf16."""
+    """Return a weight as the engine of a rung holds it: a linear layer rounded, everything in bf16."""
     linear = name.endswith("_proj.weight")
     return (rounding(weight.float()) if rounding and linear else weight).bfloat16()

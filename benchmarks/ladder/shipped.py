@@ -10,7 +10,7 @@ from typing import Any
 from ladder.rungs import RUNGS
 from mis_plugins.shared.storage import replaced
 
-LARGEST = 64  # responses of a length that are carried
+LARGEST = 64  # the most responses of a length that are carried
 SAMPLED_AS_TRAINED = "bf16"  # the trainer whose numbers are carried
 
 
@@ -50,7 +50,7 @@ def _length(one: Mapping[str, Any], length: str) -> dict[str, Any]:
 
 
 def _preset(found: Any) -> list[float | None] | None:
-    """None where rollouts alone cannot tell."""
+    """Return a preset's numbers with four digits; None where rollouts alone have no numbers."""
     if isinstance(found, str):
         return None
     return [

@@ -1,7 +1,7 @@
 """Statistics of the mismatch of one rung: means, tails, products, by position and by probability, with intervals.
 
-`log r = log pi - log mu`, trainer over engine. Intervals are of a bootstrap over prompts, since responses to one prompt
-are no independent samples.
+`log r = log pi - log mu`, trainer over engine. Intervals are of a bootstrap over prompts, because responses
+to one prompt are not independent samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
 
 @dataclass(frozen=True)
 class Pair:
-    """Log-probs of one engine and one trainer for the same sampled tokens.
+    """Log-probs that one engine and one trainer give to one set of sampled tokens.
 
     Attributes:
         behavior, proximal: log-probs of engine and trainer, packed end to end.
@@ -77,7 +77,7 @@ def summary(pair: Pair) -> dict[str, Any]:
 
 
 def by_turn(pair: Pair, turns: int) -> dict[str, Any]:
-    """Statistics of each turn of chats, where the turns of a chat are its responses, one behind the other."""
+    """Return the statistics of each turn of chats; the turns of a chat follow one another as responses."""
     turn = (torch.arange(len(pair.lengths)) % turns)[pair.owners]
     prompts = pair.prompts[pair.owners]
     found = {}

@@ -18,7 +18,7 @@ Prompts = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rollout follows from besides the code; a rung of other settings is sampled anew."""
+    """What determines a rollout besides the code; a rung of other settings is sampled anew."""
 
     model: str
     weights: str
@@ -29,7 +29,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ChatSettings(Settings):
-    """What a chat follows from besides the code."""
+    """What determines a chat besides the code."""
 
     turns: int = TURNS
     results: tuple[str, ...] = dialogues.RESULTS
@@ -40,11 +40,11 @@ class Workload:
     """What is sampled on a rung.
 
     Attributes:
-        settings: what it follows from; the file of a rung holds them.
+        settings: what determines the rollouts; the file of a rung holds the settings.
         amount: how much is asked for.
-        batch: samples what follows the responses that are there: the turns of each rollout, with its prompt's index.
+        batch: (engine, number of responses so far) -> the next rollouts, each as (prompt index, turns).
         score: a trainer's log-probs of one rollout, packed end to end.
-        suffix: of the file's name, behind the rung's.
+        suffix: what follows the rung's name in the name of its file.
     """
 
     settings: Settings
@@ -55,7 +55,7 @@ class Workload:
 
 
 def responses(settings: Settings, amount: Amount, prompts: Prompts, end: int) -> Workload:
-    """Responses to prompts: rollouts of one turn."""
+    """Build the workload of responses to prompts: rollouts of one turn."""
 
     def batch(engine: Engine, done: int) -> list[tuple[int, Chat]]:
         found = sample(engine, prompts, done, amount.batch(done), settings.length, end)
@@ -65,7 +65,7 @@ def responses(settings: Settings, amount: Amount, prompts: Prompts, end: int) ->
 
 
 def chats(settings: ChatSettings, number: int, prompts: Prompts, tools: Prompts, end: int) -> Workload:
-    """A number of chats; each turn is a response of the file."""
+    """Build the workload of `number` chats; each turn is a response of the file."""
     amount = Amount(number * TURNS, 1)
 
     def batch(engine: Engine, done: int) -> list[tuple[int, Chat]]:

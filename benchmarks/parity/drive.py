@@ -83,7 +83,7 @@ def drive(host: Host, args: Namespace, batch: Batch) -> Outcome:
 
 
 def micro_batch(host: Host, args: Namespace, batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """The share of one CP rank of a batch, as the host's loss takes it: the lists, and the logits."""
+    """Return one CP rank's share of a batch, as the host's loss takes it: the lists, and the logits."""
     return _host_batch(host, args, batch), _host_logits(host, args, batch.logits)
 
 
@@ -94,7 +94,7 @@ def _host_logits(host: Host, args: Namespace, leaves: list[Tensor]) -> Tensor:
 
 
 def _given(host: Host, args: Namespace, batch: Batch) -> dict[str, Any]:
-    """The micro-batch of a loss, with the nuclei where top-p leaves a part of the vocabulary."""
+    """Build the micro-batch of a loss, with the nuclei where top-p leaves a part of the vocabulary."""
     if args.rollout_top_p == 1:
         return _host_batch(host, args, batch)
     renormalized, kept = cut(batch, args.rollout_top_p)

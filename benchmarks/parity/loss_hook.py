@@ -17,9 +17,9 @@ from parity.verdict import Difference, difference
 CLIP = {"eps_clip": 0.03, "eps_clip_high": 0.04}
 NARROW = {"eps_clip": 0.004, "eps_clip_high": 0.005}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "opsm_delta": 0.01}
-# The host divides a sum over all tokens, masked ones included, by the number of valid tokens: no mean over tokens.
+# The host divides a sum over all tokens, masked tokens included, by the number of valid tokens: not a mean.
 OPSM_SHARE = ("opsm_clipfrac",)
-# In bypass Miles compares mu with mu.
+# In bypass (--use-rollout-logprobs) Miles compares mu with itself.
 MU_WITH_MU = ("train_rollout",)
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -36,10 +36,10 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LossCase:
-    """A case is a set of the host's flags, with a correction that the host's TIS hook reads or our loss.
+    """A case is a set of the host's flags, with a correction for the host's TIS hook or for our loss.
 
     Attributes:
-        mis: the correction; None is none.
+        mis: the correction; None corrects nothing.
         unshared: names of metrics, or their beginnings, that the two losses define differently.
     """
 

@@ -37,14 +37,14 @@ def cut(batch: Batch, top_p: float) -> tuple[Batch, dict[str, list[Tensor]]]:
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """The likeliest tokens of each row, up to the one with which their probabilities reach `top_p`."""
+    """Mark the likeliest tokens of each row, up to the token with which their mass exceeds `top_p`."""
     probabilities, order = logits.softmax(-1).sort(-1, descending=True)
     inside = probabilities.cumsum(-1) - probabilities <= top_p
     return torch.zeros_like(inside).scatter(1, order, inside)
 
 
 def _response_logits(batch: Batch) -> Iterator[Tensor]:
-    """The rows that score the response of each sequence."""
+    """Yield the logits that score the response of each sequence."""
     for logits, response in zip(batch.logits, batch.response_lengths, strict=True):
         yield logits[len(logits) - response - 1 : -1]
 

@@ -1,4 +1,4 @@
-"""Measure how far an answer is from the right one, and which deviations are faults."""
+"""Measure how far an answer is from the right answer, and which deviations are faults."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Difference:
 
 
 def difference(ours: Outcome, right: Outcome, valid: Tensor, skip: tuple[str, ...] = ()) -> Difference:
-    """Compare our answer with the right one; metrics whose names begin with one of `skip` are left out."""
+    """Compare our answer with the right answer; metrics whose names begin with one of `skip` are left out."""
     found = Difference(questions=1)
     if ours.error or right.error:
         found.faults.update(

@@ -23,7 +23,7 @@ there+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platfo
 echo "fetching the wheels of engine.txt" >&2
 python3 -m pip download -q --no-deps "${there[@]}" -r "$here/engine.txt" -d "$scratch/wheels"
 python3 -m pip install -q --no-index --no-deps --no-compile "${there[@]}" --target "$scratch/site" "$scratch"/wheels/*.whl
-# Kernels for other GPUs and other models, a tenth of all.
+# Kernels for other GPUs and other models, a tenth of the size.
 rm -r "$scratch"/site/sgl_kernel/{sm100,flashmla_ops.*,infllm_ops.*}
 echo "packing $(du -sh "$scratch/site" | cut -f1)" >&2
 mkdir -p "$parts"

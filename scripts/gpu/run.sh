@@ -2,8 +2,8 @@
 # One session on an offline machine with a Hopper GPU, its own torch and the wheels of scripts/gpu/README.md:
 #   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]
 # Installs the wheels of the folder WHEELS, or what pack.sh left there, beside the machine's packages, writes
-# RESULTS/gpu_session.{json,md}, and runs the tests marked gpu. The exit code: 1 where gpu_session.py or a test found a difference; else 2 where either did not finish
-# or this script failed; else 0.
+# RESULTS/gpu_session.{json,md}, and runs the tests marked gpu. The exit code is 1 where gpu_session.py or a
+# test found a difference, else 2 where one of them did not finish or this script failed, else 0.
 set -Eeuo pipefail
 trap 'exit 2' ERR
 if [ $# -lt 2 ]; then
@@ -28,7 +28,7 @@ if [ $((${#wheel[@]} + ${#part[@]})) -gt 0 ]; then
         cat "${part[@]}" | python3 -c "$unpack" "$site"
     fi
     PYTHONPATH=$site:$PYTHONPATH
-    export DG_JIT_CACHE_DIR=$site/deep_gemm_cache # all sections share it; the default is HOME's, if that is set
+    export DG_JIT_CACHE_DIR=$site/deep_gemm_cache # one for all sections; the default is in HOME, which may be unset
     # DeepGEMM's library asks the loader for nvrtc and cuBLAS, which torch brings along in folders of its own.
     packages=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     nvidia=$(find "$packages/nvidia" -type d -name lib 2>/dev/null | paste -sd: || true)
@@ -40,10 +40,10 @@ if command -v nvcc >/dev/null; then # for kernels that are compiled at run time;
 fi
 
 mkdir -p "$results"
-python3 "$repository/benchmarks/gpu_session.py" --help >/dev/null # what cannot be imported ends here
+python3 "$repository/benchmarks/gpu_session.py" --help >/dev/null # ends here where a package cannot be imported
 code=0 tested=0
 python3 "$repository/benchmarks/gpu_session.py" --json "$results/gpu_session.json" "$@" || code=$?
-if command -v nvidia-smi >/dev/null; then # the tests that need a device, as far as the time reaches
+if command -v nvidia-smi >/dev/null; then # the tests that need a device, for 70 seconds at most
     if python3 -c 'import pytest'; then
         timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/kernels/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || tested=$?
         tail -n 1 "$results/pytest.txt"

@@ -1,1 +1,1 @@
-"""`python -m true_on_policy contract` shows what both sides must share; this room holds it as data that is checked."""
+"""What trainer and engine must share, as checked data; `python -m true_on_policy contract` shows it."""

@@ -1,4 +1,4 @@
-"""One operation that a trainer rounds or adds otherwise than the engine, and what brings it in line."""
+"""One operation that a trainer by itself rounds or adds differently from the engine, and what aligns it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Alignment:
         name: the operation.
         bits: dtype and order of rounding, equal on both sides.
         megatron: what Megatron-core 0.16.1 does by itself, without Transformer Engine.
-        pinned: what holds the row in the trainer of a proof.
+        pinned: what makes the trainer of a proof give these bits.
     """
 
     name: str

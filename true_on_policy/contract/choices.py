@@ -1,4 +1,4 @@
-"""What `verify` lets a user choose, and whether a model can be verified, without torch: refused in a moment."""
+"""The choices of `verify` and its checks of a model, without torch, so that a refusal is immediate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Side = Literal["engine", "trainer"]
 
 
 def check_model(name: str) -> None:
-    """See that `--model` names a tiny or a pretrained model, or a checkpoint's folder of a family that is proven.
+    """Check that `--model` names a tiny or pretrained model, or a checkpoint's folder of a proven family.
 
     Raises:
-        ModelError: it does not.
+        ModelError: the name is none of the three, or the folder lacks a readable config.json or weights.
     """
     if name in tiny_models() or name in PRETRAINED:
         return
@@ -36,7 +36,7 @@ def check_model(name: str) -> None:
 
 
 def check_config(where: str, stated: Mapping[str, Any]) -> None:
-    """See that a config.json states a model of a proven family, without what the family's record does not describe.
+    """Check that a config.json describes a model of a proven family, and nothing beyond the family's record.
 
     Raises:
         ModelError: the family is not proven, or a field of the config departs from the family.

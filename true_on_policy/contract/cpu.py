@@ -24,7 +24,7 @@ class Shapes:
         attention: (query heads, key-value heads, head_dim) of each kind of layer.
         hidden: widths that are normalized (hidden size, head_dim).
         activated: widths that go through the activation.
-        chosen: (experts, experts of a token, hidden size) of each kind of layer with experts.
+        chosen: (number of experts, experts per token, hidden size) of each kind of layer with experts.
     """
 
     linear: tuple[tuple[int, int], ...] = ((64, 96), (100, 37))
@@ -37,8 +37,8 @@ class Shapes:
     def of(cls, model: Any, ranks: int = 1) -> Shapes:
         """Return the shapes of one tensor-parallel rank with fused weights: qkv, o, gate and up, down, and LM head.
 
-        In a mixture of experts, gate, up and down are an expert's. Behind the LM head come the router's product, and
-        those of an expert that every token takes, with its gate.
+        In a mixture of experts, gate, up and down belong to one expert. After the LM head follow the router,
+        and the shared expert with its gate where a model has one.
 
         Args:
             model: the sizes of the model under Hugging Face's names: a config of Hugging Face, or a `gpu.Size`.
@@ -70,12 +70,13 @@ class Contract:
     """The agreement between a rollout engine and a trainer.
 
     Attributes:
-        backend: a BackendName, the kernels of both sides; two backends have different bits.
+        backend: the BackendName of the kernels on both sides; two backends give different bits.
         dtype: a DtypeName, the dtype of the model's matrix products.
-        norm_order: a Side, whose order of cast, weight and residual RMSNorm takes; it matters in bf16 alone.
+        norm_order: the Side whose order of rounding RMSNorm follows on both sides; it matters in bf16 alone.
         trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
         engine_tensor_parallel: ranks over which the engine splits a row-parallel weight.
-        leaves: parts of a row-parallel K that add up as one tree on both sides, a power of two; 1: ordinary products.
+        leaves: the number of parts of a row-parallel K, a power of two. Both sides add the parts as one tree.
+            With 1 leaf the products are ordinary.
         shapes: the shapes at which the kernels are probed.
 
     Raises:

@@ -1,7 +1,8 @@
 """The order of rounding and adding in a mixture of experts, in which engines and trainers differ.
 
-SGLang's `moe_forward_native` sets the order, and runs without any change; Megatron-core and Hugging Face round and add
-otherwise. ALIGNMENTS has a row for each difference, and `benchmarks/expert_alignments.py` leaves out one row at a time.
+SGLang's `moe_forward_native` sets the order and runs unchanged; Megatron-core and Hugging Face round and add
+differently. ALIGNMENTS has a row for each difference, and `benchmarks/expert_alignments.py` leaves out one
+row at a time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def normalized(scores: Float32[Tensor, "T K"]) -> Float32[Tensor, "T K"]:
 
 
 def total(scores: Float32[Tensor, "T K"]) -> Float32[Tensor, "T 1"]:
-    """Sum the scores of a token's experts in the order of the choice."""
+    """Sum the scores of a token's experts in the order of the choice, and add EPSILON."""
     return scores.sum(-1, keepdim=True) + EPSILON
 
 

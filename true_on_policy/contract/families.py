@@ -1,7 +1,7 @@
-"""What is known of each family of models, one record each, read without torch.
+"""One record for each family of models, which is read without torch.
 
-A new family is its record in FAMILIES. A family that rounds unlike a decoder with a norm before each branch names an
-alignment of its own in its record.
+A new family needs one record in FAMILIES. The default `Proof.align` fits a decoder with a norm before each
+branch; a family that rounds differently names another function there.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Experts:
-    """How every layer of a family is a mixture of experts.
+    """The mixture of experts that every layer of a family has.
 
     Attributes:
         divided: whether the weights of a token's experts are divided by their sum.
-        shared: whether each layer also has an expert that every token takes, times the sigmoid of a gate of its own.
+        shared: whether each layer also has a shared expert, which every token takes. The sigmoid of its own
+            gate multiplies its output.
     """
 
     divided: bool = True
@@ -65,12 +66,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class Vision:
-    """How a family of vision-language models holds its decoder, which text alone runs through.
+    """The decoder of a family of vision-language models, which alone computes text.
 
     Attributes:
-        text_type: the model_type of the decoder's own config, which is `text_config` in a config.json.
-        decoder: Hugging Face's name of the decoder, before the names of its weights.
-        mrope_section: the rotated columns of a tiny model that follow time, height and width.
+        text_type: the model_type of the decoder's own config, `text_config` in a config.json.
+        decoder: the prefix of the decoder's weights in Hugging Face's names.
+        mrope_section: how many rope frequencies of a tiny model follow a token's time, height and width.
     """
 
     text_type: str
@@ -86,7 +87,8 @@ class Proof:
         model_type: what a checkpoint's config.json states.
         title: the family in words.
         tiny: sizes of tiny models of random weights, by the names that `--model` takes.
-        align: (Hugging Face's model, order) -> None: have its norms and residual sums follow an order of rounding.
+        align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
+            order.
     """
 
     model_type: str
@@ -106,9 +108,9 @@ class Family:
         qkv_bias: whether the product that gives query, key and value has a bias.
         host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
         missing: what keeps the family from being launched; empty where nothing does.
-        proof: what `verify` needs; None where the family is not proven on CPU.
-        experts: how every layer is a mixture of experts; None in a dense model.
-        vision: how the models hold their decoder beside a vision tower; None where they take text alone.
+        proof: what `verify` needs to know; None where the family is not proven on CPU.
+        experts: the mixture of experts in every layer; None in a dense model.
+        vision: the decoder beside a vision tower; None where the models take text alone.
     """
 
     name: str
@@ -123,11 +125,11 @@ class Family:
 
     @property
     def decoder(self) -> str:
-        """Hugging Face's name of the decoder, before the names of its weights."""
+        """The prefix of the decoder's weights in Hugging Face's names."""
         return self.vision.decoder if self.vision else "model"
 
 
-# Read in SGLang 0.5.23, transformers 5.23 and megatron-core 0.16.1.
+# Sources: SGLang 0.5.23, transformers 5.23 and megatron-core 0.16.1.
 IMAGES = (
     "no row for the vision tower: SGLang and transformers embed patches, interpolate positions and mask attention by "
     "different operations, and Megatron's GPTModel has no tower",
@@ -151,7 +153,7 @@ FAMILIES = {
         proof=Proof(
             model_type="qwen3",
             title="dense Qwen3",
-            # Powers of two in one, widths that no vector divides and a tied head in the other.
+            # The second model has sizes that no vector of 16 divides (712, 333), and a tied head.
             tiny={
                 "tiny-qwen3": Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
                 "tiny-qwen3-tied": Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
@@ -236,7 +238,7 @@ GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}
 
 
 def proven() -> dict[str, tuple[Family, Proof]]:
-    """Families that `verify` can prove, by what a checkpoint's config.json states."""
+    """Families that `verify` can prove, by the model_type of a checkpoint's config.json."""
     return {one.proof.model_type: (one, one.proof) for one in FAMILIES.values() if one.proof}
 
 

@@ -51,7 +51,7 @@ MODELS = {
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
-# Ranks of tensor parallelism within a machine; one rank of Megatron and one of SGLang add up in different orders.
+# Numbers of tensor-parallel ranks in one machine. On 1 rank, Megatron and SGLang add in different orders.
 RANKS = (2, 4, 8)
 
 CHOICES = {
@@ -95,11 +95,12 @@ class GpuContract:
         backend: a TrainBackend.
         dtype: the dtype of products and attention; bf16 alone has kernels on both sides.
         attention: an AttentionName; the hosts' trainers have fa3 alone.
-        engine_gemm: a GemmName, the engine's, and on FSDP the trainer's too. On Megatron a probe must find the
-            products of both sides equal byte by byte.
+        engine_gemm: the GemmName of the engine, and on FSDP of the trainer too. On Megatron a probe must find
+            the products of both sides equal byte by byte.
         trainer_tp, engine_tp: the tensor-parallel ranks of each side.
         context_parallel: ranks of the trainer that share a sequence, by Ulysses (a2a) alone.
-        size: the sizes of the model; None where only the family is known, and orders of partial sums go unchecked.
+        size: the sizes of the model; None where only the family is known, which leaves orders of partial sums
+            and the sharing of heads unchecked.
 
     Raises:
         ContractError: a choice does not exist, or a layout cannot hold.
@@ -125,12 +126,12 @@ class GpuContract:
 
     @property
     def mode(self) -> ModeName:
-        """The library whose batch-invariant mode holds the trainer's aten operators; never two libraries."""
+        """The one library whose batch-invariant mode replaces the trainer's aten operators."""
         return _MODES[self.backend]
 
     @property
     def trainer_gemm(self) -> str:
-        """The trainer's GEMM; where the trainer runs SGLang's mode, one environment variable chooses for both sides."""
+        """The trainer's GEMM; where the trainer runs SGLang's mode, one variable sets it for both sides."""
         return self.engine_gemm if self.mode == "sglang" else TRAINER_GEMMS[self.backend]
 
     @property
@@ -171,7 +172,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Where this is unset, Miles starts engines with "true": shapes that DeepGEMM does not take then run torch.einsum.
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
-    # SGLang 0.5.23 compiles rope for a trainer's sake (rotary_embedding/base.py); the trainers run it eagerly.
+    # SGLang 0.5.23 compiles rope in on-policy mode (rotary_embedding/base.py); the trainers run rope eagerly.
     "TORCH_COMPILE_DISABLE": "1",
 }
 
@@ -229,7 +230,7 @@ def _bare(model: str) -> str:
 
 
 def fewest_ranks(model: str, backend: str, context: int = 1) -> int:
-    """Return the fewest ranks of an engine, where a user names none; 2 * `context` where none of RANKS holds."""
+    """Return the fewest engine ranks that a contract allows; 2 * `context` where none of RANKS holds."""
     if backend == "fsdp":
         return 1
     return next(iter(equal_ranks(family_and_size(model)[1], context)), 2 * context)
@@ -238,7 +239,7 @@ def fewest_ranks(model: str, backend: str, context: int = 1) -> int:
 def equal_ranks(size: Size, context: int = 1) -> tuple[int, ...]:
     """List the RANKS that Megatron (tensor times context parallel) and an engine can both have under a contract.
 
-    With such a number both sides add up o and down alike, and Megatron's ranks can share the heads.
+    With each of these numbers both sides add up o and down alike, and Megatron's ranks can share the heads.
     """
     return tuple(
         ranks
@@ -255,13 +256,13 @@ def equal_ranks(size: Size, context: int = 1) -> tuple[int, ...]:
 def _shares_heads(size: Size, tensor: int, context: int) -> bool:
     """Whether ranks can share the heads: tensor parallelism cuts the groups, Ulysses cuts the heads of a rank.
 
-    The Megatron fork says so in attention_fa3.py and cp_layout.py.
+    Sources: attention_fa3.py and cp_layout.py of the Megatron fork.
     """
     return size.num_key_value_heads % tensor == 0 and size.num_attention_heads % (tensor * context) == 0
 
 
 def _cut(size: Size) -> dict[str, int]:
-    """Return the columns of the o and down products, whose K tensor parallelism cuts."""
+    """Return K of the o and down products, which tensor parallelism splits."""
     return {"o": size.num_attention_heads * size.head_dim, "down": size.intermediate_size}
 
 

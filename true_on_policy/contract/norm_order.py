@@ -1,9 +1,10 @@
 """The order of rounding around RMSNorm, in which engines and trainers differ in bf16.
 
-Between two layers runs the stream, the sum of residual and branch. SGLang normalizes the unrounded sum and hands the
-rounded sum on; Megatron-core and Hugging Face round the sum first. Hugging Face rounds again before the norm's weight.
-vLLM takes the sum as SGLang does, and the weight as Hugging Face does. An unrounded stream travels in float32, so that
-the next norm reads every bit; the next sum rounds it.
+The stream is the sum of residual and branch, which one layer hands to the next. SGLang normalizes the
+unrounded sum and hands on the rounded sum; Megatron-core and Hugging Face round the sum first. Hugging Face
+rounds again before the norm's weight. vLLM normalizes the unrounded sum like SGLang, and rounds before the
+weight like Hugging Face. An unrounded stream is held in float32, so that the next norm reads every bit; the
+next sum rounds it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_residual(
 def rms_norm(
     stream: Float[Tensor, "*T H"], weight: Float[Tensor, "H"], eps: float, order: NormOrder
 ) -> Float[Tensor, "*T H"]:
-    """Compute x / sqrt(mean(x^2) + eps) * weight in float32, with the roundings of `order`, in the weight's dtype."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight in float32, rounded by `order` to the weight's dtype."""
     x = stream.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     if order.rounds_normalized:

@@ -86,8 +86,8 @@ _ROW_SUMS = {
     "megatron": "bf16 in and out; partial sums of 128 columns, rounded, in one order (row_sums.py)",
     "fsdp": "bf16 in and out, fp32 sums in one order of K",
 }
-# The engine's kernel of row-parallel products: on several ranks its own, or, where a rank's K is no multiple of 128,
-# the kernel of the engine's other products.
+# The engine's kernel of row-parallel products. On several ranks it has a kernel of its own; where a rank's K
+# is no multiple of 128, the kernel of the engine's other products runs.
 _ROW_KERNELS = {
     "megatron": "Triton, tiles 64 x 128 x 128 (tp_invariant_ops.py); {} where a rank's K is no multiple of 128",
     "fsdp": "{}",
@@ -113,7 +113,7 @@ _COLLECTIVES = {
 
 BLOG = "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off on both sides"
 
-# Regions that torch.compile could compile: side, region, and why it is not compiled, or why it may be.
+# Regions that torch.compile could compile: (side, region, why the region is not compiled or why it may be).
 COMPILED = {
     "megatron": (
         (

@@ -1,4 +1,4 @@
-"""What is known of each pretrained model that `--model` fetches by name, read without torch."""
+"""One record for each pretrained model that `--model` fetches by name, which is read without torch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ PRETRAINED = {
 
 
 def cache_folder(name: str) -> Path:
-    """The folder that holds a pretrained model's checkpoint once it was fetched, below the user's cache."""
+    """The folder in the user's cache that holds a pretrained model's checkpoint once it is fetched."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "mis-plugins" / "models" / f"{name}-{PRETRAINED[name].wheel_sha256[:12]}"

@@ -1,7 +1,7 @@
-"""Rope in the dtype in which both sides rotate: the model's. In bf16 another dtype gives other bits.
+"""Rope in the model's dtype, as both sides of the CPU contract rotate; another dtype gives other bits.
 
-SGLang on a CPU, Hugging Face and Megatron-core 0.16.1 rotate so by themselves; Miles's fork of Megatron-core rotates in
-float32. The function takes the place of Megatron's own.
+SGLang on a CPU, Hugging Face and Megatron-core 0.16.1 rotate in the model's dtype by themselves. Miles's fork
+of Megatron-core rotates in float32, so `rotated` replaces Megatron's function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which a row-parallel product adds the parts of its K, for which tensor parallelism may not differ.
+"""The order in which a row-parallel product adds the parts of its K; trainer and engine must share one order.
 
 An order is a leaf or a pair. A leaf (begin, end) is one product over these columns, rounded to bf16; a pair of orders
 is their rounded sum. Two sides agree where their orders are one tree. The rules were read in the sources. The engine's
@@ -8,8 +8,8 @@ kernel was run too, by Triton's interpreter, with 1 to 38 leaves a rank:
   d14bacd6, tp_invariant_ops.py as it entered the branch (e687c743, 2026-05-21): with more than one rank, leaves of 128
   columns where these divide a rank's share. Runs of leaves are added one after the other, the runs as a tree.
 * Megatron: radixark/Megatron-LM miles-main 2e64d788, miles_megatron_plugins/true_on_policy/matmul.py: leaves of 128
-  columns on any number of ranks, as one tree of neighbours; it takes TP x CP for the engine's number of ranks. Its open
-  pull request 65 (98320eea, which saw the engine's kernel do so on a B200) would follow the engine.
+  columns on any number of ranks, as one tree of neighbours. The code takes the engine to have TP x CP ranks.
+  Open pull request 65 (98320eea) would add in the engine's order, as observed there on a B200.
 * FSDP: one product.
 """
 

@@ -1,8 +1,8 @@
-"""The rollout engines and the trainers of a proof, a record each, which are read without torch.
+"""One record for each rollout engine and each trainer of a proof, which is read without torch.
 
 A new engine is a folder in engines/ whose `record.py` makes its record as ENGINE, and imports `specs.py` alone; a new
-trainer is a file in trainers/ and its record in TRAINERS. The records give the choices of the command line, orders of
-rounding, certificates and checks.
+trainer is a file in trainers/ and its record in TRAINERS. The choices of the command line, the orders of
+rounding, certificates and checks follow from the records.
 """
 
 from __future__ import annotations

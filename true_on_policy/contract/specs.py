@@ -1,4 +1,4 @@
-"""What is known of a rollout engine or a trainer of a proof: the fields of its record.
+"""The fields of the record of a rollout engine, and of a trainer of a proof.
 
 A record is read without torch, before any engine or trainer is imported.
 """
@@ -28,7 +28,7 @@ class NormOrder:
 
 
 OWN_SERVER = "its server, in the environment that true_on_policy/engines/install.sh makes"
-"""What an engine is that runs in an environment of its own."""
+"""The `words` of an engine that runs in an environment of its own."""
 
 
 def at(address: str) -> Callable[..., Any]:
@@ -52,9 +52,10 @@ class EngineSpec:
         abilities: situations that the engine meets by itself and reports.
         serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
         words: a description of the engine for a help text.
-        tells_weights: whether what `serve` starts has a `weights_checker` that tells digests of its weights.
+        tells_weights: whether the server that `serve` starts has a `weights_checker` that returns weight
+            digests.
         head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
-        cuts: whether the engine samples from a cut vocabulary and returns what was left of it.
+        cuts: whether the engine can sample by top-p and top-k, and return the tokens that they kept.
     """
 
     start: Callable[..., Any]

@@ -20,7 +20,7 @@ from true_on_policy.diff.records import engine_and_trainer, read_recording
 from true_on_policy.diff.tensors import Report, Row, compare
 from true_on_policy.diff.tokens import compare_by_token
 
-SHOWN = 10  # the table shows so many rows that are not equal
+SHOWN = 10  # the table shows at most this many rows that are not equal
 VERDICTS = ("equal", "different", "not comparable")  # by exit code
 
 
@@ -114,7 +114,7 @@ def divergence(report: Report, first: Row) -> str:
 
 
 def write_json(report: Report, file: Path) -> None:
-    """Write every row of the comparison to a file, which is replaced at once."""
+    """Write every row of the comparison to a file, whole or not at all."""
     document = {
         "a": str(report.a),
         "b": str(report.b),

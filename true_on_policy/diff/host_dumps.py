@@ -1,6 +1,6 @@
 """Read log-probs from the dumps of Miles and slime (--dump-details): of a rollout, or of a rank's training batch.
 
-The token ids of such a file say whose log-probs it holds. Masks and rewards are not compared.
+The token ids in a dump identify the samples whose log-probs it holds. Masks and rewards are not compared.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def _rows(columns: Mapping[str, Any]) -> Samples:
 
 
 def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
-    """Yield a record for each kind of log-probs that a sample holds, with its name.
+    """Yield (name, record) for each kind of log-probs that a sample holds.
 
     Raises:
-        RecordError: no sample holds log-probs, or their number is not the length of the response.
+        RecordError: no sample holds log-probs, their number is not the length of the response, or one name
+            has several dtypes.
     """
     names = {
         name for one in samples for name in one if name.endswith(LOG_PROBS_END) and one[name] is not None

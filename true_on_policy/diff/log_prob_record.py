@@ -1,13 +1,14 @@
 """A log-prob record holds the log-probs that an engine sampled with or a trainer recomputed, in one file.
 
-The file is in safetensors' format, written whole or not at all. The header says what made the four tensors:
+The file is in safetensors' format, written whole or not at all. Its header says what made the record. It
+holds four tensors:
 
     tokens      int64    [T]     sampled tokens of all sequences, packed
     log_probs   floating [T]     the log-prob of each token; NaN says that the engine gave none
     versions    int64    [T]     version of the weights that sampled each token
-    cu_seqlens  int64    [N+1]   where each sequence begins and the last one ends
+    cu_seqlens  int64    [N+1]   where each sequence begins, and where the last ends
 
-A log-prob that an engine did not give is never made up: such a token cannot be compared.
+A log-prob that an engine did not give stays NaN, and a record that holds NaN cannot be compared.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FORMAT = "true_on_policy.diff.log_prob_record.1"
 
 @dataclass(frozen=True)
 class LogProbRecord:
-    """The log-probs of sampled tokens; the module describes each tensor.
+    """The log-probs of sampled tokens; the module's docstring describes each tensor.
 
     Raises:
         RecordError: the tensors do not fit together.
@@ -66,7 +67,7 @@ class LogProbRecord:
         metadata: Mapping[str, str] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LogProbRecord:
-        """Build a record from the lists of an engine's answer, one list a sequence.
+        """Build a record from the lists of an engine's answer, with one list for each sequence.
 
         Args:
             log_probs: None stands for a token without a log-prob.
@@ -114,7 +115,8 @@ class LogProbRecord:
         """Read a record that `save` wrote.
 
         Raises:
-            RecordError: the file is not a log-prob record, or its bytes are not those that were written.
+            RecordError: the file is not a log-prob record, or a tensor has another SHA-256 than the header
+                states.
         """
         names, header = safetensors_names(path)
         if header.get("format") != FORMAT:

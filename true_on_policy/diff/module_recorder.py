@@ -4,8 +4,8 @@
         logits = model(input_ids).logits
         recorder.log_probs(LogProbRecord.from_sequences(tokens, log_probs))
 
-Then `python -m true_on_policy diff A B` finds the first operation whose bytes differ between two recordings. A
-recording is such a folder, or the engine's dump.
+Then `python -m true_on_policy diff A B` finds the first operation whose bytes differ between two recordings.
+A recording is a folder that `record` wrote, or the engine's own dump.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mis_plugins.shared.storage import RecordError, replaced
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.records import LOG_PROBS, NON_INTRUSIVE
 
-# Modules that hand on what they receive, which Megatron puts where a model has no norm: no other framework has them.
+# Modules that return their input. Megatron puts them where a model has no norm; other frameworks have no
+# module there.
 PLACEHOLDERS = ("Identity", "IdentityOp", "IdentityFuncOp")
 LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)")
 
@@ -36,13 +37,13 @@ def record(
 ) -> Iterator[Recorder]:
     """Record each call of each module of `model` into `folder` while the block runs.
 
-    Each tensor is copied through the CPU to its own file at once: for finding a difference, not for training. The
-    hooks are removed when the block ends, even by an exception. A module inside `torch.compile` or a CUDA graph runs
-    no hooks.
+    Each tensor is copied to the CPU and written to its own file at once, which is too slow for training. The
+    hooks are removed when the block ends, even by an exception. A module inside `torch.compile` or a CUDA
+    graph runs no hooks.
 
     Args:
-        select: takes the part of each tensor to write: `lambda x: x[:1]` for the first sequence of a batch, to
-            compare the sequence in a batch with the sequence alone.
+        select: returns the part of each tensor to write. `lambda x: x[:1]` writes the first sequence of a
+            batch, to compare the sequence in a batch with the sequence alone.
 
     Raises:
         RecordError: `folder` holds a recording of this rank already; two recordings would be read as one.
@@ -81,7 +82,7 @@ class Recorder:
             raise RecordError(f"{self.folder}: holds a recording already; name another folder")
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write one value under a name, for a value that no module returns too."""
+        """Write one value under a name; the value may be one that no module returns."""
         value = self.select(value.detach()).cpu().clone(memory_format=torch.contiguous_format)
         path, meta = self._next(name, ".pt")
         with replaced(path) as partial:
@@ -92,7 +93,7 @@ class Recorder:
         record.save(self._next(LOG_PROBS, ".safetensors")[0])
 
     def next_step(self) -> None:
-        """Count the step up, which stands in the names of later files and has no other effect."""
+        """Advance the step number, which appears in the names of later files and has no other effect."""
         self.step += 1
 
     def entering(self, layer: int | None):
@@ -149,7 +150,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _recomputing() -> bool:
-    """Whether a backward runs now, in which activation checkpointing repeats the forward of a module."""
+    """Whether a backward pass runs now: a forward inside it is activation checkpointing's recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

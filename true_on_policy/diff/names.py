@@ -1,4 +1,4 @@
-"""A table says which tensor of one framework is the counterpart of which tensor of another.
+"""The table of tensor names: which tensor of one framework corresponds to which tensor of another.
 
 A name is the path of a module and its input or output: `model.layers.2.self_attn.q_proj.output`. In a pattern, `*` is
 the number of a layer, `(.0)` may be missing, and `[q]` at the end takes the part q of a fused tensor.
@@ -22,7 +22,7 @@ from torch import Tensor
 from mis_plugins.config.file import parsed
 from mis_plugins.shared.storage import RecordError
 
-# Names that belong to a request and not to the computation: their values differ between two runs of one engine.
+# Tensors that identify requests: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
 
 # One row a tensor, in execution order. None where a framework has no such tensor, or no equal one: SGLang computes only
@@ -147,7 +147,7 @@ PARTS: Mapping[str, Part] = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern matches one name, or this name in every layer."""
+    """A pattern matches one name, or with `*` one name in every layer."""
 
     text: str
 
@@ -166,7 +166,7 @@ class Pattern:
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern; wrappers of the model may stand before the name as `module.`."""
+    """Compile a pattern; each wrapper of the model may put `module.` before the name."""
     escaped = re.escape(re.sub(r"\[[^]]*\]$", "", pattern))
     for notation, expression in ((r"\*", r"(\d+)"), (r"\(\.0\)", r"(?:\.0)?")):
         escaped = escaped.replace(notation, expression)
@@ -210,7 +210,7 @@ class Correspondence:
 
 
 def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None) -> Correspondence:
-    """Pair the names by `file`, if there is one; else by POINTS between two frameworks; else each name with itself."""
+    """Pair names by `file` if given, else by POINTS between two frameworks, else each name with itself."""
     if file is not None:
         return _from_file(file)
     frameworks = framework(a), framework(b)
@@ -225,7 +225,7 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
 
 
 def framework(names: Iterable[str]) -> str | None:
-    """Tell which framework's module names these are; None where no signature is among them."""
+    """Return the framework that the module names belong to, by SIGNATURES; None where no signature occurs."""
     names = list(names)
     return next((name for name, sign in SIGNATURES.items() if any(sign in found for found in names)), None)
 

@@ -9,9 +9,9 @@ A recording is a file, or a folder of files:
     a dump of Miles or slime, of a rollout or a training step: its log-probs alone (host_dumps.py)
     a record of log-probs (log_prob_record.py)
 
-A key identifies a tensor: rank, name, layer, whether activation checkpointing recomputed it, and its occurrence. The
-occurrence counts tensors that agree in all else. A module that several layers share keeps one name, and so does a
-module that runs again in the next step.
+A key identifies a tensor: rank, name, layer, whether activation checkpointing recomputed it, and its
+occurrence. The occurrence numbers tensors whose other fields are equal: a module that several layers share
+keeps one name, and so does a module that runs again in the next step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hoo
 LOG_PROBS = "log_probs"
 BEHAVIOR = "rollout_log_probs"  # the engine's log-probs in a host's dump
 
-Value = Any  # a tensor, a LogProbRecord, or a text or number beside them
+Value = Any  # a tensor, a LogProbRecord, or a text or number recorded beside tensors
 Reader = Callable[[Path], Iterator[tuple[str, Callable[[], Value]]]]
 
 
@@ -50,7 +50,7 @@ Reader = Callable[[Path], Iterator[tuple[str, Callable[[], Value]]]]
 class Key:
     """A key identifies a recorded tensor: two tensors with equal keys are counterparts.
 
-    `layer_id` is empty where `name` says the layer.
+    `layer_id` is empty where `name` contains the layer.
     """
 
     name: str
@@ -228,7 +228,7 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
             yield name, lambda record=record: record
         return
     del loaded
-    # The last tree is kept, so that a file of a thousand tensors is not unpickled a thousand times.
+    # The loaded file is cached, so that a file of a thousand tensors is not unpickled a thousand times.
     tree = lru_cache(maxsize=1)(lambda: dict(_tensors(load_pt(file))))
     for name in list(tree()):
         yield name, lambda name=name: _comparable(tree()[name], file)

@@ -22,7 +22,7 @@ from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value,
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 LOG_PROBS_KEY = Key(LOG_PROBS)
-NEAREST = 5  # at most so many equal tensors are named as what feeds an operation
+NEAREST = 5  # at most this many equal tensors are named as inputs of an operation
 
 Status = Literal[
     "equal", "different", "other dtype", "other shape", "missing in A", "missing in B", "not comparable"
@@ -32,7 +32,7 @@ DIVERGED: Mapping[str, Status] = {"bytes": "different", "dtype": "other dtype", 
 
 @dataclass(frozen=True)
 class Row:
-    """The comparison of one tensor that both sides recorded, or one side.
+    """The outcome for one tensor, which both sides recorded or only one side.
 
     Attributes:
         detail: why the tensor was not compared.
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: a difference outweighs a tensor that was not compared; no row at all is no equality."""
+        """Return the exit code: a difference outweighs what was not compared; no row at all is not equal."""
         if self.counts["different"]:
             return DIFFERENT
         return EQUAL if 0 < len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
@@ -110,7 +110,7 @@ class Report:
 
 
 def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
-    """Compare every tensor of A with its counterpart in B, one pair loaded at a time."""
+    """Compare every tensor of A with its counterpart in B; one pair is loaded at a time."""
     left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
     keys = [*left, *(key for key in right if key not in left)]
     rows = [
@@ -149,7 +149,10 @@ def left_out(recording: Recording, renaming: Renaming) -> int:
 
 
 def renamed(recording: Recording, renaming: Renaming, heads: Heads | None) -> dict[Key, Entry]:
-    """Return the entries that have a common name, by their keys with this name."""
+    """Return the entries that have a common name, by their keys under that name.
+
+    Between two frameworks, entries that activation checkpointing recomputed are left out.
+    """
     entries = (
         Entry(replace(entry.key, name=name), partial(_part, entry, part, heads))
         for entry in recording.entries
@@ -191,5 +194,5 @@ def verdict(key: Key, mismatch: Mismatch | None) -> Row:
 
 
 def _call(key: Key) -> Key:
-    """Return a key that is equal for all tensors of one call of a model."""
+    """Return a key without name and layer, which is equal for all tensors of one call of a model."""
     return replace(key, name="", layer_id="")

@@ -29,9 +29,10 @@ from true_on_policy.diff.names import Correspondence, Heads, Renaming
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value
 from true_on_policy.diff.tensors import Report, Row, Status, left_out, renamed, row_of, verdict
 
-# Tensors that say which row is which token: they differ between layouts. Records of log-probs are matched on their own.
+# Tensors that say which row is which token, which layouts state differently. Log-prob records are matched on
+# their own.
 LAYOUT = frozenset({LOG_PROBS, "input_ids", "positions", "position_ids", "attention_mask", "seq_lens"})
-HEALTH_CHECK = "HEALTH_CHECK"  # the ids of SGLang's own requests begin so
+HEALTH_CHECK = "HEALTH_CHECK"  # prefix of the ids of SGLang's own requests
 BEFORE = b""  # the prefix before the first token of a sequence
 
 Prefix = bytes  # digest of a token and of all tokens before it
@@ -210,7 +211,7 @@ def _load(entries: Sequence[Entry], name: str) -> Value:
 
 
 def _pairs(a: Side, b: Side) -> list[Pair]:
-    """Pair each computation of a token with one of the other side: the n-th with the n-th, or with the last."""
+    """Pair the n-th computation of each token in A with the n-th in B, or with the last where B has fewer."""
     theirs = b.by_prefix
     return [
         (mine[min(n, len(mine) - 1)], others[min(n, len(others) - 1)])
@@ -236,7 +237,7 @@ def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
 
 
 def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
-    """Compare one key over all pairs of tokens; None for a tensor without one row a token on both sides."""
+    """Compare one key over all pairs of tokens; None where a side's tensor has not one row for each token."""
     if key not in a.keys or key not in b.keys:
         return Row(key, "missing in B" if key in a.keys else "missing in A")
     try:
@@ -249,7 +250,7 @@ def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
 
 
 def _gathered(key: Key, side: Side, tokens: Sequence[Token]) -> Shaped[Tensor, "tokens width"] | None:
-    """Gather the rows of the tokens, flattened; None for a tensor that has not one row a token."""
+    """Gather the rows of the tokens, flattened; None where the tensor has not one row for each token."""
     load = cache(partial(_by_row, key, side))
     parts = []
     for forward, run in groupby(tokens, lambda token: token.forward):

@@ -1,1 +1,1 @@
-"""`python -m true_on_policy doctor`: what trainer and engine really run, beside the contract."""
+"""`python -m true_on_policy doctor` compares what trainer and engine really run with the contract."""

@@ -54,7 +54,11 @@ class Check:
 
 
 def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    """List the checks of a contract; where `scored`, log-probs come from prefill, and nothing is asked of decode's.
+    """List the checks of a contract.
+
+    Args:
+        scored: whether the rollout's log-probs come from prefill, so that any log-probs of decode are
+            accepted.
 
     Raises:
         ContractError: no release of the host carries the family.
@@ -149,12 +153,12 @@ MODE_FILES = {
 }
 
 
-# The modules by whose function Transformer Engine may multiply, or `absent` or `not imported`.
+# What Transformer Engine's general_gemm may be: absent, not imported, or the function of this module.
 TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
 
 
 def _gemm(contract: GpuContract) -> tuple[Check, ...]:
-    """List the checks of the library of products, on each side that multiplies by it."""
+    """List the checks of the GEMM libraries, on each side that uses them."""
     trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
     own = contract.mode == "sglang"  # the trainer runs the engine's mode
     rows = () if own else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
@@ -365,7 +369,7 @@ def asked(rows: Sequence[Row], engine: Observation) -> tuple[Sequence[Row], list
     ]
 
 
-LONG = 60  # a reason with more letters, which stands in several cells, becomes a note
+LONG = 60  # letters; a longer reason that stands in several cells becomes a note
 
 
 def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
@@ -418,14 +422,14 @@ def _engine(url: str | None, path: Path | None) -> Observation:
     return joined(told, load_engine(path, url))
 
 
-# Rows that HTTP and the dump state in equal words.
+# Rows that both HTTP and the dump report, spelled alike.
 TOLD_TWICE = (VERSION, "tensor parallel")
 
 
 def joined(told: Observation, inside: Observation) -> Observation:
     """Join what a server tells over HTTP with what its processes wrote; the file wins where both have a row.
 
-    A row of TOLD_TWICE in which the two differ is split: this server did not write the file.
+    A row of TOLD_TWICE in which server and file differ is marked split: another server wrote the file.
     """
     other = [
         name
@@ -442,7 +446,7 @@ def joined(told: Observation, inside: Observation) -> Observation:
 
 
 def _conclude(rows: Sequence[Row]) -> int:
-    """Print how many rows have each verdict, and return the exit code of the worst."""
+    """Print how many rows have each verdict, and return the exit code of the worst row."""
     counts = {verdict: [row.verdict for row in rows].count(verdict) for verdict in SEVERITY}
     print(f"\n{counts['green']} green, {counts['red']} red, {counts['not seen']} not seen")
     return EXIT[_worst([row.verdict for row in rows])]

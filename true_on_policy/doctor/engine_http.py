@@ -101,7 +101,7 @@ def _probed(client: _Client) -> dict[str, str]:
 
 
 def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
-    """Tell the dtype to which log-probs were rounded last.
+    """Return the dtype to which log-probs were rounded last.
 
     The log-probs must come from prefill: a CUDA graph of decode widens its logits first.
     """
@@ -151,7 +151,7 @@ class _Client:
         return [_answer(answer["meta_info"]["output_token_logprobs"]) for answer in answers]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Answer]:
-        """Score every token of each sequence but the first; no cached prefix stands in for the prefill."""
+        """Score every token of each sequence but the first, all by prefill: no cached prefix is used."""
         body = {
             "input_ids": [*map(list, sequences)],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},

@@ -16,7 +16,7 @@ def answer_of(address: str, body: Mapping[str, Any] | None, seconds: float) -> A
     """Return the JSON answer to a GET, or to a POST of `body`.
 
     Raises:
-        EngineError: nobody answers there within `seconds`, or the engine refuses.
+        EngineError: no JSON comes back within `seconds`, or the engine refuses the request.
     """
     data = None if body is None else json.dumps(body).encode()
     try:

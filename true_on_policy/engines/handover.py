@@ -1,4 +1,4 @@
-"""What our launcher and our plugin inside an engine's processes agree on, beside the contract that is handed over.
+"""The names that our launcher shares with our plugin in an engine's processes, beside the contract.
 
 Launcher and plugin both import this module, so its import loads neither an engine nor the kernels.
 """
@@ -14,8 +14,8 @@ from true_on_policy.contract.stated import CONTRACT, ORDER, stated_contract
 FOLDER = (
     "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
 )
-ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker shall tell digests of its weights
-ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes held
+ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker is to return digests of its weights
+ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes have passed
 
 
 def asked_for() -> bool:
@@ -33,7 +33,7 @@ def pin_as_asked() -> None:
 
 
 def ordered_norm() -> Callable | None:
-    """Build an engine's RMSNorm in the order that was handed over; None where the engine keeps its own."""
+    """Build a forward for an engine's RMSNorm in the order handed over; None where no order was."""
     if ORDER not in os.environ:
         return None
     from true_on_policy.contract.norm_order import NormOrder, add_residual, rms_norm

@@ -19,11 +19,11 @@ class EngineError(TrueOnPolicyError):
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut leaves a part of the vocabulary to sample each token from, and renormalizes.
+    """A cut restricts each sampled token to a part of the vocabulary, whose probabilities are renormalized.
 
     Attributes:
-        top_p: the mass of the likeliest tokens that are left, at most 1.
-        top_k: how many tokens are left, at most; None for any number.
+        top_p: the probability mass of the likeliest tokens that are kept, at most 1.
+        top_k: the greatest number of tokens that are kept; None sets no limit.
     """
 
     top_p: float = 1.0
@@ -39,8 +39,9 @@ class Request:
         length: how many tokens to sample, at most; the engine ignores the end-of-sequence token of its model.
         seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
         temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
-        cut: what an engine whose record says `cuts` samples from; None samples from the whole vocabulary.
-        end: the token with which a response is over; None where every response has `length` tokens.
+        cut: the part of the vocabulary to sample from, in an engine whose record says `cuts`; None: all of
+            it.
+        end: the token that ends a response; None where every response has `length` tokens.
     """
 
     prompt: tuple[int, ...]
@@ -51,7 +52,7 @@ class Request:
     end: int | None = None
 
     def over(self, tokens: Sequence[int]) -> bool:
-        """Whether a response is over with these tokens, and was not before."""
+        """Whether a response ends exactly with `tokens`: at `length`, or at the first `end`."""
         early = self.end in tokens[:-1]
         return not early and (len(tokens) == self.length or (bool(tokens) and tokens[-1] == self.end))
 
@@ -64,9 +65,9 @@ class Sample:
         tokens: the sampled ids, until the response is over.
         log_probs: the log-prob of each token under the distribution from which it was sampled.
         version: the version of the weights that sampled the tokens.
-        cached: tokens of the prompt that the engine took from its cache.
-        preempted: how often the engine gave up its cache and computed it again.
-        kept: the tokens that a cut left to sample each token from; None without a cut.
+        cached: how many tokens of the prompt the engine took from its cache.
+        preempted: how often the engine dropped the request's cache and computed it again.
+        kept: for each token, the ids that the cut left to sample from; None without a cut.
     """
 
     request: Request
@@ -101,9 +102,9 @@ class Engine(Protocol):
         ...
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
-        """Take the weights of a checkpoint with equal shapes, and drop the cache of the former weights.
+        """Load the weights of a checkpoint with equal shapes, and drop the cache of the previous weights.
 
-        With `keep_cache` the next tokens of a sequence are computed over keys and values that the former weights left.
+        With `keep_cache`, the next tokens of a sequence attend to keys and values of the previous weights.
         """
         ...
 
@@ -112,7 +113,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class TellsWeights(Protocol):
-    """An engine that tells digests of its weights, as `observe/weights.py` writes them."""
+    """An engine that returns digests of its weights, in the form of `observe/weights.py`."""
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Post a question to the engine's weight checker, and return its answer."""

@@ -21,9 +21,9 @@ from typing import Any
 from true_on_policy.engines.handover import ACTIVE
 from true_on_policy.engines.protocol import EngineError, Request
 
-START_SECONDS = 600  # 15 s on two idle cores; more than 300 were seen on overloaded ones
+START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on overloaded cores
 GENERATE_SECONDS = 300
-TOKEN_SECONDS = 0.1  # .02 were seen in a batch of 32, on an overloaded core
+TOKEN_SECONDS = 0.1  # a token took 0.02 s in a batch of 32, on an overloaded core
 LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
@@ -52,7 +52,7 @@ def started(name: str, command: Sequence[str], environment: Mapping[str, str]) -
     """Start an engine's server on a free port and wait until it is healthy.
 
     Raises:
-        EngineError: the server did not come up; its processes are gone.
+        EngineError: the server did not become healthy; its processes have been ended.
     """
     port = free_port()
     server = Server(name, [*command, "--port", str(port)], environment, port)
@@ -70,7 +70,7 @@ class Server:
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
-        # An engine that is killed leaves its sockets in the folder that TMPDIR names.
+        # A killed engine leaves its sockets in TMPDIR; a folder of our own is removed with them.
         self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
         self._log = Path(self._scratch.name, "log").open("wb")
         self._process = subprocess.Popen(
@@ -140,7 +140,7 @@ class Server:
         return EngineError(f"{self.name}: {what}; from what it printed:\n{_telling(self.output())}")
 
     def close(self) -> None:
-        """End the whole process group: ask it first, kill it after a grace period; it may be called twice."""
+        """End the whole process group: ask first, kill after a grace period. `close` may be called twice."""
         atexit.unregister(self.close)
         for stop, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
             if not _signal_group(self._process.pid, stop):
@@ -153,7 +153,7 @@ class Server:
 def _telling(output: str) -> str:
     """Pick the lines around the last traceback's message, else the last lines: a server prints much after its fault.
 
-    Python's resource tracker adds a traceback of its own when it outlives the killed process; that one tells nothing.
+    Python's resource tracker adds a traceback when it outlives the killed process; its traceback is skipped.
     """
     lines = output.splitlines()
     traces = [
@@ -185,7 +185,7 @@ def _signal_group(group: int, what: signal.Signals | int) -> bool:
 def _wait_for_group(leader: subprocess.Popen, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        leader.poll()  # reaps it: a zombie would keep its group alive
+        leader.poll()  # reap the leader: a zombie would keep its group alive
         if not _signal_group(leader.pid, 0):
             return
         time.sleep(0.05)

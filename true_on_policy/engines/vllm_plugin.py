@@ -1,3 +1,3 @@
-"""The entry point that installed environments hold: true_on_policy.engines.vllm.plugin has the plugin."""
+"""The entry point of environments installed earlier; true_on_policy.engines.vllm.plugin holds the plugin."""
 
 from true_on_policy.engines.vllm.plugin import activate as activate

@@ -224,13 +224,16 @@ def check_host(
 ) -> GpuContract | Contract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
-    With our layers (`--spec`), and on FSDP where the environment states one, this is a CPU contract, else one for GPUs.
+    The contract is a CPU contract with our layers (`--spec`), or on FSDP where the environment states a CPU
+    contract. Otherwise it is a GPU contract.
 
     Args:
-        environment: holds the engine's GEMM as `flags --gemm` prints it; `check_environment` checks other variables.
+        environment: the variables of this process. For GPUs the engine's GEMM is read from it;
+            `check_environment` checks the other variables.
 
     Raises:
-        ContractError: a setting breaks the contract, or the model is not covered; one line of the message a fault.
+        ContractError: a setting breaks the contract, or the model is not covered; the message has a line a
+            fault.
     """
     if cpu.asked_for(args, environment):
         return cpu.check(args, environment)

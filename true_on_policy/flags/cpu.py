@@ -57,7 +57,7 @@ def environment_of(contract: Contract, backend: str = MEGATRON) -> dict[str, str
 
 
 def trainer_order(backend: str) -> NormOrder:
-    """Return the order in which a trainer rounds by itself; on FSDP it trains the model of Hugging Face."""
+    """Return the order in which a trainer rounds by itself; an FSDP trainer runs Hugging Face's model."""
     return TRAINERS["hf" if backend == FSDP else "megatron"].order
 
 
@@ -126,7 +126,8 @@ def check(args: argparse.Namespace, environment: Mapping[str, str]) -> Contract:
     """Return the contract that the environment states, after checking that every argument keeps it.
 
     Raises:
-        ContractError: no contract is stated, an engine would not take it up, or a setting breaks it.
+        ContractError: no contract is stated, an engine would not take it up, or a setting breaks the
+            contract.
     """
     if CONTRACT not in environment:
         raise ContractError(

@@ -1,7 +1,8 @@
-"""A table says which flag exists in which release of Miles, slime, SGLang and Megatron; installed sources are read too.
+"""The table of flags by release of Miles, slime, SGLang and Megatron, and a check of installed sources.
 
-Each release was read: a flag exists where one of its owner's `FILES` declares it. Installed sources are read as text,
-so nothing of them is imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack the contract.
+The releases were read: a flag exists where one of its owner's `FILES` declares the flag. Installed sources
+are read as text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack
+the contract.
 """
 
 from __future__ import annotations

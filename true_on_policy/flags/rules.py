@@ -51,7 +51,7 @@ class Refusal:
 
 
 def faults(args: argparse.Namespace, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> list[str]:
-    """Say what keeps a contract from holding with a host's parsed arguments, a line each."""
+    """List what keeps a contract from holding with a host's parsed arguments, one line each."""
     found = [_refused(args, rule) for rule in refusals] + [_unset(args, flag) for flag in flags]
     return [fault for fault in found if fault]
 
@@ -60,7 +60,7 @@ def refuse(found: Iterable[str]) -> None:
     """Refuse a launch whose arguments or environment have faults.
 
     Raises:
-        ContractError: there is a fault; one line of the message a fault.
+        ContractError: there is a fault; the message has one line for each fault.
     """
     lines = "".join(f"\n  {fault}" for fault in found)
     if lines:

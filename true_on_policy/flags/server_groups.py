@@ -14,7 +14,9 @@ logger = logging.getLogger("true_on_policy")
 
 
 def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
-    """Yield each group of engines that samples from the trained model, with the host's arguments as the group has them.
+    """Yield (place in the file, arguments) for each group of engines that samples from the trained model.
+
+    The arguments are the host's, overridden by the group's settings.
 
     Miles v0.1.0 and main (31f1ca96) read the file in backends/sglang_utils/sglang_config.py. A file that this machine
     does not have cannot be read: a warning says so, and the check goes on.

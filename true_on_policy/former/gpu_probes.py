@@ -1,3 +1,3 @@
-"""An address that users wrote down: true_on_policy.kernels.gpu_probes holds what stood here."""
+"""An old import path, kept for users' code: true_on_policy.kernels.gpu_probes holds the code."""
 
 from true_on_policy.kernels.gpu_probes import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""An address that users wrote down: true_on_policy.diff.module_recorder holds what stood here."""
+"""An old import path, kept for users' code: true_on_policy.diff.module_recorder holds the code."""
 
 from true_on_policy.diff.module_recorder import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""An address that users wrote down: mis_plugins.shared.storage holds what stood here."""
+"""An old import path, kept for users' code: mis_plugins.shared.storage holds the code."""
 
 from mis_plugins.shared.storage import *  # noqa: F403

@@ -1,10 +1,10 @@
-"""The functions that Miles and slime load by dotted path; this file holds wiring alone.
+"""The functions that Miles and slime load by dotted path; this file only wires them.
 
     --custom-loss-function-path  true_on_policy.hosts.policy_loss          (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  true_on_policy.hosts.report_step
     --custom-megatron-init-path  true_on_policy.hosts.miles_init
 
-A flag of a host carries one hook, so each hook here calls another one behind it: the host's own policy loss, or the
+A host's flag takes one hook, so each hook here calls a second function: the host's own policy loss, or the
 hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are read through the records of
 `mis_plugins.hosts`.
 """
@@ -33,10 +33,11 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 def policy_loss(
     args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> Loss:
-    """Compute the host's policy loss unchanged, and compare the log-probs of its tokens by bits, each rank its own.
+    """Compute the host's policy loss unchanged, and compare the log-probs of this rank's tokens by bits.
 
-    The hook compares `rollout_log_probs` and `log_probs` of the batch. A TIS hook gets these two but no tokens, and
-    its flag stays free for a correction. Inside a backward, where a recompute runs the loss again, nothing is compared.
+    The hook compares `rollout_log_probs` and `log_probs` of the batch. The comparison is not a TIS hook: a
+    TIS hook gets no tokens, and its flag stays free for a correction. Inside a backward, where a recompute
+    runs the loss again, nothing is compared.
 
     Returns:
         The loss, and its metrics with `true_on_policy_compared` and `true_on_policy_different`: numbers of tokens,
@@ -44,7 +45,7 @@ def policy_loss(
 
     Raises:
         HostConfigError: a setting under `bitwise:` cannot work.
-        ContractError: the log-probs of the two sides have no bits in common.
+        ContractError: the log-probs of the two sides differ in dtype, or in number from this rank's tokens.
         DifferenceError: an earlier micro-batch differed, with `bitwise.on_difference: raise` and without the step hook.
     """
     config, host = BitwiseConfig.from_args(args), current(args, sum_of_sample_mean)
@@ -58,7 +59,7 @@ def policy_loss(
 
 
 def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
-    """Report the comparison of the former step, in the before-train-step hook; the hook behind it runs first.
+    """Report the comparison of the previous step; `bitwise.step_hook`, if set, runs first.
 
     Raises:
         DifferenceError: a rank found a difference, with `bitwise.on_difference: raise`; every rank raises.
@@ -77,9 +78,9 @@ def miles_init(args: Any) -> None:
     pin it writes a dump for `doctor --trainer-dump`: to the file that TRUE_ON_POLICY_DUMP names, else to
     `true_on_policy/trainer.json` in the folder of `--save`. Other ranks write `trainer.rank1.json` and so on beside it.
 
-    slime is served on a CPU alone. There, with `--spec true_on_policy.trainers.host_layers layers`, the contract is the
-    one that TRUE_ON_POLICY_CONTRACT states in the environment of Ray's job. The hook then also puts the agreed formula
-    of log-probs and of rope in place, and writes no dump.
+    On a CPU, with `--spec true_on_policy.trainers.host_layers layers`, the contract is the one that
+    TRUE_ON_POLICY_CONTRACT states in the environment of Ray's job. The hook then also installs the agreed
+    formulas of log-probs and of rope, and writes no dump. slime is supported on a CPU alone.
 
     Raises:
         ContractError: the contract cannot hold with an argument or a variable; the message says what to set.

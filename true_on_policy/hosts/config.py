@@ -1,4 +1,4 @@
-"""Read the key `bitwise:` of `--custom-config-path`, which both hosts set on their arguments as the file states it."""
+"""The key `bitwise:` of `--custom-config-path`, which both hosts copy from the file to their arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OnDifference = Literal["warn", "raise"]
 
 @dataclass(frozen=True)
 class BitwiseConfig:
-    """The config of the watch over a run's log-probs, and of the hooks behind this package's hooks.
+    """The config of the watch over a run's log-probs, and of the functions that this package's hooks call.
 
     Attributes:
         on_difference: an OnDifference; `raise` stops the run at the next step.
         folder: the folder for the first differing sample of each rank; None is `bitwise` in the folder of `--output`
             (embedded host) or of `--save` (Miles and slime).
-        loss: dotted path of the policy loss behind ours; None is the host's own.
-        step_hook: dotted path of the before-train-step hook behind ours; None is no hook.
+        loss: dotted path of the policy loss that our loss calls; None is the host's own.
+        step_hook: dotted path of the before-train-step hook that our hook calls first; None is no hook.
 
     Raises:
         HostConfigError: a value cannot work; the message quotes the key.
@@ -62,7 +62,7 @@ class BitwiseConfig:
         return Path(getattr(args, "output", None) or getattr(args, "save", None) or ".") / "bitwise"
 
     def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
-        """Load the function behind our hook; None where the key is not set.
+        """Load the function that our hook calls; None where the key is not set.
 
         Raises:
             HostConfigError: the dotted path names no function that can be loaded.

@@ -1,7 +1,7 @@
-"""What a trainer of Miles or slime computes otherwise than SGLang on a CPU, brought in line before its model is built.
+"""Align a trainer of Miles or slime with SGLang on a CPU, before the trainer builds its model.
 
-Norms, residuals and row sums come with the layers (`--spec true_on_policy.trainers.host_layers layers`). The rest has
-no flag: the log-prob's formula, rope in bf16, and float32 parameters.
+Our layers (`--spec true_on_policy.trainers.host_layers layers`) align norms, residuals and row sums. No flag
+aligns the rest: the formula of log-probs, the dtype of rope, and float32 parameters.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def align(contract: Contract, args: Any) -> None:
-    """Bring this process in line with the engine, for a trainer whose kernels are pinned.
+    """Replace what this trainer's host computes otherwise than the engine; the kernels are pinned already.
 
     Raises:
-        ContractError: the host computes log-probs where no formula of ours is known to fit.
+        ContractError: no formula of ours fits the host's log-probs, the host lacks a function that is
+            replaced, or Megatron's `vocab_size` is missing.
     """
     host = current(args)
     scored = host.log_probs
@@ -47,7 +48,7 @@ def align(contract: Contract, args: Any) -> None:
 
 
 def aligned() -> list[str]:
-    """Names of the hosts whose trainers can be brought in line."""
+    """Names of the hosts whose trainers can be aligned."""
     return [host.name for host in HOSTS.values() if host.log_probs]
 
 
@@ -67,7 +68,7 @@ def _align_megatron(contract: Contract, args: Any) -> None:
 
 
 def _replace(module: str, name: str, made: Callable[[Any], Any]) -> None:
-    """Put what `made` makes of a module's own function in its place."""
+    """Replace a module's function by what `made` returns for it."""
     owner = import_module(module)
     if not hasattr(owner, name):
         raise ContractError(
@@ -77,7 +78,7 @@ def _replace(module: str, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def log_probs_of(vocabulary: int | None) -> Any:
-    """Build the log-probs of given tokens, by the formula that agrees with SGLang's to the bit.
+    """Build a function for the log-probs of given tokens, which agrees with SGLang's bit by bit.
 
     The formula takes log_softmax over the whole vocabulary in float32, without the columns that pad it.
     """
@@ -92,7 +93,7 @@ def log_probs_of(vocabulary: int | None) -> Any:
 
 
 def log_probs_and_entropy_of(own: Any, vocabulary: int | None) -> Any:
-    """Build the log-probs of `log_probs_of` as a column, beside the host's own entropy."""
+    """Build a function for the log-probs of `log_probs_of` as a column, and the host's own entropy."""
     log_probs = log_probs_of(vocabulary)
 
     def both(

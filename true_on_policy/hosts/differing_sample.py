@@ -24,7 +24,7 @@ NO_VERSION = -1
 
 
 def check_writable() -> None:
-    """Check at the first micro-batch that a sample could be written, rather than when the first one differs.
+    """Check that a differing sample could be written; the first micro-batch asks, not the first difference.
 
     Raises:
         RecordError: safetensors is not installed.

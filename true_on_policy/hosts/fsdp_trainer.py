@@ -1,6 +1,7 @@
-"""What Miles's FSDP trainer computes otherwise than SGLang on a CPU, brought in line before its model is built.
+"""Align Miles's FSDP trainer with SGLang on a CPU, before the trainer builds its model.
 
-The model is Hugging Face's, with torch's SDPA over packed sequences. Miles's own registry of model patches takes ours.
+The model is Hugging Face's, with torch's SDPA over packed sequences. Our patch goes into Miles's own registry
+of model patches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REGISTRY = "miles.backends.fsdp_utils.adaptations.class_patches"  # seen at 31f1
 
 
 def align(actor: Any, contract: Contract) -> None:
-    """Bring an actor that has no model yet in line with the engine: its dtypes now, its model once it is built.
+    """Align an actor that has no model yet: set its dtypes now, and register a patch for its model.
 
     Raises:
         ContractError: this version of Miles has no registry of model patches.
@@ -40,10 +41,10 @@ def align(actor: Any, contract: Contract) -> None:
 
 
 def put_in_order(model: Any, order: NormOrder, tree: Tree | None) -> None:
-    """Have a decoder round and add as agreed, each packed sequence by itself.
+    """Make a decoder round and add in the agreed order, with each packed sequence masked from the others.
 
-    A layer in another order than Hugging Face's hands an unrounded stream on. Such a layer has a class of another name,
-    so Miles shards the model as a whole, and FSDP rounds nothing between layers.
+    In another order than Hugging Face's, a layer hands on an unrounded stream. The layer's class has another
+    name, so Miles shards the model as a whole, and FSDP rounds nothing between layers.
     """
     model.config.use_cache = False  # with a cache, transformers masks no packed sequence from another
     if order != HUGGING_FACE:

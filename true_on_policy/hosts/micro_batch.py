@@ -41,8 +41,9 @@ class MicroBatch:
         engine, trainer: the log-probs of each side.
         valid: whether a token is in the loss mask.
         numbers: the numbers of the sequences in the host's micro-batch.
-        tokens: the tokens of each sequence, prompt and response, on every rank whole.
-        loss_masks: the loss mask of each response, on every rank whole.
+        tokens: the tokens of each sequence, prompt and response; every rank holds all of them.
+        loss_masks: the loss mask of each response; every rank holds all of it.
+        layout: where the responses lie on this rank.
         flags: the numbers of compared and of different tokens, on the device.
         copied: the flags in pinned memory, to be read after `arrival`.
     """
@@ -67,7 +68,8 @@ class MicroBatch:
             layout_of: tells where the responses of given sequences lie on this rank.
 
         Raises:
-            ContractError: the two sides differ in dtype, so they have no bits in common, or in the number of tokens.
+            ContractError: the two sides differ in dtype, or a side's number of log-probs is not that of the
+                tokens.
         """
         count = len(batch["loss_masks"])
         sides = [batch.get(name) or [None] * count for name in ("rollout_log_probs", "log_probs")]
@@ -100,15 +102,15 @@ class MicroBatch:
         return copies
 
     def ends(self) -> list[int]:
-        """Where each sequence begins among this rank's tokens, and T."""
+        """Return where each sequence begins among this rank's T tokens, and T as the last end."""
         return [0, *accumulate(self.layout.local_lengths)]
 
     def positions(self, sequence: int) -> list[int]:
-        """In its response, of each token of a sequence that lies here."""
+        """Return the position in its response of each token of a sequence that lies on this rank."""
         return [position for start, stop in self.layout.pieces(sequence) for position in range(start, stop)]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (sequence, position in its response) of a token of this rank."""
+        """Return (sequence, position in its response) of the token at `index` among this rank's tokens."""
         ends = self.ends()
         sequence = bisect_right(ends, index) - 1
         return sequence, self.positions(sequence)[index - ends[sequence]]
@@ -118,7 +120,7 @@ def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.d
     """Concatenate this rank's log-probs; empty tensors are left out, because their dtype could promote the others.
 
     Raises:
-        ContractError: a sequence has another number of log-probs than tokens on this rank.
+        ContractError: the number of log-probs of a sequence is not its number of tokens on this rank.
     """
     counts = [x.numel() for x in log_probs]
     if counts != layout.local_lengths:
@@ -140,7 +142,7 @@ def _check_dtypes(engine: Tensor, trainer: Tensor) -> None:
 def _flags(
     engine: Float[Tensor, "T"], trainer: Float[Tensor, "T"], valid: Bool[Tensor, "T"]
 ) -> Int64[Tensor, "2"]:
-    """Count the valid tokens and those that differ by bits: -0.0 is not 0.0, and equal NaNs are equal."""
+    """Count the valid tokens, and the valid tokens that differ by bits: -0.0 differs from 0.0."""
     integers = INTEGERS[engine.element_size()]
     differs = (engine.view(integers) != trainer.view(integers)) & valid
     return torch.stack([valid.sum(), differs.sum()])

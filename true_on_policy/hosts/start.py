@@ -1,4 +1,4 @@
-"""Start a host's trainer before it builds its model: check its settings, pin the kernels, and write a dump.
+"""Prepare a host's trainer before it builds its model: check its settings, pin the kernels, write a dump.
 
 Any exception here keeps the trainer from starting.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger("true_on_policy")
 
 
 def start(args: Any) -> GpuContract | Contract:
-    """Check, pin and write the dump, as `true_on_policy.hosts.miles_init` promises; the doctor reads no CPU dump.
+    """Check the settings, pin the kernels and write the dump; a CPU contract gets no dump.
 
     Returns:
         The contract that holds in this process from now on.
@@ -54,7 +54,7 @@ def start(args: Any) -> GpuContract | Contract:
 
 
 def check_configs(args: Any) -> None:
-    """Check the keys `bitwise:` and `mis:` now; the hooks read them after the first rollout.
+    """Check the keys `bitwise:` and `mis:` now, because the hooks read them only after the first rollout.
 
     Raises:
         HostConfigError, ConfigError: a setting cannot work; the message quotes the key or the flag.

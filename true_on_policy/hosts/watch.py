@@ -67,8 +67,8 @@ class Difference:
     """A difference is the first token of a micro-batch that differs, with the counts of the micro-batch.
 
     Attributes:
-        number: the number of the micro-batch among those that are read together.
-        mismatch: the mismatch of the valid tokens, which alone its coordinate counts.
+        number: the number of the micro-batch among the micro-batches that are read together.
+        mismatch: the mismatch of the valid tokens; its coordinate counts valid tokens alone.
         sequence: the number of the sequence in `batch`, which holds only compared sequences.
         position: the position of the token in its response.
     """
@@ -110,8 +110,8 @@ class Comparison:
         pending: the micro-batches whose flags have not been read.
         totals: the totals of all flags that were read.
         written: the folder of the only sample that this rank writes; None until then.
-        told: whether the log says already that all log-probs are equal.
-        latest: the host's arguments and the config of the latest `record`.
+        told: whether the log has already said that all log-probs are equal.
+        latest: the host's arguments and the config of the latest call of `record`.
     """
 
     step: Step | None = None
@@ -138,7 +138,7 @@ class Comparison:
         self.pending.append(batch)
 
     def leave_out(self, sequences: int) -> None:
-        """Count sequences that lack the log-probs of one side, and log the first such micro-batch."""
+        """Count sequences that lack the log-probs of one side, and log the first micro-batch with some."""
         if sequences and not self.totals.without:
             logger.warning(
                 "%s: %d sequences without rollout_log_probs or log_probs are counted and not compared. The "
@@ -149,7 +149,7 @@ class Comparison:
         self.totals.without += sequences
 
     def report(self, args: Any, config: BitwiseConfig, step: Step) -> None:
-        """Read the flags of the former step, before each optimizer step and on every rank.
+        """Read the flags of the previous step; every rank calls this before each optimizer step.
 
         Raises:
             DifferenceError: a rank found a difference, with `on_difference: raise`; every rank raises.
@@ -253,7 +253,7 @@ def _rank() -> int:
 
 
 def _anywhere(found: bool) -> bool:
-    """Whether any rank of the job found a difference; every rank asks, pipeline stages without log-probs too."""
+    """Whether any rank found a difference; every rank must ask, pipeline stages without log-probs too."""
     if not dist.is_initialized():
         return found
     on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"

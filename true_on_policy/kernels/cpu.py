@@ -65,7 +65,7 @@ OPERATORS = (*FUNCTIONS, *OUT_FORMS, *INPLACE_FORMS)
 
 
 def install(backend: Backend) -> Uninstall:
-    """Override `OPERATORS` on the CPU key, and return a function that restores the former kernels.
+    """Override `OPERATORS` on the CPU key, and return a function that restores the previous kernels.
 
     Raises:
         PinError: the backend does not run here: there is no compiler, or its self-test fails.

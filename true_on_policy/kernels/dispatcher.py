@@ -1,4 +1,4 @@
-"""Read from torch's dispatcher which kernel serves an operator: a flag is no evidence that an override stands."""
+"""Read from torch's dispatcher which kernel serves an operator: a mode's flag does not prove an override."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def holder(operator: str, key: str) -> str | None:
 
 
 def described(operator: str, key: str) -> str:
-    """Describe who serves an operator: `stock`, or the file of the override and its package."""
+    """Describe the kernel that serves an operator: `stock`, or the file of the override and its package."""
     file = holder(operator, key)
     if file is None:
         return "stock"

@@ -1,8 +1,9 @@
-"""Softmax, mean and the elementwise kernels with scalar tails: stock kernels, called so that no row sees another.
+"""Softmax, mean and elementwise operators: stock kernels, called so that no row's bits depend on another row.
 
 Measured hazards of the stock kernels: a reduction over a strided dimension adds in another order; a mean with one
-output is split over threads; silu, sigmoid and rsqrt take another code path for what is left of a vector (or of a
-thread's share). So every tensor is made contiguous, a lonely row gets company, and the number of elements is padded.
+output is split over threads; silu, sigmoid and rsqrt take another code path for elements beyond the last
+whole vector of a thread's share. So every tensor is made contiguous, a single row is doubled, and the number
+of elements is padded.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ SERVED = (torch.float32, torch.bfloat16)
 
 # ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).
 GRAIN = 32768
-# Two vectors of 16-bit lanes at 512 bits: what ATen's unrolled loop takes at once, at most.
+# The most elements that ATen's unrolled loop takes at once: two 512-bit vectors of 16-bit lanes.
 VECTORS = 64
 
 
 def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """_softmax and _log_softmax along `dim`, on contiguous rows."""
+    """Compute _softmax or _log_softmax along `dim`, on contiguous rows."""
     if x.dim() == 0:
         return stock.call_boxed(keyset, x, dim, half_to_float)
     rows = x.movedim(dim, -1).contiguous()
@@ -29,7 +30,7 @@ def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tenso
 
 
 def mean(_, stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
-    """mean.dim; one row alone is summed beside a copy of itself."""
+    """Compute mean.dim; a single row is summed beside a copy of itself."""
     rows, shape = _rows(x, dim, keepdim)
     if len(rows) == 1:
         rows = rows.expand(2, -1).contiguous()
@@ -37,7 +38,7 @@ def mean(_, stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None)
 
 
 def _rows(x: Tensor, dim, keepdim: bool) -> tuple[Tensor, list[int]]:
-    """x as contiguous [outputs, reduced], and the shape that its mean shall have."""
+    """Return `x` as contiguous [outputs, reduced], and the shape of its mean."""
     reduced = {d % x.dim() for d in dim} if dim else set(range(x.dim()))
     kept = [d for d in range(x.dim()) if d not in reduced]
     shape = [1 if d in reduced else x.shape[d] for d in range(x.dim()) if keepdim or d not in reduced]
@@ -47,7 +48,7 @@ def _rows(x: Tensor, dim, keepdim: bool) -> tuple[Tensor, list[int]]:
 
 
 def pointwise(_, stock, keyset, x: Tensor) -> Tensor:
-    """An elementwise kernel over whole vectors only."""
+    """Compute an elementwise kernel on `x`, padded so that only whole vectors are computed."""
     if x.dtype not in SERVED:
         return stock.call_boxed(keyset, x)
     flat = x.contiguous().view(-1)
@@ -59,7 +60,7 @@ def pointwise(_, stock, keyset, x: Tensor) -> Tensor:
 
 
 def whole_vectors(elements: int, threads: int) -> int:
-    """The least number from `elements` up that every thread's share divides into whole vectors."""
+    """Return the least number, not below `elements`, that splits into whole vectors for every thread."""
     padded = elements
     while True:
         shares = max(min(threads, math.ceil(padded / GRAIN)), 1)

@@ -70,7 +70,7 @@ def run(
     columns: Sequence[int] = AWKWARD,
     every_row: bool = True,
 ) -> Tally:
-    """Try all families in `dtype`: each K of `depths` with each N of `columns`, and M from 1 to 64 or a few of them."""
+    """Try all families in `dtype`: each K of `depths`, each N of `columns`, and M from 1 to 64 or in FEW."""
     tally, digest = Tally(), hashlib.sha256()
     rows = range(1, MOST_ROWS + 1) if every_row else FEW
     with torch.no_grad():
@@ -105,7 +105,7 @@ def _drawer(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _company(x: Tensor, weight: Tensor, rows: Sequence[int]) -> Iterator[Comparison]:
-    """Compare M rows from three places of a batch of 64 with these rows of the whole batch."""
+    """Compare M rows from three places of a batch of 64 with the rows of the whole batch."""
     together = F.linear(x, weight)
     size = tuple(weight.T.shape)
     for count in rows:

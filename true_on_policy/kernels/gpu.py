@@ -42,7 +42,7 @@ def providers(contract: GpuContract) -> tuple[Provider, ...]:
 
 
 def install(contract: GpuContract) -> Undo:
-    """Pin every provider of a contract, or none, and return a function that restores the former kernels.
+    """Pin every provider of a contract, or none, and return a function that restores the previous kernels.
 
     Raises:
         PinError: a provider is not installed or cannot be pinned.
@@ -62,7 +62,7 @@ def install(contract: GpuContract) -> Undo:
 
 
 def observe(contract: GpuContract) -> dict[str, str]:
-    """Read the settings in force now: TF32's, and those of each provider that a contract pins."""
+    """Read the settings in force now: of TF32, and of each provider that a contract pins."""
     return precision.settings() | {
         f"{provider.NAME}: {key}": value
         for provider in providers(contract)

@@ -1,8 +1,8 @@
-"""Switch on a copy of thinking-machines' batch_invariant_ops, believe the dispatcher alone, and undo it exactly.
+"""Switch on a copy of thinking-machines' batch_invariant_ops, check it in the dispatcher, and undo it.
 
-Every copy overrides aten operators on the accelerator's dispatch key for the whole process, and keeps a flag. The flag
-of the original and of SGLang's copy lies: a nested `set_batch_invariant_mode` removes the overrides when it ends, and
-leaves the flag on. Two copies in one process override each other.
+Every copy overrides aten operators on the accelerator's dispatch key for the whole process, and keeps a flag.
+The flag of the original and of SGLang's copy can be wrong: a nested `set_batch_invariant_mode` removes the
+overrides when it ends, and leaves the flag on. Two copies in one process override each other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mode:
 
 
 def settings(mode: Mode) -> dict[str, str]:
-    """Read the mode's flag, and who serves each shared operator; no library is imported for it."""
+    """Read the mode's flag, and which kernel serves each shared operator; no library is imported for this."""
     module, key = sys.modules.get(mode.module), accelerator_key()
     flag = module is not None and module.is_batch_invariant_mode_enabled()
     return {
@@ -63,11 +63,11 @@ def load(mode: Mode) -> ModuleType:
 def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None]) -> Undo:
     """Enable the mode, check that its overrides stand, and return a function that disables the mode.
 
-    A mode that was on before, with all its overrides in place, stays on after the undo as well.
+    A mode that was on before the call, with all its overrides in place, stays on after the undo.
 
     Raises:
-        PinError: another copy holds an operator, the flag and the dispatcher contradict each other, or the library
-            failed or enabled only a part. A part that it enabled is undone.
+        PinError: another copy holds an operator, the flag and the dispatcher contradict each other, or the
+            library failed or enabled only a part of the mode, which is then undone.
     """
     module, key = load(mode), accelerator_key()
     found = _holders(key)

@@ -1,4 +1,4 @@
-"""Pin the kernels of a contract in this process, prove that they hold, and restore what was found."""
+"""Pin the kernels of a contract in this process, probe them, and restore the previous kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Kernels(Protocol):
     def install(self) -> Undo: ...
 
     def observe(self) -> dict[str, str]:
-        """Read what is in force now, by the name of an operator or a setting."""
+        """Return the kernel or value in force now of each operator or setting, by name."""
         ...
 
     def probe(self) -> None: ...
@@ -98,7 +98,7 @@ _active: _Active | None = None
 
 @contextmanager
 def pinned(contract: Contract | GpuContract) -> Iterator[None]:
-    """Run the body on the kernels of `contract`; pins nest, and the former kernels return even after an exception.
+    """Run the body on the kernels of `contract`. Pins nest; an exception restores the previous kernels too.
 
     A GpuContract pins in the trainer; an engine is pinned by its own flags and environment.
 
@@ -145,7 +145,7 @@ def _enter(contract: Contract | GpuContract) -> None:
 
 
 def _installed(kernels: _Kernels) -> _Active:
-    """Install the kernels and note what runs; uninstall them where that cannot be read."""
+    """Install the kernels and note which kernels run; uninstall them where this cannot be read."""
     uninstall = kernels.install()
     try:
         return _Active(kernels.name, kernels.observe(), uninstall)
@@ -165,7 +165,7 @@ def _leave() -> None:
 
 
 def _refuse_replaced(ours: dict[str, str], now: dict[str, str]) -> None:
-    """Refuse to go on where a mode that was switched inside the pin has replaced a pinned kernel."""
+    """Raise PinError where a mode that was switched on inside the pin has replaced a pinned kernel."""
     for name, kernel in now.items():
         if kernel != ours[name]:
             raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")

@@ -1,7 +1,8 @@
-"""Keep float32 products and convolutions in full precision: TF32 keeps 10 bits of mantissa, by one of several switches.
+"""Keep float32 products and convolutions off TF32 (10 bits of mantissa), which several switches allow.
 
-Since torch 2.9 the `fp32_precision` of each kind of operation decides, and the older switches write to it. Where the
-two disagree, torch refuses to read the older switch: the pin leaves the older one alone and sets the newer ones.
+Since torch 2.9 the `fp32_precision` of each kind of operation decides, and the older switches write to it.
+Where old and new disagree, torch raises when the older switch is read: the pin then leaves the older switch
+alone and sets the newer switches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from true_on_policy.errors import PinError
 from true_on_policy.kernels.probes import Failure, compare
 from true_on_policy.kernels.provider import Undo
 
-FINE = 1 + 2.0**-12  # 12 bits of mantissa
+FINE = 1 + 2.0**-12  # takes 12 bits of mantissa
 LOSSY = (True, "tf32", "bf16", "high", "medium")
 
 

@@ -1,4 +1,4 @@
-"""Probe whether a kernel is batch-invariant here and now: a row alone against this row in a batch, by bytes.
+"""Probe whether kernels are batch-invariant here: compare a row alone with the row in a batch, by bytes.
 
 A probe calls the functions that a model calls, so the dispatcher picks the kernel. Pins and flags play no part.
 """
@@ -21,7 +21,7 @@ from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 
 ROWS = 7
 TOKENS = 21
-# The widest weight that is drawn in full; a wider weight is cut to so many columns.
+# The widest weight that is drawn in full; a wider weight is cut to this many columns.
 COLUMNS = 8192
 
 Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
@@ -99,7 +99,7 @@ def _rows(
 
 
 def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
-    """Probe a product with a weight, and compare the weight alone with the weight fused behind another."""
+    """Probe a product with a weight, and compare the weight alone with the weight fused to another."""
     outer = min(outer, COLUMNS)
     weight, x = draw(outer, inner), draw(ROWS, inner)
     yield from _rows("linear", (inner, outer), lambda rows: F.linear(rows, weight), x)
@@ -117,7 +117,7 @@ def _row_parallel(inner: int, outer: int, draw, tree: Tree | None) -> Iterator[F
 
 
 def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
-    """Compare prefill with decode, one token after the other, and with a prefill behind padding on the left."""
+    """Compare prefill with decode, token by token, and with a prefill that is padded on the left."""
     query, key, value = (draw(2, count, TOKENS, width) for count in (heads, groups, groups))
     attend = lambda q, k, v, **kw: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kw)  # noqa: E731
     prefill = attend(query, key, value, is_causal=True)

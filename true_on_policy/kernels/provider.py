@@ -33,11 +33,11 @@ class Provider(Protocol):
         ...
 
     def settings(self) -> dict[str, str]:
-        """Read what is in force now from getters, symbols and the dispatcher; empty where it is not installed."""
+        """Read the settings in force from getters, symbols and the dispatcher; empty without the library."""
         ...
 
     def pin(self, contract: GpuContract) -> Undo:
-        """Switch the library's batch-invariant kernels on, and return a function that restores the former ones.
+        """Switch on the library's batch-invariant kernels, and return a function that undoes this exactly.
 
         Raises:
             PinError: the library is not installed, another copy holds the operators, or the library switched on only
@@ -46,7 +46,7 @@ class Provider(Protocol):
         ...
 
     def probe(self, contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
-        """Yield each row whose bits depend on its company at the shapes of a model; none where all rows keep them.
+        """Yield a failure for each row whose bits depend on the rows beside it, at the shapes of a model.
 
         Raises:
             PinError: another kernel than the contract's serves one of the shapes.

@@ -93,7 +93,7 @@ def _refuse_variants(library: ModuleType, contract: GpuContract) -> None:
 
 
 def _refuse_fallback(contract: GpuContract, shapes: Shapes, where: torch.device) -> None:
-    """Refuse a shape that DeepGEMM does not take: SGLang runs Triton for it without a word, with other bits."""
+    """Refuse a shape that DeepGEMM does not take, for which SGLang silently runs Triton, with other bits."""
     deep_gemm = import_module("deep_gemm")
     for shape in shapes.linear:
         with counted(deep_gemm, "bf16_gemm_nn") as calls:

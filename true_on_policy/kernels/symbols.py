@@ -1,4 +1,4 @@
-"""Replace functions inside modules: find every name under which a module holds one, and put it back."""
+"""Replace functions under every name by which modules hold them, and put the functions back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
 
 @contextmanager
 def counted(owner: Any, name: str, note: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
-    """Count the calls of a function in a list, which grows by one `note` before each call runs."""
+    """Count the calls of a function: the yielded list grows by the result of `note` before each call."""
     found, calls = held(owner, name), []
     function = getattr(owner, name)
 

@@ -1,8 +1,8 @@
 """The tile backend needs no compiler: it calls stock kernels, always at one tile size.
 
 A stock kernel picks its code path by the shape of a call. Here every call has one shape, except for K: 32 rows by 256
-columns of zero-padded, contiguous, aligned storage. No proof says that one path treats all rows alike, so `prepare`
-tests it on this machine.
+columns of zero-padded, contiguous, aligned storage. Nothing guarantees that one path treats all rows alike,
+so `prepare` tests this on this machine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Sequence:
     shown: Tensor
 
     def tiles(self) -> Iterator[tuple[Tensor, _Sequence, _Seen]]:
-        """Yield tiles: which rows of this sequence, the sequence to attend in, and which of its keys are visible.
+        """Yield (rows of this sequence, sequence to attend in, its visible keys) for each tile of queries.
 
         A row whose visible keys have gaps is attended in a new sequence of these keys. A row without keys is skipped.
         """
@@ -146,7 +146,7 @@ def _shown(bias: Tensor | None, batch: int, queries: int, keys: int, is_causal: 
 
 
 def _window(x: Tensor, dim: int, begin: int, length: int, fill: float) -> Tensor:
-    """Cut `length` entries of x from `begin` on along `dim`, filled up where x ends, contiguous."""
+    """Cut `length` entries of x from `begin` on along `dim`, padded by `fill` where x ends, contiguous."""
     dim %= x.dim()
     have = x.narrow(dim, begin, min(length, x.shape[dim] - begin))
     missing = length - have.shape[dim]

@@ -30,16 +30,16 @@ def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tre
 
 
 def add_as(tree: Tree, model: torch.nn.Module) -> None:
-    """Have the products that tensor parallelism would split along K add up as `tree` says; the weights stay."""
+    """Make the products that tensor parallelism would split along K add up as `tree`; the weights stay."""
     for name, module in model.named_modules():
         if name.endswith(ROW_PARALLEL):
             _put_on(tree, module)
 
 
 def align(model: Any, order: NormOrder) -> None:
-    """Give the norms and layers of a decoder classes that follow `order`; the weights stay.
+    """Make the norms and layers of a decoder follow `order`, by classes of ours; the weights stay.
 
-    A layer of such a decoder normalizes before each of its two branches and adds each to the stream.
+    A layer of the decoder must normalize before each of its two branches and add each branch to the stream.
     """
     decoder = model.get_decoder()
     norm, layer = type(decoder.norm), type(decoder.layers[0])
@@ -51,12 +51,12 @@ def align(model: Any, order: NormOrder) -> None:
 
 
 def of_both(ours: type, kind: type) -> type:
-    """Hugging Face's class with our forward pass."""
+    """Return a class of both: Hugging Face's class `kind` with our forward pass."""
     return type(ours.__name__, (ours, kind), {})
 
 
 class OrderedNorm:
-    """The forward pass of a norm that follows an order, before Hugging Face's class in a class of both."""
+    """The forward pass of a norm that follows an order, for `of_both`."""
 
     order: NormOrder
     weight: Tensor
@@ -67,7 +67,7 @@ class OrderedNorm:
 
 
 class OrderedLayer:
-    """The forward pass of a layer that follows an order, before Hugging Face's class in a class of both."""
+    """The forward pass of a layer that follows an order, for `of_both`."""
 
     order: NormOrder
     input_layernorm: Any

@@ -15,7 +15,7 @@ from true_on_policy.models import hf_decoder
 
 
 def align(model: Any, order: NormOrder) -> None:
-    """Give routers and experts classes that follow the order of experts, and norms and layers those of `order`."""
+    """Make routers and experts follow the order of experts, and norms and layers follow `order`."""
     if order != HUGGING_FACE:
         hf_decoder.align(model, order)
     for layer in model.model.layers:
@@ -24,7 +24,7 @@ def align(model: Any, order: NormOrder) -> None:
 
 
 class OrderedRouter:
-    """The forward pass of a router in the order of experts, before Hugging Face's class in a class of both."""
+    """The forward pass of a router in the order of experts, for `hf_decoder.of_both`."""
 
     top_k: int
     norm_topk_prob: bool
@@ -36,7 +36,7 @@ class OrderedRouter:
 
 
 class OrderedExperts:
-    """The forward pass of the experts in the order of experts, before Hugging Face's class in a class of both."""
+    """The forward pass of the experts in the order of experts, for `hf_decoder.of_both`."""
 
     num_experts: int
     gate_up_proj: Tensor

@@ -1,4 +1,4 @@
-"""Hand the weights of a checkpoint to a model of Hugging Face that runs already."""
+"""Load the weights of a checkpoint into a model of Hugging Face that is already running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def take(model: Any, checkpoint: Path) -> None:
     """Load all weights of a checkpoint.
 
     Raises:
-        ModelError: a weight of the model is not in the checkpoint, and would keep its former value.
+        ModelError: a weight of the model is not in the checkpoint, and keeps its previous value.
     """
     weights = stacked(read_weights(checkpoint), getattr(model.config, "num_experts", 0))
     missing = {*model.load_state_dict(weights, strict=False).missing_keys} - TIED

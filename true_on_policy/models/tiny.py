@@ -1,6 +1,7 @@
 """Tiny checkpoints of random weights, for proofs that must run on any machine in seconds.
 
-The weights of the norms are random too: all ones hide the order in which RMSNorm casts and multiplies.
+The weights of the norms are random too: weights of one would hide the order in which RMSNorm casts and
+multiplies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ UPDATE = 0.01
 
 
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
-    """Hugging Face's configuration of a model of these sizes."""
+    """Build Hugging Face's configuration of a tiny model of a family with the sizes of `shape`."""
     assert family.proof is not None, "a family that is proven"
     of_models = {"tie_word_embeddings": shape.tied, "architectures": [*family.architectures], "dtype": dtype}
     text = _decoder(family, shape)
@@ -45,7 +46,7 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
-    """The fields of a decoder."""
+    """The config fields of a decoder."""
     mrope = (
         {"mrope_section": [*family.vision.mrope_section], "mrope_interleaved": True} if family.vision else {}
     )
@@ -68,7 +69,7 @@ def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
 
 
 def _tower(shape: Shape) -> dict[str, Any]:
-    """The fields of a vision tower of two layers, each of which a layer of the decoder takes from."""
+    """The config fields of a vision tower of two layers; a layer of the decoder adds the output of each."""
     return {
         "depth": 2,
         "hidden_size": 64,
@@ -81,7 +82,7 @@ def _tower(shape: Shape) -> dict[str, Any]:
 
 
 def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
-    """The fields of a mixture of experts, with experts in every layer."""
+    """The config fields of a mixture of experts, with experts in every layer."""
     return {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.top_k,
@@ -92,10 +93,12 @@ def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
-    """Write a tiny model to `folder` in Hugging Face's format; a pretrained model and a checkpoint have a folder.
+    """Write a tiny model to `folder` in Hugging Face's format, and return the folder.
+
+    A `name` that is the folder of a checkpoint is returned as a path, and nothing is written.
 
     Raises:
-        ModelError: `name` is neither a tiny model nor a checkpoint's folder.
+        ModelError: `check_model` refuses the name.
     """
     check_model(name)
     if name not in tiny_models():
@@ -112,14 +115,14 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
 
 
 def _draw(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a norm in [0.5, 1.5), or weights so wide that activations neither vanish nor grow."""
+    """Draw a vector in [0.5, 1.5), or a matrix scaled so that activations neither vanish nor grow."""
     if parameter.dim() == 1:
         return torch.rand(parameter.shape, generator=generator) + 0.5
     return torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
 
 
 def updated(source: Path, folder: Path, seed: int) -> Path:
-    """Copy a checkpoint to `folder` with each weight moved by a random 1 %, as by a few steps of training."""
+    """Copy a checkpoint to `folder` with normal noise of 1 % on each weight, as a few training steps do."""
     generator = torch.Generator().manual_seed(seed)
     weights = read_weights(source)
     for name, weight in weights.items():
@@ -193,7 +196,7 @@ def model_class(family: Family) -> Any:
 
 
 def check_shares(config: Any, contract: Contract) -> None:
-    """See that ranks and leaves of the contract divide what they share of a model.
+    """Check that a contract's ranks and leaves divide the heads, the MLP and row-parallel inputs of a model.
 
     Raises:
         ContractError: a number of ranks or leaves does not divide its part of the model.

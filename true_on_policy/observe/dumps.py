@@ -1,7 +1,7 @@
 """Dumps: files that say what each process of a side runs, one file a rank, for `python -m true_on_policy doctor`.
 
-The usual accident is one rank with another environment. So every rank writes its own file, and no rank speaks for
-another; the doctor reads all files of a side as one.
+A common mistake is one rank with another environment, so every rank writes a file of its own. The doctor
+reads all files of a side as one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Dump:
-    """The content of one file: a process, the observation of what it runs, and its contract, if it knows one."""
+    """The content of one file: a process, the observation of what it runs, and its contract, if any."""
 
     process: Process
     seen: Observation
@@ -92,7 +92,7 @@ def write(path: Path, dumped: Dump) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove this rank's file of an earlier run, so that a rank that fails now does not show it."""
+    """Remove this rank's file of an earlier run, so that a rank that fails now leaves no file."""
     place(path, this_process()).unlink(missing_ok=True)
 
 
@@ -166,7 +166,7 @@ def _same_host(process: Process, url: str) -> bool:
 
 
 def _side(first: Path) -> list[Dump]:
-    """Read the files of all ranks of a run, given the file of rank 0; ranks that only an earlier run had stay out."""
+    """Read the files of all ranks of a run; higher ranks that only an earlier run had are skipped."""
     zero = read(first)
     pattern = glob.escape(f"{first.stem}.rank") + "*" + first.suffix
     others = [read(file) for file in sorted(first.parent.glob(pattern))]
@@ -251,7 +251,7 @@ def _by_rank(values: Mapping[int, str]) -> str:
     return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in alike.items())
 
 
-SHOWN = 4  # so many ranks are named one by one
+SHOWN = 4  # at most this many ranks are named one by one
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Observe what is in force in this process: by a probe or a getter, or from the configuration, which is then named.
+"""Observe what is in force in this process, by a probe or a getter; values of the configuration are marked.
 
 `observe.dumps` writes the observation to a file for the doctor.
 """
@@ -70,7 +70,7 @@ class Observation:
         return "configured" if name in self.configured else "observed"
 
 
-Look = Callable[[], str]
+Look = Callable[[], str]  # returns the value of one row, or raises NotSeenError
 
 
 def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Observation:
@@ -234,7 +234,7 @@ LOG_PROBS = "miles.backends.training_utils.loss_hub.logit_processors"
 
 @torch.no_grad()
 def _log_softmax(args: argparse.Namespace) -> str:
-    """Name the dtypes in which Miles's own functions take the log-softmax of fp32 logits and return log-probs.
+    """Name the dtypes that Miles's functions give to fp32 logits for the log-softmax, and to the log-probs.
 
     Miles scores a sequence with four tokens for each context-parallel rank. No rank waits for another, because its
     true-on-policy mode uses no process group.

@@ -20,12 +20,12 @@ BLOCK = 1 << 26  # bytes hashed at once
 
 @dataclass(frozen=True)
 class Digest:
-    """What two tensors of equal bits share.
+    """A digest identifies the dtype, the shape and the bytes of a tensor.
 
     Attributes:
         dtype: torch's name, without `torch.`.
         shape: the sizes.
-        sha256: of the bytes in row-major order, in hexadecimal.
+        sha256: the SHA-256 of the bytes in row-major order, in hexadecimal.
     """
 
     dtype: str
@@ -41,7 +41,7 @@ class Digest:
 
     @classmethod
     def read(cls, text: str) -> Digest:
-        """Read what `text` wrote."""
+        """Read a digest from its `text`."""
         dtype, shape, sha256 = text.split(" ")
         return cls(dtype, tuple(map(int, filter(None, shape.split("x")))), sha256)
 
@@ -51,17 +51,17 @@ class Digest:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Write the digest of each tensor."""
+    """Return the digest of each tensor as text, by the tensor's name."""
     return {name: Digest.of(tensor).text for name, tensor in tensors.items()}
 
 
 def values(tensor: Shaped[Tensor, "..."]) -> str:
-    """Write all bytes of a tensor as text."""
+    """Return all bytes of a tensor as base64 text."""
     return base64.b64encode(_bytes(tensor).cpu().numpy().tobytes()).decode()
 
 
 def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
-    """Read what `values` wrote of the tensor with this digest."""
+    """Read a tensor from the text of `values` and the tensor's digest."""
     flat = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     return flat.view(getattr(torch, digest.dtype)).view(digest.shape)
 

@@ -1,8 +1,9 @@
-"""Megatron-core's mixture of experts in the order that the contract fixes: its own layer, router, experts, dispatcher.
+"""Megatron-core's mixture of experts, which rounds and adds in the contract's order.
 
-Only what the router makes of its logits and how the dispatcher combines are ours. Without Transformer Engine,
-megatron-core 0.16.1 lacks the name `te_general_gemm`, at which its gate would stop; the dispatcher that gathers is the
-one that runs without CUDA streams.
+Layer, router, experts and dispatcher are Megatron's; ours are the combine weights that the router makes of
+its logits, and the dispatcher's sum over experts. Without Transformer Engine, megatron-core 0.16.1 lacks the
+name `te_general_gemm` that its gate reads, so this module sets the name. The dispatcher is the all-gather
+one, which runs without CUDA streams.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from true_on_policy.contract.expert_order import combined, total
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
 
-# Arguments of a config under which Megatron's layer runs here, stock or in the agreed order.
+# Arguments of a config under which Megatron's layer of experts runs on a CPU, stock or in the agreed order.
 RUNS_HERE: dict[str, Any] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_router_load_balancing_type": "none",
@@ -36,7 +37,7 @@ RUNS_HERE: dict[str, Any] = {
 def in_order(mlp: ModuleSpec, divided: bool) -> ModuleSpec:
     """Return the spec of Megatron's layer of experts with the agreed router and dispatcher.
 
-    An expert that every token takes stays Megatron's own.
+    A shared expert, which every token takes, stays Megatron's own.
 
     Args:
         divided: whether the scores of a token's experts are divided by their sum.
@@ -48,9 +49,10 @@ def in_order(mlp: ModuleSpec, divided: bool) -> ModuleSpec:
 
 
 class Choice:
-    """The choice notes in which order a router chose its experts, which Megatron's dense map does not hold.
+    """A `router_replay` that notes the order of a router's choice, which Megatron's dense map does not hold.
 
-    Megatron asks a router's `router_replay` for the choice. A replay of Megatron's own goes on to work behind ours.
+    Megatron asks a router's `router_replay` for the choice. If the router had a replay of Megatron's own,
+    `Choice` asks that replay in turn.
     """
 
     experts: Int64[Tensor, "T K"]
@@ -68,7 +70,7 @@ class Choice:
 
 
 class SpecRouter(TopKRouter):
-    """Megatron's router with scores in float32, and combine weights that are the scores over their sum."""
+    """Megatron's router with scores in float32; the combine weights are the scores divided by their sum."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -87,7 +89,7 @@ class SpecRouter(TopKRouter):
 
 
 class SpecScoresRouter(SpecRouter):
-    """Megatron's router with scores in float32, which are the combine weights as they are."""
+    """Megatron's router with scores in float32; the combine weights are the undivided scores."""
 
     def weights(self, scores: Float32[Tensor, "T E"]) -> Float32[Tensor, "T E"]:
         return scores
@@ -102,7 +104,7 @@ class SpecDispatcher(MoEAllGatherTokenDispatcher):
         self._router = router
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give the experts weights of one, for the agreed order multiplies after them."""
+        """Give the experts weights of one, because the agreed order applies the weights after the experts."""
         received, counts, weights = super().dispatch_postprocess(hidden_states, probs)
         return received, counts, torch.ones_like(weights)
 

@@ -1,7 +1,7 @@
-"""Experts one after the other, for Miles and slime on a CPU, under Transformer Engine's names of grouped weights.
+"""Experts computed one by one, for Miles and slime on a CPU, with Transformer Engine's names of weights.
 
-The hosts' converters want a weight for each expert in one layer, as `linear_fc1.weight0`. Megatron's own experts under
-such names need Transformer Engine, and those that need none have other names.
+The hosts' converters want a weight for each expert in one layer, as `linear_fc1.weight0`. Megatron's experts
+with these names need Transformer Engine, and Megatron's experts that do without have other names.
 """
 
 from __future__ import annotations

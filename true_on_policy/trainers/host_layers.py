@@ -68,7 +68,7 @@ def _torch_norm(stream: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_layer(config: Any, normalize: Normalize) -> ModuleSpec:
-    """Build the spec of one layer, whose norms are parts of the linear layers behind them."""
+    """Build the spec of one layer, in which each norm is a part of the linear layer that follows it."""
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     _fuse_attention(layer, config, normalize)
     layer.submodules.mlp.submodules.linear_fc1 = ModuleSpec(NormedLinear, params={"normalize": normalize})
@@ -109,7 +109,7 @@ def _norm(normalize: Normalize) -> ModuleSpec:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm, whose weight knows whether the sequence is shared out over the tensor-parallel ranks."""
+    """RMSNorm whose weight is marked where tensor-parallel ranks share the sequence."""
 
     def __init__(
         self, config: Any, hidden_size: int, eps: float = 1e-6, *, normalize: Normalize, **unused: Any
@@ -123,7 +123,7 @@ class Norm(torch.nn.Module):
 
 
 class NormedLinear(ColumnParallelLinear):
-    """Megatron's column-parallel layer behind an RMSNorm, under Transformer Engine's name of the norm's weight."""
+    """RMSNorm and Megatron's column-parallel layer in one, with Transformer Engine's name of the weight."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: Any, normalize: Normalize, **options: Any

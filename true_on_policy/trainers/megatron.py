@@ -61,7 +61,8 @@ class Megatron:
 
     Without an `order`, norms and residuals are Megatron's own; without a `tree`, row-parallel layers are. Every
     tensor-parallel rank computes all log-probs from gathered logits. On a tree, the bits of log-probs do not depend on
-    the number of ranks. Gradients do: the input gradient of a column-parallel layer adds up one partial sum a rank.
+    the number of ranks. The bits of gradients do: the input gradient of a column-parallel layer adds one
+    partial sum a rank.
     """
 
     name = "megatron"
@@ -95,7 +96,7 @@ class Megatron:
         """Do nothing: the trainer has no process beside this one."""
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
-        """Compute the logits of each sequence, whole on every context rank, in one pass over all sequences packed."""
+        """Compute the logits of each sequence in one packed pass; every context rank gets all logits."""
         context: Any = mpu.get_context_parallel_group()
         ranks, lengths = context.size(), [len(sequence) for sequence in sequences]
         multiple = 2 * ranks if ranks > 1 else 1
@@ -266,7 +267,7 @@ def _packed(lengths: Sequence[int]) -> PackedSeqParams:
 
 
 def _rope_on_cpu() -> AbstractContextManager:
-    """Keep Megatron's RoPE on the CPU: it moves its table to `torch.cuda.current_device()` at each use."""
+    """Keep RoPE on the CPU: Megatron moves its table to `torch.cuda.current_device()` at each use."""
     return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""What every decoder is that Megatron-core builds on a CPU, whoever asks for it: a proof, or the embedded host."""
+"""The config that all decoders of Megatron-core on a CPU share, in a proof and in the embedded host."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ DECODER: dict[str, Any] = {
     "apply_rope_fusion": False,
     "masked_softmax_fusion": False,
     "gradient_accumulation_fusion": False,
-    "cuda_graph_scope": [],  # Megatron's default has no effect on a CPU but a warning
+    "cuda_graph_scope": [],  # Megatron's default would only print a warning on a CPU
 }
 """Arguments of a TransformerConfig."""

@@ -20,11 +20,11 @@ class Trainer(Protocol):
     name: str
 
     def load(self, checkpoint: Path) -> None:
-        """Take the weights of a checkpoint whose shapes are those of the former one."""
+        """Load the weights of a checkpoint, whose shapes must be those of the model."""
         ...
 
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
-        """Compute the log-prob of each sampled token: all sequences in one pass, each at its temperature."""
+        """Compute the log-prob of each sampled token in one pass, each sequence at its temperature."""
         ...
 
     def close(self) -> None: ...

@@ -18,7 +18,7 @@ class Shard:
     Attributes:
         rank, ranks: the place of the rank among all ranks, which share out each weight of two dimensions.
         groups: the number of key-value heads in the whole model.
-        decoder: Hugging Face's name of the decoder, before the names of its weights.
+        decoder: the prefix of the decoder's weights in Hugging Face's names.
     """
 
     rank: int
@@ -40,11 +40,11 @@ class Shard:
         return held([weights[name] for name in named], self)
 
     def rows(self, weight: Float[Tensor, "N *K"]) -> Float[Tensor, "_ *K"]:
-        """The share that this rank holds of a weight, or of a bias, cut along its first dimension."""
+        """Return this rank's share of a weight or a bias, cut along the first dimension."""
         return weight.chunk(self.ranks)[self.rank]
 
 
-# Megatron's gate of a shared expert is no module of its own.
+# Megatron's gate of a shared expert is no module, so its parameter is renamed as if it were a module's.
 SHARED_GATE = ("shared_experts.gate_weight", "shared_experts.gate.weight")
 Held = Callable[[Sequence[Tensor], Shard], Tensor]
 
@@ -59,7 +59,7 @@ def _whole(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _rows_padded(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Take a rank's rows of an embedding, padded behind the vocabulary; the trainer drops the logits of padding."""
+    """Take a rank's rows of an embedding, padded after the vocabulary; the trainer drops the added logits."""
     [weight] = sources
     missing = padded_rows(len(weight), shard.ranks) - len(weight)
     return shard.rows(torch.nn.functional.pad(weight, (0, 0, 0, missing)))
@@ -72,7 +72,7 @@ def _rows_by_group(sources: Sequence[Tensor], shard: Shard) -> Tensor:
 
 
 def _rows_of_each(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Take a rank's rows of gate and of up, which lie one behind the other on every rank."""
+    """Take a rank's rows of gate, followed by its rows of up."""
     return torch.cat([shard.rows(source) for source in sources])
 
 
@@ -80,8 +80,8 @@ def _columns(sources: Sequence[Tensor], shard: Shard) -> Tensor:
     return sources[0].chunk(shard.ranks, 1)[shard.rank]
 
 
-# Megatron's parameters within a layer, each with the Hugging Face weights that make it, and the function that does.
-# A star is the number of an expert.
+# Megatron's parameters within a layer, each with its Hugging Face weights and the function that joins them.
+# A star stands for the number of an expert.
 LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
     "input_layernorm": (("input_layernorm",), _whole),
     "self_attention.linear_qkv": (
@@ -107,7 +107,7 @@ LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
     ),
     "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), _columns),
 }
-# A star is the decoder.
+# A star stands for the decoder's prefix.
 ENDS: dict[str, tuple[str, Held]] = {
     "embedding.word_embeddings": ("*.embed_tokens", _rows_padded),
     "decoder.final_layernorm": ("*.norm", _whole),

@@ -36,7 +36,7 @@ class Certificate:
         weights: SHA-256 of the model's first weights.
         prompts: name, SHA-256 and number of the real prompts; None where the prompts are random tokens.
         hashes: SHA-256 of the log-probs of all tokens, by who computed them.
-        engine: name and versions of the engine; the packages are those of its own environment.
+        engine: the name of the engine, and the versions of the packages in the engine's own environment.
         commit: the commit of this project when the verification began.
     """
 

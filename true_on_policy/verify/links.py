@@ -1,4 +1,4 @@
-"""The chain from the trainer's log-probs to those that the engine sampled with, link by link, compared by bytes.
+"""The chain from the trainer's log-probs to the engine's sampling log-probs, link by link, by bytes.
 
 (1) trainer: a sequence alone == in any batch; (2) engine prefill == trainer; (3) engine decode == engine prefill. The
 engine's prefill knows no temperature, so (3) covers temperature 1 alone. The conclusion, engine decode == trainer, is
@@ -100,7 +100,7 @@ def links(evidence: Evidence) -> list[Link]:
 def conclusion(
     evidence: Evidence, name: str = "hence engine decode == trainer, at every temperature"
 ) -> Link:
-    """Compare the log-probs that the engine sampled with to those that the trainer computes."""
+    """Compare the log-probs that the engine sampled with and the log-probs that the trainer computes."""
     return link(name, evidence.decode, evidence.trainer_tempered)
 
 

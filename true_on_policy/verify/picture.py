@@ -1,4 +1,4 @@
-"""The picture of a verification: the difference between engine and trainer, token by token, off and on."""
+"""The picture of a verification: engine minus trainer for each token, with stock and with pinned kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mis_plugins.shared.storage import optional
 from true_on_policy.verify.links import Evidence
 
 ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0
-FLOOR = 1e-9  # a smaller difference that is not 0 is drawn here, so that it never stands among the equal ones
+FLOOR = 1e-9  # a smaller difference that is not 0 is drawn here, apart from the equal tokens
 
 
 def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
-    """Draw two panels of |engine decode - trainer| over the sampled tokens, stock and pinned, and write them to `path`.
+    """Draw |engine decode - trainer| of each sampled token, stock and pinned side by side, to `path`.
 
     Raises:
         RecordError: matplotlib is not installed.

@@ -92,8 +92,8 @@ def read_prompts(source: str, checkpoint: Path) -> Prompts:
     """Read the prompts of `--prompts`, each as the user's turn of a chat where the model has a chat template.
 
     Raises:
-        PromptsError: as `prompt_lines` says; the checkpoint has no tokenizer, or a prompt has too many tokens or one
-            that stands for an image.
+        PromptsError: `prompt_lines` refuses the file, the checkpoint has no tokenizer, or a prompt has more
+            than LONGEST tokens or a token that stands for an image.
     """
     path, prompts = prompt_lines(source)
     tokenizer = _tokenizer(source, checkpoint)

@@ -13,7 +13,7 @@ from true_on_policy.engines.protocol import Request, Sample
 BATCH_SIZES = (1, 3, 8)
 LONGEST_RESPONSE = 80
 LONGEST_PROMPT = 200
-STOCK_KEYS = 512  # a stock kernel takes so many keys at once
+STOCK_KEYS = 512  # the number of keys that a stock kernel takes at once
 LONG_PROMPT = STOCK_KEYS + 8
 TEMPERATURES = (1.0, 1.0, 0.7)
 
@@ -26,7 +26,7 @@ class Workload:
 
     Attributes:
         vocab: the number of tokens from which random prompts are drawn.
-        prompts: real prompts, which take the place of random ones; the long prompt is several of them in a row.
+        prompts: real prompts, which replace random prompts; the long prompt joins several real prompts.
     """
 
     vocab: int
@@ -42,10 +42,10 @@ class Workload:
     def sample(
         self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int, full_set: bool = False
     ) -> list[list[Sample]]:
-        """Have whole batches sampled until they hold at least `tokens` tokens.
+        """Sample whole batches by `generate` until their samples hold at least `tokens` tokens.
 
         Args:
-            full_set: whether to go on until a full set was sampled, by this call or an earlier one.
+            full_set: whether to go on until this call or an earlier call has sampled a full set.
         """
         done: list[Sample] = []
         batches: list[list[Sample]] = []

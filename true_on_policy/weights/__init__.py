@@ -1,1 +1,1 @@
-"""Are the engine's weights the trainer's? Every tensor of a running engine against those of a checkpoint, by name."""
+"""Compare every tensor of a running engine with the weights of a checkpoint, by name and by bits."""

@@ -20,13 +20,13 @@ Ask = Callable[[Mapping[str, Any]], Any]
 """Posts a body to the engine's `/weights_checker` and returns its answer; raises EngineError."""
 
 SHOWN = 8
-LARGEST = 1 << 28  # bytes of a tensor that are still fetched to say by how much it differs
+LARGEST = 1 << 28  # bytes; a larger tensor is not fetched to say by how much it differs
 ROUNDED = {str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype.itemsize > 1}
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one tensor-parallel rank of the engine told."""
+    """The weights of one tensor-parallel rank of the engine, as digests by name."""
 
     rank: int
     ranks: int
@@ -38,8 +38,8 @@ class Difference:
     """A tensor that is not the trainer's.
 
     Attributes:
-        name: the engine's name, or the trainer's where the engine holds nothing of it.
-        rank: the engine's tensor-parallel rank; None where there is one, or the engine lacks the tensor.
+        name: the tensor's name in the engine, or in the trainer where the engine holds nothing of the tensor.
+        rank: the engine's tensor-parallel rank; None on a single rank, or where the engine lacks the tensor.
         why: what differs.
     """
 
@@ -57,7 +57,7 @@ class Comparison:
 
     Attributes:
         compared: how many tensors the engine holds, over its ranks.
-        differences: those that differ.
+        differences: the tensors that differ, or that one side lacks.
     """
 
     compared: int
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
-    """Compare every tensor of the engine with what it should have made of a trainer's weights.
+    """Compare every tensor of the engine with the tensor that a trainer's weights should give.
 
     The trainer's weights are rounded to the dtype of the engine's tensor first, as an update rounds them.
 
@@ -101,7 +101,8 @@ def told(ask: Ask) -> list[Part]:
     """Ask an engine for the digests of all its tensors, one part a rank.
 
     Raises:
-        NotSeenError: the engine does not know the question, or is cut in a way that is not served.
+        NotSeenError: the engine does not answer the question, runs pipeline or data parallel, or holds a
+            quantized tensor.
     """
     answer = _asked(ask, {"action": DIGESTS, "selector": "target"})
     parts = []

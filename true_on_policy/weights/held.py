@@ -1,6 +1,7 @@
 """A tensor as SGLang holds it, built from the weights of a checkpoint under their Hugging Face names.
 
-SGLang fuses q, k and v, gate and up, and the experts of a layer, and cuts them over tensor-parallel ranks (0.5.23).
+SGLang 0.5.23 fuses q, k and v, gate and up, and the experts of a layer, and cuts fused weights over
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EXPERTS = {"w13_weight": GATE_UP, "w2_weight": ("down_proj",)}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VOCABULARY = (HEAD, EMBEDDING)
-# Parts of names of a vision-language model under Hugging Face, and what SGLang has there.
+# Parts of the names of a vision-language model's weights: Hugging Face's, each with SGLang's.
 NAMES = {
     "model.language_model.": "model.",
     "model.visual.": "visual.",
@@ -25,12 +26,12 @@ NAMES = {
 
 
 class Lacking(Exception):
-    """The weights lack those of which an engine's tensor is made."""
+    """The checkpoint lacks a weight from which an engine's tensor is built."""
 
 
 @dataclass
 class Weights:
-    """Weights by Hugging Face name, and which of them an engine's tensors were built from.
+    """Weights by Hugging Face name, with a note of each weight that an engine's tensor was built from.
 
     Attributes:
         named: the tensors.
@@ -62,10 +63,11 @@ class Weights:
         """Build the tensor that a tensor-parallel rank of SGLang holds under `name`.
 
         Args:
-            shape: that of the engine's tensor, which tells how it is cut; another shape may come back.
+            shape: the shape of the engine's tensor, which tells how the weight is cut; the result may have
+                another.
 
         Raises:
-            Lacking: a weight that the tensor is made of is not there.
+            Lacking: the checkpoint lacks a weight that the tensor is built from.
         """
         module, _, kind = name.rpartition(".")
         parent, _, part = module.rpartition(".")
@@ -84,7 +86,7 @@ class Weights:
         return _cut(whole, shape, rank, ranks)
 
     def _query_key_value(self, name: str, parent: str, kind: str) -> list[Tensor]:
-        """The weights that SGLang fuses; of a vision tower a checkpoint holds them fused already."""
+        """Return the weights of q, k and v; the fused weight of a vision tower is split."""
         if name in self:
             return [*self[name].chunk(len(QKV))]
         return [self[f"{parent}.{source}.{kind}"] for source in QKV]
@@ -100,7 +102,7 @@ class Weights:
         if not rows:
             raise Lacking(f"{module}.0")
         dim, mine = (0, shape[1] // 2) if kind == "w13_weight" else (1, shape[2])
-        parts = max(rows[0][0].shape[dim] // mine, 1)  # ranks that hold the same experts, each a part of them
+        parts = max(rows[0][0].shape[dim] // mine, 1)  # the number of ranks that share each expert
         group, part = divmod(rank, parts)
         held = rows[group * shape[0] : (group + 1) * shape[0]] if shape[0] < len(rows) else rows
         return torch.stack(
@@ -109,14 +111,14 @@ class Weights:
 
 
 def in_sglang(name: str) -> str:
-    """The name under which SGLang holds a weight, before it fuses weights."""
+    """Return the name under which SGLang holds a weight before fusing weights."""
     for theirs, ours in NAMES.items():
         name = name.replace(theirs, ours)
     return name
 
 
 def _qkv(sources: Sequence[Tensor], rows: int, rank: int, ranks: int) -> Tensor:
-    """A rank's rows of q, then of k, then of v; with more ranks than key-value heads several ranks hold the same."""
+    """Return a rank's rows of q, k and v, joined; ranks beyond the key-value heads hold copies of k and v."""
     q, k, v = sources
     if rows == len(q) + len(k) + len(v):
         return torch.cat(list(sources))
@@ -126,9 +128,9 @@ def _qkv(sources: Sequence[Tensor], rows: int, rank: int, ranks: int) -> Tensor:
 
 
 def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
-    """A rank's share of `mine` rows or columns, with zeros behind where the weight ends before the share does.
+    """Return a rank's share of `mine` rows or columns, padded with zeros where the weight ends first.
 
-    SGLang pads the vocabulary so, and on a CPU the width of an MLP.
+    SGLang pads the vocabulary and, on a CPU, the width of an MLP.
     """
     start = 0 if mine >= whole.shape[dim] else min(rank * mine, whole.shape[dim])
     share = whole.narrow(dim, start, min(mine, whole.shape[dim] - start))
@@ -138,7 +140,7 @@ def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
 
 
 def _cut(whole: Tensor, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """A rank's rows or columns, whichever the shape of the engine's tensor says."""
+    """Return a rank's rows or columns by the engine's shape; the whole weight where it is not cut."""
     for dim, (size, mine) in enumerate(zip(whole.shape, shape, strict=False)):
         if mine < size == mine * ranks:
             return whole.chunk(ranks, dim)[rank]

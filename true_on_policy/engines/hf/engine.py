@@ -69,7 +69,7 @@ class HuggingFace:
         ]
 
     def _sample(self, request: Request, drawn: list[int], log_probs: Float32[Tensor, "N"]) -> Sample:
-        """The tokens of one request among those that the batch drew for it."""
+        """Cut the tokens drawn for one request after its end token, or at its length."""
         length = drawn.index(request.end) + 1 if request.end in drawn[: request.length] else request.length
         return Sample(request, tuple(drawn[:length]), log_probs[:length], self._version)
 
@@ -83,7 +83,7 @@ class HuggingFace:
         return [row[-len(sample.tokens) :] for row, sample in zip(predicted, samples, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
-        """Take the weights; no call leaves a cache that could be kept."""
+        """Load a checkpoint's weights; `keep_cache` has no effect, because no cache outlives a call."""
         take(self._model, checkpoint)
         self._version = version
 

@@ -30,10 +30,10 @@ class Pool:
     """A pool says how the server schedules.
 
     Attributes:
-        cached_tokens: slots of the key-value cache; with fewer than the running requests need, some are preempted.
+        cached_tokens: slots of the key-value cache; where running requests need more, some are preempted.
         running: sequences in one decode batch, at most.
         prefill_chunk: tokens of prefill at a time; None takes a prompt whole.
-        retract_every: decode steps between two preemptions by force; None forces none.
+        retract_every: decode steps between two forced preemptions; None forces no preemption.
     """
 
     cached_tokens: int = 16384
@@ -42,7 +42,7 @@ class Pool:
     retract_every: int | None = None
 
 
-# In chunks, and with preemptions by force: a proof shall meet both.
+# A proof covers prefill in chunks and forced preemptions.
 PROOF = Pool(prefill_chunk=128, retract_every=40)
 
 
@@ -62,7 +62,7 @@ class SGLang:
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 
     Args:
-        order: the order of rounding, where the engine follows the trainer.
+        order: the order of rounding, where the engine follows the trainer; None is SGLang's own.
         ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
         target: SGLang's `--rl-on-policy-target`; decode then reports log-probs in bf16, prefill in float32.
 
@@ -131,7 +131,7 @@ class SGLang:
         }
 
     def _cut(self, cut: Cut) -> dict[str, Any]:
-        """SGLang returns what a cut leaves where top-k is finite alone: the whole vocabulary is."""
+        """Build SGLang's arguments of a cut: SGLang returns the kept tokens only where top-k is finite."""
         return {"top_p": cut.top_p, "top_k": cut.top_k or self._last_id + 1}
 
     def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
@@ -183,7 +183,7 @@ class SGLang:
             raise EngineError(f"sglang: refused the weights of {checkpoint}: {answer['message']}")
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
-        """Ask the server's weight checker, which our plugin has taught to tell digests (`weights.py`)."""
+        """Ask the server's weight checker, which returns digests by our plugin (`weights.py`)."""
         return self._server.post("/weights_checker", body)
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ def _environment(
 
 
 def _ending(end: int | None) -> dict[str, Any]:
-    """SGLang that ignores the model's end of sequence ignores every other stop token too."""
+    """Build SGLang's arguments for the end of a response; `ignore_eos` would ignore a stop token too."""
     return {"ignore_eos": True} if end is None else {"stop_token_ids": [end]}
 
 
@@ -259,10 +259,12 @@ def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[
 def _over_kept(
     meta: Mapping[str, Any], tokens: Sequence[int]
 ) -> tuple[Float32[Tensor, "N"], tuple[tuple[int, ...], ...]]:
-    """Read what each token was sampled from, and its log-prob over that; SGLang's others are of the whole vocabulary.
+    """Read the set of tokens that each token was sampled from, and the token's log-prob within its set.
+
+    SGLang's ordinary log-probs are over the whole vocabulary.
 
     Raises:
-        EngineError: a token has no set, or is not in it.
+        EngineError: a token has no set, or is not in its set.
     """
     kept = tuple(tuple(row) for row in meta["output_token_sampling_mask"])
     if len(kept) != len(tokens) or any(token not in row for token, row in zip(tokens, kept, strict=True)):

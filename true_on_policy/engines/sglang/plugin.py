@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def activate() -> None:
-    """Register the hooks that the contract needs; SGLang calls this function and hides what a plugin raises."""
+    """Register the hooks that the environment asks for; SGLang calls `activate` and hides its exceptions."""
     if FOLDER in os.environ:
         _look()
     if ASKED in os.environ:
@@ -27,11 +27,11 @@ def activate() -> None:
 
 
 def allow() -> None:
-    """Let SGLang accept the CPU contract's attention, before it resolves its arguments.
+    """Let SGLang accept the CPU contract's attention backend, before SGLang resolves its arguments.
 
     A host that starts the server by itself resolves arguments before it loads plugins (SGLang 0.5.23,
-    entrypoints/engine.py:1153), but after SGLang has looked for platforms. The entry point is of the group
-    `sglang.srt.platforms`, and names no platform.
+    entrypoints/engine.py:1153), but after SGLang has looked for platforms. Therefore `allow` is an entry
+    point of the group `sglang.srt.platforms`, though it names no platform.
     """
     if not asked_for():
         return
@@ -53,7 +53,7 @@ def _look() -> None:
 
 
 def _tell_weights() -> None:
-    """Register the hook that tells digests and values of the engine's weights."""
+    """Register the hook that returns digests and values of the engine's weights."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     from true_on_policy.engines.sglang.weights import TARGET, answered
@@ -62,7 +62,7 @@ def _tell_weights() -> None:
 
 
 def _align() -> None:
-    """Register the hooks that replace SGLang's kernels and orders by those of the CPU contract."""
+    """Register the hooks that replace SGLang's kernels and orders by the CPU contract's."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     from true_on_policy.engines.sglang.settings import TARGET
@@ -129,7 +129,7 @@ def _norm():
 
 
 def _row_parallel(contract: Contract):
-    """Build the forward of SGLang's row-parallel layers, whose sums over K are trees that the ranks share."""
+    """Build the forward of SGLang's row-parallel layers, which add over K in the contract's tree."""
     import torch
 
     from true_on_policy.kernels.row_parallel import agreed_tree

@@ -1,4 +1,4 @@
-"""Observe from inside SGLang's processes what runs its model, which HTTP cannot tell.
+"""Observe, inside SGLang's processes, what runs the model; HTTP does not report it.
 
 Our plugin calls `written` in each process that runs the model, where TRUE_ON_POLICY_ENGINE_DUMP names a folder. The
 probes run before the server is up, on SGLang's own kernels and beside its key-value cache.
@@ -104,7 +104,7 @@ def _tensor_parallel() -> int:
 
 
 def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Product]]:
-    """Yield the products of the model; o and down by SGLang's layers, which choose a kernel by ranks and contract."""
+    """Yield the model's products; for o and down, SGLang's layers choose a kernel by ranks and contract."""
     return gpu.products(size, *(_row_parallel(_layer(model, name)) for name in ("o_proj", "down_proj")))
 
 
@@ -133,7 +133,7 @@ def _row_parallel(layer: Any) -> Product:
 
 
 def _backends(runner: Any) -> list[Any]:
-    """List SGLang's attention backends: those of prefill and of decode, or the only one."""
+    """List SGLang's attention backends: one for prefill and one for decode, or one for both."""
     backend = runner.attn_backend
     parts = [getattr(backend, f"{phase}_backend", None) for phase in ("prefill", "decode")]
     return [part for part in parts if part is not None] or [backend]
@@ -172,7 +172,7 @@ def _narrow(parameters: list[torch.Tensor]) -> str:
 
 
 def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:
-    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang turns the switch for each call alone.
+    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang sets it only during a call.
 
     Raises:
         NotSeenError: SGLang does not multiply by DeepGEMM.

@@ -1,6 +1,6 @@
 """SGLang's weight checker, asked for our digests: what `/weights_checker` answers with our plugin.
 
-SGLang's own checksum has another hash on a GPU than on a CPU, 64 bits of it, and neither dtype nor shape.
+SGLang's own checksum differs between GPU and CPU, has 64 bits, and covers neither dtype nor shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def answered(
     """Answer our two actions in the form of SGLang's checksum, and leave every other action to SGLang.
 
     Args:
-        skip_tensor_list: for `VALUES` the names that are asked for.
+        skip_tensor_list: for the action `VALUES`, the names of the weights to return.
     """
     if action not in (DIGESTS, VALUES):
         return original(checker, action, allow_quant_error, skip_tensor_list, role=role)

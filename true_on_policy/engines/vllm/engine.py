@@ -29,7 +29,7 @@ class Pool:
     """A pool says how the server schedules.
 
     Attributes:
-        blocks: blocks of the key-value cache; with fewer than the running requests need, some are preempted.
+        blocks: blocks of the key-value cache; where running requests need more, some are preempted.
         running: sequences in one decode batch, at most.
         prefill_chunk: tokens that one step computes, at most.
     """
@@ -46,7 +46,7 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM
 
 def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> VLLM:
     """Start the server of a training loop, for a given number of running sequences."""
-    # A step that decodes all of them computes a token of each.
+    # A decode step computes one token of each running sequence.
     pool = Pool(LOOP_TOKENS // BLOCK, running, max(Pool.prefill_chunk, running))
     return VLLM(checkpoint, dtype, contract, pool=pool)
 
@@ -101,7 +101,7 @@ class VLLM:
         request: Request,
         seconds: float = GENERATE_SECONDS,
     ) -> Mapping[str, Any]:
-        # No seed: with one, vLLM 0.32 on CPU dies of a prompt that is prefilled in chunks.
+        # No seed: with a seed, vLLM 0.32 on CPU crashes on a prompt that is prefilled in chunks.
         sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
         body = {"token_ids": list(tokens), "sampling_params": sampling}
         return self._server.post("/inference/v1/generate", body, seconds)
@@ -180,7 +180,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    # vLLM's own norm may be a compiled kernel: a pinned engine takes ours, in whichever order.
+    # vLLM's own norm may be a compiled kernel: a pinned engine always takes our norm, even in vLLM's order.
     return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
 
 

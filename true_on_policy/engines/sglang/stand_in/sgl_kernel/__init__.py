@@ -4,8 +4,8 @@ On a CPU without AMX SGLang computes with plain torch and only imports names fro
 two functions that SGLang calls there. Every other name is a stub that raises when it is called. The stand-in lacks the
 operator `convert_weight_packed`, so that SGLang stays on plain torch where AMX exists, too.
 
-SGLang's processor of Qwen3-VL's images imports Qwen3.5, which looks up four operators as it is imported and calls them
-in its own layers alone.
+SGLang's image processor of Qwen3-VL imports the module of Qwen3.5. At import, the module looks up four
+operators that only its own layers call.
 """
 
 from __future__ import annotations
