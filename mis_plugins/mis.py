@@ -38,6 +38,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
 from mis_plugins.hosts import (
     averages,
+    conflicts,
     denominator_checks,
     loss_batch,
     loss_flags,
@@ -108,7 +109,7 @@ def compute_mis_weights_with_cp(
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
     flags = WATCHING.flags(args, layout, total_lengths, pg_loss.device)
-    return _hook(args, pg_loss, batch, host.divides_by_kept(args), flags)
+    return _hook(args, pg_loss, batch, host, flags)
 
 
 def compute_mis_weights_fsdp(
@@ -132,7 +133,7 @@ def compute_mis_weights_fsdp(
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, miles_fsdp.divides_by_kept(args), None)
+    return _hook(args, pg_loss, batch, miles_fsdp.HOST, None)
 
 
 def compute_mis_weights(
@@ -254,6 +255,7 @@ def policy_loss(
     asked = reading.from_args(args)
     resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
+    conflicts.check(vars(args), config, host, conflicts.CUTS)
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
@@ -395,14 +397,14 @@ def config_in_force(args: Any) -> CorrectionConfig:
     return config
 
 
-def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, by_kept: bool, flags: Flags | None) -> Answer:
+def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags | None) -> Answer:
     """The TIS hook behind every host.
 
     Args:
-        by_kept: whether the host divides by the tokens that the returned masks keep.
         flags: routes of the tokens, where a watch knows them.
     """
-    config = config_in_force(args)
+    config, by_kept = config_in_force(args), host.divides_by_kept(args)
+    conflicts.check(vars(args), config, host, conflicts.CUTS)
     denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):

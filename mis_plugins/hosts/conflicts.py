@@ -1,11 +1,12 @@
 """Combinations of a host's settings that spoil a replay of the engine's routes, or a correction.
 
-The hook that watches routers checks the host's arguments; `config check --host` checks the keys of a file.
+The hook that watches routers checks the host's arguments for all of them, the TIS and the loss hook for `CUTS`, and
+`config check --host` the keys of a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,25 +152,36 @@ CONFLICTS: dict[str, Conflict] = {
 """By a short name for tests and readers."""
 
 
-def check(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> None:
+CUTS = ("top-p", "top-k")
+"""The conflicts that make importance ratios wrong without any replay: each hook refuses them at every micro-batch."""
+
+
+def check(
+    keys: Mapping[str, Any], config: CorrectionConfig, host: Host, names: Iterable[str] = CONFLICTS
+) -> None:
     """Refuse settings with which a job would run and its numbers would be wrong.
+
+    Args:
+        names: the conflicts to look for.
 
     Raises:
         ConfigError: it quotes the argument.
     """
-    for conflict in _found(keys, config, host):
+    for conflict in _found(keys, config, host, names):
         if conflict.refused:
             raise ConfigError(conflict.told(host))
 
 
 def warnings(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[str]:
     """Settings that make numbers worse, or may stop the engine."""
-    return (conflict.told(host) for conflict in _found(keys, config, host) if not conflict.refused)
+    return (conflict.told(host) for conflict in _found(keys, config, host, CONFLICTS) if not conflict.refused)
 
 
-def _found(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[Conflict]:
+def _found(
+    keys: Mapping[str, Any], config: CorrectionConfig, host: Host, names: Iterable[str]
+) -> Iterator[Conflict]:
     setting, known = Setting(keys, config), kinds(host)
-    for conflict in CONFLICTS.values():
+    for conflict in (CONFLICTS[name] for name in names):
         possible = known.keys() >= set(conflict.arguments) and not conflict.serves(host, keys)
         if possible and conflict.holds(setting):
             yield conflict

@@ -8,8 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
 
+from mis_plugins import mis as hook_module
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
@@ -133,6 +135,58 @@ def test_a_watch_that_begins_reads_the_arguments_of_the_job():
         pytest.raises(ConfigError, match="moe_router_fusion: the fused router"),
     ):
         hooks.Watching().before_log_probs(Namespace(**flags, mis=WEIGHT), [], "")
+
+
+CUT = {"rollout_top_p": 0.9}
+WATCHED = {"weight": None, "metrics": "core"}
+HOOKS = ("compute_mis_weights_with_cp", "policy_loss")
+
+
+def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
+    """A hook's answer to two tokens, or the error that it raises before it reads the batch of a loss."""
+    asked = {
+        "use_tis": mis is WEIGHT,
+        "get_mismatch_metrics": mis is WATCHED,
+        "advantage_estimator": "grpo",
+        "use_rollout_logprobs": False,
+    }
+    args = Namespace(mis=mis, **asked, **arguments)
+    one, handed = torch.zeros(2), [torch.zeros(2)]
+    batch = {"train_log_probs": handed, "rollout_log_probs": handed, "loss_masks": [torch.ones(2)]}
+    with patch.object(hook_module, "current", lambda *_: HOSTS[host]):
+        if hook == "policy_loss":
+            return hook_module.policy_loss(args, {}, one, lambda x: x)
+        function = (
+            hook_module.compute_mis_weights_fsdp
+            if host == "fsdp"
+            else hook_module.compute_mis_weights_with_cp
+        )
+        return function(args, pg_loss=one, total_lengths=[3], response_lengths=[2], **batch)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("host", "cut"), [("miles", CUT), ("miles", {"rollout_top_k": 5}), ("slime", {"rollout_top_k": 5})]
+)
+def test_a_correction_of_a_cut_engine_is_refused_by_the_hook_itself(
+    hook: str, host: str, cut: dict[str, Any]
+):
+    """Flags of the command line are in no file that `config check` could read."""
+    with pytest.raises(
+        ConfigError, match=f"{[*cut][0]}: the engine samples from the tokens that top-. leaves"
+    ):
+        called(hook, host, WEIGHT, **cut)
+
+
+def test_a_cut_engine_is_refused_on_fsdp_too():
+    with pytest.raises(ConfigError, match="and Miles on FSDP does not hand them to the trainer"):
+        called("compute_mis_weights_with_cp", "fsdp", WEIGHT, **CUT)
+
+
+@pytest.mark.parametrize("host", ["miles", "fsdp", "embedded"])
+def test_what_is_only_watched_or_not_cut_is_not_refused(host: str):
+    called("compute_mis_weights_with_cp", host, WATCHED, **(CUT if host != "embedded" else {}))
+    called("compute_mis_weights_with_cp", host, WEIGHT, rollout_top_p=1.0, rollout_top_k=-1)
 
 
 def test_an_unknown_argument_is_no_conflict():
