@@ -17,10 +17,9 @@ from mis_plugins.shared.storage import replaced
 from real_model.arms import ARMS
 from real_model.directions import NORMAL
 from real_model.records import Record
-from real_model.summary import summary
+from real_model.summary import LAST, summary
 
 Units = Mapping[tuple[str, int], Record]
-LAST = 10  # rollouts whose rewards are averaged for the end of a run
 
 HEAD = """# Does correction help a real model?
 

@@ -11,19 +11,31 @@ from real_model.arms import ARMS
 from real_model.records import Record
 
 PLAIN = "bf16"
+LAST = 10  # rollouts that are averaged for the end of a run
 
 SUMMARY = """## Arms
 
 Means over the seeds, in brackets the seed with the least and the one with the most. Course: the mean held-out accuracy
 of all evaluations after the first step, which tells how soon an arm learns. Less bf16's: the course less that of the
-arm `bf16` with an equal seed, hence of equal problems and equal random numbers. Reward: of all rollouts.
+arm `bf16` with an equal seed, hence of equal problems and equal random numbers. Reward: of all rollouts. Ppl at the
+end: the trainer's perplexity of the last {last} rollouts; 1 is a policy without any choice left.
 """
-HEADS = ("arm", "seeds", "accuracy at the end", "course", "less bf16's", "reward", "largest k3", "kept")
+HEADS = (
+    "arm",
+    "seeds",
+    "accuracy at the end",
+    "course",
+    "less bf16's",
+    "reward",
+    "largest k3",
+    "ppl at the end",
+    "kept",
+)
 
 
 def summary(there: Mapping[tuple[str, int], Record]) -> Iterator[str]:
     """The lines of a table with a row for each arm."""
-    yield SUMMARY
+    yield SUMMARY.format(last=LAST)
     names = dict.fromkeys(name for name, _ in there)
     yield markdown_table(HEADS, [_row(name, there) for name in names])
 
@@ -43,6 +55,7 @@ def _row(name: str, there: Mapping[tuple[str, int], Record]) -> list[str]:
         [fmean(row[key] for row in record["rollouts"]) for record in found.values()]
         for key in ("reward", "kept")
     )
+    sharp = [fmean(row["trainer_ppl"] for row in record["rollouts"][-LAST:]) for record in found.values()]
     largest = max(row["k3"] for record in found.values() for row in record["rollouts"])
     told = [_spread(values) for values in (ends, courses)]
     against = "-" if name == PLAIN else _spread(less, "+.2f")
@@ -53,6 +66,7 @@ def _row(name: str, there: Mapping[tuple[str, int], Record]) -> list[str]:
         against,
         _spread(rewards),
         f"{largest:.1e}",
+        _spread(sharp),
         _spread(kept),
     ]
 

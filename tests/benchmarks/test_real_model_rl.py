@@ -308,6 +308,7 @@ def test_directions_are_averaged_over_seeds_and_rollouts_where_all_three_are_the
 def test_an_arm_is_compared_with_bf16_of_an_equal_seed():
     def record(accuracies: list[float], reward: float, k3: float) -> dict[str, Any]:
         rows = [{"reward": reward, "kept": 0.5, "k3": 0.0}, {"reward": reward + 0.2, "kept": 1.0, "k3": k3}]
+        rows = [{**row, "trainer_ppl": 1 + 100 * k3} for row in rows]
         return {"held_out": [{"accuracy": one} for one in accuracies], "rollouts": rows}
 
     there = {
@@ -318,15 +319,11 @@ def test_an_arm_is_compared_with_bf16_of_an_equal_seed():
         ("fp8-tis", 2): record([0.9, 0.1, 0.3], 0.3, 1e-2),
     }
     told = "\n".join(summary(there))
-    assert (
-        "| bf16, none (dense 1) | 2 | 0.60 [0.40, 0.80] | 0.45 [0.30, 0.60] | - | 0.60 [0.60, 0.60] | 2.0e-03 |"
-        in told
-    )
-    assert (
-        "| int5, token TIS | 2 | 0.60 [0.30, 0.90] | 0.45 [0.20, 0.70] | +0.10 | 0.30 [0.20, 0.40] | 3.0e-01 |"
-        in told
-    )
-    assert "| fp8, token TIS | 1 | 0.30 | 0.20 | - | 0.40 | 1.0e-02 | 0.75 |" in told
+    accuracies = "0.60 [0.40, 0.80] | 0.45 [0.30, 0.60] | - | 0.60 [0.60, 0.60]"
+    assert f"| bf16, none (dense 1) | 2 | {accuracies} | 2.0e-03 | 1.15 [1.10, 1.20] |" in told
+    accuracies = "0.60 [0.30, 0.90] | 0.45 [0.20, 0.70] | +0.10 | 0.30 [0.20, 0.40]"
+    assert f"| int5, token TIS | 2 | {accuracies} | 3.0e-01 | 21.00 [11.00, 31.00] |" in told
+    assert "| fp8, token TIS | 1 | 0.30 | 0.20 | - | 0.40 | 1.0e-02 | 2.00 | 0.75 |" in told
 
 
 def test_a_unit_is_the_same_whenever_it_runs(source: Path):

@@ -152,7 +152,11 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
     }
     args = Namespace(mis=mis, **asked, **arguments)
     one, handed = torch.zeros(2), [torch.zeros(2)]
-    batch = {"train_log_probs": handed, "rollout_log_probs": handed, "loss_masks": [torch.ones(2)]}
+    batch: dict[str, Any] = {
+        "train_log_probs": handed,
+        "rollout_log_probs": handed,
+        "loss_masks": [torch.ones(2)],
+    }
     with patch.object(hook_module, "current", lambda *_: HOSTS[host]):
         if hook == "policy_loss":
             return hook_module.policy_loss(args, {}, one, lambda x: x)
