@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import signal
 from megatron.core import parallel_state as mpu
+from torch.distributed import barrier
 from mis_plugins.local.train.parallel import initialize, launch
 from process_groups import destroy_process_groups
 from true_on_policy.trainers.megatron import _one_rank
@@ -23,6 +24,7 @@ assert not mpu.model_parallel_is_initialized()
 def rank():
     signal.alarm(60)  # ends it where it waits
     initialize(1, 1)
+    barrier()  # a rank that is done may not exit while the other still connects its last group
 
 
 raise SystemExit(launch(2, rank))
