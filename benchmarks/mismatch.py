@@ -27,6 +27,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -47,10 +48,10 @@ from mis_plugins.explain.rungs import read
 from mis_plugins.local.report import write_json
 from mis_plugins.shared.numerals import count
 from true_on_policy.contract.choices import check_model
-from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.models.tiny import checkpoint, read_config, weights_hash
+from true_on_policy.models.pretrained import checkpoint_of
+from true_on_policy.models.tiny import read_config, weights_hash
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify.prompts import read_prompts
 
@@ -159,18 +160,11 @@ def taken_over(path: Path, settings: Settings) -> Rollouts | None:
     return rollouts if rollouts.words["settings"] == _text(settings) else None
 
 
-def model_folder(name: str, scratch: Path) -> Path:
-    if name in PRETRAINED:
-        from true_on_policy.models.pretrained import pretrained
-
-        return pretrained(name, lambda line: print(line, file=sys.stderr))
-    return checkpoint(name, scratch / "model", torch.float32, seed=0)
-
-
 def climb(options: Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
     """Measure every rung that is asked for, and yield the content of the json after each."""
     measured = provenance()  # read once: the carried file that is written below changes the tree
-    source = model_folder(options.model, scratch)
+    told = partial(print, file=sys.stderr)
+    source = checkpoint_of(options.model, scratch / "model", torch.float32, seed=0, tell=told)
     asked, chatted = _workloads(options, source)
     options.runs.mkdir(parents=True, exist_ok=True)
     made = Climb(source, options.runs, measured["mis-plugins commit"])

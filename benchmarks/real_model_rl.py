@@ -82,14 +82,14 @@ def main() -> int:
     options.results = options.results or (options.runs if options.smoke else RESULTS)
     try:
         with TemporaryDirectory(prefix="real-model-") as scratch:
-            run(options, *_model(options.smoke, Path(scratch)))
+            run(options, *model_of(options.smoke, Path(scratch)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _model(smoke: bool, scratch: Path) -> tuple[Path, Task]:
+def model_of(smoke: bool, scratch: Path) -> tuple[Path, Task]:
     """The checkpoint, and the task in its tokens."""
     if smoke:
         found = checkpoint(SMOKE_MODEL, scratch / "model", torch.float32, seed=0)

@@ -9,7 +9,7 @@
     publish(options.results / "NAME", content, markdown(content), {"": partial(draw, content)})
 
 An arm is finished when its folder holds a stamp of its settings and of the code. Ctrl-C lets the running arms end their
-rollout, starts no more, and leaves complete files; a second Ctrl-C ends them at once.
+rollout, starts no more, and leaves complete files; a second Ctrl-C kills them. A failed arm lets the others finish.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class Queue:
 
     def __init__(self, waiting: deque[Arm], code: str | None) -> None:
         self.failed = 0
+        self._interrupted = False
         self._waiting, self._running = waiting, list[Running]()
         self._code, self._total, self._begun = code, len(waiting), time.monotonic()
 
@@ -180,11 +181,12 @@ class Queue:
             self._tell(one, code)
 
     def interrupt(self) -> None:
-        """Handle Ctrl-C: ask the running arms to end, or kill them after an earlier Ctrl-C or failure."""
+        """Handle Ctrl-C: ask the running arms to end, or kill them after an earlier Ctrl-C."""
         for one in self._running:
             for pid in one.process.pids():
                 with suppress(OSError):  # the process has ended
-                    os.killpg(pid, SIGKILL if self.failed else SIGINT)
+                    os.killpg(pid, SIGKILL if self._interrupted else SIGINT)
+        self._interrupted = True
         self.failed = self.failed or INTERRUPTED
 
     def _tell(self, one: Running, code: int) -> None:

@@ -115,11 +115,19 @@ def end(mark: str) -> None:
     """End all processes that carry the mark: ask first, kill after GRACE_S seconds."""
     _signal(mark, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
-    while of(mark) and time.monotonic() < deadline:
+    while _left(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
-    while of(mark):
+    while _left(mark):
         _signal(mark, signal.SIGKILL)
         time.sleep(0.2)
+
+
+def _left(mark: str) -> bool:
+    """Look twice: the environment of a process reads as empty while the process starts another program."""
+    if of(mark):
+        return True
+    time.sleep(0.2)
+    return bool(of(mark))
 
 
 def _signal(mark: str, number: signal.Signals) -> None:

@@ -24,7 +24,7 @@ class Arm:
         words: the arm in words, for the page.
         rung: whose weights sample, by its name in RUNGS; None samples truly on policy.
         correction: the name of a preset, or FITTED; None calls no hook.
-        first_seed_alone: whether the arm runs with the first seed only.
+        first_seed_alone: whether the arm runs with the first seed alone.
     """
 
     words: str
@@ -53,9 +53,10 @@ _FIRST = {
     "bf16": Arm("bf16, none (dense 1)", "bf16", "miles-blog-dense-1"),
     **{name: ({**_INT5, **_FP8})[name] for name in ("int5-none", "fp8-none")},
 }
+# Only configuration 3 runs with all seeds: it is the simplest of those that fall behind with the first seed.
 _BLOG = {
-    f"bf16-dense-{number}": Arm(f"bf16, dense {number}", "bf16", f"miles-blog-dense-{number}", True)
-    for number in (2, 3, 4)
+    f"bf16-dense-{number}": Arm(f"bf16, dense {number}", "bf16", f"miles-blog-dense-{number}", once)
+    for number, once in ((2, True), (3, False), (4, True))
 }
 ARMS: Mapping[str, Arm] = {**_FIRST, **_INT5, **_FP8, **_BLOG}
 """By name, the most informative first. Configuration 1 of the blog corrects nothing and is the arm `bf16`."""

@@ -86,7 +86,8 @@ on-policy gradient is the mean of two halves. The trainer's weights sample both 
 as much as its whole, unbounded ratio, so that the cache leaves no bias but in GRPO's mean and deviation of a group.
 A gradient is added up prompt by prompt: an arm that normalizes over its micro-batch does so over one prompt.
 Agreement: of the two halves, which is what sampling noise leaves of 1. Uncorrected: the arm's samples without its
-correction. In brackets: 95% of a jackknife over prompts.
+correction. In brackets: 95% of a jackknife over prompts, whose error is carried over to Fisher's `atanh` of the cosine
+and back, so that no interval passes 1.
 """
 
 
@@ -126,7 +127,7 @@ def _directions(there: Units) -> Iterator[str]:
             ARMS[name].words,
             seed,
             one["rollout"],
-            *(_span(one[key]) for key in ("agreement", "arm", "uncorrected")),
+            *(interval(one[key]) for key in ("agreement", "arm", "uncorrected")),
         )
         for (name, seed), record in there.items()
         for one in record["directions"]
@@ -167,11 +168,16 @@ def _mean(values: Sequence[float]) -> str:
     return f"{middle:.2f} [{middle - error:.2f}, {middle + error:.2f}]"
 
 
-def _span(value: Sequence[float] | None) -> str:
+def interval(value: Sequence[float] | None) -> str:
+    """A cosine with its interval, symmetric in the cosine's `atanh`; the records hold it symmetric in the cosine."""
     if value is None:
         return "-"
-    middle, low, high = (f"{number:.2f}" for number in value)
-    return f"{middle} [{low}, {high}]"
+    middle, _, high = value
+    if abs(middle) >= 1:
+        return f"{middle:.2f}"
+    half = (high - middle) / (1 - middle**2)  # the derivative of atanh
+    low, high = (math.tanh(math.atanh(middle) + part) for part in (-half, half))
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _made(there: Units) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from provenance import markdown_table
@@ -20,17 +20,26 @@ of all evaluations after the first step, which tells how soon an arm learns. Les
 arm `bf16` with an equal seed, hence of equal problems and equal random numbers. Reward: of all rollouts. Ppl at the
 end: the trainer's perplexity of the last {last} rollouts; 1 is a policy without any choice left.
 """
-HEADS = (
-    "arm",
-    "seeds",
-    "accuracy at the end",
-    "course",
-    "less bf16's",
-    "reward",
-    "largest k3",
-    "ppl at the end",
-    "kept",
-)
+
+
+def course(record: Record) -> float:
+    """The mean held-out accuracy after the first step."""
+    return fmean(one["accuracy"] for one in record["held_out"][1:])
+
+
+def _mean(key: str, rollouts: slice = slice(None)) -> Callable[[Record], float]:
+    return lambda record: fmean(row[key] for row in record["rollouts"][rollouts])
+
+
+MEASURES: dict[str, Callable[[Record], float]] = {
+    "accuracy at the end": lambda record: record["held_out"][-1]["accuracy"],
+    "course": course,
+    "reward": _mean("reward"),
+    "ppl at the end": _mean("trainer_ppl", slice(-LAST, None)),
+    "kept": _mean("kept"),
+}
+"""The columns that spread over the seeds, and how each number is computed from the record of a unit."""
+HEADS = ("arm", "seeds", *MEASURES, "less bf16's", "largest k3")
 
 
 def summary(there: Mapping[tuple[str, int], Record]) -> Iterator[str]:
@@ -40,35 +49,17 @@ def summary(there: Mapping[tuple[str, int], Record]) -> Iterator[str]:
     yield markdown_table(HEADS, [_row(name, there) for name in names])
 
 
-def course(record: Record) -> float:
-    """The mean held-out accuracy after the first step."""
-    return fmean(one["accuracy"] for one in record["held_out"][1:])
-
-
 def _row(name: str, there: Mapping[tuple[str, int], Record]) -> list[str]:
     found = {seed: record for (one, seed), record in there.items() if one == name}
+    spreads = [_spread([*map(measure, found.values())]) for measure in MEASURES.values()]
+    largest = max(row["k3"] for record in found.values() for row in record["rollouts"])
+    return [ARMS[name].words, str(len(found)), *spreads, _against_plain(name, found, there), f"{largest:.1e}"]
+
+
+def _against_plain(name: str, found: Mapping[int, Record], there: Mapping[tuple[str, int], Record]) -> str:
     plain = {seed: there[PLAIN, seed] for seed in found if (PLAIN, seed) in there}
     less = [course(found[seed]) - course(record) for seed, record in plain.items()]
-    courses = [course(record) for record in found.values()]
-    ends = [record["held_out"][-1]["accuracy"] for record in found.values()]
-    rewards, kept = (
-        [fmean(row[key] for row in record["rollouts"]) for record in found.values()]
-        for key in ("reward", "kept")
-    )
-    sharp = [fmean(row["trainer_ppl"] for row in record["rollouts"][-LAST:]) for record in found.values()]
-    largest = max(row["k3"] for record in found.values() for row in record["rollouts"])
-    told = [_spread(values) for values in (ends, courses)]
-    against = "-" if name == PLAIN else _spread(less, "+.2f")
-    return [
-        ARMS[name].words,
-        str(len(found)),
-        *told,
-        against,
-        _spread(rewards),
-        f"{largest:.1e}",
-        _spread(sharp),
-        _spread(kept),
-    ]
+    return _spread([] if name == PLAIN else less, "+.2f")
 
 
 def _spread(values: Sequence[float], spec: str = ".2f") -> str:

@@ -106,7 +106,7 @@ class Unit:
     def _fitted(self) -> tuple[float, float]:
         """The window of the mismatch before training."""
         problems = self.problems("window", 0, self.recipe.prompts)
-        batches = self._sampled(self._of_arm, problems, self.recipe.samples, "window", 0)
+        batches = self.sampled(self.of_arm, problems, self.recipe.samples, "window", 0)
         scored = [self.trainer.log_probs(batch.prompts, batch.tokens) for batch in batches]
         return fitted_window(pair(batches, scored))
 
@@ -128,7 +128,7 @@ class Unit:
     def rollout(self, index: int) -> Row:
         """Sample, train one step, and hand the weights over."""
         problems = self.problems("rollout", index, self.recipe.prompts)
-        batches = self._sampled(self._of_arm, problems, self.recipe.samples, "rollout", index)
+        batches = self.sampled(self.of_arm, problems, self.recipe.samples, "rollout", index)
         rewards = self.rewards(batches, problems)
         advantages = ESTIMATORS["grpo"](self.args, rewards).flatten().split(self.recipe.batch)
         count, kept, scored = rewards.numel(), 0.0, []
@@ -148,7 +148,7 @@ class Unit:
         """Accuracy and format of the trainer's policy on the held-out prompts; equal seeds at every time."""
         problems = self.task.held_out
         sampler = partial(self._decoded, self.trainer.model)
-        batches = self._sampled(sampler, problems, self.recipe.asked, "held out", 0)
+        batches = self.sampled(sampler, problems, self.recipe.asked, "held out", 0)
         return {
             "accuracy": float(self.rewards(batches, problems).mean()),
             "format": self.formatted(batches),
@@ -167,11 +167,11 @@ class Unit:
         sets = (
             (own, {"first": UNBIASED}),
             (own, {"second": UNBIASED}),
-            (self._of_arm, {"arm": self.args, "uncorrected": NONE}),
+            (self.of_arm, {"arm": self.args, "uncorrected": NONE}),
         )
         found: dict[str, list[Tensor]] = {}
         for number, (sampler, corrections) in enumerate(sets):
-            batches = self._sampled(
+            batches = self.sampled(
                 sampler, problems, self.recipe.direction_samples, f"direction {number}", index
             )
             found |= self._gradients(watched, batches, problems, corrections)
@@ -199,7 +199,7 @@ class Unit:
     def _texts(self, batches: Sequence[Batch]) -> list[str]:
         return [self.task.text(response) for batch in batches for response in batch.responses()]
 
-    def _sampled(
+    def sampled(
         self, sampler: Sampler, problems: Sequence[Problem], samples: int, stream: str, index: int
     ) -> list[Batch]:
         """Responses to the problems; the seed of each follows from its place in its stream."""
@@ -208,7 +208,7 @@ class Unit:
         parts = [slice(start, start + self.recipe.batch) for start in range(0, len(rows), self.recipe.batch)]
         return [sampler(torch.tensor(rows[part]), seeds[part]) for part in parts]
 
-    def _of_arm(self, prompts: Tensor, seeds: Sequence[int]) -> Batch:
+    def of_arm(self, prompts: Tensor, seeds: Sequence[int]) -> Batch:
         """Sample as the arm does."""
         if self.engine is None:
             return self._own_pass(prompts, seeds)

@@ -15,7 +15,7 @@ import torch
 from real_model.arms import ARMS, FITTED, preset, units, window
 from real_model.correction import NONE, UNBIASED, arguments, fitted_window, loss, pair
 from real_model.directions import cosines, gram
-from real_model.page import averaged
+from real_model.page import averaged, interval
 from real_model.policy import Batch, Trainer, decoded, drawing, on_policy
 from real_model.records import finished, path_of
 from real_model.summary import summary
@@ -256,11 +256,11 @@ def test_cosines_know_a_sign_and_a_gradient_of_zero():
 # Units and records
 
 
-def test_all_arms_of_a_seed_come_before_the_next_and_the_blogs_run_once():
+def test_all_arms_of_a_seed_come_before_the_next_and_two_of_the_blogs_run_once():
     order = units([*ARMS], (0, 1, 2))
     assert [seed for _, seed in order] == sorted(seed for _, seed in order)
     assert [name for name, _ in order[:4]] == ["on-policy", "bf16", "int5-none", "fp8-none"]
-    assert len(order) == len(set(order)) == 10 * 3 + 3
+    assert len(order) == len(set(order)) == 11 * 3 + 2
     assert units(["int5-tis", "bf16-dense-2"], (2, 0)) == [
         ("int5-tis", 2),
         ("bf16-dense-2", 2),
@@ -277,6 +277,20 @@ def test_a_record_of_other_settings_is_refused(tmp_path: Path):
         UserError, match=r"bf16-seed0.json is a record of other settings \(lr: 1.0 there, 2.0 here\)"
     ):
         finished(path, {"lr": 2.0, "seed": 0})
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ([0.0, -0.1, 0.1], "0.00 [-0.10, 0.10]"),
+        ([0.0, -2.0, 2.0], "0.00 [-0.96, 0.96]"),
+        ([0.8, 0.44, 1.16], "0.80 [0.10, 0.97]"),  # 0.36 over 1 - 0.8 ** 2 is 1; tanh(log 3 + 1) is 0.97
+        ([1.0, 1.0, 1.0], "1.00"),
+        (None, "-"),
+    ],
+)
+def test_no_interval_of_a_cosine_passes_one(value: list[float] | None, told: str):
+    assert interval(value) == told
 
 
 def test_directions_are_averaged_over_seeds_and_rollouts_where_all_three_are_there():
@@ -319,11 +333,13 @@ def test_an_arm_is_compared_with_bf16_of_an_equal_seed():
         ("fp8-tis", 2): record([0.9, 0.1, 0.3], 0.3, 1e-2),
     }
     told = "\n".join(summary(there))
-    accuracies = "0.60 [0.40, 0.80] | 0.45 [0.30, 0.60] | - | 0.60 [0.60, 0.60]"
-    assert f"| bf16, none (dense 1) | 2 | {accuracies} | 2.0e-03 | 1.15 [1.10, 1.20] |" in told
-    accuracies = "0.60 [0.30, 0.90] | 0.45 [0.20, 0.70] | +0.10 | 0.30 [0.20, 0.40]"
-    assert f"| int5, token TIS | 2 | {accuracies} | 3.0e-01 | 21.00 [11.00, 31.00] |" in told
-    assert "| fp8, token TIS | 1 | 0.30 | 0.20 | - | 0.40 | 1.0e-02 | 2.00 | 0.75 |" in told
+    bf16 = "0.60 [0.40, 0.80] | 0.45 [0.30, 0.60] | 0.60 [0.60, 0.60] | 1.15 [1.10, 1.20] | 0.75 [0.75, 0.75]"
+    assert f"| bf16, none (dense 1) | 2 | {bf16} | - | 2.0e-03 |" in told
+    int5 = (
+        "0.60 [0.30, 0.90] | 0.45 [0.20, 0.70] | 0.30 [0.20, 0.40] | 21.00 [11.00, 31.00] | 0.75 [0.75, 0.75]"
+    )
+    assert f"| int5, token TIS | 2 | {int5} | +0.10 | 3.0e-01 |" in told
+    assert "| fp8, token TIS | 1 | 0.30 | 0.20 | 0.40 | 2.00 | 0.75 | - | 1.0e-02 |" in told
 
 
 def test_a_unit_is_the_same_whenever_it_runs(source: Path):
@@ -365,7 +381,7 @@ def test_a_smoke_run_writes_all_and_goes_on_where_it_stopped(
     )
     assert "rollout 2 of 2, 0 min left; unit 1 of 1" in capsys.readouterr().err
     page = (tmp_path / "real_model_rl.md").read_text()
-    assert "2 of 33 units" in page and "bf16 (seed 0, 1, 2)" in page and "on-policy (seed 1, 2)" in page
+    assert "2 of 35 units" in page and "bf16 (seed 0, 1, 2)" in page and "on-policy (seed 1, 2)" in page
     assert (tmp_path / "real_model_rl.png").stat().st_size > 10_000
 
     monkeypatch.setattr(real_model_rl, "SMOKE", replace(real_model_rl.SMOKE, lr=1.0))

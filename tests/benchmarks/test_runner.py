@@ -106,28 +106,47 @@ from experiments.runner import Arm, run_arms
 def work(name):
     Path(sys.argv[1], name).mkdir(exist_ok=True)
     Path(sys.argv[1], name, "begun").touch()
-    time.sleep(60 if name == "b" else 0)
-    return 0
+    try:
+        time.sleep(60 if name == "b" else 0)
+    except KeyboardInterrupt:
+        Path(sys.argv[1], name, "ended").touch()
+        raise
+    return FAILS == name
 
 arms = [Arm(Path(sys.argv[1], name), {}, lambda name=name: work(name)) for name in "abc"]
-sys.exit(run_arms(arms, 1, "a"))
+sys.exit(run_arms(arms, PROCESSES, "a"))
 """
 
 
-def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
-    path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+def interrupted(tmp_path: Path, processes: int, fails: str, after: Path) -> tuple[int, str]:
+    """Exit code and output of a run that gets Ctrl-C while arm b sleeps and once `after` is there."""
+    constants = f"FAILS, PROCESSES = {fails!r}, {processes}\n"
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", constants + INTERRUPTED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    while not (tmp_path / "b" / "begun").exists():
+    assert process.stderr
+    said = process.stderr.readline()  # of arm a, which ends first
+    while not after.exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "b interrupted after" in said
+    return process.wait(timeout=60), said + process.stderr.read()
+
+
+def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
+    code, said = interrupted(tmp_path, 1, "none", tmp_path / "b" / "begun")
+    assert code == 130 and "b interrupted after" in said
     assert (tmp_path / "a" / STAMP).is_file()
     assert not (tmp_path / "b" / STAMP).exists() and not (tmp_path / "c").exists()
+
+
+def test_the_first_ctrl_c_after_a_failure_lets_the_others_end_too(tmp_path: Path) -> None:
+    code, said = interrupted(tmp_path, 2, "a", tmp_path / "b" / "begun")
+    assert code == 1 and "a failed with exit code 1" in said and "b interrupted after" in said
+    assert (tmp_path / "b" / "ended").exists()
 
 
 def test_training_is_known_by_all_its_arguments(tmp_path: Path) -> None:
