@@ -220,63 +220,28 @@ def report(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-Command = tuple[Callable[[argparse.Namespace], str], str, str | None]  # what it runs, its name, what it takes
-
-COMMANDS: tuple[Command, ...] = (
-    (names, "list", None),
-    (show, "show", "PRESET_OR_FILE"),
-    (check, "check", "PRESET_OR_FILE"),
-    (path, "path", "PRESET_OR_FILE"),
-    (from_miles, "from-miles", "FILE"),
-    (from_verl, "from-verl", "FILE"),
-    (from_ms_swift, "from-ms-swift", "FILE"),
-    (from_areal, "from-areal", "FILE"),
-    (suggest, "suggest", None),
-)
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET_OR_FILE")
 
 
-def _parser() -> argparse.ArgumentParser:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m mis_plugins", description=__doc__, formatter_class=as_written
-    )
-    add_version(parser)
-    groups = parser.add_subparsers(required=True, metavar="config|report", dest="group")
-    config = groups.add_parser("config", help="presets, checks, translations", description=__doc__,
-                               formatter_class=as_written)  # fmt: skip
-    commands = config.add_subparsers(required=True, metavar="|".join(name for _, name, _ in COMMANDS))
-    for run, name, target in COMMANDS:
-        text = inspect.cleandoc(run.__doc__ or "")
-        command = commands.add_parser(
-            name, help=text.partition("\n")[0], description=text, formatter_class=as_written
-        )
-        command.set_defaults(run=run)
-        if target:
-            command.add_argument("target", metavar=target)
-        if run is check:
-            command.add_argument(
-                "--host",
-                choices=recorded(),
-                help="whose arguments and flags (default: Miles or slime on Megatron)",
-            )
-        if run is names:
-            command.add_argument(
-                "--family", help="start, what presets do (token, ...), or a package (verl, ...)"
-            )
-        if run is suggest:
-            _add_sources(command)
-        if run is from_verl:
-            command.add_argument(
-                "overrides", nargs="*", metavar="OVERRIDE", help="algorithm.rollout_correction.KEY=VALUE"
-            )
-    text = inspect.cleandoc(report.__doc__ or "")
-    reported = groups.add_parser(
-        "report", help=text.partition("\n")[0], description=text, formatter_class=as_written
-    )
-    reported.set_defaults(run=report)
-    _add_sources(reported)
-    _add_outputs(reported)
-    return parser
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="FILE")
+
+
+def _add_family(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", help="start, what presets do (token, ...), or a package (verl, ...)")
+
+
+def _add_checked(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    told = "whose arguments and flags (default: Miles or slime on Megatron)"
+    parser.add_argument("--host", choices=recorded(), help=told)
+
+
+def _add_overridden(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser)
+    told = "algorithm.rollout_correction.KEY=VALUE"
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=told)
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -319,3 +284,52 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="between two looks (default: %(default)s)",
     )
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    _add_outputs(parser)
+
+
+Run = Callable[[argparse.Namespace], str | int]
+Add = Callable[[argparse.ArgumentParser], None]
+
+COMMANDS: tuple[tuple[str, Run, Add], ...] = (
+    ("list", names, _add_family),
+    ("show", show, _add_target),
+    ("check", check, _add_checked),
+    ("path", path, _add_target),
+    ("from-miles", from_miles, _add_file),
+    ("from-verl", from_verl, _add_overridden),
+    ("from-ms-swift", from_ms_swift, _add_file),
+    ("from-areal", from_areal, _add_file),
+    ("suggest", suggest, _add_sources),
+)
+"""The commands of `config`: name, function, and what adds its arguments."""
+AS_WRITTEN = argparse.RawDescriptionHelpFormatter
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mis_plugins", description=__doc__, formatter_class=AS_WRITTEN
+    )
+    add_version(parser)
+    groups = parser.add_subparsers(required=True, metavar="config|report", dest="group")
+    config = groups.add_parser(
+        "config", help="presets, checks, translations", description=__doc__, formatter_class=AS_WRITTEN
+    )
+    commands = config.add_subparsers(required=True, metavar="|".join(name for name, _, _ in COMMANDS))
+    for command in COMMANDS:
+        _add_command(commands, *command)
+    _add_command(groups, "report", report, _add_report)
+    return parser
+
+
+def _add_command(commands: Any, name: str, run: Run, add: Add) -> None:
+    """Add a command that is described by the docstring of its function."""
+    text = inspect.cleandoc(run.__doc__ or "")
+    command = commands.add_parser(
+        name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN
+    )
+    command.set_defaults(run=run)
+    add(command)

@@ -255,7 +255,7 @@ def policy_loss(
     asked = reading.from_args(args)
     resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
-    conflicts.check(vars(args), config, host, conflicts.CUTS)
+    conflicts.check_weights(args, config, host)
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
@@ -404,7 +404,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
         flags: routes of the tokens, where a watch knows them.
     """
     config, by_kept = config_in_force(args), host.divides_by_kept(args)
-    conflicts.check(vars(args), config, host, conflicts.CUTS)
+    conflicts.check_weights(args, config, host)
     denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):

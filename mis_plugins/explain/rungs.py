@@ -146,20 +146,32 @@ def windows(config: CorrectionConfig) -> Iterator[Window]:
 
 
 def warnings(config: CorrectionConfig) -> Iterator[str]:
-    """Warnings about windows that keep few of the longest measured sequences, and at which rungs."""
+    """Warnings about windows that keep few sequences: of the longest at some rung, or of short ones at the finest."""
     measured = record()
-    length = measured.lengths[-1]
-    least = min(rung.by_length[length].count for rung in measured.steps)
+    finest, (*shorter, longest) = measured.steps[0], measured.lengths
     for window in windows(config):
-        shares = [(window.keeps(rung.by_length[length]), rung.said) for rung in measured.steps]
-        few = [(f"{share:.0%}", said) for share, said in shares if share is not None and share < FEW]
-        if few:
-            (share, said), *others = few
-            more = "".join(f", {share} at {said}" for share, said in others)
-            yield (
-                f"{window.key} keeps {share} of sequences of {length} tokens at {said}{more}; measured on "
-                f"{least} responses or more of {measured.model} (docs/presets.md)"
-            )
+        by_rung = {f"at {rung.said}": rung.by_length[longest] for rung in measured.steps}
+        yield from _few(window, f"of sequences of {longest} tokens", by_rung)
+        by_length = {f"of sequences of {length} tokens": finest.by_length[length] for length in shorter}
+        if not _is_few(window, finest.by_length[longest]):
+            yield from _few(window, f"at {finest.said}", by_length)
+
+
+def _few(window: Window, where: str, measured: Mapping[str, Responses]) -> Iterator[str]:
+    """A warning with the share of each of the responses, by name, of which the window keeps few."""
+    few = {name: one for name, one in measured.items() if _is_few(window, one)}
+    if few:
+        shares = ", ".join(f"{window.keeps(one):.0%} {name}" for name, one in few.items())
+        least = min(one.count for one in few.values())
+        yield (
+            f"{window.key} keeps, {where}, {shares}; measured on {least} responses or more of {record().model} "
+            "(docs/presets.md)"
+        )
+
+
+def _is_few(window: Window, responses: Responses) -> bool:
+    share = window.keeps(responses)
+    return share is not None and share < FEW
 
 
 @cache

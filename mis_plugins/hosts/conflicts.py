@@ -1,12 +1,12 @@
 """Combinations of a host's settings that spoil a replay of the engine's routes, or a correction.
 
-The hook that watches routers checks the host's arguments for all of them, the TIS and the loss hook for `CUTS`, and
-`config check --host` the keys of a file.
+The hook that watches routers and `config check --host` look for all conflicts, in the host's arguments and in the keys
+of a file. The TIS hook and the loss hook look for conflicts that spoil weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class Conflict:
     holds: whether the settings conflict.
     text: what happens, and what to change; `{host}` stands for the host's title.
     refused: whether the numbers would be wrong; otherwise they are only worse, or the engine may stop.
+    spoils_weights: whether every importance weight would be wrong, with or without a replay of routes.
     serves: called with a host and its arguments by name; whether that host is safe from the conflict.
     """
 
@@ -53,6 +54,7 @@ class Conflict:
     holds: Callable[[Setting], bool]
     text: str
     refused: bool = True
+    spoils_weights: bool = False
     serves: Callable[[Host, Mapping[str, Any]], bool] = lambda host, keys: False
 
     def told(self, host: Host) -> str:
@@ -138,6 +140,7 @@ CONFLICTS: dict[str, Conflict] = {
         _top_p_cuts,
         "rollout_top_p: the engine samples from the tokens that top-p leaves, and {host} does not hand them to the "
         "trainer, so that every importance ratio would be wrong; set rollout_top_p: 1.0",
+        spoils_weights=True,
         serves=lambda host, keys: host.kept_set(keys),
     ),
     "top-k": Conflict(
@@ -146,42 +149,45 @@ CONFLICTS: dict[str, Conflict] = {
         "rollout_top_k: the engine samples from the tokens that top-k leaves, and {host} does not hand them to the "
         "trainer, so that every importance ratio would be wrong; set rollout_top_k: -1 (slime hands them on beside a "
         "rollout_top_p below 1: set both in this file)",
+        spoils_weights=True,
         serves=lambda host, keys: host.kept_set(keys),
     ),
 }
 """By a short name for tests and readers."""
 
 
-CUTS = ("top-p", "top-k")
-"""The conflicts that make importance ratios wrong without any replay: each hook refuses them at every micro-batch."""
-
-
-def check(
-    keys: Mapping[str, Any], config: CorrectionConfig, host: Host, names: Iterable[str] = CONFLICTS
-) -> None:
+def check(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> None:
     """Refuse settings with which a job would run and its numbers would be wrong.
-
-    Args:
-        names: the conflicts to look for.
 
     Raises:
         ConfigError: it quotes the argument.
     """
-    for conflict in _found(keys, config, host, names):
-        if conflict.refused:
-            raise ConfigError(conflict.told(host))
+    _refuse((conflict for conflict in _found(keys, config, host) if conflict.refused), host)
+
+
+def check_weights(args: Any, config: CorrectionConfig, host: Host) -> None:
+    """Refuse a job whose every importance weight would be wrong, in a hook that is handed the host's arguments.
+
+    Raises:
+        ConfigError: it quotes the argument.
+    """
+    _refuse((conflict for conflict in _found(vars(args), config, host) if conflict.spoils_weights), host)
 
 
 def warnings(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[str]:
     """Settings that make numbers worse, or may stop the engine."""
-    return (conflict.told(host) for conflict in _found(keys, config, host, CONFLICTS) if not conflict.refused)
+    return (conflict.told(host) for conflict in _found(keys, config, host) if not conflict.refused)
 
 
-def _found(
-    keys: Mapping[str, Any], config: CorrectionConfig, host: Host, names: Iterable[str]
-) -> Iterator[Conflict]:
+def _refuse(conflicts: Iterator[Conflict], host: Host) -> None:
+    conflict = next(conflicts, None)
+    if conflict:
+        raise ConfigError(conflict.told(host))
+
+
+def _found(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[Conflict]:
     setting, known = Setting(keys, config), kinds(host)
-    for conflict in (CONFLICTS[name] for name in names):
+    for conflict in CONFLICTS.values():
         possible = known.keys() >= set(conflict.arguments) and not conflict.serves(host, keys)
         if possible and conflict.holds(setting):
             yield conflict

@@ -22,11 +22,15 @@ MADE = json.loads((ROOT / "benchmarks" / "results" / "mismatch.json").read_text(
 
 @pytest.fixture
 def four_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two steps and a variant: geometric mean ratios of four sequences of 100 tokens, each of all tokens."""
+    """Two steps and a variant: geometric mean ratios of four sequences of 100 tokens, and of four of 10 tokens."""
 
     def rung(name: str, k3: float, logs: list[float]) -> dict:
         values = {"ratio": {over: logs for over in ("mean", "min", "max")}}
-        lengths = {"100": {"count": 4, "presets": {"tis": [1, 1, 0.9], "opsm": None}, "values": values}}
+        short = {"ratio": dict.fromkeys(values["ratio"], [3 * log for log in logs])}
+        lengths = {
+            length: {"count": 4, "presets": {"tis": [1, 1, 0.9], "opsm": None}, "values": found}
+            for length, found in (("10", short), ("100", values))
+        }
         return {
             "name": name,
             "words": name,
@@ -57,12 +61,12 @@ def told(*rules: RejectRule, weight: WeightConfig | None = None) -> list[str]:
 def test_a_window_that_keeps_less_than_half_is_told_with_rung_and_length():
     window = RejectRule("ratio", "mean", 0.99, 1.001)
     assert told(window) == [
-        "reject[0] keeps 25% of sequences of 100 tokens at an int5 engine's mismatch (k3 0.1); measured on 4 "
+        "reject[0] keeps, of sequences of 100 tokens, 25% at an int5 engine's mismatch (k3 0.1); measured on 4 "
         "responses or more of made-up (docs/presets.md)"
     ]
     narrow = RejectRule("ratio", "mean", 0.9995, 1.0005)
     assert (
-        "reject[0] keeps 25% of sequences of 100 tokens at a bf16 engine's mismatch (k3 2e-3), 0% at an int5"
+        "reject[0] keeps, of sequences of 100 tokens, 25% at a bf16 engine's mismatch (k3 2e-3), 0% at an int5"
         in (told(narrow)[0])
     )
     half = RejectRule("ratio", "mean", 0.9995, 1.0011)
@@ -70,14 +74,32 @@ def test_a_window_that_keeps_less_than_half_is_told_with_rung_and_length():
 
 
 @pytest.mark.usefixtures("four_responses")
+def test_a_window_that_short_sequences_leave_is_told_at_the_finest_rung():
+    """Of 10 tokens the mean log ratios are 0, 0.003, -0.006 and 0.06 in bf16."""
+    _, of_short = told(RejectRule("ratio", "mean", 0.997, 1.0015))
+    assert of_short == (
+        "reject[0] keeps, at a bf16 engine's mismatch (k3 2e-3), 25% of sequences of 10 tokens; measured on 4 "
+        "responses or more of made-up (docs/presets.md)"
+    )
+    assert len(told(RejectRule("ratio", "mean", 0.997, 1.004))) == 1  # half of them is no warning
+    assert len(told(RejectRule("ratio", "mean", 0.9999, 1.0001))) == 1  # the first warning has said it
+
+
+@pytest.mark.usefixtures("four_responses")
 def test_a_product_is_the_mean_times_the_length():
     assert not told(RejectRule("ratio", "sum", math.exp(-31.1), math.exp(19.1)))
-    assert "keeps 25% of sequences" in told(RejectRule("ratio", "sum", math.exp(-0.4), math.exp(19.1)))[0]
+    assert (
+        "keeps, of sequences of 100 tokens, 25% at"
+        in told(RejectRule("ratio", "sum", math.exp(-0.4), math.exp(19.1)))[0]
+    )
 
 
 @pytest.mark.usefixtures("four_responses")
 def test_a_mask_bound_of_sequences_is_a_window_and_a_truncating_one_is_none():
-    assert "weight.bound: mask keeps 0% of" in told(weight=WeightConfig("geometric", "mask", 0.999, 1.003))[0]
+    assert (
+        "weight.bound: mask keeps, of sequences of 100 tokens, 0% at"
+        in told(weight=WeightConfig("geometric", "mask", 0.999, 1.003))[0]
+    )
     assert not told(weight=WeightConfig("geometric", "truncate", upper=1.003))
 
 
@@ -98,7 +120,7 @@ def test_a_variant_of_bf16_is_no_step_of_the_ladder():
 
 def test_check_warns_of_a_preset_whose_window_is_narrow(capsys: pytest.CaptureFixture[str]):
     assert main(["config", "check", "geometric-rs"]) == 0
-    assert "warning: reject[0] keeps" in capsys.readouterr().out
+    assert "warning: reject[0] keeps, of sequences" in capsys.readouterr().out
     assert main(["config", "check", "tis"]) == 0
     assert "keeps" not in capsys.readouterr().out
 
@@ -147,9 +169,10 @@ def test_the_committed_page_is_the_generated_one():
 def test_the_page_tells_a_window_that_keeps_nine_of_ten():
     """The percentile 5 of four values lies at 0.15 of the way from the first to the second."""
     made = docs.page(f"{docs.BEGIN}{docs.END}")
-    low, high = (math.exp(0.15 * 0.002 - 0.002), math.exp(0.02 - 0.15 * 0.019))
-    assert (math.floor(1000 * low), math.ceil(1000 * high)) == (998, 1018)
-    assert "| bf16 | [0.998, 1.018] |" in made
+    for scale, window in ((3, (994, 1053)), (1, (998, 1018))):  # of 10 tokens, and of 100
+        low, high = (math.exp(scale * log) for log in (0.15 * 0.002 - 0.002, 0.02 - 0.15 * 0.019))
+        assert (math.floor(1000 * low), math.ceil(1000 * high)) == window
+    assert "| bf16 | [0.994, 1.053] | [0.998, 1.018] |" in made
 
 
 CHOOSE = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")

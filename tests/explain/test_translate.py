@@ -238,11 +238,34 @@ def test_verl_dppo_of_a_launch_script():
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", None])
 def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
     keys = dppo(mode, clip_ratio_low=0.1) | {"algorithm": {"rollout_correction": TOKEN_IS}}  # type: ignore[arg-type]
-    assert from_verl(keys).config() == from_verl(TOKEN_IS).config()
+    translation = from_verl(keys)
+    assert translation.config() == from_verl(TOKEN_IS).config()
+    assert ("policy_loss.loss_mode: gspo is not translated" in " ".join(translation.notes)) == (
+        mode == "gspo"
+    )
     with pytest.raises(ConfigError, match="nothing to translate"):
         from_verl(dppo(mode))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nothing to translate: .*loss_mode: vanilla"):
         from_verl(dppo(), "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("cispo", "cispo is not translated: the file keeps PPO's clip; with mis.objective.surrogate: cispo"),
+        ("clip_cov", "clip_cov is not translated: the file keeps PPO's clip."),
+        ("${MODE}", "where it is dppo_tv or dppo_kl"),
+    ],
+)
+def test_verl_says_which_loss_it_leaves_out(mode: str, told: str):
+    script = (
+        f"python3 -m verl {PREFIX}rollout_is=token actor_rollout_ref.actor.policy_loss.loss_mode={mode}\n"
+    )
+    assert told in " ".join(verl.translate(script).notes)
+    vanilla = verl.translate(script, ["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"])
+    assert "loss_mode" not in " ".join(vanilla.notes)
+    part = {"actor": {"policy_loss": {"loss_mode": "gpg"}}, "algorithm": {"rollout_correction": TOKEN_IS}}
+    assert "gpg is not translated" in " ".join(from_verl(part).notes)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,22 @@ from transformers import AutoConfig
 from mis_plugins.shared.storage import optional
 from true_on_policy.contract.pretrained import PRETRAINED, Pretrained, cache_folder
 from true_on_policy.errors import ModelError
-from true_on_policy.models.tiny import weights_hash
+from true_on_policy.models.tiny import checkpoint, weights_hash
 
 Tell = Callable[[str], None]
+
+
+def checkpoint_of(name: str, folder: Path, dtype: torch.dtype, seed: int, tell: Tell) -> Path:
+    """Return the folder of the checkpoint that `--model` names: pretrained, tiny and written to `folder`, or a folder.
+
+    Args:
+        dtype, seed: of the weights that are drawn for a tiny model.
+        tell: receives a line of text before each slow step.
+
+    Raises:
+        ModelError: no such model, or `pretrained` cannot hand it over.
+    """
+    return pretrained(name, tell) if name in PRETRAINED else checkpoint(name, folder, dtype, seed)
 
 
 def pretrained(name: str, tell: Tell) -> Path:

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -24,15 +24,14 @@ from mis_plugins.shared.provenance import commit
 from mis_plugins.shared.storage import RecordError, check_writable, optional
 from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
-from true_on_policy.contract.norm_order import agreed_order
-from true_on_policy.contract.pretrained import PRETRAINED
+from true_on_policy.contract.norm_order import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
-from true_on_policy.verify.prompts import read_prompts
+from true_on_policy.verify.prompts import Prompts, read_prompts
 from true_on_policy.verify.situations import counted, met, not_met, not_of_engine
 from true_on_policy.verify.workload import Workload, arrangements
 
@@ -140,38 +139,63 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class Setup:
+    """A setup holds what both sides start from: the checkpoint in `source`, the contract, and the work to do."""
+
+    source: Path
+    contract: Contract
+    order: NormOrder
+    prompts: Prompts | None
+    workload: Workload
+
+    @classmethod
+    def of(cls, plan: Plan, folder: Path) -> Setup:
+        from true_on_policy.models.pretrained import checkpoint_of
+        from true_on_policy.models.tiny import check_shares, read_config
+
+        source = checkpoint_of(plan.model, folder, DTYPES[plan.dtype], plan.seed, _tell)
+        config = read_config(source)
+        prompts = read_prompts(plan.prompts, source) if plan.prompts else None
+        contract = plan.contract(Shapes.of(config))
+        check_shares(config, contract)
+        order = agreed_order(contract, plan.engine, plan.trainer)
+        workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())
+        return cls(source, contract, order, prompts, workload)
+
+
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """Run the chain and the control; return the certificate, the control's evidence and the chain's evidence."""
-    from true_on_policy.kernels.pin import pinned
-    from true_on_policy.models.tiny import check_shares, read_config, weights_hash
-
     started, ran = time.monotonic(), commit()
-    source = _checkpoint(plan, scratch / "0")
-    config = read_config(source)
-    prompts = read_prompts(plan.prompts, source) if plan.prompts else None
-    contract = plan.contract(Shapes.of(config))
-    check_shares(config, contract)
-    order = agreed_order(contract, plan.engine, plan.trainer)
-    workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())
+    setup = Setup.of(plan, scratch / "0")
     _tell(f"{plan.title}: starting the engine")
-    with (
-        pinned(contract),
-        closing(ENGINES[plan.engine].start(source, contract, order)) as engine,
-        closing(TRAINERS[plan.trainer].start(source, contract, order)) as trainer,
-    ):
-        versions = engine.versions()
-        on = _chain(plan, engine, trainer, workload, source, scratch)
+    versions, on = _chain(plan, setup, scratch)
     _tell("control: starting the engine with stock kernels")
-    off = _control(plan, contract, workload, source)
+    off = _control(plan, setup)
+    seconds = round(time.monotonic() - started, 1)
+    return _certificate(plan, setup, versions, off, on, ran, seconds), off, on
+
+
+def _certificate(
+    plan: Plan,
+    setup: Setup,
+    versions: Mapping[str, str],
+    off: Evidence,
+    on: Evidence,
+    ran: str,
+    seconds: float,
+) -> Certificate:
+    from true_on_policy.models.tiny import weights_hash
+
     counts, abilities = counted(on), ENGINES[plan.engine].abilities
-    certificate = Certificate(
+    return Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
         model=plan.model,
-        weights=weights_hash(source),
-        prompts=prompts and prompts.as_dict(),
-        contract=contract,
-        order=order,
+        weights=weights_hash(setup.source),
+        prompts=setup.prompts and setup.prompts.as_dict(),
+        contract=setup.contract,
+        order=setup.order,
         links=links(on),
         control=conclusion(off, "control: stock engine decode == stock trainer"),
         situations=counts,
@@ -180,36 +204,34 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         not_of_engine=not_of_engine(abilities),
         hashes=hashes(on),
         commit=ran,
-        seconds=round(time.monotonic() - started, 1),
+        seconds=seconds,
     )
-    return certificate, off, on
 
 
-def _checkpoint(plan: Plan, folder: Path) -> Path:
-    """Return the folder of the model's checkpoint; a tiny model is written to `folder`."""
-    if plan.model in PRETRAINED:
-        from true_on_policy.models.pretrained import pretrained
+def _chain(plan: Plan, setup: Setup, scratch: Path) -> tuple[Mapping[str, str], Evidence]:
+    """Start both sides with pinned kernels; return the versions of the engine's packages and the chain's evidence."""
+    from true_on_policy.kernels.pin import pinned
 
-        return pretrained(plan.model, _tell)
-    from true_on_policy.models.tiny import checkpoint
+    with (
+        pinned(setup.contract),
+        closing(ENGINES[plan.engine].start(setup.source, setup.contract, setup.order)) as engine,
+        closing(TRAINERS[plan.trainer].start(setup.source, setup.contract, setup.order)) as trainer,
+    ):
+        return engine.versions(), _evidence(plan, setup, engine, trainer, scratch)
 
-    return checkpoint(plan.model, folder, DTYPES[plan.dtype], plan.seed)
 
-
-def _chain(
-    plan: Plan, engine: Engine, trainer: Trainer, workload: Workload, source: Path, scratch: Path
-) -> Evidence:
+def _evidence(plan: Plan, setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> Evidence:
     """Collect the evidence of all versions of the weights; both sides read each version from one file."""
     from true_on_policy.models.tiny import updated
 
     evidence = Evidence()
     for version in range(UPDATES + 1):
         if version:
-            update = updated(source, scratch / str(version), plan.seed + version)
+            update = updated(setup.source, scratch / str(version), plan.seed + version)
             engine.update_weights(update, version)
             trainer.load(update)
         share = ceil(plan.tokens / (UPDATES + 1))
-        batches = workload.sample(engine.generate, share, full_set=version == UPDATES)
+        batches = setup.workload.sample(engine.generate, share, full_set=version == UPDATES)
         samples = [*chain.from_iterable(batches)]
         _tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
         evidence += Evidence(
@@ -225,12 +247,12 @@ def _chain(
     return evidence
 
 
-def _control(plan: Plan, contract: Contract, workload: Workload, source: Path) -> Evidence:
+def _control(plan: Plan, setup: Setup) -> Evidence:
     """Collect the evidence of the control: decoded and recomputed with stock kernels, each side in its own order."""
-    with closing(ENGINES[plan.engine].start(source, contract, None)) as engine:
-        batches = workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
+    with closing(ENGINES[plan.engine].start(setup.source, setup.contract, None)) as engine:
+        batches = setup.workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
     samples = [*chain.from_iterable(batches)]
-    with closing(TRAINERS[plan.trainer].start(source, contract, None)) as trainer:
+    with closing(TRAINERS[plan.trainer].start(setup.source, setup.contract, None)) as trainer:
         return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
 
 

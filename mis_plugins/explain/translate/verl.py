@@ -131,6 +131,11 @@ NO_LOG_PROBS = (
     "corrected; here the rollout engine must return them."
 )
 
+BESIDE = {
+    "gspo": "the file keeps PPO's ratio of tokens; with mis.objective.ratio: sequence it has GSPO's",
+    "cispo": "the file keeps PPO's clip; with mis.objective.surrogate: cispo it has CISPO's",
+}
+"""What to set for a loss of the actor that the translation leaves out."""
 REDUCTIONS = {
     "token-mean": f"{OVER_TOKENS}; the flag refuses denominator: kept.",
     "seq-mean-token-mean": f"{OVER_RESPONSES}.",
@@ -176,13 +181,13 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     given = _checked(_section(tree) | said)
     _check_loss(given, said)
     try:
-        return _translated(given, tree, text)
+        return _translated(Draft(given, notes=_left_out(tree, said)), tree, text)
     except ConfigError as error:
         raise ConfigError(f"{error}{_hint(str(error), given)}") from None
 
 
-def _translated(given: dict[str, Any], tree: Any, text: str) -> Translation:
-    draft = Draft(given)
+def _translated(draft: Draft, tree: Any, text: str) -> Translation:
+    given = draft.given
     is_dppo = given.get(LOSS_MODE) in BY_DIVERGENCE
     if is_dppo:
         _check_release(given)
@@ -275,13 +280,26 @@ def _section(tree: Any) -> dict[str, Any]:
     """The settings of the correction, from wherever a release of verl keeps them."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {tree!r}; expected a mapping with {'.'.join(SECTION)}")
-    actor = _at(tree, *ACTOR) or _at(tree, "actor") or {}
+    actor = _actor(tree)
     cap = {CAP: actor[CAP]} if isinstance(actor, Mapping) and CAP in actor else {}
     section, in_loss = _of_algorithm(tree, bool(cap)), _at(actor, *IN_LOSS[2:])
     if in_loss is not None:
         section = _with_loss(section, in_loss, _at(actor, "policy_loss", "loss_mode"))
     idle = all(section.get(key) in (None, False) for key in ("rollout_is", "rollout_rs"))
     return (cap if cap and idle else section | cap) | _dppo_of(actor)
+
+
+def _actor(tree: Any) -> Any:
+    return _at(tree, *ACTOR) or _at(tree, "actor") or {}
+
+
+def _left_out(tree: Any, said: Mapping[str, Any]) -> list[str]:
+    """A note on the actor's loss, where it is neither PPO's clip nor translated."""
+    mode = said.get(LOSS_MODE, _at(_actor(tree), "policy_loss", LOSS_MODE))
+    if mode in (None, *OTHER_LOSSES, *BY_DIVERGENCE) or "$" in str(mode):
+        return []
+    instead = BESIDE.get(mode, "the file keeps PPO's clip")
+    return [f"policy_loss.loss_mode: {mode} is not translated: {instead}."]
 
 
 def _dppo_of(actor: Any) -> dict[str, Any]:
