@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,20 +29,21 @@ CLOSE = 1e-3
 """Decode and prefill in float32 are far nearer, and another version's log-probs further off."""
 
 
-@pytest.fixture
-def engine(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SGLang]:
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[SGLang]:
     """A server whose steps do not overlap: else the step that an update meets is counted after it."""
 
     def alone(name: str, command: list[str], environment: dict[str, str]) -> Server:
         return started(name, [*command, "--disable-overlap-schedule"], environment)
 
-    monkeypatch.setattr("true_on_policy.engines.sglang.engine.started", alone)
-    with closing(serve(tiny, "fp32", None, 8)) as engine:
+    with patch("true_on_policy.engines.sglang.engine.started", alone):
+        engine = serve(tiny, "fp32", None, 8)
+    with closing(engine):
         yield engine
 
 
-def updated_in_place(engine: SGLang, checkpoint: Path) -> dict[str, Any]:
-    """Answer of one request in whose midst the weights of version 2 took the place of those of version 1."""
+def streamed(engine: SGLang) -> Iterator[dict[str, Any]]:
+    """What is told of one request after each of its tokens."""
     body = {
         "input_ids": list(PROMPT),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True},
@@ -48,16 +52,29 @@ def updated_in_place(engine: SGLang, checkpoint: Path) -> dict[str, Any]:
     }
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(engine._server.url + "/generate", json.dumps(body).encode(), headers)
-    answer: dict[str, Any] = {}
     with urllib.request.urlopen(asked, timeout=GENERATE_SECONDS) as stream:
-        told = (line.removeprefix(b"data: ") for line in stream if line.startswith(b"data: {"))
-        for number, chunk in enumerate(told):
-            answer = json.loads(chunk)
-            if number == 20:
-                engine._server.post("/pause_generation", {"mode": "in_place"}, GENERATE_SECONDS)
+        for line in stream:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+@contextmanager
+def paused(engine: SGLang) -> Iterator[None]:
+    """A server whose requests stay where they are; else an update waits until they have ended."""
+    engine._server.post("/pause_generation", {"mode": "in_place"}, GENERATE_SECONDS)
+    yield
+    engine._server.post("/continue_generation", {}, GENERATE_SECONDS)
+
+
+def updated_in_place(engine: SGLang, checkpoint: Path) -> dict[str, Any]:
+    """Answer of one request in whose midst the weights of version 2 took the place of those of version 1."""
+    told = []
+    for answer in streamed(engine):
+        told.append(answer)
+        if len(told) == 20:
+            with paused(engine):
                 engine.update_weights(checkpoint, 2, keep_cache=True)
-                engine._server.post("/continue_generation", {}, GENERATE_SECONDS)
-    return answer
+    return told[-1]
 
 
 def test_the_spans_of_a_request_name_the_token_where_its_weights_moved(
@@ -73,6 +90,22 @@ def test_the_spans_of_a_request_name_the_token_where_its_weights_moved(
     engine.update_weights(tiny, 3)  # the weights of version 1 again
     off = (engine.score([sample])[0] - told).abs()
     assert off[:moved].max() < CLOSE < off[moved]
+
+
+def test_an_update_drops_the_cache_once_the_last_request_has_ended(
+    engine: SGLang, tiny: Path, tmp_path: Path
+) -> None:
+    checkpoint = updated(tiny, tmp_path / "4", seed=1)
+    with ThreadPoolExecutor(1) as beside:
+        for number, _ in enumerate(streamed(engine)):
+            if number == 20:
+                with paused(engine):
+                    update = beside.submit(engine.update_weights, checkpoint, 4)
+                    while not update.done() and "new_version='4'" not in engine._server.output():
+                        time.sleep(0.01)
+        update.result()
+    [sample] = engine.generate([Request(PROMPT, 1)])
+    assert (sample.version, sample.cached) == (4, 0)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm --kv-channels 32"])

@@ -119,12 +119,21 @@ class Server:
         Raises:
             EngineError: the process died, refused the request, or did not answer within `seconds`.
         """
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        return json.loads(self._ask(path, seconds, json.dumps(body).encode()))
+
+    def get(self, path: str, seconds: float) -> str:
+        """Return the text at `path`.
+
+        Raises:
+            EngineError: the process died, refused the request, or did not answer within `seconds`.
+        """
+        return self._ask(path, seconds).decode()
+
+    def _ask(self, path: str, seconds: float, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
-                return json.load(answer)
+                return answer.read()
         except urllib.error.HTTPError as refused:
             raise self._error(f"{path} answered {refused.code}: {refused.read().decode()[:500]}") from refused
         except TimeoutError as late:

@@ -177,10 +177,16 @@ class SGLang:
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         answer = self._server.post(
             "/update_weights_from_disk",
-            {"model_path": str(checkpoint), "flush_cache": not keep_cache, "weight_version": str(version)},
+            {"model_path": str(checkpoint), "flush_cache": False, "weight_version": str(version)},
         )
         if not answer["success"]:
             raise EngineError(f"sglang: refused the weights of {checkpoint}: {answer['message']}")
+        if not keep_cache:
+            self._flush_cache()
+
+    def _flush_cache(self) -> None:
+        # For a moment after its answer a request counts as running. An update that flushes fails then; this waits.
+        self._server.get(f"/flush_cache?timeout={GENERATE_SECONDS}", 2 * GENERATE_SECONDS)
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Ask the server's weight checker, which returns digests by our plugin (`weights.py`)."""
