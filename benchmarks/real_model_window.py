@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -33,8 +33,12 @@ from provenance import as_markdown, markdown_table, parser_of, provenance, targe
 from real_model.arms import ARMS, preset
 from real_model.directions import NORMAL
 from real_model.lost import Scope, measured
+from real_model.page import mean_with_error
 from real_model.unit import Recipe, Row, Unit
 from real_model_rl import MODEL, SMOKE, SMOKE_MODEL, model_of
+
+from mis_plugins.errors import UserError
+from mis_plugins.shared.numerals import whole
 
 ARM, PRESET = "bf16", "miles-blog-dense-3"
 SMOKE_SCOPE = Scope(policies=(0, 1), prompts=4, reference=8, samples=8, sets=2, draws=2)
@@ -61,37 +65,51 @@ MEASURES: Mapping[str, Callable[[Row], float]] = {
 
 
 def main() -> int:
+    """Return 0, or 2 where there is no model to measure."""
     parser = parser_of(__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="(default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model")
-    parser.add_argument("--output", type=target, default=Path("benchmarks/results/real_model_window.json"))
+    parser.add_argument("--output", type=target, help="(default: benchmarks/results/real_model_window.json)")
     options = parser.parse_args()
-    recipe, scope = (SMOKE, SMOKE_SCOPE) if options.smoke else (Recipe(), Scope())
+    output = options.output or _default_output(options.smoke)
+    try:
+        content = _content(options.seed, options.smoke)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_record(output, content, text(content))
+    print(f"wrote {output} and .md")
+    return 0
+
+
+def _default_output(smoke: bool) -> Path:
+    if not smoke:
+        return Path("benchmarks/results/real_model_window.json")
+    Path("runs").mkdir(exist_ok=True)
+    return Path("runs/real-model-window-smoke.json")
+
+
+def _content(seed: int, smoke: bool) -> dict[str, Any]:
+    """Measure, and return what the record holds."""
+    recipe, scope = (SMOKE, SMOKE_SCOPE) if smoke else (Recipe(), Scope())
     measured_with = provenance()
     with TemporaryDirectory(prefix="real-model-") as scratch:
-        source, task = model_of(options.smoke, Path(scratch))
-        unit = Unit.start(ARMS[ARM], options.seed, recipe, task, source)
+        source, task = model_of(smoke, Path(scratch))
+        unit = Unit.start(ARMS[ARM], seed, recipe, task, source)
         rule = preset(PRESET)["mis"]["reject"][0]
-        window = SMOKE_WINDOW if options.smoke else (rule["lower"], rule["upper"])
+        window = SMOKE_WINDOW if smoke else (rule["lower"], rule["upper"])
         rows = [*measured(unit, scope, window, partial(print, file=sys.stderr))]
-    settings = {"model": SMOKE_MODEL if options.smoke else MODEL, "layers": recipe.layers, "arm": ARM}
-    settings |= {
-        "preset": PRESET,
-        "lower": window[0],
-        "upper": window[1],
-        "seed": options.seed,
-        **asdict(scope),
-    }
-    content = {"settings": settings, "rows": rows, "measured_with": measured_with}
-    write_record(options.output, content, text(content))
-    print(f"wrote {options.output} and .md")
-    return 0
+    settings = {"model": SMOKE_MODEL if smoke else MODEL, "layers": recipe.layers, "arm": ARM}
+    bounds = {"preset": PRESET, "lower": window[0], "upper": window[1], "seed": seed}
+    return {"settings": settings | bounds | asdict(scope), "rows": rows, "measured_with": measured_with}
 
 
 def text(content: Mapping[str, Any]) -> str:
     settings, rows = content["settings"], content["rows"]
     table = markdown_table(HEADS, [_line(row, settings) for row in rows])
-    means = ", ".join(f"{name} {_interval([*map(measure, rows)])}" for name, measure in MEASURES.items())
+    means = ", ".join(
+        f"{name} {mean_with_error([*map(measure, rows)])}" for name, measure in MEASURES.items()
+    )
     said = f"Means of the {len(rows)} sets with {NORMAL} standard errors on either side: {means}."
     return f"{TEXT.format(**settings)}\n{table}\n{said}\n\n{as_markdown(content['measured_with'])}\n"
 
@@ -118,8 +136,3 @@ def predicted(k3: float, length: float, lower: float, upper: float) -> float:
         return float(lower <= 1 <= upper)
     normal = NormalDist(-k3, math.sqrt(2 * k3 / length))
     return normal.cdf(math.log(upper)) - normal.cdf(math.log(lower))
-
-
-def _interval(values: Sequence[float]) -> str:
-    error = NORMAL * stdev(values) / math.sqrt(len(values))
-    return f"{fmean(values):.2f} [{fmean(values) - error:.2f}, {fmean(values) + error:.2f}]"

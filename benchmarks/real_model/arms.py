@@ -53,7 +53,7 @@ _FIRST = {
     "bf16": Arm("bf16, none (dense 1)", "bf16", "miles-blog-dense-1"),
     **{name: ({**_INT5, **_FP8})[name] for name in ("int5-none", "fp8-none")},
 }
-# Only configuration 3 runs with all seeds: it is the simplest of those that fall behind with the first seed.
+# Of these only configuration 3 runs with all seeds: it is the simplest of those that fall behind with the first seed.
 _BLOG = {
     f"bf16-dense-{number}": Arm(f"bf16, dense {number}", "bf16", f"miles-blog-dense-{number}", once)
     for number, once in ((2, True), (3, False), (4, True))

@@ -68,7 +68,7 @@ def measured(
 def _at(unit: Unit, index: int, scope: Scope, window: tuple[float, float]) -> Iterator[Row]:
     problems = unit.problems("direction", index, scope.prompts)
     watched = list(unit.trainer.model.model.layers[-unit.recipe.layers :].parameters())
-    reference = _reference(unit, watched, problems, scope.reference, index)
+    reference = reference_of(unit, watched, problems, scope.reference, index)
     for number in range(scope.sets):
         batches = unit.sampled(unit.of_arm, problems, scope.samples, f"lost {number}", index)
         inside, told = _inside(unit, batches, window)
@@ -76,17 +76,17 @@ def _at(unit: Unit, index: int, scope: Scope, window: tuple[float, float]) -> It
         masks = torch.stack(
             [torch.ones(len(inside)), inside.double(), *random_masks(inside, scope.draws, random)]
         )
-        sums = masked_sums(unit, watched, batches, _advantages(unit, batches, problems), masks)
+        sums = masked_sums(unit, watched, batches, advantages_of(unit, batches, problems), masks)
         every, kept, *drawn = torch.cosine_similarity(sums, reference[None], dim=1).tolist()
         yield {"rollout": index, "set": number, **told, "all": every, "window": kept, "random": drawn}
 
 
-def _reference(
+def reference_of(
     unit: Unit, watched: Sequence[Tensor], problems: Sequence[Problem], samples: int, index: int
 ) -> Tensor:
     """The gradient of many responses, each weighted with its whole ratio, so that what sampled leaves no bias."""
     batches = unit.sampled(unit.of_arm, problems, samples, "reference", index)
-    advantages = _advantages(unit, batches, problems).split(unit.recipe.batch)
+    advantages = advantages_of(unit, batches, problems).split(unit.recipe.batch)
     total = torch.zeros(sum(one.numel() for one in watched), dtype=torch.float64)
     for batch, part in zip(batches, advantages, strict=True):
         log_probs = unit.trainer.log_probs(batch.prompts, batch.tokens)
@@ -94,7 +94,7 @@ def _reference(
     return total
 
 
-def _advantages(unit: Unit, batches: Sequence[Batch], problems: Sequence[Problem]) -> Tensor:
+def advantages_of(unit: Unit, batches: Sequence[Batch], problems: Sequence[Problem]) -> Tensor:
     """GRPO's advantages in groups as large as in training."""
     groups = unit.rewards(batches, problems).view(-1, unit.recipe.samples)
     return ESTIMATORS["grpo"](NONE, groups).flatten()

@@ -156,11 +156,12 @@ def averaged(there: Units) -> Iterator[str]:
         ]
         if found:
             columns = [*zip(*found, strict=True), [arm - plain for _, arm, plain in found]]
-            rows.append((ARMS[name].words, len(found), *map(_mean, columns)))
+            rows.append((ARMS[name].words, len(found), *map(mean_with_error, columns)))
     yield markdown_table(("arm", "directions", "agreement", "arm", "uncorrected", "gained"), rows)
 
 
-def _mean(values: Sequence[float]) -> str:
+def mean_with_error(values: Sequence[float]) -> str:
+    """The mean of several values, with NORMAL standard errors on either side."""
     middle = fmean(values)
     if len(values) == 1:
         return f"{middle:.2f}"

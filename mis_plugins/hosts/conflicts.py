@@ -6,7 +6,7 @@ of a file. The TIS hook and the loss hook look for conflicts that spoil weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,7 @@ CONFLICTS: dict[str, Conflict] = {
     ),
 }
 """By a short name for tests and readers."""
+SPOIL_WEIGHTS = tuple(conflict for conflict in CONFLICTS.values() if conflict.spoils_weights)
 
 
 def check(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> None:
@@ -162,7 +163,8 @@ def check(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> None
     Raises:
         ConfigError: it quotes the argument.
     """
-    _refuse((conflict for conflict in _found(keys, config, host) if conflict.refused), host)
+    refused = (conflict for conflict in CONFLICTS.values() if conflict.refused)
+    _refuse(_found(refused, keys, config, host), host)
 
 
 def check_weights(args: Any, config: CorrectionConfig, host: Host) -> None:
@@ -171,12 +173,13 @@ def check_weights(args: Any, config: CorrectionConfig, host: Host) -> None:
     Raises:
         ConfigError: it quotes the argument.
     """
-    _refuse((conflict for conflict in _found(vars(args), config, host) if conflict.spoils_weights), host)
+    _refuse(_found(SPOIL_WEIGHTS, vars(args), config, host), host)
 
 
 def warnings(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[str]:
     """Settings that make numbers worse, or may stop the engine."""
-    return (conflict.told(host) for conflict in _found(keys, config, host) if not conflict.refused)
+    told = (conflict for conflict in CONFLICTS.values() if not conflict.refused)
+    return (conflict.told(host) for conflict in _found(told, keys, config, host))
 
 
 def _refuse(conflicts: Iterator[Conflict], host: Host) -> None:
@@ -185,9 +188,11 @@ def _refuse(conflicts: Iterator[Conflict], host: Host) -> None:
         raise ConfigError(conflict.told(host))
 
 
-def _found(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[Conflict]:
+def _found(
+    conflicts: Iterable[Conflict], keys: Mapping[str, Any], config: CorrectionConfig, host: Host
+) -> Iterator[Conflict]:
     setting, known = Setting(keys, config), kinds(host)
-    for conflict in CONFLICTS.values():
+    for conflict in conflicts:
         possible = known.keys() >= set(conflict.arguments) and not conflict.serves(host, keys)
         if possible and conflict.holds(setting):
             yield conflict

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,19 @@ def test_no_process_of_a_run_is_left(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert code == 0 and len(processes.of(mark)) == 1
     assert processes.of(mark) == []
+
+
+def test_a_process_that_is_not_seen_at_first_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a process that starts another program reads as empty."""
+    of, looks = processes.of, iter(range(4))
+    monkeypatch.setattr(processes, "of", lambda mark: [] if next(looks, 3) < 3 else of(mark))
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, processes.MARK: mark})
+    try:
+        processes.end(mark)
+        assert process.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        process.kill()
 
 
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from real_model import lost
 from real_model.arms import ARMS
 from real_model.correction import NONE, loss
 from real_model.lost import Scope, measured
+from real_model.policy import Batch
 from real_model.task import of_letters
 from real_model.unit import Unit
 
+from mis_plugins.errors import UserError
 from true_on_policy.models.tiny import checkpoint, read_config
 
 SCOPE = Scope(policies=(0, 1), prompts=4, reference=8, samples=8, sets=2, draws=3)
@@ -51,7 +53,28 @@ def test_a_masked_gradient_is_that_of_the_kept_responses(unit: Unit):
         assert row.norm() == pytest.approx(float(total.norm()), rel=0.02)
 
 
-def test_random_draws_keep_as_many_as_the_window(unit: Unit):
+def test_the_reference_weighs_each_response_with_its_whole_ratio(unit: Unit, monkeypatch: pytest.MonkeyPatch):
+    rewards = (torch.arange(32) % 3 == 0).float()  # a random model earns none
+    monkeypatch.setattr(Unit, "rewards", lambda unit, batches, problems: rewards)
+    problems = unit.problems("direction", 0, 4)
+    batches = unit.sampled(unit.of_arm, problems, 8, "reference", 0)
+    ratios = torch.cat([whole_ratios(unit, batch) for batch in batches])
+    assert ratios.max() / ratios.min() > 1.5
+    watched = list(unit.trainer.model.model.layers[-1:].parameters())
+    advantages = lost.advantages_of(unit, batches, problems)
+    wanted = lost.masked_sums(unit, watched, batches, advantages, ratios[None].double())[0]
+    found = lost.reference_of(unit, watched, problems, 8, 0)
+    assert torch.cosine_similarity(found, wanted, dim=0) > 0.999
+    assert found.norm() == pytest.approx(float(wanted.norm()), rel=0.02)
+
+
+@torch.no_grad()
+def whole_ratios(unit: Unit, batch: Batch) -> torch.Tensor:
+    log_ratio = unit.trainer.log_probs(batch.prompts, batch.tokens) - batch.behavior
+    return log_ratio.where(batch.valid, 0).sum(1).exp()
+
+
+def test_random_draws_keep_as_many_as_the_window():
     inside = torch.arange(40) < 13
     draws = torch.stack(lost.random_masks(inside, 50, torch.Generator().manual_seed(0)))
     assert (draws.sum(1) == 13).all() and 0.2 < draws[:, 13:].mean() < 0.45
@@ -89,3 +112,22 @@ def test_the_command_writes_a_record_and_a_page(
     page = (tmp_path / "w.md").read_text()
     assert "| rollouts | set | k3 |" in page and "window less random" in page
     assert "rollout 1 of 1" in capsys.readouterr().err and (tmp_path / "w.json").exists()
+
+
+def test_a_smoke_run_leaves_the_committed_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["real_model_window.py", "--smoke"])
+    assert real_model_window.main() == 0
+    assert [str(file) for file in Path().rglob("*.json")] == ["runs/real-model-window-smoke.json"]
+
+
+def test_a_model_that_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def lost_model(smoke: bool, scratch: Path) -> None:
+        raise UserError("--model smollm2-135m: could not be fetched")
+
+    monkeypatch.setattr(real_model_window, "model_of", lost_model)
+    monkeypatch.setattr(sys, "argv", ["real_model_window.py", "--output", str(tmp_path / "w.json")])
+    assert real_model_window.main() == 2
+    assert "error: --model smollm2-135m" in capsys.readouterr().err and not [*tmp_path.iterdir()]

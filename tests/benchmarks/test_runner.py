@@ -118,8 +118,8 @@ sys.exit(run_arms(arms, PROCESSES, "a"))
 """
 
 
-def interrupted(tmp_path: Path, processes: int, fails: str, after: Path) -> tuple[int, str]:
-    """Exit code and output of a run that gets Ctrl-C while arm b sleeps and once `after` is there."""
+def interrupted(tmp_path: Path, processes: int, fails: str) -> tuple[int, str]:
+    """Exit code and output of a run that gets Ctrl-C while arm b sleeps."""
     constants = f"FAILS, PROCESSES = {fails!r}, {processes}\n"
     process = subprocess.Popen(
         [sys.executable, "-c", constants + INTERRUPTED, str(tmp_path)],
@@ -129,7 +129,7 @@ def interrupted(tmp_path: Path, processes: int, fails: str, after: Path) -> tupl
     )
     assert process.stderr
     said = process.stderr.readline()  # of arm a, which ends first
-    while not after.exists():
+    while not (tmp_path / "b" / "begun").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -137,14 +137,14 @@ def interrupted(tmp_path: Path, processes: int, fails: str, after: Path) -> tupl
 
 
 def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
-    code, said = interrupted(tmp_path, 1, "none", tmp_path / "b" / "begun")
+    code, said = interrupted(tmp_path, 1, "none")
     assert code == 130 and "b interrupted after" in said
     assert (tmp_path / "a" / STAMP).is_file()
     assert not (tmp_path / "b" / STAMP).exists() and not (tmp_path / "c").exists()
 
 
 def test_the_first_ctrl_c_after_a_failure_lets_the_others_end_too(tmp_path: Path) -> None:
-    code, said = interrupted(tmp_path, 2, "a", tmp_path / "b" / "begun")
+    code, said = interrupted(tmp_path, 2, "a")
     assert code == 1 and "a failed with exit code 1" in said and "b interrupted after" in said
     assert (tmp_path / "b" / "ended").exists()
 

@@ -75,7 +75,7 @@ def test_a_window_that_keeps_less_than_half_is_told_with_rung_and_length():
 
 @pytest.mark.usefixtures("four_responses")
 def test_a_window_that_short_sequences_leave_is_told_at_the_finest_rung():
-    """Of 10 tokens the mean log ratios are 0, 0.003, -0.006 and 0.06 in bf16."""
+    """In bf16, sequences of 10 tokens have the mean log ratios 0, 0.003, -0.006 and 0.06."""
     _, of_short = told(RejectRule("ratio", "mean", 0.997, 1.0015))
     assert of_short == (
         "reject[0] keeps, at a bf16 engine's mismatch (k3 2e-3), 25% of sequences of 10 tokens; measured on 4 "

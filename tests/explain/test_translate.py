@@ -252,8 +252,9 @@ def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
 @pytest.mark.parametrize(
     ("mode", "told"),
     [
-        ("cispo", "cispo is not translated: the file keeps PPO's clip; with mis.objective.surrogate: cispo"),
-        ("clip_cov", "clip_cov is not translated: the file keeps PPO's clip."),
+        ("gspo", "gspo is not translated; mis.objective.ratio: sequence gives GSPO's ratio."),
+        ("cispo", "cispo is not translated; mis.objective.surrogate: cispo gives CISPO's loss."),
+        ("clip_cov", "policy_loss.loss_mode: clip_cov is not translated."),
         ("${MODE}", "where it is dppo_tv or dppo_kl"),
     ],
 )

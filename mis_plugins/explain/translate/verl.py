@@ -132,8 +132,8 @@ NO_LOG_PROBS = (
 )
 
 BESIDE = {
-    "gspo": "the file keeps PPO's ratio of tokens; with mis.objective.ratio: sequence it has GSPO's",
-    "cispo": "the file keeps PPO's clip; with mis.objective.surrogate: cispo it has CISPO's",
+    "gspo": "; mis.objective.ratio: sequence gives GSPO's ratio",
+    "cispo": "; mis.objective.surrogate: cispo gives CISPO's loss",
 }
 """What to set for a loss of the actor that the translation leaves out."""
 REDUCTIONS = {
@@ -298,8 +298,7 @@ def _left_out(tree: Any, said: Mapping[str, Any]) -> list[str]:
     mode = said.get(LOSS_MODE, _at(_actor(tree), "policy_loss", LOSS_MODE))
     if mode in (None, *OTHER_LOSSES, *BY_DIVERGENCE) or "$" in str(mode):
         return []
-    instead = BESIDE.get(mode, "the file keeps PPO's clip")
-    return [f"policy_loss.loss_mode: {mode} is not translated: {instead}."]
+    return [f"policy_loss.loss_mode: {mode} is not translated{BESIDE.get(mode, '')}."]
 
 
 def _dppo_of(actor: Any) -> dict[str, Any]:
