@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.norm_order import ORDERS
 from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import GENERATE_SECONDS
 from true_on_policy.engines.vllm.engine import VLLM, Pool
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
@@ -50,18 +54,52 @@ def test_every_log_prob_is_the_trainers_through_an_update(dtype: str, order: str
                     assert equal_bits(scored, torch.cat(trainer.log_probs(samples, [1.0] * len(samples))))
 
 
-def test_the_stock_engine_is_not_the_trainer_ends_where_asked_and_a_missing_checkpoint_is_an_error(
-    tmp_path: Path,
-):
-    source = checkpoint("tiny-qwen3", tmp_path / "0", torch.float32, seed=0)
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("stock") / "0", torch.float32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def stock(source: Path) -> Iterator[VLLM]:
     with closing(VLLM(source, "fp32")) as engine:
-        # A temperature so low decides the tokens: vLLM's requests carry no seed.
-        certain = Request((5, 6, 7), 40, temperature=1e-3)
-        [whole] = engine.generate([certain])
-        [cut] = engine.generate([replace(certain, end=whole.tokens[3])])
-        assert cut.tokens == whole.tokens[: whole.tokens.index(whole.tokens[3]) + 1]
-        samples = engine.generate(REQUESTS)
-        stock = torch.cat(HuggingFace(source, "fp32").log_probs(samples, [1.0, 1.0, 0.7]))
-        assert (joined(samples) != stock).float().mean() > 0.5
-        with pytest.raises(EngineError, match="vllm: "):
-            engine.update_weights(tmp_path / "nowhere", 1)
+        yield engine
+
+
+def test_the_stock_engine_is_not_the_trainer_and_ends_where_asked(stock: VLLM, source: Path):
+    # A temperature so low decides the tokens: vLLM's requests carry no seed.
+    certain = Request((5, 6, 7), 40, temperature=1e-3)
+    [whole] = stock.generate([certain])
+    [cut] = stock.generate([replace(certain, end=whole.tokens[3])])
+    assert cut.tokens == whole.tokens[: whole.tokens.index(whole.tokens[3]) + 1]
+    samples = stock.generate(REQUESTS)
+    trainer = torch.cat(HuggingFace(source, "fp32").log_probs(samples, [1.0, 1.0, 0.7]))
+    assert (joined(samples) != trainer).float().mean() > 0.5
+
+
+def test_an_update_drops_the_cache_once_the_last_request_has_ended(stock: VLLM, source: Path):
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(stock.generate, [Request(PROMPT, 400)])
+        while running_requests(stock) == 0:
+            assert not running.done()
+        stock.update_weights(source, 1)
+        running.result()
+    [sample] = stock.generate([Request(PROMPT, 1)])
+    assert (sample.version, sample.cached) == (1, 0)
+
+
+def running_requests(engine: VLLM) -> float:
+    """What the server says of itself to Prometheus."""
+    lines = engine._server.get("/metrics", GENERATE_SECONDS).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def test_a_cache_that_stays_in_use_is_an_error(stock: VLLM, source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("true_on_policy.engines.vllm.engine.GENERATE_SECONDS", 0)
+    monkeypatch.setattr(stock, "_server", Mock(post=lambda *_: {"success": False}))
+    with pytest.raises(EngineError, match="cache of the previous weights is still in use after 0 s"):
+        stock.update_weights(source, 2)
+
+
+def test_a_missing_checkpoint_is_an_error(stock: VLLM, tmp_path: Path):
+    with pytest.raises(EngineError, match="vllm: "):
+        stock.update_weights(tmp_path / "nowhere", 3)

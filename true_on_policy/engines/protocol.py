@@ -104,6 +104,7 @@ class Engine(Protocol):
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         """Load the weights of a checkpoint with equal shapes, and drop the cache of the previous weights.
 
+        An engine keeps its cache while a request runs, so that the call returns when the last request has ended.
         With `keep_cache`, the next tokens of a sequence attend to keys and values of the previous weights.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, GENERATE_SECONDS, LOOP_TOKENS, named, patience, started
+from true_on_policy.engines.server import (
+    DTYPES,
+    GENERATE_SECONDS,
+    LOOP_TOKENS,
+    POLL_SECONDS,
+    named,
+    patience,
+    started,
+)
 
 ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
 BLOCK = 32  # slots of a block of the key-value cache
@@ -126,8 +135,18 @@ class VLLM:
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         self._call("reload_weights", weights_path=str(checkpoint))
         if not keep_cache:
-            self._server.post("/reset_prefix_cache", {})
+            self._drop_cache()
         self._version = version
+
+    def _drop_cache(self) -> None:
+        # While a request runs, vLLM keeps its cache and answers 200.
+        deadline = time.monotonic() + GENERATE_SECONDS
+        while not self._server.post("/reset_prefix_cache", {})["success"]:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s"
+                )
+            time.sleep(POLL_SECONDS)
 
     def _call(self, method: str, **kwargs: str) -> None:
         self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs})
