@@ -572,6 +572,12 @@ class CorrectionConfig:
         return self.weight is not None or bool(self.reject)
 
     @property
+    def reads_behavior(self) -> bool:
+        """Whether the engine's log-probs can change a loss, by a weight, a rule, OPSM or PPO's ratio."""
+        opsm = self.opsm is not None and self.opsm.reference == "behavior"
+        return self.corrects or self.bypass or opsm
+
+    @property
     def needs_loss_hook(self) -> bool:
         """Whether the config needs advantages, the target policy or versions, which the TIS hook does not get."""
         return self.opsm is not None or self.objective is not None or self.segment_wise_on

@@ -64,12 +64,12 @@ class Conflict:
 
 def _top_p_cuts(setting: Setting) -> bool:
     top_p = setting.keys.get("rollout_top_p")
-    return isinstance(top_p, int | float) and top_p < 1 and setting.config.corrects
+    return isinstance(top_p, int | float) and top_p < 1 and setting.config.reads_behavior
 
 
 def _top_k_cuts(setting: Setting) -> bool:
     top_k = setting.keys.get("rollout_top_k")
-    return isinstance(top_k, int) and top_k > 0 and setting.config.corrects
+    return isinstance(top_k, int) and top_k > 0 and setting.config.reads_behavior
 
 
 def _chunks_cut(setting: Setting) -> bool:

@@ -78,7 +78,8 @@ def token(record: Record, position: int) -> dict[str, Any]:
 
 
 def _sequence(value: float, record: Record) -> dict[str, Any]:
-    difference = (record.proximal_log_probs - record.behavior_log_probs).nan_to_num(0.0)
+    difference = record.proximal_log_probs - record.behavior_log_probs
+    difference = torch.where(difference.isfinite(), difference, 0)
     usable = torch.where(record.loss_mask, difference.abs(), 0)
     middle = int(usable.argmax())
     shown = range(max(middle - AROUND, 0), min(middle + AROUND, record.size))

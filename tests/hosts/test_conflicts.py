@@ -26,6 +26,8 @@ MEGATRON, ALL = ("miles", "slime"), ("miles", "slime", "fsdp")
 REPLAYED = {"use_rollout_routing_replay": True, "use_routing_replay": True}
 WEIGHT = {"weight": {"upper": 2}}
 ROUTE = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
+BYPASS = {"weight": None, "objective": {"surrogate": "clip", "old": "behavior"}}
+OPSM = {"opsm": {"delta": 1.0e-4}}
 Case = tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]
 # The conflict, keys beside `mis:`, what `mis:` says, and the hosts that have the conflict.
 FOUND: list[Case] = [
@@ -45,6 +47,10 @@ FOUND: list[Case] = [
     ("top-p", {"rollout_top_p": 0.95, "rollout_top_k": 50}, WEIGHT, ("miles", "fsdp")),
     ("top-k", {"rollout_top_k": 50}, WEIGHT, ALL),
     ("top-k", {"rollout_top_k": 50, "rollout_top_p": 1.0}, WEIGHT, ALL),
+    ("top-p", {"rollout_top_p": 0.95}, BYPASS, ("miles", "fsdp")),
+    ("top-k", {"rollout_top_k": 50}, BYPASS, ALL),
+    ("top-p", {"rollout_top_p": 0.95}, OPSM, ("miles", "fsdp")),
+    ("top-k", {"rollout_top_k": 50}, OPSM, ALL),
 ]  # fmt: skip
 CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (REPLAYED, ROUTE),
@@ -58,6 +64,7 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_top_k": -1}, WEIGHT),
     ({"rollout_top_k": 50}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"metrics": "full"}),
+    ({"rollout_top_p": 0.95}, {"opsm": {"delta": 1.0e-4, "reference": "proximal"}}),
 ]
 
 

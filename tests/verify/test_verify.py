@@ -27,7 +27,7 @@ from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import picture, verification
 from true_on_policy.verify.certificate import Certificate
-from true_on_policy.verify.links import Evidence, Link, conclusion
+from true_on_policy.verify.links import Evidence, Link, conclusion, link
 from true_on_policy.verify.situations import counted, not_met
 from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements
 
@@ -489,3 +489,8 @@ def test_the_workload_meets_its_situations(tiny: Path):
     assert len({sample.request.seed for sample in samples}) == len(samples)
     for _, batches in arrangements(samples, seed=0):
         assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.float64), torch.ones(1), torch.ones(4)])
+def test_log_probs_of_another_dtype_or_number_never_hold(other: Tensor):
+    assert not link("a link", [torch.zeros(3)], [other]).holds

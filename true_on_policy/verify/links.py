@@ -7,11 +7,12 @@ therefore compared at every temperature as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from true_on_policy.bitwise import first_mismatch
@@ -104,9 +105,12 @@ def conclusion(
     return link(name, evidence.decode, evidence.trainer_tempered)
 
 
-def link(name: str, left: Sequence[Float32[Tensor, "_"]], right: Sequence[Float32[Tensor, "_"]]) -> Link:
+def link(name: str, left: Sequence[Float[Tensor, "_"]], right: Sequence[Float[Tensor, "_"]]) -> Link:
+    """Compare the log-probs of two computations; log-probs of another dtype or number are all unequal."""
     a, b = torch.cat(list(left)), torch.cat(list(right))
     mismatch = first_mismatch(a, b, boundaries(left))
+    if mismatch and mismatch.kind != "bytes":
+        return Link(name, 0, max(len(a), len(b)), str(mismatch), math.inf)
     return Link(
         name=name,
         equal=len(a) - (mismatch.count if mismatch else 0),
