@@ -23,7 +23,7 @@ from mis_plugins.report.readers.spelled import spell
 from mis_plugins.report.summary import print_summary
 from mis_plugins.report.survey import Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
-from mis_plugins.report.verdict import CALM, of_curve, verdict
+from mis_plugins.report.verdict import CALM, of_curves, verdict
 from mis_plugins.report.written import Document, write_json
 from mis_plugins.shared.shell import INTERRUPTED
 
@@ -80,7 +80,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     proposal = propose(swept, made.outcomes, made.whole, made.opening) if made else None
     curves = found.read_curves(problems)
     meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
-    said = verdict(made, proposal, meant) if made else of_curve(curves[0].values if curves else {})
+    said = verdict(made, proposal, meant) if made else of_curves(curves)
     title = ", ".join(path.name or str(path) for path in paths)
     inputs = _inputs(found)
     return Document(title, inputs, complete, meant, said, made, proposal, curves, problems)

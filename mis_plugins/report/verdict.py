@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from mis_plugins.report import ladder
 from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.own import Intent
 from mis_plugins.report.proposal import Proposal
+from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.survey import Report
 
 # Where a number of docs/metrics.md turns bad. Tests hold each limit to the words of that page.
@@ -42,7 +44,9 @@ def beyond(values: Mapping[str, float]) -> list[str]:
     found = []
     for name, (low, high) in LIMITS.items():
         value = values.get(name)
-        if value is not None and high is not None and value > high:
+        if value is not None and math.isnan(value):
+            found.append(f"{name} is NaN")
+        elif value is not None and high is not None and value > high:
             found.append(f"{name} is {value:.3g}, above {high:g}")
         elif value is not None and low is not None and value < low:
             found.append(f"{name} is {value:.3g}, below {low:g}")
@@ -68,13 +72,21 @@ def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None
     )
 
 
-def of_curve(values: Mapping[int, Mapping[str, float]]) -> Verdict:
-    """The verdict on curves without tokens."""
-    last = values[max(values)] if values else {}
-    limits = beyond(last)
+def of_curves(curves: Sequence[Curve]) -> Verdict:
+    """The verdict on curves without tokens: each number by its last value, as hosts log in rows of their own."""
+    known = [last(curve) for curve in curves]
+    limits = [limit for values in known for limit in beyond(values)]
     told = "No tokens were read, so no cause can be told; name a dump to learn more."
-    headline = f"At the last step {limits[0]}." if limits else "The curves end within their limits."
-    return Verdict(WATCH if limits else CALM, headline, (told,))
+    if limits:
+        return Verdict(WATCH, f"At the last step {limits[0]}.", (told,))
+    judged = any(name in values for values in known for name in LIMITS)
+    headline = "The curves end within their limits." if judged else "The curves hold no number that has a limit."
+    return Verdict(CALM, headline, (told,))
+
+
+def last(curve: Curve) -> dict[str, float]:
+    """The last value of each number."""
+    return {name: x for _, row in sorted(curve.values.items()) for name, x in row.items()}
 
 
 def _headline(report: Report, level: str) -> str:
