@@ -418,7 +418,8 @@ def test_every_token_is_scored_by_the_version_after_its_own(fresh: Numbering, tr
     wanted = [log_prob(token, version + 1) for token, version in zip(range(2, 8), written, strict=True)]
     assert found.tolist() == torch.tensor(wanted).tolist()
     assert columns.tokens["output_versions"][0].tolist() == written
-    assert not carried.scores._of, "nothing is remembered of what is trained on"
+    carried.before_training(actor, 6, rollout(fresh, [drawn(fresh, [5])]))
+    assert not carried.scores._of, "nothing is remembered of what was trained on before"
 
 
 def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Numbering, trainer: Any) -> None:
@@ -431,6 +432,31 @@ def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Numbering, traine
     assert actor.passes == 1 and carried.of(data).version == 2
     carried.before_training(actor, 1, rollout(fresh, [drawn(fresh, [2])]))  # the weights did not move on
     assert actor.passes == 1 and waiting is not None
+
+
+def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(
+    fresh: Numbering, trainer: Any
+) -> None:
+    """A rank is lost, and the rollout is split anew: this rank gets another sample, whose scores it still has."""
+    actor, carried = Actor(fresh), carrying.Carrying(MilesTrainer())
+    first, second = drawn(fresh, [1, 1]), drawn(fresh, [1], index=1)
+    before, shares = rollout(fresh, [drawn(fresh, [1])]), [rollout(fresh, [one]) for one in (first, second)]
+    for version, rollout_id, data in ((2, 0, before), (3, 1, shares[0]), (3, 1, shares[1])):
+        actor.weight_updater.weight_version = version
+        carried.before_training(actor, rollout_id, data)
+    columns = carried.of(shares[1])
+    assert columns.tokens["output_versions"][0].tolist() == [1]
+    (found,) = columns.tokens["recomputed_log_probs"]
+    assert found.tolist() == torch.tensor([log_prob(second.tokens[-1], 2)]).tolist()
+
+
+def test_a_repeated_rollout_drops_its_old_tokens_again(fresh: Numbering, trainer: Any) -> None:
+    actor, carried = Actor(fresh, mis={"segment_wise": {"too_old": "drop"}}), carrying.Carrying(MilesTrainer())
+    actor.weight_updater.weight_version = 4
+    data = rollout(fresh, [drawn(fresh, [1, 3, 4])])
+    for attempt in (dict(data), dict(data)):
+        carried.before_training(actor, 0, attempt)
+        assert attempt["loss_masks"][0].tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("too_old", ["raise", "drop"])

@@ -8,6 +8,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -67,6 +68,28 @@ def test_miles_names_what_lacks_a_rank(tmp_path: Path) -> None:
         (tmp_path / "train_data" / f"3_{rank}.pt").unlink()
     found, told = read(tmp_path)
     assert not found and "of 1 of 2 context-parallel ranks" in told[0]
+
+
+@pytest.mark.parametrize("write", [write_miles, write_slime])
+def test_samples_that_share_an_index_stay_apart(tmp_path: Path, write) -> None:
+    """An agent's responses to one prompt are copies of one sample: they have its index, and tokens of their own."""
+    records = [replace(one, sample="0") for one in some_records(lengths=(4, 4, 9))]
+    records = [replace(one, tokens=torch.arange(one.size) + place) for place, one in enumerate(records)]
+    write(tmp_path, records)
+    write_rollout(tmp_path, records)
+    found, told = read(tmp_path)
+    assert_alike(found, records)
+    assert [record.reward for record in found] == [0.0, 1.0, 2.0] and not told
+
+
+def test_shards_with_the_same_indices_stay_apart(tmp_path: Path) -> None:
+    one, other = (replace(record, sample="0") for record in some_records(lengths=(4, 4)))
+    other = replace(other, tokens=torch.arange(4, 8))
+    write_miles(tmp_path, [one], cp=2)
+    write_miles(tmp_path, [other], cp=2, first_rank=6)
+    found, told = read(tmp_path)
+    assert_alike(found, [one, other])
+    assert not told
 
 
 def test_slime(tmp_path: Path) -> None:

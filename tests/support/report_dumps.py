@@ -50,10 +50,14 @@ def layout_of(records: Sequence[Record], micro_batches: MicroBatches) -> dict[st
 
 
 def write_miles(
-    folder: Path, records: Sequence[Record], cp: int = 2, micro_batches: MicroBatches = ()
+    folder: Path,
+    records: Sequence[Record],
+    cp: int = 2,
+    micro_batches: MicroBatches = (),
+    first_rank: int = 0,
 ) -> None:
     """One rollout of Miles: for each context-parallel rank a first pipeline stage, the last one, and a copy of it."""
-    rank = 0
+    rank = first_rank
     for cp_rank in range(cp):
         whole = columns(records) | layout_of(records, micro_batches)
         layout = zigzag(whole["total_lengths"], whole["response_lengths"], cp, cp_rank)
@@ -100,7 +104,8 @@ def write_rollout(folder: Path, records: Sequence[Record], foreign: Any = None) 
     """The rollout's own dump, which both hosts write alike; `foreign` may be an object of any class."""
     samples = [
         {"index": int(record.sample), "status": "truncated" if place else "completed", "reward": float(place),
-         "weight_versions": ["3"], "rollout_routed_experts": foreign}
+         "weight_versions": ["3"], "rollout_routed_experts": foreign,
+         "tokens": torch.cat([torch.arange(PROMPT), _tokens(record)]).tolist()}
         for place, record in enumerate(records)
     ]  # fmt: skip
     _save(

@@ -56,12 +56,19 @@ class Carrying:
         self.scores, self.scored = Scores(), -1
         self._columns: Columns | None = None
         self._data: Data | None = None
+        self._alive: frozenset[int] | None = None
 
     def before_training(self, actor: Any, rollout_id: int, data: Data) -> None:
-        """Score the waiting tokens, once a version, and make the columns of the rollout in training."""
-        if self._columns is None or self._columns.rollout_id != rollout_id:  # a host may repeat a rollout
-            self._columns = self._made(actor, rollout_id, data)
-        self._data = data
+        """Score the waiting tokens, once a version, and make the columns of the rollout in training.
+
+        Miles's fault tolerance repeats a rollout, over the ranks that are left: with other samples on this rank, and
+        masks from which nothing was taken. So columns are made each time, and scores of the rollout in training stay
+        until another one begins.
+        """
+        begins = self._columns is None or self._columns.rollout_id != rollout_id
+        if begins and self._alive is not None:
+            self.scores.keep(self._alive)
+        self._columns, self._data = self._made(actor, rollout_id, data), data
 
     def of(self, data: Data) -> Columns:
         """The columns of this rollout.
@@ -85,12 +92,9 @@ class Carrying:
             )
         notes = [Note.of(packed, key) for packed in data[key]]
         config = segment_wise(args)
-        alive = None
         if recomputes(config):
-            alive = self._score(actor, rollout_id, data, version, max(note.batch for note in notes))
+            self._alive = self._score(actor, rollout_id, data, version, max(note.batch for note in notes))
         written = [self.scores.written(note, version) for note in notes]
-        if alive is not None:
-            self.scores.keep(alive)
         if config is not None:
             _admit(data, written, config)
         return Columns(rollout_id, version, self._sliced(args, data, written))

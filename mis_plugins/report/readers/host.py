@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ NAMES = {
     "advantages": "advantages",
 }
 
-Extra = Mapping[Any, Mapping[str, Any]]  # what the rollout's dump tells of a sample, by the sample's index
+# What the rollout's dump tells of its samples, by index. Samples may share an index: copies of one prompt do.
+Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
 
 
 def has_samples(content: Any) -> bool:
@@ -35,10 +37,11 @@ def has_samples(content: Any) -> bool:
 
 def rollout_extra(content: Mapping[str, Any]) -> Extra:
     """What a rollout's dump (`--save-debug-rollout-data`) tells of its samples, by index."""
-    found = {}
+    found: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for place, sample in enumerate(content["samples"]):
         index = sample.get("index")
-        found[place if index is None else index] = {
+        told = {
+            "tokens": sample.get("tokens"),
             "truncated": {"truncated": True, "completed": False}.get(str(sample.get("status"))),
             "reward": sample.get("reward"),
             "weight_versions": sample.get("weight_versions"),
@@ -46,7 +49,20 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
             "prompt": sample.get("prompt"),
             "response": sample.get("response"),
         }
+        found[place if index is None else index].append(told)
     return found
+
+
+def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the rollout's dump tells of one sample; nothing where several share its index and its tokens."""
+    known = extra.get(index, ())
+    if len(known) > 1 and (ids := _ids(sample.get("tokens"))) is not None:
+        known = [told for told in known if _ids(told["tokens"]) == ids]
+    return known[0] if len(known) == 1 else {}
+
+
+def _ids(tokens: Any) -> list[int] | None:
+    return None if tokens is None else torch.as_tensor(tokens).flatten().tolist()
 
 
 def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra) -> Record:
@@ -55,7 +71,7 @@ def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra)
     Raises:
         RecordError: columns are missing or do not fit together.
     """
-    told = extra.get(index, {})
+    told = _told(extra, index, sample)
     values = {name: sample.get(theirs) for name, theirs in NAMES.items()}
     if values["behavior_log_probs"] is None:
         values["behavior_log_probs"] = told.get("rollout_log_probs")

@@ -3,6 +3,9 @@
 Read from Miles 31f1ca9: `{rollout_id, rank, rollout_data, cp_rank, cp_size, qkv_format}`. Context-parallel ranks hold
 their zigzag pieces of per-token columns, tensor-parallel ranks hold copies, and pipeline stages before the last hold
 no log-probs. Each column of a sample is put together from whichever ranks have it.
+
+Samples may share an index: an agent's responses to one prompt are copies of one sample. A sample is therefore known by
+its rank's list of samples and its place there.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ from mis_plugins.shared.storage import RecordError
 
 PIECES = ("rollout_log_probs", "log_probs", "advantages")  # cut over context-parallel ranks
 WHOLE = ("tokens", "loss_masks", "rewards", "truncated", "weight_versions")
+
+Shard = bytes | int  # equal on all ranks that hold the same samples
 
 
 @dataclass(frozen=True)
@@ -62,32 +68,42 @@ def records(
     ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, problems: Problems
 ) -> Iterator[Record]:
     """Records of one rollout from the files of all its ranks."""
-    held: dict[Any, list[Held]] = defaultdict(list)
+    held: dict[tuple[Shard, int], list[Held]] = defaultdict(list)
+    shards = {int(rank["rank"]): _shard(rank) for rank in ranks}
     for rank in sorted(ranks, key=lambda rank: int(rank["rank"])):
-        data = rank["rollout_data"]
-        for place in range(len(data["response_lengths"])):
-            indices = data.get("sample_indices")
-            held[(int(rank["rank"]), place) if indices is None else indices[place]].append(Held(rank, place))
+        shard = shards[int(rank["rank"])]
+        for place in range(len(rank["rollout_data"]["response_lengths"])):
+            held[shard, place].append(Held(rank, place))
     found: list[tuple[Any, Record]] = []
-    for index, parts in held.items():
+    for name, parts in held.items():
+        index = parts[0].column("sample_indices")
+        index = (int(parts[0].rank["rank"]), parts[0].place) if index is None else index
         try:
-            found.append(
-                (index, host.record(_joined(index, parts), int(ranks[0]["rollout_id"]), index, extra))
-            )
+            found.append((name, host.record(_joined(index, parts), int(ranks[0]["rollout_id"]), index, extra)))
         except RecordError as error:
             problems.add(f"{label}: {error}")
-    return in_order(found, _packings(ranks))
+    whole = {shards[int(rank["rank"])]: rank["rollout_data"] for rank in ranks}
+    return in_order(found, _packings(whole))
 
 
-def _packings(ranks: Sequence[Mapping[str, Any]]) -> Packings:
+def _shard(rank: Mapping[str, Any]) -> Shard:
+    """A digest of the rank's samples; without indices, the rank's own number, since it stands alone."""
+    data = rank["rollout_data"]
+    if data.get("sample_indices") is None:
+        return int(rank["rank"])
+    digest = blake2b()
+    for name in ("sample_indices", "tokens", "loss_masks"):
+        for value in data.get(name, ()):
+            digest.update(torch.as_tensor(value).contiguous().numpy())
+    return digest.digest()
+
+
+def _packings(shards: Mapping[Shard, Mapping[str, Any]]) -> Packings:
     """Packing of every response. Ranks of other tensor, pipeline and context places repeat the lists of their shard."""
     found: Packings = {}
-    told = [rank["rollout_data"] for rank in ranks]
-    shards = {
-        tuple(data["sample_indices"]): data for data in told if isinstance(data.get("sample_indices"), list)
-    }
-    for number, (names, data) in enumerate(shards.items()):
+    for number, (shard, data) in enumerate(shards.items()):
         valid = data.get("rollout_mask_sums")
+        names = [(shard, place) for place in range(len(data["response_lengths"]))]
         found |= packings(data, number, data.get("num_rollouts"), () if valid is None else valid, names)
     return found
 
