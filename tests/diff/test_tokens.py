@@ -17,6 +17,7 @@ from torch import Tensor
 from mis_plugins.shared.storage import RecordError
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
+from true_on_policy.diff.command import show
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.module_recorder import record
 from true_on_policy.diff.names import correspondence
@@ -134,6 +135,13 @@ def statuses(report: Report) -> dict[str, str]:
     return {row.key.name: row.status for row in report.rows if row.key.name != "table"}
 
 
+def agreed(stepped: Memory) -> int:
+    """Exit code where all tokens agree. Where each pass is one token, the table too seems to have a row a token."""
+    ids = [entry.load() for entry in stepped.entries if entry.key.name == "input_ids"]
+    alone = all(isinstance(tokens, Tensor) and tokens.numel() == 1 for tokens in ids)
+    return NOT_COMPARABLE if alone else EQUAL
+
+
 BOTH_EQUAL = {"norm.output": "equal", "heads.output": "equal"}
 
 
@@ -143,8 +151,9 @@ def test_steps_batches_and_packs_agree(drawn: Drawn, chunk: int, left: bool):
     whole = [[*prompt, *sampled] for prompt, sampled in drawn]
     computed = {tuple(sequence[:n]) for sequence in whole for n in range(1, len(sequence))}
     for trained in (padded(whole, left), packed(whole)):
-        for found in (by_token(engine(drawn, chunk), trained), by_token(trained, engine(drawn, chunk))):
-            assert found.exit_code == EQUAL and statuses(found) == BOTH_EQUAL
+        stepped = engine(drawn, chunk)
+        for found in (by_token(stepped, trained), by_token(trained, stepped)):
+            assert found.exit_code == agreed(stepped) and statuses(found) == BOTH_EQUAL
             assert found.tokens is not None and found.tokens >= len(computed)
 
 
@@ -163,9 +172,9 @@ def test_another_value_is_found_at_its_token(drawn: Drawn, data: st.DataObject):
     followed = any(
         s[: position + 1] == whole[number][: position + 1] and len(s) > position + 1 for s in whole
     )
-    assert by_token(engine(drawn), packed(whole, (row, place))).exit_code == (
-        DIFFERENT if followed else EQUAL
-    )
+    stepped = engine(drawn)
+    wanted = DIFFERENT if followed else agreed(stepped)
+    assert by_token(stepped, packed(whole, (row, place))).exit_code == wanted
 
 
 def test_all_computations_of_a_token_are_compared():
@@ -241,6 +250,26 @@ def test_a_tensor_that_some_passes_lack():
     assert statuses(by_token(a, b)) == BOTH_EQUAL | {"heads.output": "not comparable"}
     b.entries = [entry for entry in b.entries if entry.key.name != "heads.output"]
     assert statuses(by_token(a, b)) == BOTH_EQUAL | {"heads.output": "missing in B"}
+
+
+def test_a_tensor_with_other_rows_on_one_side_is_not_taken_for_equal():
+    """An engine pads its pass to four rows: the trainer's tensor has a row for each token, the engine's has not."""
+    a, b = packed([[1, 2, 0]]), packed([[1, 2, 0]])
+    b.entries = [
+        Entry(entry.key, lambda: torch.full((4, WIDTH), 7.0)) if entry.key.name == "norm.output" else entry
+        for entry in b.entries
+    ]
+    for found, side in ((by_token(a, b), "B"), (by_token(b, a), "A")):
+        assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "not comparable"
+        (row,) = (row for row in found.rows if row.status == "not comparable")
+        assert row.detail == f"{side} has not one row for each token"
+
+
+def test_what_has_no_rows_on_both_sides_is_counted(capsys: pytest.CaptureFixture[str]):
+    found = by_token(packed([[1, 2, 0]]), packed([[1, 2, 0]]))
+    assert found.exit_code == EQUAL and found.no_rows == 1
+    show(found)
+    assert "left out: not one row a token  1" in capsys.readouterr().out
 
 
 def test_another_dtype():

@@ -79,7 +79,11 @@ def show(report: Report) -> None:
     counts = {status: count for status, count in report.counts.items() if count or status == "equal"}
     if report.tokens is not None:
         counts["pairs of tokens"] = report.tokens
-    unmatched = {"left out: no counterpart": report.left_out, "not tensors": report.no_tensors}
+    unmatched = {
+        "left out: no counterpart": report.left_out,
+        "left out: not one row a token": report.no_rows,
+        "not tensors": report.no_tensors,
+    }
     counts |= {what: count for what, count in unmatched.items() if count}
     print_table(("tensors", ""), list(counts.items()))
     if report.first:
@@ -122,6 +126,7 @@ def write_json(report: Report, file: Path) -> None:
         "counts": report.counts,
         "left_out": report.left_out,
         "no_tensors": report.no_tensors,
+        "no_rows": report.no_rows,
         "tokens": report.tokens,
         "first_divergence": report.first and {
             "operation": report.first.operation,

@@ -61,6 +61,7 @@ class Report:
         rows: one row a tensor, in execution order of A; tensors that A lacks come last.
         left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
         no_tensors: how many pairs of recorded values are not tensors.
+        no_rows: how many tensors were not compared by token, since neither side has one row for each token.
         tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
     """
 
@@ -69,6 +70,7 @@ class Report:
     rows: tuple[Row, ...]
     left_out: int = 0
     no_tensors: int = 0
+    no_rows: int = 0
     tokens: int | None = None
 
     @property

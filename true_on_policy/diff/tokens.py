@@ -100,13 +100,14 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     left, right = (_side(a, names.a, heads), _side(b, names.b, heads))
     pairs = _pairs(left, right)
     keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
-    rows = [row for key in told(keys, "tensors compared") if (row := _row(key, left, right, pairs))]
+    rows = [_row(key, left, right, pairs) for key in told(keys, "tensors compared")]
     alone = [*_unmatched(left, right, "missing in B"), *_unmatched(right, left, "missing in A")]
     return Report(
         a.path,
         b.path,
-        rows=(*alone, *rows, *_log_probs(a, b)),
+        rows=(*alone, *(row for row in rows if row), *_log_probs(a, b)),
         left_out=left_out(a, names.a) + left_out(b, names.b),
+        no_rows=rows.count(None),
         tokens=len(pairs),
     )
 
@@ -237,15 +238,18 @@ def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
 
 
 def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
-    """Compare one key over all pairs of tokens; None where a side's tensor has not one row for each token."""
+    """Compare one key over all pairs of tokens; None where no side's tensor has one row for each token."""
     if key not in a.keys or key not in b.keys:
         return Row(key, "missing in B" if key in a.keys else "missing in A")
     try:
         left, right = (_gathered(key, side, [pair[i] for pair in pairs]) for i, side in enumerate((a, b)))
     except RecordError as error:
         return Row(key, "not comparable", detail=str(error))
-    if left is None or right is None:
+    if left is None and right is None:
         return None
+    if left is None or right is None:
+        side = "A" if left is None else "B"
+        return Row(key, "not comparable", detail=f"{side} has not one row for each token")
     return verdict(key, _located(first_mismatch(left, right), pairs))
 
 
