@@ -72,6 +72,7 @@ class Columns:
     behavior: Tensor
     proximal: Tensor
     route: Tensor | None = None
+    advantages: Tensor | None = None
 
 
 def drawn(seed: int, precision: str) -> Run:
@@ -105,8 +106,9 @@ def records(columns: Columns) -> list[Record]:
     """Return the neutral records of a run."""
     sizes = columns.run.lengths.tolist()
     parts = [x.split(sizes) for x in (columns.behavior, columns.proximal, columns.tokens)]
-    routes, versions = (
-        [None] * SEQUENCES if x is None else x.split(sizes) for x in (columns.route, columns.run.versions)
+    routes, versions, advantages = (
+        [None] * SEQUENCES if x is None else x.split(sizes)
+        for x in (columns.route, columns.run.versions, columns.advantages)
     )
     return [
         Record(
@@ -116,11 +118,14 @@ def records(columns: Columns) -> list[Record]:
             pi,
             torch.ones_like(ids, dtype=torch.bool),
             ids,
+            advantages=advantage,
             route_differs=route,
             versions=version,
             trainer_version=None if version is None else NEWEST,
         )
-        for place, (mu, pi, ids, route, version) in enumerate(zip(*parts, routes, versions, strict=True))
+        for place, (mu, pi, ids, route, version, advantage) in enumerate(
+            zip(*parts, routes, versions, advantages, strict=True)
+        )
     ]
 
 
@@ -195,6 +200,13 @@ def _nonfinite(columns: Columns) -> Columns:
     return replace(columns, proximal=proximal)
 
 
+def _broken_advantages(columns: Columns) -> Columns:
+    """Return the run with advantages, of which one response's are the infinity of a division by no spread."""
+    owner = columns.run.sequences
+    advantages = torch.where(owner % 2 == 0, 1.0, -1.0)
+    return replace(columns, advantages=torch.where(owner == 3, torch.inf, advantages))
+
+
 def _placeholder(columns: Columns) -> Columns:
     behavior = columns.behavior.clone()
     behavior[columns.run.positions % 100 == 50] = 0.0
@@ -230,6 +242,7 @@ OF_LOGITS: dict[str, Callable[[Run], Run]] = {
 }
 OF_COLUMNS: dict[str, Callable[[Columns], Columns]] = {
     "non-finite": _nonfinite,
+    "non-finite-advantage": _broken_advantages,
     "placeholder": _placeholder,
     "changed-response": _changed,
     "route": _route,

@@ -199,10 +199,11 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
     yield from areal.warnings(keys)
 
 
-def suggest(arguments: argparse.Namespace) -> str:
+def suggest(arguments: argparse.Namespace) -> int:
     """The config to run with, as yaml, from what a run left: dumps of Miles or slime, or the neutral form.
 
-    Reads what `report` reads, tries the presets of this pack on it, and says why it proposes which.
+    Reads what `report` reads, tries the presets of this pack on it, and says why it proposes which. After Ctrl-C it
+    proposes from what was read before, says so, and exits with code 130.
     """
     from mis_plugins.report.command import suggest as proposed
 

@@ -156,6 +156,9 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
         config.metrics == "all" or config.on_all_rejected == "raise" or watches
     )
     hook = f"{hook} {STEP_HOOK}" if steps else hook
+    objective = config.objective
+    if objective is not None and (objective.unbiased_kl or objective.weigh_kl):
+        hook = f"{hook} --use-kl-loss"
     return f"{hook} {ROUTES_HOOK}" if watches else hook
 
 

@@ -48,6 +48,12 @@ class Batch:
         return self._column(lambda record: record.advantages, torch.nan, torch.float32)
 
     @cached_property
+    def broken_advantages(self) -> int:
+        """Number of valid tokens of responses with advantages whose own advantage is NaN or infinite."""
+        given = self._column(lambda record: record.advantages, 0.0, torch.float32)
+        return 0 if given is None else int((~given.isfinite() & self.ragged.loss_mask).sum())
+
+    @cached_property
     def tokens(self) -> Int[Tensor, " T"] | None:
         return self._column(lambda record: record.tokens, UNKNOWN, torch.int64)
 

@@ -105,6 +105,11 @@ def _nonfinite(facts: Facts) -> str | None:
     return f"{train:.0f} trainer log-probs and {rollout:.0f} rollout log-probs of valid tokens are NaN or infinite."
 
 
+def _broken_advantages(facts: Facts) -> str | None:
+    count = facts.evidence.broken_advantages
+    return f"{count} advantages of valid tokens are NaN or infinite." if count else None
+
+
 def _placeholder(facts: Facts) -> str | None:
     count, usable = facts.evidence.sure_yet_unlikely, max(facts.sums["usable"], 1)
     if count < 3 or count / usable < SURE_SHARE:
@@ -305,6 +310,14 @@ CAUSES: dict[str, Cause] = {
         "Find the samples with `mis_plugins.mis.drop_broken_samples`; keep logits in bf16 or fp32.",
         _nonfinite,
         "One such token is enough: a log-prob is never infinite in a healthy run.",
+    ),
+    "non-finite-advantage": Cause(
+        "Advantages that are no numbers",
+        "Advantages of valid tokens are NaN or infinite. No log-prob need differ.",
+        "A reward that is NaN or infinite, or a division by the spread of a group whose rewards are all equal.",
+        "Look at the rewards, and at what normalizes them. `mis_plugins.mis.loss` takes such an advantage as 0.",
+        _broken_advantages,
+        "One such token is enough: an advantage is never infinite in a healthy run.",
     ),
     "placeholder": Cause(
         "Placeholders inside the loss",

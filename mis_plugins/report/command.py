@@ -14,13 +14,14 @@ from itertools import chain
 from pathlib import Path
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import InputError
 from mis_plugins.report.allocator import keep_freed_memory
 from mis_plugins.report.own import found_config, intent
 from mis_plugins.report.proposal import propose
 from mis_plugins.report.readers.paths import Found, find
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.readers.spelled import spell
-from mis_plugins.report.summary import print_summary
+from mis_plugins.report.summary import SHOWN_PROBLEMS, print_summary
 from mis_plugins.report.survey import Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import CALM, of_curves, verdict
@@ -54,13 +55,25 @@ def alarmed(document: Document) -> bool:
     return document.verdict.level != CALM or bool(document.report and document.report.alarms)
 
 
-def suggest(arguments: argparse.Namespace) -> str:
-    """The proposal alone: yaml, flags, and why."""
-    found = read(arguments.paths, arguments).proposal
-    if found is None:
-        return "# nothing to propose: no tokens were read"
-    comments = "\n".join(f"# {line}" for line in (f"{found.name}: {'; '.join(found.why)}", found.flags))
-    return f"{comments}\n{found.yaml}"
+def suggest(arguments: argparse.Namespace) -> int:
+    """Print the proposal alone: yaml, flags, why, and how much was read. What could not be read goes to stderr.
+
+    Raises:
+        InputError: no tokens were read, so there is nothing to propose.
+    """
+    document = read(arguments.paths, arguments)
+    for problem in document.problems.first(SHOWN_PROBLEMS):
+        print(f"not read: {problem}", file=sys.stderr)
+    if document.report is None or document.proposal is None:
+        raise InputError(
+            f"{document.title}: no tokens were read, so there is nothing to propose; name a dump"
+        )
+    found, made = document.proposal, document.report
+    extent = f"from {made.sequences} responses of {len(made.steps)} steps"
+    extent += "" if document.complete else "; interrupted, so the rest was not read"
+    comments = (f"{found.name}: {'; '.join(found.why)}", extent, found.flags)
+    print("\n".join(f"# {line}" for line in comments), found.yaml, sep="\n")
+    return 0 if document.complete else INTERRUPTED
 
 
 def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:

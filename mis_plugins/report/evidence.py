@@ -79,6 +79,7 @@ class Evidence:
     beginning_excess: Moments = Moments()
     end_excess: Moments = Moments()
     sure_yet_unlikely: int = 0
+    broken_advantages: int = 0
     sizes: list[Float[Tensor, " N"]] = field(default_factory=list)
     correlations: list[Float[Tensor, " N"]] = field(default_factory=list)
     by_id: Float[Tensor, "6 V"] | None = None
@@ -93,6 +94,7 @@ class Evidence:
         self.end_excess = self.end_excess.plus((found.end - found.middle)[finished])
         sure = tokens.usable & (batch.behavior == 0) & (batch.proximal < UNLIKELY)
         self.sure_yet_unlikely += int(sure.sum())
+        self.broken_advantages += batch.broken_advantages
         self.sizes.append(found.size.float())
         self.correlations.append(found.correlation.float())
         if batch.tokens is not None:

@@ -400,7 +400,7 @@ def _tokens(report: Report) -> str:
 
 def _read(documents: Sequence[Document]) -> str:
     files = "".join(f"<li>{escape(text)}</li>" for one in documents for text in one.inputs[:200])
-    lost = [text for one in documents for text in one.problems.told]
+    lost = [text for one in documents for text in one.problems.first()]
     told = "".join(f"<li>{escape(text)}</li>" for text in lost)
     broken = f"<h3>Could not be read</h3><ul>{told}</ul>" if lost else ""
     counts = [

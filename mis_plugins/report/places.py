@@ -45,8 +45,8 @@ def _capped(x: Tensor | None) -> Tensor | None:
 def _sign(batch: Batch) -> Tensor | None:
     if batch.advantages is None:
         return None
-    signs = batch.advantages.nan_to_num(0.0).sign().long() + 1
-    return torch.where(batch.advantages.isnan(), -1, signs)
+    known = batch.advantages.isfinite()
+    return torch.where(known, torch.where(known, batch.advantages, 0).sign().long() + 1, -1)
 
 
 SPANS = [

@@ -14,9 +14,8 @@ from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.opening import Opening
 from mis_plugins.report.sweep import Candidate
 
-NOTHING_TO_DO = (
-    1e-4  # kl_k3 below which an engine in bf16 lies, and no config changes the gradient in any visible way
-)
+# kl_k3 below which no config changes the gradient in any visible way; an engine in bf16 lies ten times above.
+NOTHING_TO_DO = 1e-4
 LEAST_KEPT = 0.5
 # Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.
 LEAST_ESS = 0.1

@@ -18,6 +18,7 @@ SHOWN = (
     "prob_correlation",
     "kept_fraction",
 )
+SHOWN_PROBLEMS = 10
 MARK = {CALM: "calm", ALARM: "ALARM"}
 
 
@@ -44,7 +45,7 @@ def _lines(document: Document) -> Iterator[str]:
             yield f"    Fix: {one.cause.fix}"
     if not document.complete:
         yield "  Interrupted: the numbers are those of what was read before."
-    yield from (f"  not read: {text}" for text in document.problems.told[:10])
+    yield from (f"  not read: {text}" for text in document.problems.first(SHOWN_PROBLEMS))
 
 
 def _number(document: Document, name: str) -> str:

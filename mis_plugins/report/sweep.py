@@ -66,8 +66,13 @@ class Direction:
 def _plain(batch: Batch) -> Float[Tensor, " T"] | None:
     if batch.advantages is None:
         return None
-    plain = batch.advantages.nan_to_num(0.0) * (1 - batch.proximal.nan_to_num(0.0).exp())
+    plain = _finite(batch.advantages) * (1 - _finite(batch.proximal).exp())
     return plain.double()
+
+
+def _finite(x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """0 where a number is NaN or infinite; `nan_to_num` makes an infinite one 3.4e38, which outweighs all others."""
+    return torch.where(x.isfinite(), x, 0)
 
 
 def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"] | None:

@@ -73,14 +73,16 @@ def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None
 
 
 def of_curves(curves: Sequence[Curve]) -> Verdict:
-    """The verdict on curves without tokens: each number by its last value, as hosts log in rows of their own."""
+    """The verdict on curves without tokens, by the last value of each number: a host's rows hold some of them each."""
     known = [last(curve) for curve in curves]
     limits = [limit for values in known for limit in beyond(values)]
     told = "No tokens were read, so no cause can be told; name a dump to learn more."
     if limits:
-        return Verdict(WATCH, f"At the last step {limits[0]}.", (told,))
+        return Verdict(WATCH, f"The curves end beyond a limit: {'; '.join(limits)}.", (told,))
     judged = any(name in values for values in known for name in LIMITS)
-    headline = "The curves end within their limits." if judged else "The curves hold no number that has a limit."
+    headline = (
+        "The curves end within their limits." if judged else "The curves hold no number that has a limit."
+    )
     return Verdict(CALM, headline, (told,))
 
 

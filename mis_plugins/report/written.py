@@ -58,7 +58,7 @@ def as_json(document: Document) -> dict[str, Any]:
     if document.proposal is not None:
         found["proposal"] = _of_proposal(document.proposal)
     found["curves"] = [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves]
-    return found | {"problems": _problems(document.problems), "cannot_tell": CANNOT}
+    return found | {"problems": document.problems.first(), "cannot_tell": CANNOT}
 
 
 def _of_report(report: Report) -> dict[str, Any]:
@@ -91,10 +91,6 @@ def _of_proposal(proposal: Proposal) -> dict[str, Any]:
     ranking = [{"name": one.candidate.name, "against": list(one.reasons)} for one in proposal.ranking]
     told = {"name": proposal.name, "trusted": proposal.trusted, "why": list(proposal.why)}
     return told | {"yaml": proposal.yaml, "flags": proposal.flags, "ranking": ranking}
-
-
-def _problems(problems: Problems) -> list[str]:
-    return [*problems.told, *([f"and {problems.more} more"] if problems.more else [])]
 
 
 def plain(value: Any) -> Any:

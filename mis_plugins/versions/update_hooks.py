@@ -32,9 +32,10 @@ class HookError(MisError):
 class Hooks:
     """The registered hooks.
 
-    on_error: what happens when a hook raises. `stop`: later hooks and the update do not run, generation resumes, and
-        the exception is raised as a `HookError`. `continue`: the exception is logged, and everything goes on. Both
-        messages name the hook.
+    on_error: what happens when a hook raises. `stop`: the later hooks of its point do not run, nor does the update
+        where it is still to come. Once generation has paused, the pre-resume hooks, the resume and the post-resume
+        hooks follow. Then the exception is raised as a `HookError`. `continue`: the exception is logged, and everything
+        goes on. Both messages name the hook.
     """
 
     on_error: OnError = "stop"

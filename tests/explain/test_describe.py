@@ -384,6 +384,9 @@ def test_flags():
     rollout = from_mapping({"weight": {"normalize": {"scope": "rollout"}}})
     assert describe.flags(rollout).startswith("--use-tis ") and "normalize_rollout" in describe.flags(rollout)
     assert describe.flags(CorrectionConfig()).startswith("--get-mismatch-metrics ")
+    for name in ("unbiased_kl", "weigh_kl"):
+        config = from_mapping({"objective": {name: True}})
+        assert describe.flags(config).split()[-1] == "--use-kl-loss"  # without it the host stops
     assert describe.flags(CorrectionConfig(opsm=OpsmConfig(0.1))).startswith("--loss-type custom_loss ")
 
 

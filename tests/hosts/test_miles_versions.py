@@ -451,7 +451,10 @@ def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(
 
 
 def test_a_repeated_rollout_drops_its_old_tokens_again(fresh: Numbering, trainer: Any) -> None:
-    actor, carried = Actor(fresh, mis={"segment_wise": {"too_old": "drop"}}), carrying.Carrying(MilesTrainer())
+    actor, carried = (
+        Actor(fresh, mis={"segment_wise": {"too_old": "drop"}}),
+        carrying.Carrying(MilesTrainer()),
+    )
     actor.weight_updater.weight_version = 4
     data = rollout(fresh, [drawn(fresh, [1, 3, 4])])
     for attempt in (dict(data), dict(data)):

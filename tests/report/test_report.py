@@ -28,11 +28,11 @@ from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes
 from mis_plugins.report.opening import Opening
 from mis_plugins.report.proposal import judge, propose
-from mis_plugins.report.readers.source import Problems, Source
-from mis_plugins.report.record import Record
+from mis_plugins.report.readers.source import Curve, Problems, Source
+from mis_plugins.report.record import Record, from_mapping
 from mis_plugins.report.survey import Report, Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates
-from mis_plugins.report.verdict import LIMITS, verdict
+from mis_plugins.report.verdict import CALM, LIMITS, WATCH, of_curves, verdict
 
 NONE = CorrectionConfig()
 
@@ -201,6 +201,14 @@ def test_a_mismatch_without_a_cause_says_that_it_cannot_tell() -> None:
     found = surveyed(records)
     assert not found.findings
     assert any(line.startswith("Why: log-probs alone cannot tell.") for line in verdict(found, None).lines)
+
+
+def test_an_infinite_log_prob_leaves_the_sum_of_its_sequence() -> None:
+    mu, pi = torch.tensor([-0.5, -torch.inf, -0.75]), torch.tensor([-0.75, -0.5, -0.75])
+    (worst,) = surveyed(
+        [from_mapping({"behavior_log_probs": mu, "proximal_log_probs": pi}, 0, "a")]
+    ).worst_sequences
+    assert worst["sequence_log_ratio"] == -0.25
 
 
 def test_worst_sequences_keep_no_file_in_memory() -> None:
@@ -393,6 +401,52 @@ def test_suggest_prints_a_config_that_can_be_read(dumped: Path, capsys: pytest.C
     assert main(["config", "check", str(file)]) == 0
 
 
+def test_suggest_tells_what_it_did_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = ['{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}'] * 12
+    write_lines(tmp_path / "run.jsonl", some_records(), *broken)
+    assert main(["config", "suggest", str(tmp_path / "run.jsonl")]) == 0
+    printed = capsys.readouterr()
+    assert "# from 3 responses of 1 steps\n" in printed.out
+    assert printed.err.count("not read: ") == 11 and "not read: and 2 more" in printed.err
+
+
+def test_suggest_that_is_interrupted_says_so(
+    dumped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add = Survey.add
+
+    def once(survey: Survey, batch: Batch) -> None:
+        if survey.sequences:
+            raise KeyboardInterrupt
+        add(survey, batch)
+
+    monkeypatch.setattr(Survey, "add", once)
+    assert main(["config", "suggest", str(dumped / "run")]) == 130
+    assert "interrupted, so the rest was not read" in capsys.readouterr().out
+
+
+def test_suggest_without_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"rollout": 0, "k3_kl": 0.5}) + "\n")
+    assert main(["config", "suggest", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "no tokens were read, so there is nothing to propose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_advantage_decides_nothing(broken: float) -> None:
+    """What one response's advantages would be is unknown: rankings are those of the others, and its sign is none."""
+    records = [replace(one, advantages=one.advantages) for one in some_records(lengths=(70, 80, 90))]
+    known = [
+        replace(one, advantages=torch.zeros(one.size)) if not place else one
+        for place, one in enumerate(records)
+    ]
+    records[0] = replace(records[0], advantages=torch.full((70,), broken))
+    found, wanted = (surveyed(rows, sweep="tis,sequence") for rows in (records, known))
+    for name, numbers in wanted.outcomes.items():
+        assert found.outcomes[name]["coefficient_cosine"] == numbers["coefficient_cosine"]
+    assert [row["bucket"] for row in found.places["advantage"]] == ["positive"]
+    assert [one.name for one in found.findings] == ["non-finite-advantage"]
+
+
 def test_ctrl_c_leaves_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(problems: Problems):
         yield from some_records(0)
@@ -410,6 +464,28 @@ def test_a_single_step_without_advantages_is_ordinary(tmp_path: Path) -> None:
     records = [replace(one, advantages=None, tokens=None) for one in some_records()]
     write_lines(tmp_path / "one.jsonl", records)
     assert main(["report", str(tmp_path / "one.jsonl"), "--output", str(tmp_path / "out")]) == 0
+
+
+def curve(*rows: dict[str, float]) -> Curve:
+    return Curve("a run", dict(enumerate(rows)))
+
+
+def test_curves_are_judged_by_the_last_value_of_each_number() -> None:
+    """Hosts log rollouts in rows of their own, and a folder may hold several files."""
+    high = curve({"kl_k3": 0.5}, {"rollout/response_len": 200.0})
+    for curves in ([high], [curve({"loss": 0.1}), high]):
+        found = of_curves(curves)
+        assert found.level == WATCH and "kl_k3 is 0.5, above 0.01" in found.headline
+    assert of_curves([curve({"kl_k3": 0.5}, {"kl_k3": 1e-3})]).level == CALM
+
+
+def test_a_number_that_is_nan_is_beyond_its_limit() -> None:
+    found = of_curves([curve({"kl_k3": math.nan})])
+    assert found.level == WATCH and "kl_k3 is NaN" in found.headline
+
+
+def test_curves_without_a_limited_number_are_not_called_calm_in_words() -> None:
+    assert of_curves([curve({"loss": 0.1})]).headline == "The curves hold no number that has a limit."
 
 
 def test_curves_alone_make_a_page(tmp_path: Path) -> None:

@@ -494,3 +494,9 @@ def test_the_workload_meets_its_situations(tiny: Path):
 @pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.float64), torch.ones(1), torch.ones(4)])
 def test_log_probs_of_another_dtype_or_number_never_hold(other: Tensor):
     assert not link("a link", [torch.zeros(3)], [other]).holds
+
+
+def test_log_probs_that_are_nan_on_both_sides_never_hold():
+    log_probs = [torch.tensor([-1.0]), torch.tensor([-0.5, torch.nan])]
+    found = link("a link", log_probs, [x.clone() for x in log_probs])
+    assert not found.holds and found.first == "NaN at [1, 1]"

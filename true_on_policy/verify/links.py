@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from true_on_policy.bitwise import first_mismatch
+from true_on_policy.bitwise import coordinate, first_mismatch
 from true_on_policy.engines.protocol import Sample
 
 LogProbs = list[Float32[Tensor, "_"]]  # one tensor a sequence
@@ -106,11 +106,17 @@ def conclusion(
 
 
 def link(name: str, left: Sequence[Float[Tensor, "_"]], right: Sequence[Float[Tensor, "_"]]) -> Link:
-    """Compare the log-probs of two computations; log-probs of another dtype or number are all unequal."""
+    """Compare the log-probs of two computations.
+
+    Log-probs of another dtype or number are all unequal, and so are all beside one that is NaN: nobody computed it.
+    """
     a, b = torch.cat(list(left)), torch.cat(list(right))
     mismatch = first_mismatch(a, b, boundaries(left))
     if mismatch and mismatch.kind != "bytes":
         return Link(name, 0, max(len(a), len(b)), str(mismatch), math.inf)
+    if (missing := a.isnan() | b.isnan()).any():
+        where = coordinate(int(missing.int().argmax()), missing.shape, boundaries(left))
+        return Link(name, 0, len(a), f"NaN at {list(where)}", math.inf)
     return Link(
         name=name,
         equal=len(a) - (mismatch.count if mismatch else 0),

@@ -79,7 +79,9 @@ def records(
         index = parts[0].column("sample_indices")
         index = (int(parts[0].rank["rank"]), parts[0].place) if index is None else index
         try:
-            found.append((name, host.record(_joined(index, parts), int(ranks[0]["rollout_id"]), index, extra)))
+            found.append(
+                (name, host.record(_joined(index, parts), int(ranks[0]["rollout_id"]), index, extra))
+            )
         except RecordError as error:
             problems.add(f"{label}: {error}")
     whole = {shards[int(rank["rank"])]: rank["rollout_data"] for rank in ranks}
@@ -94,7 +96,7 @@ def _shard(rank: Mapping[str, Any]) -> Shard:
     digest = blake2b()
     for name in ("sample_indices", "tokens", "loss_masks"):
         for value in data.get(name, ()):
-            digest.update(torch.as_tensor(value).contiguous().numpy())
+            digest.update(torch.as_tensor(value).numpy().tobytes())
     return digest.digest()
 
 

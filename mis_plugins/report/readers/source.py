@@ -27,6 +27,11 @@ class Problems:
         else:
             self.more += 1
 
+    def first(self, most: int = MOST) -> list[str]:
+        """The first `most` of them, and how many more there are."""
+        more = len(self.told) + self.more - most
+        return [*self.told[:most], *([f"and {more} more"] if more > 0 else [])]
+
 
 @dataclass(frozen=True)
 class Curve:
