@@ -58,7 +58,8 @@ AREAL_KEYS = (
 )  # `max_head_offpolicyness` bounds the rollout, and is the host's own
 AREAL_BLOCKS = ("actor", "rollout")  # of AReaL's yaml, which hold its keys
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
-OUR_PREFIXES = ("tis_", "rs_", "mis_", "behav_imp_")
+AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
+OUR_PREFIXES = ("tis_", "rs_", "mis_", *AREAL_PREFIXES)
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
 RULE_KEYS = (
     "rs_level",
@@ -236,11 +237,18 @@ def areal_keys(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_areal(key: str) -> bool:
-    return key in (*AREAL_KEYS, "rejection_sampling") or key.startswith("behav_imp_")
+    return key in (*AREAL_KEYS, "rejection_sampling") or key.startswith(AREAL_PREFIXES)
 
 
 def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse AReaL's plain PPO on recomputed log-probs, which `use_decoupled_loss: false` alone is not."""
+    """Refuse what weighs nothing in AReaL: plain PPO on recomputed log-probs, and decoupled PPO without rejection."""
+    bounds = found.keys() & {"rejection_sampling", "behav_imp_weight_cap"}
+    null = any(block.get("rejection_sampling", 0) is None for block in blocks.values())
+    if found.get("use_decoupled_loss") and null and not bounds:
+        raise ConfigError(
+            "rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys, or "
+            "say which tokens to reject"
+        )
     recomputes = any(block.get("recompute_logprob") is True for block in blocks.values())
     if found.get("use_decoupled_loss") is False and recomputes:
         raise ConfigError(
@@ -269,9 +277,25 @@ def check_names(names: Iterable[str]) -> None:
         ConfigError: it quotes the key, and suggests one.
     """
     for name in names:
+        check_spelling_of_areal(name)
         if is_ours(name) and name not in READ_KEYS:
             families = {"use": OUR_SWITCHES, "beh": AREAL_KEYS}
             raise ConfigError(f"{name}: unknown key{_suggest(name, families.get(name[:3], FLAT_KEYS))}")
+
+
+def check_spelling_of_areal(name: str) -> None:
+    """Refuse the keys of the releases of AReaL that spelled `behave`, whose weights are others than `behav_imp_*`.
+
+    Raises:
+        ConfigError: it tells what AReaL has had in place of the key since 1.0.
+    """
+    if name.startswith("behave_imp_"):
+        raise ConfigError(
+            f"{name}: AReaL itself has refused it since 1.0. Give `config from-areal` a rejection_sampling block: "
+            "action: mask for the modes token_mask and sequence_mask, action: clamp for token_truncate and "
+            "sequence_truncate, level: sequence for sequence_*, upper for the cap; with the mode disabled drop "
+            "use_decoupled_loss too"
+        )
 
 
 def _resembles_a_switch(name: str) -> bool:

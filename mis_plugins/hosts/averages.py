@@ -50,12 +50,15 @@ class Counted:
     shares: Float[Tensor, " steps"]
 
     def share(self, step: tuple[int, int] | None) -> Float[Tensor, ""] | None:
-        """Share of the step that trains now; None where a rollout has several and nothing says which."""
+        """Share of the step that trains now; None where a rollout has several and nothing says which.
+
+        A rollout may have more steps than the host's arguments promise, and its further steps have no known share.
+        """
         if len(self.shares) == 1:
             return self.shares[0]
         if step is None or step[0] != self.rollout_id:
             return None
-        return self.shares[step[1]]
+        return self.shares[step[1]] if step[1] < len(self.shares) else None
 
 
 def count(args: Any, rollout_id: int, data: Mapping[str, Any], ranks: Ranks) -> Counted:

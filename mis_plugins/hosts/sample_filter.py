@@ -60,16 +60,17 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         data: samples, or groups of them, nested however the rollout function left them.
 
     Raises:
-        InputError: no sample has any rollout log-prob.
+        InputError: none of the samples that were not removed before has any rollout log-prob.
     """
     samples = [sample for sample in _flat(data) if not _scored_later(args, sample)]
+    judged = [sample for sample in samples if not sample.remove_sample]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
-    for sample in samples:
-        fault = None if sample.remove_sample else fault_of(sample, drafts)
+    for sample in judged:
+        fault = fault_of(sample, drafts)
         if fault is not None:
             dropped.append((sample, fault))
             sample.remove_sample = True
-    _refuse_an_engine_without_log_probs(samples, dropped)
+    _refuse_an_engine_without_log_probs(judged, dropped)
     for sample in samples:
         _make_readable(sample)
     _report(dropped, len(samples))

@@ -46,7 +46,7 @@ ROUTED: dict[str, Metric] = {
     "route_margin": Metric(
         lambda s: ratio_of(s.routed["margin"], s.routed["differs"]),
         "Mean gap, where the routes differ, between the last gate that the trainer picks and the next gate.",
-        range="0 and above, in the unit of the gates (logits, or sigmoids).",
+        range="0 and above, in the unit of the gates (logits, their softmax before the selection, or sigmoids).",
         bad="far above a rounding of the gates: the routes differ by more than numerics.",
         do="compare the weights of both sides.",
     ),

@@ -10,14 +10,30 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mis_plugins.errors import ConfigError
+
 
 def selection_scores(router: Any, logits: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
-    """The gates that Megatron's TopKRouter selects by: logits, or their sigmoids with the bias of each expert."""
+    """The gates that Megatron's TopKRouter selects by.
+
+    These are logits, their softmax where it comes before the selection, or their sigmoids with the bias of each expert.
+
+    Raises:
+        ConfigError: the router has another score function, whose gates are not known here.
+    """
     scores = logits
     if router.score_function == "sigmoid":
         scores = logits.float().sigmoid().type_as(logits)
         if router.expert_bias is not None:
             scores = scores + router.expert_bias
+    elif router.score_function != "softmax":
+        raise ConfigError(
+            f"--moe-router-score-function {router.score_function}: routes are compared for softmax and sigmoid alone; "
+            "leave out `mis.routing` and every rule with `statistic: route`"
+        )
+    elif getattr(router.config, "moe_router_pre_softmax", False):
+        # A sum of logits may choose another group than the sum of their softmax.
+        scores = logits.softmax(-1, dtype=torch.float32).type_as(logits)
     groups = router.config.moe_router_group_topk
     return (
         scores
@@ -40,7 +56,7 @@ class Compared:
 
     differs: the router alone would have picked another set of experts.
     strange: less than half of the recorded experts are among the router's own.
-    margin: gap between the last gate that the router picks and the next one.
+    margin: gap between the last gate that the router picks and the next one; 0 where the chosen groups hold no other.
     unequal: the router used another set than the recorded one.
     broken: the recorded row names an expert twice, or one that does not exist.
     """
@@ -65,6 +81,7 @@ def compare(
     topk, experts = rows.shape[1], scores.shape[1]
     gates, own = scores.topk(min(topk + 1, experts), dim=-1)
     margin = (gates[:, topk - 1] - gates[:, -1]).float()
+    margin = torch.where(gates[:, -1].isneginf(), 0, margin)
     padding = rows[:, 0] < 0
     index = rows.clamp(0, experts - 1).long()
     named = torch.zeros_like(used).scatter_(1, index, True)

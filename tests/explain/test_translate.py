@@ -54,6 +54,13 @@ def read_back(translation: Translation, folder: Path) -> CorrectionConfig:
 # ------------------------------------------------------------------------------------------------------- verl 0.9.1
 
 
+def test_an_override_of_the_policy_losss_section_is_refused():
+    """verl reads the section in bypass mode alone: as an override of the decoupled one it would weigh twice over."""
+    override = "actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is=token"
+    with pytest.raises(ConfigError, match="verl reads this block in bypass mode alone"):
+        verl.translate("algorithm: {rollout_correction: {rollout_rs: null}}", [override])
+
+
 @pytest.mark.parametrize("name", VERL)
 def test_verl_presets_become_ours(name: str, tmp_path: Path):
     for keys in (
@@ -788,6 +795,15 @@ def test_ms_swift_scripts_are_read_as_a_shell_reads_them(script: str):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [f"{MODE}: token_mask\n{THRESHOLD[:-4]}hold_: 3", f"swift rlhf --{MODE} token_mask --{THRESHOLD}s 3"],
+)
+def test_a_misspelled_key_of_ms_swift_is_refused(text: str):
+    with pytest.raises(ConfigError, match=f"{THRESHOLD[:-4]}.*: no key of ms-swift's; known are {MODE}"):
+        ms_swift.translate(text)
+
+
+@pytest.mark.parametrize(
     ("said", "metrics"), [("", "full"), (" 'false'", "none"), ("=F", "none"), (" yes", "full")]
 )
 def test_ms_swift_truths(said: str, metrics: str):
@@ -1100,6 +1116,8 @@ def test_areals_own_words_stand_beside_each_setting():
         assert said in re.sub(r" +", " ", flat)
     assert "importance_sampling_level" not in text and "use_decoupled_loss is not in the file" not in text
     assert "use_decoupled_loss is not in the file" in areal.translate("behav_imp_weight_cap: 5").text()
+    (said,) = areal.translate("actor: {use_decoupled_loss: true}").notes
+    assert said.startswith("actor.use_decoupled_loss: AReaL 1.0.4 weighs nothing without rejection_sampling")
 
 
 @pytest.mark.parametrize(
@@ -1118,6 +1136,10 @@ def test_areals_own_words_stand_beside_each_setting():
          r"^actor\.behav_imp_weight_cap: actor\.rejection_sampling took its place in AReaL; keep one"),
         ({"actor": {"rejection_sampling": {"level": "turn"}}},
          r"^actor\.rejection_sampling\.level: got 'turn'; choose one of token, sequence"),
+        ({"actor": {"use_decoupled_loss": True, "behave_imp_weight_cap": 5.0, "behave_imp_weight_mode": "token_mask"}},
+         r"^actor\.behave_imp_weight_cap: AReaL itself has refused it since 1\.0\. .* action: mask for the modes"),
+        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None}},
+         r"^rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys"),
         ({"rejection_sampling": {"uper": 2}}, r"^rejection_sampling\.uper: unknown key; known are level, action"),
         ({"rejection_sampling": {"metric": "kl_k3"}}, r"^rejection_sampling\.metric: kl_k3 is 1/r - 1 \+ log r"),
         ({"rejection_sampling": {"metric": "kl_k2", "action": "clamp"}},
@@ -1152,6 +1174,9 @@ def test_areals_own_file_is_checked_as_it_is_read(tmp_path: Path, capsys: pytest
     written = tmp_path / "mis.yaml"
     written.write_text(capsys.readouterr().out)
     assert load(written) == load(file)
+    file.write_text("actor: {use_decoupled_loss: true, behave_imp_weight_cap: 5.0}")
+    assert main(["config", "check", str(file)]) == 2
+    assert "behave_imp_weight_cap: AReaL itself has refused it" in capsys.readouterr().err
     file.write_text("actor: {behav_imp_weight_cap: 5, behav_imp_weight_mode: token_mask}")
     assert main(["config", "check", str(file)]) == 2
     assert "behav_imp_weight_mode: unknown key" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import averages
-from mis_plugins.hosts.averages import average
+from mis_plugins.hosts.averages import Counted, average
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
 from mis_plugins.packing.ragged import Ranks
@@ -175,6 +175,11 @@ def test_each_step_of_a_rollout_has_its_own_share():
         assert of(found, theirs=False) == pytest.approx(
             of(logged(without_masked(step)), theirs=False), rel=1e-5
         )
+
+
+def test_a_step_beyond_what_the_arguments_promise_has_no_share():
+    counted_steps = Counted(7, torch.tensor([0.5, 0.25]))
+    assert counted_steps.share((7, 1)) == 0.25 and counted_steps.share((7, 2)) is None
 
 
 @pytest.mark.parametrize("step", [None, (6, 0)])

@@ -62,9 +62,10 @@ def test_equal_passes_differ_by_0_exactly_and_one_bit_is_seen() -> None:
     assert differences(first, second, torch.tensor([True, False, True, True]))[0].tolist() == [3, 0, 0]
 
 
-def test_a_number_that_is_lost_in_one_pass_differs_by_infinity() -> None:
+@pytest.mark.parametrize("lost", [float("nan"), float("-inf")])
+def test_a_number_that_is_lost_in_one_pass_differs_by_infinity(lost: float) -> None:
     sums, largest = differences(
-        torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, float("nan")]), torch.tensor([True, True])
+        torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, lost]), torch.tensor([True, True])
     )
     assert sums.tolist() == [2, 1, float("inf")] and float(largest) == float("inf")
 

@@ -171,6 +171,11 @@ def test_an_engine_that_returns_no_log_probs_is_an_error():
         )
 
 
+def test_a_sample_removed_earlier_hides_no_engine_without_log_probs():
+    with pytest.raises(InputError, match="none of 1 samples has any"):
+        drop_broken_samples(ARGS, [[Sample(None, remove_sample=True), Sample(None)]])
+
+
 def test_all_broken_in_other_ways_is_not():
     samples = [Sample(None), Sample([math.nan, math.nan])]
     drop_broken_samples(ARGS, [samples])

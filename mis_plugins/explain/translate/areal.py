@@ -95,6 +95,7 @@ def _placed(where: Mapping[str, str]) -> Iterator[None]:
 
 def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     for key in keys:
+        reading.check_spelling_of_areal(key)
         if key not in KNOWN:
             raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}")
     config = reading.from_areal({key: value for key, value in keys.items() if key != REJECTION})
@@ -173,6 +174,11 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
         yield (
             f"{DECOUPLED} is not in the file: AReaL's main branch has it false by default, and then weighs nothing; "
             "here it is read as true."
+        )
+    elif CAP not in where and REJECTION not in where:
+        yield (
+            f"{where[DECOUPLED]}: AReaL 1.0.4 weighs nothing without {REJECTION}; here each token has its whole ratio, "
+            "without a bound, as in the releases of the segment-wise branch."
         )
     if ENABLE in where:
         yield (

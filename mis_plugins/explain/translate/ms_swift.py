@@ -15,6 +15,7 @@ from mis_plugins.explain.translate.translation import OVER_RESPONSES, OVER_TOKEN
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
+FAMILIES = ("rollout_importance_sampling_", "off_policy_sequence_mask_")
 KL_IN_REWARD = "kl_in_reward"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
@@ -59,6 +60,9 @@ def translate(text: str) -> Translation:
         ConfigError: no key of ms-swift's, or an unknown mode.
     """
     keys = _keys(text)
+    for key in keys:
+        if key not in KEYS and str(key).startswith(FAMILIES):
+            raise ConfigError(f"{key}: no key of ms-swift's; known are {', '.join(KEYS)}")
     given = {key: keys[key] for key in (*KEYS, *OF_KL, *OF_CLIP) if key in keys}
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")

@@ -384,6 +384,11 @@ def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
         found = OVERRIDE.fullmatch(override)
         if found is None:
             raise ConfigError(f"override {override!r}: expected algorithm.rollout_correction.KEY=VALUE")
+        if ".".join(IN_LOSS[2:]) in override.partition("=")[0]:
+            raise ConfigError(
+                f"override {override!r}: verl reads this block in bypass mode alone; put the key into the file, or "
+                "give the whole launch script"
+            )
         keys[found["key"]] = _of_hydra(found["value"])
     return keys
 
