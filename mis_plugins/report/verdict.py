@@ -73,22 +73,22 @@ def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None
 
 
 def of_curves(curves: Sequence[Curve]) -> Verdict:
-    """The verdict on curves without tokens, by the last value of each number: a host's rows hold some of them each."""
-    known = [last(curve) for curve in curves]
-    limits = [limit for values in known for limit in beyond(values)]
+    """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers."""
+    known = [(name, *last[name]) for last in map(_last, curves) for name in LIMITS if name in last]
+    limits = [f"{limit}, at step {step}" for name, step, x in known for limit in beyond({name: x})]
     told = "No tokens were read, so no cause can be told; name a dump to learn more."
     if limits:
-        return Verdict(WATCH, f"The curves end beyond a limit: {'; '.join(limits)}.", (told,))
-    judged = any(name in values for values in known for name in LIMITS)
+        headline = f"Last seen beyond its limit: {'; '.join(dict.fromkeys(limits))}."
+        return Verdict(WATCH, headline, (told,))
     headline = (
-        "The curves end within their limits." if judged else "The curves hold no number that has a limit."
+        "The curves end within their limits." if known else "The curves hold no number that has a limit."
     )
     return Verdict(CALM, headline, (told,))
 
 
-def last(curve: Curve) -> dict[str, float]:
-    """The last value of each number."""
-    return {name: x for _, row in sorted(curve.values.items()) for name, x in row.items()}
+def _last(curve: Curve) -> dict[str, tuple[int, float]]:
+    """Step and value where each number was logged last."""
+    return {name: (step, x) for step, row in sorted(curve.values.items()) for name, x in row.items()}
 
 
 def _headline(report: Report, level: str) -> str:

@@ -535,6 +535,11 @@ def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str
         install(Namespace(**{"qkv_format": "thd", **CONFIG, **args}))
 
 
+def test_cells_of_fault_tolerance_are_refused(trainer: Any) -> None:
+    with pytest.raises(ConfigError, match="--ft-components train: one cell alone hands new weights"):
+        MilesTrainer().check(Namespace(indep_dp=True), recomputes=False)
+
+
 def test_an_overlapped_step_may_not_meet_an_update_in_place(trainer: Any) -> None:
     given = {"qkv_format": "thd", "pause_generation_mode": "in_place", **CONFIG}
     with pytest.raises(ConfigError, match="give --sglang-disable-overlap-schedule, or pause by retract"):

@@ -82,6 +82,61 @@ def test_samples_that_share_an_index_stay_apart(tmp_path: Path, write) -> None:
     assert [record.reward for record in found] == [0.0, 1.0, 2.0] and not told
 
 
+@pytest.mark.parametrize("write", [write_miles, write_slime])
+def test_samples_with_equal_tokens_keep_what_they_agree_on(tmp_path: Path, write) -> None:
+    records = [replace(one, sample="0", tokens=torch.arange(4)) for one in some_records(lengths=(4, 4))]
+    write(tmp_path, records)
+    write_rollout(tmp_path, records)
+    found, told = read(tmp_path)
+    assert [record.reward for record in found] == [0.0, 0.0] and not told  # the host's own column
+    assert all(record.versions is not None and set(record.versions.tolist()) == {3} for record in found)
+    assert [record.truncated for record in found] == [None, None]
+
+
+def test_many_samples_that_share_an_index_are_read_in_linear_time(tmp_path: Path) -> None:
+    records = [replace(one, sample="0") for one in some_records(lengths=[512] * 256)]
+    records = [replace(one, tokens=torch.arange(512) + place) for place, one in enumerate(records)]
+    write_slime(tmp_path, records)
+    write_rollout(tmp_path, records)
+    found, told = read(tmp_path)
+    assert [record.reward for record in found] == [float(place) for place in range(256)] and not told
+
+
+def test_a_sample_without_an_index_is_read(tmp_path: Path) -> None:
+    write_miles(tmp_path, some_records())
+    for file in (tmp_path / "train_data").iterdir():
+        content = torch.load(file, weights_only=True)
+        content["rollout_data"]["sample_indices"][1] = None
+        torch.save(content, file)
+    found, told = read(tmp_path)
+    assert [record.sample for record in found] == ["0", "(0, 1)", "2"] and not told
+
+
+def test_an_evaluations_dump_is_not_taken_for_the_rollouts(tmp_path: Path) -> None:
+    write_miles(tmp_path, some_records())
+    write_rollout(tmp_path, some_records())
+    file = tmp_path / "rollout_data" / "3.pt"
+    content = torch.load(file, weights_only=True)
+    for sample in content["samples"]:
+        sample |= {"reward": 100.0, "tokens": [1, 2, 3]}
+    torch.save(content, file.with_name("eval_3.pt"))
+    assert [record.reward for record in read(tmp_path)[0]] == [0.0, 1.0, 2.0]
+    file.write_bytes(file.with_name("eval_3.pt").read_bytes())  # other tokens are another sample's
+    assert [record.reward for record in read(tmp_path)[0]] == [0.0, 0.0, 0.0]
+
+
+def test_versions_of_single_tokens_are_kept_beside_a_rollouts_own_dump(tmp_path: Path) -> None:
+    records = some_records(lengths=(7,))
+    write_slime(tmp_path, records)
+    write_rollout(tmp_path, records)
+    file = tmp_path / "train_data" / "3.pt"
+    content = torch.load(file, weights_only=True)
+    content["samples"][0]["weight_versions"] = [9, 0, 4, 3, 5, 4]
+    torch.save(content, file)
+    (found,) = read(tmp_path)[0]
+    assert found.versions is not None and found.versions.tolist() == [4, 4, 4, 5, 5, 5, 5]
+
+
 def test_shards_with_the_same_indices_stay_apart(tmp_path: Path) -> None:
     one, other = (replace(record, sample="0") for record in some_records(lengths=(4, 4)))
     other = replace(other, tokens=torch.arange(4, 8))

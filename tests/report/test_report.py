@@ -479,6 +479,12 @@ def test_curves_are_judged_by_the_last_value_of_each_number() -> None:
     assert of_curves([curve({"kl_k3": 0.5}, {"kl_k3": 1e-3})]).level == CALM
 
 
+def test_the_step_of_an_early_number_is_told() -> None:
+    rows = [{"ess_ratio": 0.1}, *({"kl_k3": 1e-3} for _ in range(9))]
+    found = of_curves([curve(*rows), curve(*rows)])
+    assert found.headline == "Last seen beyond its limit: ess_ratio is 0.1, below 0.5, at step 0."
+
+
 def test_a_number_that_is_nan_is_beyond_its_limit() -> None:
     found = of_curves([curve({"kl_k3": math.nan})])
     assert found.level == WATCH and "kl_k3 is NaN" in found.headline

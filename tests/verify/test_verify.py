@@ -402,16 +402,17 @@ def test_situations_are_counted_from_what_the_engine_returned():
 
 
 @pytest.mark.parametrize(
-    ("link", "control", "not_met", "verdict"),
+    ("link", "control", "furthest", "not_met", "verdict"),
     [
-        (1, 0, {}, "equal"),
-        (1, 0, {"preemption": "why"}, "incomplete"),
-        (0, 0, {"preemption": "why"}, "different"),
-        (1, 1, {"preemption": "why"}, "vacuous"),
+        (1, 0, 0.5, {}, "equal"),
+        (1, 0, None, {}, "incomplete"),  # a control of NaN shows nothing
+        (1, 0, 0.5, {"preemption": "why"}, "incomplete"),
+        (0, 0, 0.5, {"preemption": "why"}, "different"),
+        (1, 1, 0.0, {"preemption": "why"}, "vacuous"),
     ],
 )
 def test_a_difference_outweighs_a_situation_that_was_not_met(
-    link: int, control: int, not_met: dict[str, str], verdict: str
+    link: int, control: int, furthest: float | None, not_met: dict[str, str], verdict: str
 ):
     certificate = Certificate(
         engine={},
@@ -422,7 +423,7 @@ def test_a_difference_outweighs_a_situation_that_was_not_met(
         contract=Contract(),
         order=ORDERS["sglang"],
         links=[Link("a", link, 1, None, 0.0)],
-        control=Link("b", control, 1, None, 0.0),
+        control=Link("b", control, 1, None, furthest),
         situations={},
         met=[],
         not_met=not_met,
@@ -500,3 +501,13 @@ def test_log_probs_that_are_nan_on_both_sides_never_hold():
     log_probs = [torch.tensor([-1.0]), torch.tensor([-0.5, torch.nan])]
     found = link("a link", log_probs, [x.clone() for x in log_probs])
     assert not found.holds and found.first == "NaN at [1, 1]"
+
+
+def test_log_probs_of_sequences_of_other_lengths_never_hold():
+    left, right = ([torch.zeros(size) for size in sizes] for sizes in ((1, 2), (2, 1)))
+    assert not link("a link", left, right).holds
+
+
+def test_infinite_log_probs_that_are_equal_hold():
+    found = link("a link", [torch.tensor([-torch.inf, -1.0])], [torch.tensor([-torch.inf, -1.0])])
+    assert found.holds and found.furthest == 0

@@ -238,18 +238,18 @@ def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
 
 
 def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
-    """Compare one key over all pairs of tokens; None where no side's tensor has one row for each token."""
+    """Compare one key over all pairs of tokens; None where the rows of its tensor are not tokens."""
     if key not in a.keys or key not in b.keys:
         return Row(key, "missing in B" if key in a.keys else "missing in A")
     try:
         left, right = (_gathered(key, side, [pair[i] for pair in pairs]) for i, side in enumerate((a, b)))
     except RecordError as error:
         return Row(key, "not comparable", detail=str(error))
-    if left is None and right is None:
-        return None
     if left is None or right is None:
-        side = "A" if left is None else "B"
-        return Row(key, "not comparable", detail=f"{side} has not one row for each token")
+        lacking, other = ("A", b) if left is None else ("B", a)
+        if not _rows_are_tokens(key, other):
+            return None
+        return Row(key, "not comparable", detail=f"{lacking} has not one row for each token")
     return verdict(key, _located(first_mismatch(left, right), pairs))
 
 
@@ -277,8 +277,22 @@ def _by_row(key: Key, side: Side, forward: int) -> Shaped[Tensor, "rows width"] 
     value = entry.load()
     if not isinstance(value, Tensor) or value.dim() == 0 or not rows:
         return None
-    leading = {prod(value.shape[:dims]) for dims in range(value.dim() + 1)}
-    return value.reshape(rows, -1) if rows in leading or value.shape[0] % rows == 0 else None
+    return value.reshape(rows, -1) if rows in _leading(value) or value.shape[0] % rows == 0 else None
+
+
+def _rows_are_tokens(key: Key, side: Side) -> bool:
+    """Whether the first dimensions of the tensor count the tokens of each pass. A pass of one token says nothing."""
+    several = [forward for forward in side.forwards if forward.rows > 1 and key in forward.entries]
+    return bool(several) and all(forward.rows in _leading(forward.entries[key].load()) for forward in several)
+
+
+def _leading(value: Value) -> set[int]:
+    """The products of the first dimensions: [tokens, ...] and [batch, tokens, ...] have one that counts tokens."""
+    return (
+        {prod(value.shape[:dims]) for dims in range(1, value.dim() + 1)}
+        if isinstance(value, Tensor)
+        else set()
+    )
 
 
 def _located(mismatch: Mismatch | None, pairs: Sequence[Pair]) -> Mismatch | None:

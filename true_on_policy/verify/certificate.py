@@ -61,13 +61,14 @@ class Certificate:
     def verdict(self) -> Verdict:
         """The verdict of the links, the control and the situations together.
 
-        `different`: a link is broken. `vacuous`: the stock kernels agree too. `incomplete`: a situation was not met.
+        `different`: a link is broken. `vacuous`: the stock kernels agree too. `incomplete`: a situation was not met,
+        or the log-probs of the control cannot be compared.
         """
         if not all(link.holds for link in self.links):
             return "different"
         if self.control.holds:
             return "vacuous"
-        return "incomplete" if self.not_met else "equal"
+        return "incomplete" if self.not_met or not self.control.comparable else "equal"
 
     def write(self, path: Path) -> None:
         """Write the certificate as JSON, whole or not at all."""
@@ -110,4 +111,4 @@ def hashes(evidence: Evidence) -> dict[str, str]:
 
 
 def _gap(link: Link) -> str:
-    return "" if link.holds else f", at most {link.furthest:.2g} apart"
+    return "" if link.holds or link.furthest is None else f", at most {link.furthest:.2g} apart"

@@ -7,7 +7,6 @@ therefore compared at every temperature as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,18 +65,23 @@ class Link:
 
     Attributes:
         first: the first mismatch in words, at [sequence, token]; None where all log-probs are equal.
-        furthest: the greatest absolute difference.
+        furthest: the greatest absolute difference; None where the log-probs cannot be compared, one by one.
     """
 
     name: str
     equal: int
     total: int
     first: str | None
-    furthest: float
+    furthest: float | None
 
     @property
     def holds(self) -> bool:
         return self.total > 0 and self.equal == self.total
+
+    @property
+    def comparable(self) -> bool:
+        """Whether both computations gave a number for each token, so that a broken link tells of other numbers."""
+        return self.total > 0 and self.furthest is not None
 
 
 def links(evidence: Evidence) -> list[Link]:
@@ -108,21 +112,24 @@ def conclusion(
 def link(name: str, left: Sequence[Float[Tensor, "_"]], right: Sequence[Float[Tensor, "_"]]) -> Link:
     """Compare the log-probs of two computations.
 
-    Log-probs of another dtype or number are all unequal, and so are all beside one that is NaN: nobody computed it.
+    Another dtype, other lengths, or one NaN on either side: then no log-prob of the link counts as equal.
     """
     a, b = torch.cat(list(left)), torch.cat(list(right))
-    mismatch = first_mismatch(a, b, boundaries(left))
+    mismatch, total = first_mismatch(a, b, boundaries(left)), max(len(a), len(b))
     if mismatch and mismatch.kind != "bytes":
-        return Link(name, 0, max(len(a), len(b)), str(mismatch), math.inf)
+        return Link(name, 0, total, str(mismatch), None)
+    if not torch.equal(boundaries(left), boundaries(right)):
+        return Link(name, 0, total, "sequences of other lengths", None)
     if (missing := a.isnan() | b.isnan()).any():
         where = coordinate(int(missing.int().argmax()), missing.shape, boundaries(left))
-        return Link(name, 0, len(a), f"NaN at {list(where)}", math.inf)
+        return Link(name, 0, total, f"NaN at {list(where)}", None)
+    apart = torch.where(a == b, 0, (a - b).abs())
     return Link(
         name=name,
         equal=len(a) - (mismatch.count if mismatch else 0),
         total=len(a),
         first=str(mismatch) if mismatch else None,
-        furthest=(a - b).abs().max().item(),
+        furthest=apart.max().item() if total else None,
     )
 
 

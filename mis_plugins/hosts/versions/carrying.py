@@ -56,18 +56,17 @@ class Carrying:
         self.scores, self.scored = Scores(), -1
         self._columns: Columns | None = None
         self._data: Data | None = None
-        self._alive: frozenset[int] | None = None
+        self._rollout_id, self._alive = -1, frozenset[int]()
 
     def before_training(self, actor: Any, rollout_id: int, data: Data) -> None:
         """Score the waiting tokens, once a version, and make the columns of the rollout in training.
 
-        Miles's fault tolerance repeats a rollout, over the ranks that are left: with other samples on this rank, and
-        masks from which nothing was taken. So columns are made each time, and scores of the rollout in training stay
-        until another one begins.
+        A host may repeat a rollout, with other samples on this rank, and with masks from which nothing was taken. So
+        columns are made each time, and scores of the rollout in training stay until another one begins.
         """
-        begins = self._columns is None or self._columns.rollout_id != rollout_id
-        if begins and self._alive is not None:
+        if rollout_id != self._rollout_id:
             self.scores.keep(self._alive)
+            self._rollout_id = rollout_id
         self._columns, self._data = self._made(actor, rollout_id, data), data
 
     def of(self, data: Data) -> Columns:

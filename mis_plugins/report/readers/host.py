@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
     for place, sample in enumerate(content["samples"]):
         index = sample.get("index")
         told = {
-            "tokens": sample.get("tokens"),
+            "tokens": _digest(sample.get("tokens")),
             "truncated": {"truncated": True, "completed": False}.get(str(sample.get("status"))),
             "reward": sample.get("reward"),
             "weight_versions": sample.get("weight_versions"),
@@ -54,15 +55,23 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
 
 
 def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the rollout's dump tells of one sample; nothing where several share its index and its tokens."""
-    known = extra.get(index, ())
-    if len(known) > 1 and (ids := _ids(sample.get("tokens"))) is not None:
-        known = [told for told in known if _ids(told["tokens"]) == ids]
-    return known[0] if len(known) == 1 else {}
+    """What the rollout's dump tells of one sample: of those with its index and tokens, all that they agree on."""
+    tokens = _digest(sample.get("tokens"))
+    known = [
+        one for one in extra.get(index, ()) if None in (tokens, one["tokens"]) or one["tokens"] == tokens
+    ]
+    first, *others = known or [{}]
+    return {
+        name: value for name, value in first.items() if all(_equal(value, other[name]) for other in others)
+    }
 
 
-def _ids(tokens: Any) -> list[int] | None:
-    return None if tokens is None else torch.as_tensor(tokens).flatten().tolist()
+def _digest(tokens: Any) -> bytes | None:
+    return None if tokens is None else blake2b(torch.as_tensor(tokens).long().numpy().tobytes()).digest()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
 def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra) -> Record:
@@ -85,7 +94,8 @@ def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra)
         "prompt": _first(sample, told, ("prompt",)),
         "text": _first(sample, told, ("response",)),
     }
-    versions = _versions(_first(sample, told, ("weight_versions",)), size)
+    # The training data come first: only they can hold the versions of single tokens.
+    versions = _versions(sample.get("weight_versions"), size) or _versions(told.get("weight_versions"), size)
     return from_mapping(values | versions, rollout_id, str(index))
 
 

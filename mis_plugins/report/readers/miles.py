@@ -29,7 +29,8 @@ from mis_plugins.shared.storage import RecordError
 PIECES = ("rollout_log_probs", "log_probs", "advantages")  # cut over context-parallel ranks
 WHOLE = ("tokens", "loss_masks", "rewards", "truncated", "weight_versions")
 
-Shard = bytes | int  # equal on all ranks that hold the same samples
+# A digest, equal on all ranks that hold equal samples; without indices a number, and each rank's samples are its own.
+Shard = bytes | int
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,11 @@ def records(
 ) -> Iterator[Record]:
     """Records of one rollout from the files of all its ranks."""
     held: dict[tuple[Shard, int], list[Held]] = defaultdict(list)
-    shards = {int(rank["rank"]): _shard(rank) for rank in ranks}
-    for rank in sorted(ranks, key=lambda rank: int(rank["rank"])):
-        shard = shards[int(rank["rank"])]
+    shards: dict[Shard, Mapping[str, Any]] = {}
+    for number, rank in enumerate(sorted(ranks, key=lambda rank: int(rank["rank"]))):
+        digest = _digest(rank["rollout_data"])
+        shard = number if digest is None else digest
+        shards[shard] = rank["rollout_data"]
         for place in range(len(rank["rollout_data"]["response_lengths"])):
             held[shard, place].append(Held(rank, place))
     found: list[tuple[Any, Record]] = []
@@ -84,19 +87,18 @@ def records(
             )
         except RecordError as error:
             problems.add(f"{label}: {error}")
-    whole = {shards[int(rank["rank"])]: rank["rollout_data"] for rank in ranks}
-    return in_order(found, _packings(whole))
+    return in_order(found, _packings(shards))
 
 
-def _shard(rank: Mapping[str, Any]) -> Shard:
-    """A digest of the rank's samples; without indices, the rank's own number, since it stands alone."""
-    data = rank["rollout_data"]
+def _digest(data: Mapping[str, Any]) -> bytes | None:
+    """A digest of the samples of a rank; None without indices."""
     if data.get("sample_indices") is None:
-        return int(rank["rank"])
-    digest = blake2b()
-    for name in ("sample_indices", "tokens", "loss_masks"):
-        for value in data.get(name, ()):
-            digest.update(torch.as_tensor(value).numpy().tobytes())
+        return None
+    digest = blake2b(repr([str(index) for index in data["sample_indices"]]).encode())
+    for name in ("tokens", "loss_masks"):
+        column = data.get(name)
+        for value in () if column is None else column:
+            digest.update(b"" if value is None else torch.as_tensor(value).contiguous().numpy().tobytes())
     return digest.digest()
 
 

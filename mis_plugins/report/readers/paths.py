@@ -117,6 +117,9 @@ def _neutral(file: Path, problems: Problems, named: bool) -> Iterator[Source]:
         problems.add(f"{file}: {NOTHING}")
 
 
+EVALUATION = "eval_"  # names a host's dump of an evaluation, beside a rollout's dump with the same number
+
+
 def _dumps(files: Sequence[Path], problems: Problems) -> Iterator[Source]:
     """Sources of dumps of Miles and slime: training data joined over ranks, and what rollouts' dumps add to them."""
     trained: dict[tuple[str, str], list[Path]] = defaultdict(list)
@@ -126,6 +129,8 @@ def _dumps(files: Sequence[Path], problems: Problems) -> Iterator[Source]:
             kind, rollout = _kind(load_foreign(file))
         except RecordError as error:
             problems.add(str(error))
+            continue
+        if kind == "rollout" and file.stem.startswith(EVALUATION):
             continue
         if kind == "rollout":
             rolled[rollout] = file

@@ -30,6 +30,11 @@ class MilesTrainer:
                 "--pause-generation-mode in_place: with SGLang's overlapped schedule the first token after an update "
                 "counts as the new version's; give --sglang-disable-overlap-schedule, or pause by retract"
             )
+        if getattr(args, "indep_dp", False):
+            raise ConfigError(
+                "--ft-components train: one cell alone hands new weights to the engines, and trainers of the others do "
+                "not know their version; leave it out, or the init hook"
+            )
         if recomputes and getattr(args, "qkv_format", "thd") != "thd":
             raise ConfigError(
                 f"--qkv-format {args.qkv_format}: recompute scores packed sequences alone; {LOGLINEAR}"
