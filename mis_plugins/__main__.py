@@ -203,7 +203,8 @@ def suggest(arguments: argparse.Namespace) -> int:
     """The config to run with, as yaml, from what a run left: dumps of Miles or slime, or the neutral form.
 
     Reads what `report` reads, tries the presets of this pack on it, and says why it proposes which. After Ctrl-C it
-    proposes from what was read before, says so, and exits with code 130.
+    proposes from what was read before, says so, and exits with code 130. Where no token can be compared it
+    proposes nothing, and exits with code 2.
     """
     from mis_plugins.report.command import suggest as proposed
 

@@ -59,6 +59,22 @@ def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Se
     ] * bool(count)
 
 
+def nonfinite_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    """Warn of tokens without a ratio; with segment-wise weights the other two alarms tell more of such tokens."""
+    count = sums["valid"] - sums["usable"]
+    if config.segment_wise_on or not count:
+        return []
+    meant = (
+        "A token without a finite ratio weighs 0, and is"
+        if config.corrects
+        else "A token without a finite ratio is"
+    )
+    return [
+        f"{count:.0f} of {sums['valid']:.0f} tokens have a log-prob that is NaN or infinite, the trainer's or the "
+        f"rollout engine's. {meant} left out of all means; mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose"
+    ]
+
+
 def nonfinite_advantages(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
     count = sums.get("nonfinite_advantages", 0.0)
     return [
@@ -91,6 +107,7 @@ ALARMS: dict[str, Alarm] = {
     "processed_log_probs": processed_log_probs,
     "lacking_weights": lacking_weights,
     "nonfinite_weights": nonfinite_weights,
+    "nonfinite_log_probs": nonfinite_log_probs,
     "diluted": diluted,
     "nonfinite_advantages": nonfinite_advantages,
 }

@@ -78,14 +78,14 @@ AMOUNTS: dict[str, Metric] = {
         lambda s: s.sums["nonfinite_train"],
         "Number of valid tokens whose trainer log-prob is NaN or infinite.",
         range="0 and above.",
-        bad="above 0. The host's loss is already not finite.",
+        bad="above 0. The host's loss is already not finite, and a warning is logged.",
         do="look for overflow in the trainer (fp16 logits, a diverged step); nothing here can mend it.",
     ),
     "nonfinite_rollout_tokens": Metric(
         lambda s: s.sums["nonfinite_rollout"],
         "Number of valid tokens whose rollout log-prob is NaN or infinite.",
         range="0 and above.",
-        bad="above 0. The tokens counted get weight 0.",
+        bad="above 0. The tokens counted get weight 0, and a warning is logged.",
         do="find out which samples (mis_plugins.mis.drop_broken_samples names them); often a custom rollout function.",
     ),
     "nonfinite_advantage_tokens": Metric(

@@ -45,9 +45,7 @@ from mis_plugins.metrics.rows import (
 from mis_plugins.metrics.slope import RELATED_SUMS
 from mis_plugins.packing.collectives import all_reduce
 
-RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS} | {
-    "usable": lambda t: t.usable
-}
+RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS}
 
 AGE_SUMS = ("tokens", "log_ratio", "k3", "ratio", "kept")
 TURN_SUMS = (*AGE_SUMS, "log_ratio_abs")
@@ -167,16 +165,17 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
         counts_sequences: true on exactly one of the context-parallel ranks that hold the same sequences.
         relates: whether log pi_old shall be compared with log mu, for `metrics/slope.py`: 18 operators more.
     """
-    tokens = [correction.ragged.loss_mask.count_nonzero(), correction.keep.count_nonzero()]
-    one, rejected = torch.ones_like(tokens[0]), correction.all_rejected
+    marks = torch.stack([correction.ragged.loss_mask, correction.keep, correction.stage.usable])
+    tokens = marks.sum(-1, dtype=torch.float64)
+    one, rejected = tokens.new_ones(()), correction.all_rejected
     once = [one, one - one if rejected is None else rejected]
-    names = ["valid", "kept", "micro_batches", "all_rejected"]
+    names = ["valid", "kept", "usable", "micro_batches", "all_rejected"]
     if correction.config.metrics != "none":
         once += [one * correction.ragged.size, correction.any_valid.sum()]
         names += ["sequences", "any_valid"]
     if not counts_sequences:
         once = [torch.zeros_like(one)] * len(once)
-    sums = torch.stack(tokens + once).double()
+    sums = torch.cat([tokens, torch.stack(once)])
     if correction.nonfinite_advantages is not None:
         lost = correction.nonfinite_advantages.count_nonzero().double()
         names, sums = [*names, "nonfinite_advantages"], torch.cat([sums, lost.unsqueeze(0)])

@@ -59,14 +59,15 @@ def suggest(arguments: argparse.Namespace) -> int:
     """Print the proposal alone: yaml, flags, why, and how much was read. What could not be read goes to stderr.
 
     Raises:
-        InputError: no tokens were read, so there is nothing to propose.
+        InputError: no token was read that can be compared, so there is nothing to propose.
     """
     document = read(arguments.paths, arguments)
     for problem in document.problems.first(SHOWN_PROBLEMS):
         print(f"not read: {problem}", file=sys.stderr)
     if document.report is None or document.proposal is None:
         raise InputError(
-            f"{document.title}: no tokens were read, so there is nothing to propose; name a dump"
+            f"{document.title}: no token with two finite log-probs was read in the loss mask, so there is nothing to "
+            "propose; name a dump"
         )
     found, made = document.proposal, document.report
     extent = f"from {made.sequences} responses of {len(made.steps)} steps"
@@ -90,7 +91,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     if made:
         shown = (token for one in made.worst_sequences for token in one["tokens"])
         spell(chain(made.worst_tokens, shown), found.tokenizer, problems)
-    proposal = propose(swept, made.outcomes, made.whole, made.opening) if made else None
+    proposal = propose(swept, made.outcomes, made.whole, made.opening) if made and made.usable else None
     curves = found.read_curves(problems)
     meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
     said = verdict(made, proposal, meant) if made else of_curves(curves)

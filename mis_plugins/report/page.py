@@ -164,9 +164,10 @@ def _numbers(documents: Sequence[Document]) -> str:
         return '<section id="numbers"><h2>How large</h2><p class="quiet">No tokens were read.</p></section>'
     tiles = "".join(_tile(name, words, runs) for name, words in TILES.items())
     known = {title: whole[FIRST] for title, whole in runs.items() if FIRST in whole}
-    drawn = _figure(
-        plots.ladder(known, "kl_k3 on the ladder of a real model"), f"Beside a real model ({record().model})"
-    )
+    drawn = ""
+    if known:  # a run without a token to compare has no kl_k3
+        ladder = plots.ladder(known, "kl_k3 on the ladder of a real model")
+        drawn = _figure(ladder, f"Beside a real model ({record().model})")
     table = _table(["metric", *runs], _metric_rows(runs))
     details = f"<details><summary>All numbers of docs/metrics.md</summary>{table}</details>"
     return (

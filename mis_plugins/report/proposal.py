@@ -14,7 +14,7 @@ from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.opening import Opening
 from mis_plugins.report.sweep import Candidate
 
-# kl_k3 below which no config changes the gradient in any visible way; an engine in bf16 lies ten times above.
+# kl_k3 below which no config changes the gradient in any visible way; an engine in bf16 lies above ten times it.
 NOTHING_TO_DO = 1e-4
 LEAST_KEPT = 0.5
 # Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.

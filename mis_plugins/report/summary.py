@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mis_plugins.report.numbers import FIRST
+from mis_plugins.report.proposal import Proposal
 from mis_plugins.report.verdict import ALARM, CALM
 from mis_plugins.report.written import Document
 from mis_plugins.shared.table import print_table, printable
@@ -32,8 +33,8 @@ def print_summary(documents: Sequence[Document]) -> None:
         rows = [[name, *(_number(one, name) for one in columns)] for name in SHOWN]
         print()
         print_table(["", *(one.title for one in columns)], rows)
-    if len(columns) == 1 and columns[0].report is not None and columns[0].report.outcomes:
-        _print_outcomes(columns[0])
+    if len(columns) == 1 and columns[0].proposal is not None:
+        _print_outcomes(columns[0].proposal)
 
 
 def _lines(document: Document) -> Iterator[str]:
@@ -53,11 +54,9 @@ def _number(document: Document, name: str) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _print_outcomes(document: Document) -> None:
-    assert document.report is not None
-    ranked = document.proposal.ranking if document.proposal else ()
+def _print_outcomes(proposal: Proposal) -> None:
     rows = []
-    for one in ranked[:8]:
+    for one in proposal.ranking[:8]:
         n = one.numbers
         shown = [
             one.candidate.name,

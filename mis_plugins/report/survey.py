@@ -79,6 +79,7 @@ class Report:
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
     logged: numbers of each optimizer step as its host logs them; empty where no dump of a host was read.
+    usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     """
 
     steps: dict[int, dict[str, float]]
@@ -94,6 +95,7 @@ class Report:
     seconds: float
     logged: list[dict[str, float]]
     opening: Opening | None
+    usable: int
 
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
@@ -137,4 +139,5 @@ def report(survey: Survey) -> Report | None:
         seconds=survey.seconds,
         logged=survey.logged.numbers(),
         opening=survey.first.numbers(),
+        usable=int(whole.named_sums["usable"]),
     )

@@ -55,6 +55,8 @@ def beyond(values: Mapping[str, float]) -> list[str]:
 
 def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None) -> Verdict:
     """The verdict on a run with tokens."""
+    if not report.usable:
+        return _of_nothing(report)
     kl = report.whole.get(FIRST, 0.0)
     limits = beyond(report.whole)
     level = ALARM if report.findings else WATCH if limits else CALM
@@ -70,6 +72,18 @@ def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None
             *_helped(proposal),
         ),
     )
+
+
+def _of_nothing(report: Report) -> Verdict:
+    """The verdict where no token can be compared, so that no number tells of a mismatch."""
+    valid = int(report.whole["tokens"])
+    why = (
+        f"none of the {valid} valid tokens has two finite log-probs"
+        if valid
+        else "the loss mask keeps no token"
+    )
+    look = "Look at the loss masks and at the log-probs of both sides."
+    return Verdict(ALARM, f"Nothing was measured: {why}.", (look,))
 
 
 def of_curves(curves: Sequence[Curve]) -> Verdict:

@@ -81,7 +81,7 @@ def compare(
     topk, experts = rows.shape[1], scores.shape[1]
     gates, own = scores.topk(min(topk + 1, experts), dim=-1)
     margin = (gates[:, topk - 1] - gates[:, -1]).float()
-    margin = torch.where(gates[:, -1].isneginf(), 0, margin)
+    margin.nan_to_num_(nan=torch.nan, posinf=0.0)  # experts outside of the chosen groups have a gate of -inf
     padding = rows[:, 0] < 0
     index = rows.clamp(0, experts - 1).long()
     named = torch.zeros_like(used).scatter_(1, index, True)

@@ -249,6 +249,19 @@ def test_a_keep_floor_of_zero_is_silent(caplog: pytest.LogCaptureFixture):
     assert said(caplog, "are kept") == 0
 
 
+@pytest.mark.parametrize("metrics", ["full", "all"])
+@pytest.mark.parametrize(("weight", "weighs"), [({"upper": 2.0}, True), (None, False)])
+def test_log_probs_that_are_no_numbers_are_told_when_that_begins(
+    caplog: pytest.LogCaptureFixture, metrics: str, weight: dict | None, weighs: bool
+):
+    config = {"weight": weight, "metrics": metrics}
+    none, all_of_them, sound = [[math.nan, 1.0]], [[math.nan] * 3], [[1.0, 1.0]]
+    run_steps(config, none, none, sound, all_of_them)
+    assert said(caplog, "1 of 2 tokens have a log-prob that is NaN or infinite") == 1
+    assert said(caplog, "3 of 3 tokens have a log-prob that is NaN or infinite") == 1
+    assert said(caplog, "A token without a finite ratio weighs 0") == 2 * weighs
+
+
 @pytest.mark.parametrize("level", ["sequence", "segment"])
 def test_products_over_long_sequences_are_told_once_with_the_numbers(
     caplog: pytest.LogCaptureFixture, level: str
@@ -397,7 +410,7 @@ def test_metrics_alone_leave_samples_to_count_and_without_metrics_nothing():
     assert not recorder.pending and recorder.copy is None
     recorder.record(micro_batch([[1.0]], {"weight": None}))
     assert recorder.copy is not None
-    counts = {"valid", "kept", "micro_batches", "all_rejected", "sequences", "any_valid"}
+    counts = {"valid", "kept", "usable", "micro_batches", "all_rejected", "sequences", "any_valid"}
     assert set(recorder.copy.wait().sums) == counts
 
 
@@ -507,7 +520,11 @@ def test_of_ranks_that_hold_the_same_sequences_one_counts_them():
     """The others add their tokens alone."""
     c = micro_batch([[0.01, 1.0], [1.0, 1.2]], VETO | {"weight": {"level": "sequence"}})
     first, other = (watch(c, counts_sequences=counts).named_sums for counts in (True, False))
-    assert {name: value for name, value in other.items() if value} == {"valid": 4.0, "kept": 2.0}
+    assert {name: value for name, value in other.items() if value} == {
+        "valid": 4.0,
+        "kept": 2.0,
+        "usable": 4.0,
+    }
     assert first.items() >= {"valid": 4.0, "kept": 2.0, "micro_batches": 1.0, "product_count": 2.0}.items()
 
 

@@ -32,7 +32,7 @@ from mis_plugins.report.readers.source import Curve, Problems, Source
 from mis_plugins.report.record import Record, from_mapping
 from mis_plugins.report.survey import Report, Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates
-from mis_plugins.report.verdict import CALM, LIMITS, WATCH, of_curves, verdict
+from mis_plugins.report.verdict import ALARM, CALM, LIMITS, WATCH, of_curves, verdict
 
 NONE = CorrectionConfig()
 
@@ -201,6 +201,20 @@ def test_a_mismatch_without_a_cause_says_that_it_cannot_tell() -> None:
     found = surveyed(records)
     assert not found.findings
     assert any(line.startswith("Why: log-probs alone cannot tell.") for line in verdict(found, None).lines)
+
+
+def test_a_run_without_a_token_to_compare_is_no_calm_one() -> None:
+    records = some_records(lengths=(20, 20))
+    masked = surveyed([replace(one, loss_mask=torch.zeros_like(one.loss_mask)) for one in records])
+    told = verdict(masked, None)
+    assert (told.level, told.headline) == (ALARM, "Nothing was measured: the loss mask keeps no token.")
+
+    unknown = surveyed(
+        [replace(one, proximal_log_probs=torch.full((one.size,), torch.nan)) for one in records]
+    )
+    told = verdict(unknown, None)
+    assert told.level == ALARM and told.headline.startswith("Nothing was measured: none of the ")
+    assert not any("agree" in line for line in told.lines)
 
 
 def test_an_infinite_log_prob_leaves_the_sum_of_its_sequence() -> None:
@@ -428,7 +442,19 @@ def test_suggest_that_is_interrupted_says_so(
 def test_suggest_without_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"rollout": 0, "k3_kl": 0.5}) + "\n")
     assert main(["config", "suggest", str(tmp_path / "metrics.jsonl")]) == 2
-    assert "no tokens were read, so there is nothing to propose" in capsys.readouterr().err
+    assert "no token with two finite log-probs was read" in capsys.readouterr().err
+
+
+def test_a_run_whose_mask_keeps_nothing_is_reported_and_gets_no_proposal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kl_k3 of no token is 0, and must not read as a mismatch too small to correct."""
+    masked = [replace(one, loss_mask=torch.zeros_like(one.loss_mask)) for one in some_records()]
+    write_lines(tmp_path / "run.jsonl", masked)
+    assert main(["report", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "made")]) == 0
+    assert "Nothing was measured" in (tmp_path / "made" / "report.html").read_text()
+    assert main(["config", "suggest", str(tmp_path / "run.jsonl")]) == 2
+    assert "so there is nothing to propose" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])

@@ -38,7 +38,7 @@ from mis_plugins.routing.table import Flags, Gathered, Passed
 LAYERS = 4
 PROMPT, LENGTHS = 3, (21, 9, 30)
 SHARE = 0.2
-OPERATORS = 52  # of one router in one micro-batch, beside the thousands of its layer
+OPERATORS = 53  # of one router in one micro-batch, beside the thousands of its layer
 Plant = Callable[[Tensor, list[Any]], None]
 Loss = Callable[[Namespace, list[list[int]]], None]
 

@@ -117,18 +117,32 @@ def _rejection(block: Any) -> dict[str, Any]:
     keys = DEFAULTS | dict(block)
     for key, choices in CHOICES.items():
         choice(keys[key], f"{REJECTION}.{key}", choices)
-    lower = None if keys["lower"] is None else number(keys["lower"], f"{REJECTION}.lower")
-    upper = number(keys["upper"], f"{REJECTION}.upper")
-    if keys["metric"] == "ratio" and lower is not None and lower <= 0:
-        raise ConfigError(
-            f"{REJECTION}.lower: got {lower:g}; AReaL needs a positive one with metric: ratio, or none"
-        )
+    lower, upper = _bounds(keys)
     if keys["action"] == "clamp":
         return {"weight": _clamped(keys) | {"lower": lower or 0.0, "upper": upper}}
     by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
     weight = {"level": "geometric" if by_sequence else "token", "bound": "none"}
     over = "token" if keys["level"] == "token" else keys["agg"]
     return {"weight": weight, "reject": [RULES[keys["metric"]](over, lower, upper)]}
+
+
+def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
+    """Read `lower` and `upper`, and refuse what AReaL refuses."""
+    lower = None if keys["lower"] is None else number(keys["lower"], f"{REJECTION}.lower")
+    upper = number(keys["upper"], f"{REJECTION}.upper")
+    metric = keys["metric"]
+    least = {"ratio": 1.0, "kl_k2": 0.0}.get(metric)
+    if least is not None and upper <= least:
+        raise ConfigError(
+            f"{REJECTION}.upper: got {upper:g}; AReaL needs one above {least:g} with metric: {metric}"
+        )
+    if lower is not None and lower > upper:
+        raise ConfigError(f"{REJECTION}.lower: got {lower:g}, which is above {REJECTION}.upper, {upper:g}")
+    if metric == "ratio" and lower is not None and lower <= 0:
+        raise ConfigError(
+            f"{REJECTION}.lower: got {lower:g}; AReaL needs a positive one with metric: ratio, or none"
+        )
+    return lower, upper
 
 
 def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
