@@ -71,7 +71,8 @@ def nonfinite_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     )
     return [
         f"{count:.0f} of {sums['valid']:.0f} tokens have a log-prob that is NaN or infinite, the trainer's or the "
-        f"rollout engine's. {meant} left out of all means; mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose"
+        f"rollout engine's. {meant} left out of all means. mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say "
+        "whose log-prob it is"
     ]
 
 
