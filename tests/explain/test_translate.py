@@ -106,7 +106,7 @@ def test_verl_options_are_anded(names: object, thresholds: object):
     both = (RejectRule("k3", "token", upper=0.5), RejectRule("k3", "mean", upper=0.01))
     translation = from_verl({"rollout_rs": names, "rollout_rs_threshold": thresholds})
     assert translation.config() == CorrectionConfig(None, both, denominator="kept")
-    assert translation.notes == (verl.TOKENS_LEFT,)
+    assert translation.notes == (verl.TOKENS_LEFT, verl.BY_DEFAULT)
     assert rules_of(rollout_rs="token_k3,token_k3,seq_mean_k3", rollout_rs_threshold=0.5)[1].upper == 0.5
 
 
@@ -350,7 +350,9 @@ def test_verl_0_6_1_rejects_in_bypass_with_its_policy_gradient_alone():
     veto_alone = from_verl(SEQUENCE_IS | bypass | {"use_policy_gradient": True})
     assert veto_alone.config() == preset("verl-bypass-pg-is")
     assert "beside rollout_rs alone" in " ".join(veto_alone.notes)
-    assert from_verl(SEQUENCE_IS | {"bypass_mode": True, "use_policy_gradient": True}).notes == ()
+    assert from_verl(SEQUENCE_IS | {"bypass_mode": True, "use_policy_gradient": True}).notes == (
+        verl.BY_DEFAULT,
+    )
     assert len(rules_of(**rules, **bypass)) == 2
 
 
@@ -409,7 +411,7 @@ def test_verl_0_6_0_vetoes_by_default():
     told = " ".join(asked.notes)
     assert "1e-4 in verl 0.6.0 where it is not given" in told and "main branch before 0.6.1" in told
     assert "leaves rejected sequences out" not in told
-    assert from_verl(FLAT | {"rollout_is": True}).notes == (verl.AS_0_6_0,)
+    assert from_verl(FLAT | {"rollout_is": True}).notes == (verl.AS_0_6_0, verl.BY_DEFAULT)
 
 
 # ---------------------------------------------------------------------------------------------------- verl, refused
@@ -967,6 +969,26 @@ def test_verl_the_reduction_of_the_loss_is_named(mode: str, words: str) -> None:
     override = f"actor_rollout_ref.actor.loss_agg_mode={mode}"
     script = f"python -m verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token {override}"
     assert words in " ".join(verl.translate(script).notes)
+    assert words in " ".join(verl.translate("rollout_is: token", [override]).notes)
+
+
+def test_verl_the_reduction_that_it_has_by_default_is_named() -> None:
+    (note,) = [note for note in verl.translate("rollout_is: token").notes if note.startswith("loss_agg_mode")]
+    assert note.startswith("loss_agg_mode: token-mean, verl's default, averages over all tokens")
+
+
+def test_verl_settings_beside_the_correction_may_stand_behind_the_file() -> None:
+    section = "rollout_is: token\nbypass_mode: true\nloss_type: reinforce"
+    off = "actor_rollout_ref.rollout.calculate_log_probs=false"
+    assert any("calculate_log_probs: false" in note for note in verl.translate(section, [off]).notes)
+    noted = [
+        any(
+            "trainer.use_v1: true" in note
+            for note in verl.translate(section, [f"trainer.use_v1={said}"]).notes
+        )
+        for said in ("true", "false")
+    ]
+    assert noted == [True, False]
 
 
 @pytest.mark.parametrize("lowest", [0, 0.0, -0.5])

@@ -57,6 +57,10 @@ OVERRIDE = re.compile(
 IN_SCRIPT = re.compile(
     r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp_ratio_cap\b|\.policy_loss\.loss_mode\b)[\w.]*\s*="
 )
+BESIDE_IT = re.compile(
+    r"\+{0,2}(?P<path>actor_rollout_ref\.(?:actor\.loss_agg_mode|rollout\.calculate_log_probs)|trainer\.use_v1)"
+    r"=(?P<value>.*)"
+)  # settings outside of the correction that a note is about
 WORD = re.compile(r"(?P<mark>~|\+{0,2})(?P<path>\w+(?:\.\w+)+)(?:=(?P<value>.*))?", re.DOTALL)
 OF_SCRIPT = re.compile(
     r"algorithm\.rollout_\w+(?:\.\w+)?|actor_rollout_ref\.actor\.(?:tis_imp_ratio_cap|policy_loss\.loss_mode"
@@ -141,6 +145,7 @@ REDUCTIONS = {
     "seq-mean-token-mean": f"{OVER_RESPONSES}.",
 }
 NO_REDUCTION = "is no host's way: hosts average each response and then all, or over all tokens."
+BY_DEFAULT = f"loss_agg_mode: token-mean, verl's default, {REDUCTIONS['token-mean']}"
 
 
 @dataclass
@@ -176,12 +181,15 @@ def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    said = _overridden(overrides)
-    tree = _tree(text, said)
+    beside = {
+        found["path"]: _of_hydra(found["value"]) for found in map(BESIDE_IT.fullmatch, overrides) if found
+    }
+    said = _overridden([override for override in overrides if not BESIDE_IT.fullmatch(override)])
+    tree = _tree(text, said | {path.rpartition(".")[2]: value for path, value in beside.items()})
     given = _checked(_section(tree) | said)
     _check_loss(given, said)
     try:
-        return _translated(Draft(given, notes=_left_out(tree, said)), tree, text)
+        return _translated(Draft(given, notes=_left_out(tree, said)), _merged(tree, _nested(beside)), text)
     except ConfigError as error:
         raise ConfigError(f"{error}{_hint(str(error), given)}") from None
 
@@ -274,6 +282,13 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{path}: stands beside a value for all of {parent}; give one of them")
         node[last] = value
     return tree
+
+
+def _merged(tree: Any, over: Any) -> Any:
+    """A tree with the settings of another in the place of its own."""
+    if not isinstance(tree, Mapping) or not isinstance(over, Mapping):
+        return over
+    return {**tree, **{key: _merged(tree.get(key), value) for key, value in over.items()}}
 
 
 def _section(tree: Any) -> dict[str, Any]:
@@ -693,9 +708,9 @@ def _finish(draft: Draft, tree: Any) -> None:
             f"policy_loss.loss_mode: {draft.given[LOSS_MODE]} is for the launch to decide; where it is "
             f"{' or '.join(BY_DIVERGENCE)}, put it behind the file, as {'.'.join(PLACES[LOSS_MODE])}.{LOSS_MODE}=VALUE."
         )
-    mode = _at(tree, *ACTOR, "loss_agg_mode")
-    if mode is not None:
-        draft.notes.append(f"loss_agg_mode: {mode} {REDUCTIONS.get(str(mode), NO_REDUCTION)}")
+    mode = _at(_actor(tree), "loss_agg_mode")
+    how = REDUCTIONS.get(str(mode), NO_REDUCTION)
+    draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {mode} {how}")
     mis["metrics"] = "full"
     draft.notes = list(dict.fromkeys(draft.notes))
 
