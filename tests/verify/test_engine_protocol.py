@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from true_on_policy.engines import sglang_plugin, vllm_plugin
 from true_on_policy.engines.environment import inherited, interpreter
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import Server, _telling, free_port
+from true_on_policy.engines.server import Server, _telling, free_port, started
 from true_on_policy.engines.sglang import engine as sglang
 from true_on_policy.engines.sglang import plugin
 from true_on_policy.engines.sglang.stand_in import sgl_kernel
@@ -79,10 +80,10 @@ def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
 
 
 def test_a_server_that_is_slow_is_an_error_not_a_hang(server: Server):
-    started = time.monotonic()
+    began = time.monotonic()
     with pytest.raises(EngineError, match=r"fake: /slow did not answer within 0.5 s"):
         server.post("/slow", {}, 0.5)
-    assert time.monotonic() - started < SOON
+    assert time.monotonic() - began < SOON
 
 
 def test_a_refusal_is_quoted(server: Server):
@@ -95,6 +96,33 @@ def test_a_server_that_dies_while_starting_tells_its_last_words():
     with pytest.raises(EngineError, match=r"exit code 1 while starting[^$]*RuntimeError: no weights here"):
         server.wait_until_ready("/health", SOON)
     server.close()
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_get():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1 and all(20_000 <= port < first for port in ports)
+
+
+@pytest.mark.parametrize(("taken", "served"), [(2, True), (3, False)])
+def test_a_port_that_another_process_took_is_replaced(
+    taken: int, served: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The server's own bind fails twice, and its third port is free; a third failure is an error."""
+    with ExitStack() as stack:
+        holders = [stack.enter_context(socket.socket()) for _ in range(taken)]
+        for holder in holders:
+            holder.bind(("127.0.0.1", 0))
+        ports = [holder.getsockname()[1] for holder in holders] + [free_port()]
+        monkeypatch.setattr("true_on_policy.engines.server.free_port", iter(ports).__next__)
+        command = [sys.executable, "-c", SERVES.replace("sys.argv[1]", "sys.argv[2]")]
+        if served:
+            server = started("fake", command, os.environ)
+            stack.callback(server.close)
+            assert server.url.endswith(f":{ports[-1]}")
+        else:
+            with pytest.raises(EngineError, match=r"exit code 1 while starting[^$]*Address already in use"):
+                started("fake", command, os.environ)
 
 
 def test_a_server_that_never_gets_ready_is_an_error():

@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,30 @@ LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
 POLL_SECONDS = 0.25
+PROBE_SECONDS = 10  # a stranger on the port may accept a connection and never answer
 GRACE_SECONDS = 1  # SGLang checks only every five seconds whether it was asked to end
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT = 20_000
+PORTS_LOOKED_AT = 100
+STARTS = 3
+TAKEN = "address already in use"
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port that nobody has bound, and that Linux gives to no outgoing connection.
+
+    An engine binds its port only seconds after it is started. By then a port of Linux's own choice may be taken.
+    """
+    first = int(OUTGOING.read_text().split()[0])
+    ports = range(LOWEST_PORT, max(first, LOWEST_PORT))
+    # Processes that were seeded alike must not look at one list of ports.
+    looked_at = random.SystemRandom().sample(ports, min(len(ports), PORTS_LOOKED_AT))
+    for port in (*looked_at, 0):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return listener.getsockname()[1]
+    raise EngineError("no free port on 127.0.0.1: end what listens there")
 
 
 def named(options: Mapping[str, Any]) -> list[str]:
@@ -48,8 +66,12 @@ def patience(requests: Sequence[Request]) -> float:
     return GENERATE_SECONDS + TOKEN_SECONDS * sum(request.length for request in requests)
 
 
-def started(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Server:
+def started(
+    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS
+) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
+
+    A port that another process takes before the server binds it is replaced by another port.
 
     Raises:
         EngineError: the server did not become healthy; its processes have been ended.
@@ -58,10 +80,13 @@ def started(name: str, command: Sequence[str], environment: Mapping[str, str]) -
     server = Server(name, [*command, "--port", str(port)], environment, port)
     try:
         server.wait_until_ready("/health", START_SECONDS)
-    except BaseException:
+        return server
+    except BaseException as error:
+        is_taken = isinstance(error, EngineError) and TAKEN in server.output().lower()
         server.close()
-        raise
-    return server
+        if not is_taken or starts == 1:
+            raise
+    return started(name, command, environment, starts - 1)
 
 
 class Server:
@@ -95,7 +120,7 @@ class Server:
             if self._process.poll() is not None:
                 raise self._error(f"ended with exit code {self._process.returncode} while starting")
             try:
-                with urllib.request.urlopen(self.url + path, timeout=seconds):
+                with urllib.request.urlopen(self.url + path, timeout=min(seconds, PROBE_SECONDS)):
                     return
             except OSError:
                 time.sleep(POLL_SECONDS)
