@@ -19,18 +19,15 @@ def selection_scores(router: Any, logits: Float[Tensor, "T E"]) -> Float[Tensor,
     These are logits, their softmax where it comes before the selection, or their sigmoids with the bias of each expert.
 
     Raises:
-        ConfigError: the router has another score function, whose gates are not known here.
+        ConfigError: the router has another score function, whose gates are not known here, or balances its choice over
+            a batch.
     """
+    _check_known(router)
     scores = logits
     if router.score_function == "sigmoid":
         scores = logits.float().sigmoid().type_as(logits)
         if router.expert_bias is not None:
             scores = scores + router.expert_bias
-    elif router.score_function != "softmax":
-        raise ConfigError(
-            f"--moe-router-score-function {router.score_function}: routes are compared for softmax and sigmoid alone; "
-            "leave out `mis.routing` and every rule with `statistic: route`"
-        )
     elif getattr(router.config, "moe_router_pre_softmax", False):
         # A sum of logits may choose another group than the sum of their softmax.
         scores = logits.softmax(-1, dtype=torch.float32).type_as(logits)
@@ -40,6 +37,20 @@ def selection_scores(router: Any, logits: Float[Tensor, "T E"]) -> Float[Tensor,
         if not groups
         else _within_groups(scores, router.config.moe_router_num_groups, groups, router.topk)
     )
+
+
+def _check_known(router: Any) -> None:
+    leave = "leave out `mis.routing` and every rule with `statistic: route`"
+    if router.score_function not in ("softmax", "sigmoid"):
+        raise ConfigError(
+            f"--moe-router-score-function {router.score_function}: routes are compared for softmax and sigmoid alone; "
+            f"{leave}"
+        )
+    if getattr(router, "routing_type", None) == "sinkhorn":
+        raise ConfigError(
+            "--moe-router-load-balancing-type sinkhorn: it chooses for a whole batch at once, so that a token has no "
+            f"choice of its own to compare; {leave}"
+        )
 
 
 def _within_groups(scores: Float[Tensor, "T E"], groups: int, chosen: int, topk: int) -> Float[Tensor, "T E"]:

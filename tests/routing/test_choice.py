@@ -55,3 +55,12 @@ def test_a_score_function_that_is_not_known_is_refused() -> None:
         ConfigError, match="--moe-router-score-function sqrtsoftplus: routes are compared for softmax"
     ):
         selection_scores(router("sqrtsoftplus", False, 2, None, None, None), torch.zeros(1, 4))
+
+
+def test_a_choice_that_is_balanced_over_a_batch_is_refused() -> None:
+    balanced = router("softmax", False, 2, None, None, None)
+    balanced.routing_type = "sinkhorn"
+    with pytest.raises(
+        ConfigError, match="--moe-router-load-balancing-type sinkhorn: it chooses for a whole batch"
+    ):
+        selection_scores(balanced, torch.zeros(1, 4))
