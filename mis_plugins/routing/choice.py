@@ -48,8 +48,8 @@ def _check_known(router: Any) -> None:
         )
     if getattr(router, "routing_type", None) == "sinkhorn":
         raise ConfigError(
-            "--moe-router-load-balancing-type sinkhorn: it chooses for a whole batch at once, so that a token has no "
-            f"choice of its own to compare; {leave}"
+            "--moe-router-load-balancing-type sinkhorn: sinkhorn chooses for a whole batch at once, so that a token "
+            f"has no choice of its own to compare; {leave}"
         )
 
 

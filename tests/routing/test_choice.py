@@ -61,6 +61,6 @@ def test_a_choice_that_is_balanced_over_a_batch_is_refused() -> None:
     balanced = router("softmax", False, 2, None, None, None)
     balanced.routing_type = "sinkhorn"
     with pytest.raises(
-        ConfigError, match="--moe-router-load-balancing-type sinkhorn: it chooses for a whole batch"
+        ConfigError, match="--moe-router-load-balancing-type sinkhorn: sinkhorn chooses for a whole batch"
     ):
         selection_scores(balanced, torch.zeros(1, 4))
