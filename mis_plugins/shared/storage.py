@@ -22,14 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mis_plugins.errors import UserError
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.shell import not_installed
 
 T = TypeVar("T")
-
-
-class RecordError(UserError):
-    """A record or a dump that cannot be read or written."""
 
 
 @contextmanager

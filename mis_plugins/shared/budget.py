@@ -1,0 +1,70 @@
+"""Budgets: what reading one file of a stranger's may cost. A reader refuses a file beyond its budget, and names both.
+
+A budget grows with the bytes of the file, so that a large honest file is read, and a few bytes cannot ask for gigabytes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from mis_plugins.errors import UserError
+
+MEGABYTE = 2**20
+
+
+class RecordError(UserError):
+    """A record or a dump that cannot be read or written."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit of one kind of cost: `base` for any file, and `per_byte` more for each byte of the file.
+
+    what: the noun of the cost, as errors and docs/report.md say it.
+    why: what a file beyond the budget would do.
+    """
+
+    what: str
+    base: float
+    per_byte: float
+    why: str
+
+    def most(self, size: int) -> float:
+        """The limit for a file of `size` bytes."""
+        return self.base + self.per_byte * size
+
+    def check(self, amount: float, size: int, where: object) -> None:
+        """Check a cost against the budget.
+
+        Raises:
+            RecordError: the cost is beyond the budget; the message names the file and the budget.
+        """
+        if amount > self.most(size):
+            raise RecordError(
+                f"{where}: asks for {amount:,.0f} {self.what}, and a file of {size:,} bytes may ask for "
+                f"{self.most(size):,.0f}"
+            )
+
+
+INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
+VALUES = Budget("values", 4 * MEGABYTE, 8, "a few bytes would name billions of numbers, entries or letters")
+DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
+LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
+SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
+BUDGETS = (INFLATED, VALUES, DEPTH, LINE, SECONDS)
+
+
+class Clock:
+    """The seconds that reading one file has taken; `check` refuses the file beyond `SECONDS`."""
+
+    def __init__(self, size: int, where: object):
+        self.size, self.where, self.begun = size, where, time.monotonic()
+
+    def check(self) -> None:
+        """Check the time since the reading began.
+
+        Raises:
+            RecordError: the file takes longer than its budget.
+        """
+        SECONDS.check(time.monotonic() - self.begun, self.size, self.where)
