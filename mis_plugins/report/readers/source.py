@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,20 @@ class Problems:
             self.told.append(what)
         else:
             self.more += 1
+
+    @contextmanager
+    def guarded(self, file: object, place: object = "") -> Iterator[None]:
+        """Run a block that reads one file or one record: an error of any kind is told, and reading goes on behind it.
+
+        Args:
+            place: the line, row, sample or step within the file.
+        """
+        try:
+            yield
+        except Exception as error:
+            where = f"{file}: {place}" if place != "" else f"{file}"
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.add(reason if reason.startswith(where) else f"{where}: {reason}")
 
     def first(self, most: int = MOST) -> list[str]:
         """The first `most` of them, and how many more there are."""
