@@ -1,6 +1,6 @@
 """Budgets: what reading one file of a stranger's may cost. A reader refuses a file beyond its budget, and names both.
 
-A budget grows with the bytes of the file, so that a large honest file is read, and a few bytes cannot ask for gigabytes.
+A budget grows with the bytes of the file: a large honest file is read, and a few bytes cannot ask for gigabytes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would i
 VALUES = Budget("values", 4 * MEGABYTE, 8, "a few bytes would name billions of numbers, entries or letters")
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
+ITEMS = Budget(
+    "values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each"
+)
+STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
-BUDGETS = (INFLATED, VALUES, DEPTH, LINE, SECONDS)
+BUDGETS = (INFLATED, VALUES, DEPTH, LINE, ITEMS, STEPS, SECONDS)
 
 
 class Clock:
