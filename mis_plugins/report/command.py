@@ -112,7 +112,8 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
     said = verdict(made, proposal, meant) if made else of_curves(curves)
     if not said.measured:
-        for file in found.others or (() if problems.kept else paths):
+        nothing = () if made or curves or problems.kept else paths
+        for file in found.others or nothing:
             problems.add(NOTHING, file)
     title = ", ".join(path.name or str(path) for path in paths)
     inputs = _inputs(found)
