@@ -27,6 +27,7 @@ from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import CALM, of_curves, verdict
 from mis_plugins.report.written import Document, write_json
 from mis_plugins.shared.shell import INTERRUPTED
+from mis_plugins.shared.terminal import print_error, printable
 
 ALARMED = 3
 SECONDS = 2.0
@@ -63,7 +64,7 @@ def suggest(arguments: argparse.Namespace) -> int:
     """
     document = read(arguments.paths, arguments)
     for problem in document.problems.first(SHOWN_PROBLEMS):
-        print(f"not read: {problem}", file=sys.stderr)
+        print_error(printable(f"not read: {problem}"))
     if document.report is None or document.proposal is None:
         raise InputError(
             f"{document.title}: no token with two finite log-probs was read in the loss mask, so there is nothing to "
@@ -73,7 +74,7 @@ def suggest(arguments: argparse.Namespace) -> int:
     extent = f"from {made.sequences} responses of {len(made.steps)} steps"
     extent += "" if document.complete else "; interrupted, so the rest was not read"
     comments = (f"{found.name}: {'; '.join(found.why)}", extent, found.flags)
-    print("\n".join(f"# {line}" for line in comments), found.yaml, sep="\n")
+    print("\n".join(f"# {printable(line)}" for line in comments), found.yaml, sep="\n")
     return 0 if document.complete else INTERRUPTED
 
 

@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 
 from mis_plugins.shared.storage import check_writable, replaced
-from mis_plugins.shared.table import print_table, printable
+from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import printable
 from true_on_policy.diff.names import Heads, correspondence
 from true_on_policy.diff.records import engine_and_trainer, read_recording
 from true_on_policy.diff.tensors import Report, Row, compare
