@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mis_plugins.local.folders import METRICS
+from mis_plugins.shared.files import replaced, write_text
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
-from mis_plugins.shared.storage import replaced
 from mis_plugins.shared.terminal import steered
 
 
@@ -100,14 +100,12 @@ class MetricsLog:
     def truncate(self, after: int) -> None:
         """Forget the rollouts beyond `after`, which a run resumed from its checkpoint will do again."""
         kept = [record for record in self.read() if record["rollout"] <= after]
-        with replaced(self.path) as partial:
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file that is complete whenever it exists."""
-    with replaced(path) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:

@@ -7,6 +7,7 @@ read before is written.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,23 +26,26 @@ from mis_plugins.report.summary import SHOWN_PROBLEMS, print_summary
 from mis_plugins.report.survey import Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import CALM, of_curves, verdict
-from mis_plugins.report.written import Document, write_json
+from mis_plugins.report.written import Document, as_text
+from mis_plugins.shared.files import finish_killed, replace_together
 from mis_plugins.shared.shell import INTERRUPTED
 from mis_plugins.shared.terminal import print_error, printable
 
 ALARMED = 3
+PAGE, NUMBERED = "report.html", re.compile(r"report-\d+\.json")
 SECONDS = 2.0
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`."""
+    finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)
         others = [read([other], arguments) for other in arguments.against]
         shown = [document, *others]
         write(shown, arguments.output)
         print_summary(shown)
-        print(f"\n{arguments.output / 'report.html'}", flush=True)
+        print(f"\n{arguments.output / PAGE}", flush=True)
         if not all(one.complete for one in shown):
             return INTERRUPTED
         if not arguments.watch:
@@ -107,14 +111,13 @@ def _inputs(found: Found) -> tuple[str, ...]:
 
 
 def write(documents: Sequence[Document], output: Path) -> None:
-    """Write report.json and report.html of the first document, with the others beside it."""
-    from mis_plugins.report.page import write_page  # it draws; the proposal alone needs no matplotlib
+    """Write report.json and report.html of the first document, with the others beside it, as files of one run."""
+    from mis_plugins.report.page import page  # it draws; the proposal alone needs no matplotlib
 
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(documents[0], output / "report.json")
-    for number, other in enumerate(documents[1:], 2):
-        write_json(other, output / f"report-{number}.json")
-    write_page(documents, output / "report.html")
+    names = ("report.json", *(f"report-{number}.json" for number in range(2, len(documents) + 1)))
+    texts = {name: as_text(document) for name, document in zip(names, documents, strict=True)}
+    earlier = {path.name for path in output.glob("report-*.json") if NUMBERED.fullmatch(path.name)}
+    replace_together(output, {**texts, PAGE: page(documents)}, earlier - texts.keys())
 
 
 class Told:

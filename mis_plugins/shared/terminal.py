@@ -19,8 +19,8 @@ BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0" + "".join(map(chr, range(0x
 def printable(text: str, keep: str = "") -> str:
     """Text in which every character is seen: one that steers a terminal, or has no glyph, becomes its escape.
 
-    ESC becomes `\\x1b`, a bidi override `\\u202e`, a lone surrogate `\\udcff`, and a line break `\\n`. So the text is one
-    line, can be encoded, and stays what it is when escaped twice.
+    ESC becomes `\\x1b`, a bidi override `\\u202e`, a lone surrogate `\\udcff`, and a line break `\\n`. So the text is
+    one line, can be encoded, and stays what it is when escaped twice.
 
     Args:
         keep: control characters that stay, such as the line breaks of a text of several lines.
@@ -34,7 +34,7 @@ def print_error(message: str) -> None:
 
 
 class Shown(io.TextIOWrapper):
-    """A standard stream: whatever a command or a library prints there is `printable`, so that no print can forget it."""
+    """A standard stream in which whatever a command or a library prints is `printable`: no print can forget it."""
 
     def write(self, text: str, /) -> int:
         super().write(printable(text, keep="\n\t"))
