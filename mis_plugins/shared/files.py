@@ -124,7 +124,7 @@ def check_writable(path: Path, flag: str) -> None:
         raise RecordError(f"{flag} {path}: may not be written")
     target = _target(path)
     if target is not None and not os.access(target.parent, os.W_OK):
-        raise RecordError(f"{flag} {path}: its folder may not be written, and a new file is made there")
+        raise RecordError(f"{flag} {path}: the folder of the file may not be written, where a new file is made first")
 
 
 def _target(path: Path) -> Path | None:
@@ -187,7 +187,7 @@ def _opened(lock: Path) -> BinaryIO:
 
 @functools.cache
 def _machine() -> bytes:
-    """This machine since its start. Containers of one machine agree, and each sees the other's locks."""
+    """The machine, since its start: its containers give one answer, and see the locks of each other."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
