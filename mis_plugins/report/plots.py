@@ -154,6 +154,13 @@ def _log(set_scale: Any, axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _adopted(tag: str, prefix: str) -> str:
+    """A tag of matplotlib's with the ids and the colours of the page."""
+    for color, variable in VARIABLES.items():
+        tag = tag.replace(color, variable)
+    return re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, tag)
+
+
 def _svg(figure: Figure, label: str) -> str:
     """The figure as an element of the page: its ids are its own, its colours the page's variables."""
     file = io.StringIO()
@@ -162,9 +169,7 @@ def _svg(figure: Figure, label: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    prefix = f"p{next(_numbers)}-"
-    text = re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
-    for color, variable in VARIABLES.items():
-        text = text.replace(color, variable)
+    prefix = f"p{next(_numbers)}-"
+    text = re.sub(r"<[^>]+>", lambda tag: _adopted(tag[0], prefix), text)  # between tags stand foreign names
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

@@ -16,19 +16,18 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from tempfile import mkdtemp
 
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.shell import undisturbed
 
-PREFIX, LOCK, COMPLETE = ".partial-", ".lock-of-partial", "complete"
+PREFIX, COMPLETE = ".partial-", "complete"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-TORCH_FULL = "file write failed"  # torch.save raises a RuntimeError without a number
+OF_TORCH = "inline_container"  # where torch.save fails on a full disk, with a RuntimeError that has no number
 MOST_LINKS = 40  # of a path, as in the kernel
 DAY = 24 * 3600.0
-LONGEST = 256  # bytes of what `_machine` says
 
 
 @contextmanager
@@ -95,14 +94,13 @@ def replace_together(folder: Path, texts: Mapping[str, str], obsolete: Iterable[
 def finish_killed(folder: Path) -> None:
     """Move the files that a killed process had begun to move, and remove what killed processes had not completed."""
     for partial in folder.glob(f"{PREFIX}*"):
-        with suppress(OSError), _opened(partial / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where its process lives
-            if lock.read(LONGEST) == _machine():
+        with suppress(OSError), _opened(partial) as descriptor:
+            if partial.name.startswith(_own_prefix()):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its process lives
                 if (partial / COMPLETE).is_dir():
                     _move(partial / COMPLETE, folder)
                 shutil.rmtree(partial)
-        with suppress(OSError):  # without a lock, or with one that another machine need not show us
-            if time.time() - partial.stat().st_mtime > DAY:
+            elif time.time() - partial.stat().st_mtime > DAY:  # another machine need not show us its locks
                 shutil.rmtree(partial)
 
 
@@ -124,7 +122,9 @@ def check_writable(path: Path, flag: str) -> None:
         raise RecordError(f"{flag} {path}: may not be written")
     target = _target(path)
     if target is not None and not os.access(target.parent, os.W_OK):
-        raise RecordError(f"{flag} {path}: the folder of the file may not be written, where a new file is made first")
+        raise RecordError(
+            f"{flag} {path}: the folder of the file may not be written, where a new file is made first"
+        )
 
 
 def _target(path: Path) -> Path | None:
@@ -151,47 +151,48 @@ def _partial_folder(parent: Path, path: Path) -> Iterator[Path]:
     made = ExitStack()
     try:
         with undisturbed():
-            folder = _made_folder(parent, path, made)
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                _finish_once(parent.resolve())
+                while not (folder := _locked_folder(parent, made)).exists():
+                    pass  # another process got the lock first, and took the folder for a dead one's
+            except OSError as error:
+                raise RecordError(f"{path}: cannot be written: {error.strerror}") from error
         yield folder
     finally:
         with undisturbed():
             made.close()
 
 
-def _made_folder(parent: Path, path: Path, made: ExitStack) -> Path:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _finish_once(parent.resolve())
-        folder = TemporaryDirectory(dir=parent, prefix=PREFIX, ignore_cleanup_errors=True)
-        lock_file = Path(made.enter_context(folder), LOCK)
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be written: {error.strerror}") from error
+def _locked_folder(parent: Path, made: ExitStack) -> Path:
+    folder = Path(mkdtemp(dir=parent, prefix=_own_prefix()))
+    made.callback(shutil.rmtree, folder, ignore_errors=True)
     with suppress(OSError):  # some shared disks have no locks
-        lock = made.enter_context(lock_file.open("wb", buffering=0))
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(
-            _machine()
-        )  # after the lock: who reads it, and gets the lock, knows that the process is gone
-    return lock_file.parent
+        fcntl.flock(made.enter_context(_opened(folder)), fcntl.LOCK_SH)
+    return folder
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open a folder, and no link to another, for locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 _finish_once = functools.cache(finish_killed)  # a trainer writes a file a step
 
 
-def _opened(lock: Path) -> BinaryIO:
-    """Open a lock. A stranger's archive may have brought a pipe by this name, which would never answer."""
-    if not lock.is_file():
-        raise FileNotFoundError(lock)
-    return lock.open("r+b", buffering=0)
-
-
 @functools.cache
-def _machine() -> bytes:
-    """The machine, since its start: its containers give one answer, and see the locks of each other."""
+def _own_prefix() -> str:
+    """How partial folders of this machine begin, since its start: its containers agree, and see each other's locks."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
-        return platform.node().encode()
+        machine = platform.node().encode()
+    return f"{PREFIX}{blake2b(machine, digest_size=6).hexdigest()}-"
 
 
 def _settle(partial: Path, target: Path) -> None:
@@ -206,35 +207,25 @@ def _settle(partial: Path, target: Path) -> None:
 
 
 def _move(complete: Path, folder: Path) -> None:
-    """Move files into a folder: one after the other, the old ones of all names first out of the way."""
+    """Move files into a folder, after the old ones are gone. What takes time comes before the first move."""
     pairs = [(file, folder / file.name) for file in sorted(complete.iterdir())]
-    with _locked(folder):
-        for _, path in pairs:
-            if _target(path) == path:
-                path.unlink(missing_ok=True)
-        for file, path in pairs:
-            if not file.stat().st_size:
-                file.unlink()
-            elif _target(path) == path:
-                file.replace(path)
-            else:  # a link, perhaps to another disk, or a device
-                with replaced(path) as partial:
-                    shutil.copyfile(file, partial)
-                file.unlink()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time move files into a folder, and have its names on the disk at the end."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with _opened(folder.resolve()) as descriptor:
         with suppress(OSError):  # some shared disks have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # two runs do not move at once
+        plain = [(str(file), str(path)) for file, path in pairs if _target(path) == path]
+        moves = [(file, path) for file, path in plain if os.path.getsize(file)]
+        replaced_first = {path for _, path in moves[:1]}
+        gone = [path for _, path in plain if os.path.exists(path) and path not in replaced_first]
+        for path in gone:
+            os.unlink(path)
+        for file, path in moves:
+            os.rename(file, path)
         with suppress(OSError):
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for file, path in pairs:
+        if file.exists() and file.stat().st_size:  # `path` is a link, perhaps to another disk, or a device
+            with replaced(path) as partial:
+                shutil.copyfile(file, partial)
 
 
 @contextmanager
@@ -248,9 +239,10 @@ def _told_if_full(path: Path, partial: Path, size: int | None) -> Iterator[None]
         yield
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.errno in FULL else ""
-        if not reason and TORCH_FULL not in str(error):
+        if not reason and OF_TORCH not in str(error):
             raise
         written = f"ended after {partial.stat().st_size:,} bytes" if size is None else f"takes {size:,} bytes"
+        reason = reason or "torch wrote a part of it"
         raise RecordError(
-            f"{path}: cannot be written: {reason or TORCH_FULL}; the file {written}: make room, or name another place"
+            f"{path}: cannot be written: {reason}; the file {written}: make room, or name another place"
         ) from error
