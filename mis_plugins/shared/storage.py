@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -23,46 +22,10 @@ import torch
 from torch import Tensor
 
 from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.files import replaced
 from mis_plugins.shared.shell import not_installed
 
 T = TypeVar("T")
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yield a partial file beside `path`, which replaces `path` when the block ends well and is removed otherwise.
-
-    The partial file lies in a folder of its own: ranks of several machines may write beside each other, with equal
-    process ids. A pipe, a link or /dev/stdout is yielded itself, because a rename would replace it by a file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        yield path
-        return
-    with TemporaryDirectory(dir=path.parent, prefix=".partial-") as folder:
-        partial = Path(folder, path.name)
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-
-
-def check_writable(path: Path, flag: str) -> None:
-    """Check, before the work begins, that its outcome can be written to `path`.
-
-    Raises:
-        RecordError: `path` cannot be written; the message names the flag.
-    """
-    if path.is_dir():
-        raise RecordError(f"{flag} {path}: is a folder; name a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(
-            f"{flag} {path}: the folder of the file cannot be made: {error.strerror}"
-        ) from error
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise RecordError(f"{flag} {path}: may not be written")
 
 
 def optional(module: str) -> ModuleType:
@@ -213,11 +176,12 @@ def save_safetensors(
     """
     save_file = optional("safetensors.torch").save_file
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replaced(path) as partial:
+    size = sum(tensor.nbytes for tensor in plain.values())
+    with replaced(path, size) as partial:
         try:
             save_file(plain, partial, None if header is None else dict(header))
         except Exception as error:
-            raise RecordError(f"{path}: cannot be written: {error}") from error
+            raise RecordError(f"{path}: {size:,} bytes of tensors cannot be written: {error}") from error
 
 
 def npz_names(path: Path) -> list[str]:
