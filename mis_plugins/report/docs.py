@@ -43,10 +43,10 @@ report says whether the config did what its bounds mean.
 `'weight.upper=1.5,2,5;weight.bound=truncate,mask'`. `--watch` reads again every `--every` seconds, and exits with code
 3 at the first cause, alarm or number beyond its limit. Ctrl-C writes what was read before and exits with code 130.
 
-Exit code 0 says that the mismatch was measured, in every run of the command: tokens with two finite log-probs were read, or
-curves with a number that has a limit and can be (a `kl_k3` of -5 or NaN alone measures nothing). Else the exit code is 2, the
-verdict is "Nothing was read", and the table of what was not read says why. `--watch` reads on where nothing was read yet; Ctrl-C
-then ends it with code 2.
+Exit code 0 says that the mismatch was measured, in every run that the command names. Tokens with two finite log-probs
+were read, or curves of a number that has a limit. A `kl_k3` of -5, or of NaN alone, measures nothing. Else the exit
+code is 2, the verdict says that nothing was read or measured, and the table of what was not read says why. `--watch`
+reads on where nothing was read yet; Ctrl-C then ends it with code 2.
 
 ## What is read
 
@@ -121,9 +121,10 @@ with open("run.jsonl", "a") as file:
 
 COSTS = """## What a file may cost
 
-Files come from strangers. One that is broken, or asks for more than the table below, is left out from there on. The
-terminal, the page and `problems` in `report.json` name file, place and reason. Only regular files are read: a pipe, a device or a
-link to a folder is told and left out. A step is a whole number from 0 to 2^53; 3.0 counts as 3.
+Files come from strangers. A record that is broken is left out, and a file that asks for more than the table below is
+left out from there on. The terminal, the page and `problems` in `report.json` name file, place and reason. Only
+regular files are read: a pipe, a device or a link to a folder is told and left out. A step is a whole number from 0 to
+2^53; 3.0 counts as 3. A response whose log-probs have a mean above 0 is left out: they are none.
 """
 CONFIGS = """## What would have happened
 

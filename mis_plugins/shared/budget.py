@@ -56,7 +56,7 @@ ITEMS = Budget(
 )
 STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
 CHANGES = Budget(
-    "changes of the step", 2000, 1 / 5000, "each change of the step begins a batch, which takes milliseconds"
+    "changes of the step", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds"
 )
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
 BUDGETS = (INFLATED, VALUES, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS)
