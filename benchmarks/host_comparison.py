@@ -34,7 +34,7 @@ from parity.drive import OURS, Outcome, drive, host_args
 from provenance import as_markdown, markdown_table, provenance, write_record
 from rich.progress import track
 
-from mis_plugins.shared.storage import load_safetensors
+from mis_plugins.shared.arrays import load_safetensors
 from mis_plugins.shared.table import print_table
 from true_on_policy import hosts
 from true_on_policy.hosts.watch import Comparison

@@ -41,8 +41,8 @@ from in_host.trees import HOSTS, CannotRun, Host
 
 from mis_plugins.report.readers import curves
 from mis_plugins.report.readers.source import Problems
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.provenance import commit
-from mis_plugins.shared.storage import RecordError
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.handover import ASKED

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 
 
 @dataclass(frozen=True, order=True)

@@ -1,6 +1,6 @@
 """Budgets: what reading one file of a stranger's may cost. A reader refuses a file beyond its budget, and names both.
 
-A budget grows with the bytes of the file, so that a large honest file is read, and a few bytes cannot ask for gigabytes.
+A budget grows with the bytes of the file: a large honest file is read, and a few bytes cannot ask for gigabytes.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ class Budget:
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
 VALUES = Budget("values", 4 * MEGABYTE, 8, "a few bytes would name billions of numbers, entries or letters")
+OBJECTS = Budget(
+    "objects", MEGABYTE, 1 / 8, "an object takes a hundred times the memory of its bytes in a file"
+)
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
-BUDGETS = (INFLATED, VALUES, DEPTH, LINE, SECONDS)
+BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, SECONDS)
 
 
 class Clock:

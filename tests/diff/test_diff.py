@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from mis_plugins.shared.storage import RecordError, replaced
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.storage import replaced
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS, NormOrder

@@ -20,7 +20,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mis_plugins.config.file import parsed
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 
 # Tensors that identify requests: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})

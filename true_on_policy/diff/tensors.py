@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.progress import told
-from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, regrouped

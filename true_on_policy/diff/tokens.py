@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.progress import told
-from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.diff.names import Correspondence, Heads, Renaming
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value

@@ -12,7 +12,7 @@ from typing import Any
 
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import KINDS, Record, from_mapping
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 
 LONGEST_LINE = 256 * 1024 * 1024
 ROWS_AT_ONCE = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,3 +76,8 @@ class Source:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files if file.exists())
+
+
+def natural(path: Path) -> list[tuple[int, str]]:
+    """Sort key by which rollout 9 stands before rollout 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
