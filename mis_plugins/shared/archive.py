@@ -11,6 +11,7 @@ import math
 import struct
 import sys
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ LOCAL_HEADER = struct.Struct(
 )  # of a record of an archive: its mark, and how the record is compressed
 MARK = b"PK\x03\x04"
 
+Entry = tuple[str, int, int]  # name of a record, place of its header, and size
+
 
 class Archive:
     """An opened archive of `torch.save`.
@@ -40,7 +43,7 @@ class Archive:
             raise RecordError(f"{path}: no archive of torch.save (torch 1.6 or later)")
         self.reader = torch._C.PyTorchFileReader(self.opened.file)
         names = self.reader.get_all_records()
-        if sorted(set(names)) != sorted(_names_by_zipfile(self.opened)):
+        if self._listed(names) != _listed_by_zipfile(self.opened):
             raise RecordError(
                 f"{path}: shows two readers of archives two lists of records, so neither is believed"
             )
@@ -48,6 +51,12 @@ class Archive:
             raise RecordError(f"{path}: a TorchScript program, not a dump")
         if "byteorder" in names and self.read("byteorder") != sys.byteorder.encode():
             raise RecordError(f"{path}: was written on a machine with another order of bytes")
+
+    def _listed(self, names: Iterable[str]) -> list[Entry]:
+        reader: Any = self.reader
+        return sorted(
+            (name, reader.get_record_header_offset(name), reader.get_record_size(name)) for name in names
+        )
 
     def place(self, name: str) -> tuple[int, int]:
         """Offset and size of a record, which `torch.save` never compresses.
@@ -66,12 +75,14 @@ class Archive:
         return self.opened.bytes_at(*self.place(name))
 
 
-def _names_by_zipfile(opened: Opened) -> list[str]:
-    """The names of the records as `zipfile` lists them, without the folder that torch puts around all of them."""
+def _listed_by_zipfile(opened: Opened) -> list[Entry]:
+    """The records as `zipfile` lists them, without the folder that torch puts around all of them."""
     with zipfile.ZipFile(opened.file) as archive:
-        names = archive.namelist()
-    folder = names[0].partition("/")[0] if names else ""
-    return [name.removeprefix(f"{folder}/") for name in names]
+        entries = archive.infolist()
+    folder = entries[0].filename.partition("/")[0] if entries else ""
+    return sorted(
+        (one.filename.removeprefix(f"{folder}/"), one.header_offset, one.file_size) for one in entries
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,9 +41,9 @@ class Budget:
             RecordError: the cost is beyond the budget; the message names the file and the budget.
         """
         if amount > self.most(size):
+            whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
             raise RecordError(
-                f"{where}: asks for {amount:,.0f} {self.what}, and a file of {size:,} bytes may ask for "
-                f"{self.most(size):,.0f}"
+                f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {self.most(size):,.0f}"
             )
 
 

@@ -63,12 +63,14 @@ class Opened:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self.file = os.fdopen(_descriptor(path), "rb")
+            descriptor = _descriptor(path)
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
-        status = os.fstat(self.file.fileno())
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
             raise RecordError(f"{path}: is no regular file")
+        self.file = os.fdopen(descriptor, "rb")
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from mis_plugins.shared.archive import Archive, Storage, Stored
-from mis_plugins.shared.budget import OBJECTS, VALUES, RecordError
+from mis_plugins.shared.budget import OBJECTS, VALUES, Clock, RecordError
 
 MOST_DIMENSIONS = 64
+NAME = 64  # objects that a name of a class counts for; a pickler writes each name once
 # The numbers of torch's classes of storages, and of numpy's kinds of numbers.
 STORAGES: Mapping[str, torch.dtype] = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
@@ -37,6 +38,8 @@ class Opaque:
 
     name: module and name of the class.
     """
+
+    __slots__ = ("arguments", "name", "state")
 
     def __init__(self, name: str, arguments: tuple[Any, ...] = ()):
         self.name, self.arguments = name, arguments
@@ -156,7 +159,9 @@ class Restricted(pickle._Unpickler):
 
     def __init__(self, archive: Archive, content: bytearray, strict: bool):
         super().__init__(BytesIO(content), encoding="utf-8")
-        self.archive, self.strict, self.objects, self.copied = archive, strict, 0, 0
+        self.archive, self.strict = archive, strict
+        self.objects = self.copied = self.next_look = 0
+        self.clock = Clock(archive.opened.size, archive.opened.path)
 
     def find_class(self, module: str, name: str, /) -> Any:
         module = module.replace("__builtin__", "builtins")
@@ -181,11 +186,13 @@ class Restricted(pickle._Unpickler):
             raise RecordError("names a storage in a way that torch.save does not")
         return Storage(self.archive, key, dtype)
 
-    def count(self) -> None:
+    def count(self, weight: int) -> None:
         """Count an object, which takes far more memory than its bytes in the file."""
-        self.objects += 1
-        if self.objects & 0xFFF == 0:
+        self.objects += weight
+        if self.objects >= self.next_look:
+            self.next_look = self.objects + 4096
             OBJECTS.check(self.objects, self.archive.opened.size, self.archive.opened.path)
+            self.clock.check()
 
     def copy(self, letters: int) -> None:
         """Count letters of a copy: a file may ask for any number of copies of one text."""
@@ -241,9 +248,9 @@ def _key(key: Any) -> Any:
 Step = Callable[[Any], None]
 
 
-def _counted(step: Step) -> Step:
+def _counted(step: Step, weight: int) -> Step:
     def counting(unpickler: Restricted) -> None:
-        unpickler.count()
+        unpickler.count(weight)
         step(unpickler)
 
     return counting
@@ -270,10 +277,11 @@ def _steps() -> dict[int, Step]:
     large = (
         pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT, pickle.DICT, pickle.EMPTY_TUPLE, pickle.TUPLE,
         pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_SET, pickle.FROZENSET, pickle.REDUCE, pickle.NEWOBJ,
-        pickle.NEWOBJ_EX, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.GLOBAL,
-        pickle.STACK_GLOBAL, pickle.MARK,
+        pickle.NEWOBJ_EX, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.MARK,
     )  # fmt: skip
-    return plain | {opcode[0]: _counted(plain[opcode[0]]) for opcode in large}
+    counted = {opcode[0]: _counted(plain[opcode[0]], 1) for opcode in large}
+    names = {opcode[0]: _counted(plain[opcode[0]], NAME) for opcode in (pickle.GLOBAL, pickle.STACK_GLOBAL)}
+    return plain | counted | names
 
 
 Restricted.dispatch = _steps()
