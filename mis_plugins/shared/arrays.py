@@ -57,7 +57,7 @@ class Safetensors:
         (length,) = LENGTH.unpack(self.opened.bytes_at(0, LENGTH.size))
         LINE.check(length, self.opened.size, f"{self.path}: its header")
         self._begin = LENGTH.size + length
-        found = json.loads(self.opened.bytes_at(LENGTH.size, length))
+        found = json.loads(self.opened.bytes_at(LENGTH.size, length).decode("utf-8"))
         if not isinstance(found, dict):
             raise RecordError(f"{self.path}: has no header of a safetensors file")
         return found

@@ -13,6 +13,7 @@ from mis_plugins.report.readers import host
 from mis_plugins.report.readers.packing import Packings, in_order, packings
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
 from mis_plugins.shared.numerals import shown
 
@@ -38,7 +39,12 @@ def records(
 
 
 def _name(sample: Mapping[str, Any]) -> tuple[Any, Any]:
-    return sample.get("data_parallel_rank"), sample.get("rollout_position")
+    name = sample.get("data_parallel_rank"), sample.get("rollout_position")
+    if not all(isinstance(number, int | None) for number in name):
+        raise RecordError(
+            f"data_parallel_rank and rollout_position: got {shown(name)}; expected whole numbers"
+        )
+    return name
 
 
 def _packings(content: Mapping[str, Any]) -> Packings:
