@@ -49,10 +49,11 @@ class Budget:
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
 VALUES = Budget("values", 4 * MEGABYTE, 8, "a few bytes would name billions of numbers, entries or letters")
+EXPANDED = Budget("letters of variables", 2**17, 2, "a variable that doubles itself would fill the memory")
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
-BUDGETS = (INFLATED, VALUES, DEPTH, LINE, SECONDS)
+BUDGETS = (INFLATED, VALUES, EXPANDED, DEPTH, LINE, SECONDS)
 
 
 class Clock:
