@@ -31,7 +31,7 @@ import yaml
 
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.docs import header
-from mis_plugins.config.file import STDIN, keys_of, text_of
+from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
 from mis_plugins.config.loading import file_of, load, read_keys
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
@@ -92,7 +92,7 @@ def check(arguments: argparse.Namespace) -> str:
     keys = keys_of(file)  # once: it may be a pipe
     config = read_keys(keys)
     if host is not None:
-        check_served(config, host, reading.spelling(argparse.Namespace(**keys)))
+        check_served(config, host, reading.spelling(as_arguments(keys)))
         conflicts.check(keys, config, host)
     told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
     return "\n".join([told, *(f"warning: {text}" for text in _beside(keys, config, host))])
@@ -106,7 +106,7 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
         yield from unserved(config, host)
         yield from conflicts.warnings(keys, config, host)
     by_kept = host is not None and host.divides_by_kept(argparse.Namespace())
-    split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept)
+    split = denominator_checks.other_terms(as_arguments(keys), config, by_kept)
     if split is not None and not config.needs_loss_hook:
         yield split
     yield from rungs.warnings(config)

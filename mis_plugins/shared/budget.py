@@ -55,7 +55,8 @@ OBJECTS = Budget(
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
-BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, SECONDS)
+EXPANDED = Budget("letters of variables", 2**17, 2, "a variable that doubles itself would fill the memory")
+BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, SECONDS, EXPANDED)
 
 
 class Clock:
