@@ -1,7 +1,7 @@
 """`python -m mis_plugins report PATH ...`: reads what a run left, writes report.html and report.json, prints a summary.
 
-Exit codes: 0 the report is written; 2 nothing could be read; 3 `--watch` saw an alarm; 130 interrupted, and what was
-read before is written.
+Exit codes: 0 the mismatch was measured; 2 nothing was read that measures it, and the report says why; 3 `--watch` saw
+an alarm; 130 interrupted, and what was read before is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.report.allocator import keep_freed_memory
 from mis_plugins.report.own import found_config, intent
 from mis_plugins.report.proposal import propose
-from mis_plugins.report.readers.paths import Found, find
+from mis_plugins.report.readers.paths import NOTHING, Found, check_exists, find
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.readers.spelled import spell
 from mis_plugins.report.summary import SHOWN_PROBLEMS, print_summary
@@ -26,7 +26,8 @@ from mis_plugins.report.survey import Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import CALM, of_curves, verdict
 from mis_plugins.report.written import Document, write_json
-from mis_plugins.shared.shell import INTERRUPTED
+from mis_plugins.shared.shell import INTERRUPTED, REFUSED
+from mis_plugins.shared.table import printable
 
 ALARMED = 3
 SECONDS = 2.0
@@ -34,25 +35,40 @@ SECONDS = 2.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`."""
+    for path in (*arguments.paths, *arguments.against):
+        check_exists(path)
+    ever = False
     while True:
         document = read(arguments.paths, arguments)
-        others = [read([other], arguments) for other in arguments.against]
-        shown = [document, *others]
+        shown = [document, *(read([other], arguments) for other in arguments.against)]
         write(shown, arguments.output)
         print_summary(shown)
         print(f"\n{arguments.output / 'report.html'}", flush=True)
+        ever |= all(map(_measured, shown))
         if not all(one.complete for one in shown):
             return INTERRUPTED
         if not arguments.watch:
-            return 0
+            return 0 if ever else REFUSED
         if alarmed(document):
             return ALARMED
-        time.sleep(arguments.every)
+        try:
+            time.sleep(arguments.every)
+        except KeyboardInterrupt:
+            return INTERRUPTED if ever else REFUSED
+
+
+def _measured(document: Document) -> bool:
+    """Whether a document measures the mismatch; says so on stderr where it does not."""
+    if not document.verdict.measured:
+        title = printable(document.title)
+        print(f"error: {title}: nothing was read that measures the mismatch", file=sys.stderr)
+    return document.verdict.measured
 
 
 def alarmed(document: Document) -> bool:
     """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit."""
-    return document.verdict.level != CALM or bool(document.report and document.report.alarms)
+    beyond = document.verdict.measured and document.verdict.level != CALM
+    return beyond or bool(document.report and document.report.alarms)
 
 
 def suggest(arguments: argparse.Namespace) -> int:
@@ -63,7 +79,7 @@ def suggest(arguments: argparse.Namespace) -> int:
     """
     document = read(arguments.paths, arguments)
     for problem in document.problems.first(SHOWN_PROBLEMS):
-        print(f"not read: {problem}", file=sys.stderr)
+        print(printable(f"not read: {problem}"), file=sys.stderr)
     if document.report is None or document.proposal is None:
         raise InputError(
             f"{document.title}: no token with two finite log-probs was read in the loss mask, so there is nothing to "
@@ -95,6 +111,9 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     curves = found.read_curves(problems)
     meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
     said = verdict(made, proposal, meant) if made else of_curves(curves)
+    if not said.measured:
+        for file in found.others or (() if problems.kept else paths):
+            problems.add(NOTHING, file)
     title = ", ".join(path.name or str(path) for path in paths)
     inputs = _inputs(found)
     return Document(title, inputs, complete, meant, said, made, proposal, curves, problems)

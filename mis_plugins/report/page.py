@@ -401,9 +401,8 @@ def _tokens(report: Report) -> str:
 
 def _read(documents: Sequence[Document]) -> str:
     files = "".join(f"<li>{escape(text)}</li>" for one in documents for text in one.inputs[:200])
-    lost = [text for one in documents for text in one.problems.first()]
-    told = "".join(f"<li>{escape(text)}</li>" for text in lost)
-    broken = f"<h3>Could not be read</h3><ul>{told}</ul>" if lost else ""
+    lost = [(one.file, one.place, one.reason) for each in documents for one in each.problems.first()]
+    broken = f"<h3>Not read</h3>{_table(['file', 'place', 'reason'], lost)}" if lost else ""
     counts = [
         f"{one.title}: {one.report.sequences} sequences, {len(one.report.steps)} steps"
         for one in documents

@@ -58,7 +58,7 @@ def as_json(document: Document) -> dict[str, Any]:
     if document.proposal is not None:
         found["proposal"] = _of_proposal(document.proposal)
     found["curves"] = [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves]
-    return found | {"problems": document.problems.first(), "cannot_tell": CANNOT}
+    return found | {"problems": list(map(asdict, document.problems.first())), "cannot_tell": CANNOT}
 
 
 def _of_report(report: Report) -> dict[str, Any]:

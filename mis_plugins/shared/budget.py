@@ -54,9 +54,13 @@ OBJECTS = Budget(
 )
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
+ITEMS = Budget(
+    "values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each"
+)
+STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
 EXPANDED = Budget("letters of variables", 2**17, 2, "a variable that doubles itself would fill the memory")
-BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, SECONDS, EXPANDED)
+BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, SECONDS, EXPANDED)
 
 
 class Clock:

@@ -26,7 +26,7 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
         with problems.guarded(file):
             kind, rollout = _kind(load_foreign(file))
             if not kind:
-                problems.add(f"{file}: no dump of training or rollout data by Miles or slime")
+                problems.add("no dump of training or rollout data by Miles or slime", file)
         if kind == "rollout" and not file.stem.startswith(EVALUATION):
             rolled[rollout] = file
         elif kind and kind != "rollout":
@@ -36,8 +36,9 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
         yield Source(f"{kind} rollout {rollout}", both, partial(_records, kind, parts, rolled.get(rollout)))
     if rolled and not trained:
         problems.add(
-            f"{next(iter(rolled.values()))}: a rollout's dump holds the engine's log-probs alone; name the folder of "
-            "the training data too (--save-debug-train-data, --dump-details)"
+            "a rollout's dump holds the engine's log-probs alone; name the folder of the training data too "
+            "(--save-debug-train-data, --dump-details)",
+            next(iter(rolled.values())),
         )
 
 
