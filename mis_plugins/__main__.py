@@ -9,7 +9,7 @@
     python -m mis_plugins report DUMPS
 
 Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
-interrupted; 141 nobody reads what it prints.
+interrupted; 141 nobody reads what it prints; 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import argparse
 import inspect
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
+from mis_plugins.shared.terminal import print_error
 
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not is_foreign(error):
             raise
-        print(f"error: {not_installed(error, 'report')}", file=sys.stderr)
+        print_error(f"error: {not_installed(error, 'report')}")
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = getattr(arguments, "target", "config" if arguments.group == "config" else "report")
-        print(f"{'standard input' if target == STDIN else target}: {error}", file=sys.stderr)
+        print_error(f"{'standard input' if target == STDIN else target}: {error}")
         return REFUSED
     return 0
 

@@ -7,6 +7,7 @@ an alarm; 130 interrupted, and what was read before is written.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -25,11 +26,13 @@ from mis_plugins.report.summary import SHOWN_PROBLEMS, print_summary
 from mis_plugins.report.survey import Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import CALM, of_curves, verdict
-from mis_plugins.report.written import Document, write_json
+from mis_plugins.report.written import Document, as_text
+from mis_plugins.shared.files import finish_killed, replace_together
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED
-from mis_plugins.shared.table import printable
+from mis_plugins.shared.terminal import print_error, printable
 
 ALARMED = 3
+PAGE, NUMBERED = "report.html", re.compile(r"report-\d+\.json")
 SECONDS = 2.0
 
 
@@ -38,12 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (*arguments.paths, *arguments.against):
         check_exists(path)
     ever = False
+    finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)
         shown = [document, *(read([other], arguments) for other in arguments.against)]
         write(shown, arguments.output)
         print_summary(shown)
-        print(f"\n{arguments.output / 'report.html'}", flush=True)
+        print(f"\n{arguments.output / PAGE}", flush=True)
         ever |= all(map(_measured, shown))
         if not all(one.complete for one in shown):
             return INTERRUPTED
@@ -79,7 +83,7 @@ def suggest(arguments: argparse.Namespace) -> int:
     """
     document = read(arguments.paths, arguments)
     for problem in document.problems.first(SHOWN_PROBLEMS):
-        print(printable(f"not read: {problem}"), file=sys.stderr)
+        print_error(printable(f"not read: {problem}"))
     if document.report is None or document.proposal is None:
         raise InputError(
             f"{document.title}: no token with two finite log-probs was read in the loss mask, so there is nothing to "
@@ -89,7 +93,7 @@ def suggest(arguments: argparse.Namespace) -> int:
     extent = f"from {made.sequences} responses of {len(made.steps)} steps"
     extent += "" if document.complete else "; interrupted, so the rest was not read"
     comments = (f"{found.name}: {'; '.join(found.why)}", extent, found.flags)
-    print("\n".join(f"# {line}" for line in comments), found.yaml, sep="\n")
+    print("\n".join(f"# {printable(line)}" for line in comments), found.yaml, sep="\n")
     return 0 if document.complete else INTERRUPTED
 
 
@@ -125,14 +129,13 @@ def _inputs(found: Found) -> tuple[str, ...]:
 
 
 def write(documents: Sequence[Document], output: Path) -> None:
-    """Write report.json and report.html of the first document, with the others beside it."""
-    from mis_plugins.report.page import write_page  # it draws; the proposal alone needs no matplotlib
+    """Write report.json and report.html of the first document, with the others beside it, as files of one run."""
+    from mis_plugins.report.page import page  # it draws; the proposal alone needs no matplotlib
 
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(documents[0], output / "report.json")
-    for number, other in enumerate(documents[1:], 2):
-        write_json(other, output / f"report-{number}.json")
-    write_page(documents, output / "report.html")
+    names = ("report.json", *(f"report-{number}.json" for number in range(2, len(documents) + 1)))
+    texts = {name: as_text(document) for name, document in zip(names, documents, strict=True)}
+    earlier = {path.name for path in output.glob("report-*.json") if NUMBERED.fullmatch(path.name)}
+    replace_together(output, {**texts, PAGE: page(documents)}, earlier - texts.keys())
 
 
 class Told:

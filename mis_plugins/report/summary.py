@@ -8,7 +8,8 @@ from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.proposal import Proposal
 from mis_plugins.report.verdict import ALARM, CALM
 from mis_plugins.report.written import Document
-from mis_plugins.shared.table import print_table, printable
+from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import printable
 
 SHOWN = (
     FIRST,

@@ -1,4 +1,4 @@
-"""Read safetensors and npz files of others: one opened file, no pickled object, no byte beyond what the file has."""
+"""Tensors in safetensors and npz files: those of others are read from one opened file, without pickled objects."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mis_plugins.shared.budget import INFLATED, LINE, RecordError
+from mis_plugins.shared.files import replaced
 from mis_plugins.shared.opened import Opened, optional, read
 
 LENGTH = struct.Struct("<Q")  # of the header of a safetensors file
@@ -134,3 +135,21 @@ def _array(file: Any, size: int) -> Tensor:
     if flat.size != count or file.read(1):
         raise RecordError(f"an array of shape {shape} has other bytes than its shape needs")
     return torch.from_numpy(flat.reshape(shape, order="F" if by_columns else "C"))
+
+
+def save_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        RecordError: the library is not installed, or failed.
+        OSError: the file cannot be made.
+    """
+    save_file = optional("safetensors.torch").save_file
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replaced(path) as partial:
+        try:
+            save_file(plain, partial, None if header is None else dict(header))
+        except Exception as error:
+            raise RecordError(f"{path}: cannot be written: {error}") from error

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from mis_plugins.shared.budget import RecordError
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.files import replaced
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS, NormOrder

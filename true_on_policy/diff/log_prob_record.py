@@ -24,10 +24,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from mis_plugins.shared.arrays import Safetensors
+from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.provenance import environment
-from mis_plugins.shared.storage import save_safetensors
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import packages

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.files import replaced
 from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.observe.process import Observation, observe
