@@ -568,8 +568,8 @@ def _reject_options(draft: Draft, names: list[str], threshold: Any) -> None:
         draft.remarks[path] = f"rollout_rs: {name}, rollout_rs_threshold: {cut(str(spec))}"
         if k == "k1":
             draft.notes.append(
-                f"{name}: verl bounds k1 = -log r, so {cut(str(spec))} keeps ratios in [1/upper, 1/lower], written out below. "
-                "verl clamps each log ratio to +-20 before it adds them up, here the sum is clamped."
+                f"{name}: verl bounds k1 = -log r, so {cut(str(spec))} keeps ratios in [1/upper, 1/lower], written out "
+                "below. verl clamps each log ratio to +-20 before it adds them up, here the sum is clamped."
             )
 
 
