@@ -38,6 +38,7 @@ REFUSED = {
     "levels behind aliases": (DEEP, "line 66: nested more than 64 levels"),
     "letters behind aliases": (LONG, "aliases .* repeat more than"),
     "a number of 64 bits": ("mis: {weight: {upper: 1e+308}}", "upper: got .*1e.308.*32 bits"),
+    "rules": (f"mis: {{weight: null, reject: [{'{upper: 2}, ' * 4000}]}}", "mis.reject: got 4000 items"),
     "python/object": ("mis: !!python/object/apply:os.system [x]", "no YAML: could not determine"),
 }
 ODD_KEYS = "self: 1\n__class__: 1\n__dict__: 1\n? 1\n: 1\nnull: 1\n"
