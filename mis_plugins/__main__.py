@@ -43,9 +43,11 @@ from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.shared.numerals import cut
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
-from mis_plugins.shared.terminal import print_error
+from mis_plugins.shared.terminal import print_error, printable
 
+LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
@@ -64,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = getattr(arguments, "target", "config" if arguments.group == "config" else "report")
-        print_error(f"{'standard input' if target == STDIN else target}: {error}")
+        target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
+        print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0
 
@@ -95,7 +98,7 @@ def check(arguments: argparse.Namespace) -> str:
         check_served(config, host, reading.spelling(as_arguments(keys)))
         conflicts.check(keys, config, host)
     told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
-    return "\n".join([told, *(f"warning: {text}" for text in _beside(keys, config, host))])
+    return "\n".join([told, *(f"warning: {printable(text)}" for text in _beside(keys, config, host))])
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:

@@ -60,12 +60,7 @@ class StrictLoader(FASTEST):
             return value
         except MisError:
             raise
-        except (
-            ValueError,
-            LookupError,
-            AttributeError,
-            OverflowError,
-        ):  # YAML's own errors are none of these
+        except (ValueError, LookupError, AttributeError, OverflowError):  # none is an error of YAML's own
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise ConfigError(
                 f"{_line(node)}{shown(node.value)} reads as YAML's {kind} and is none that "
@@ -86,6 +81,8 @@ def _extent(node: yaml.Node, known: dict[int, Extent | None]) -> Extent:
     Args:
         known: the extents that are found; None while one is being found.
     """
+    if isinstance(node, yaml.ScalarNode):
+        return Extent(1 + len(node.value), 0)
     if id(node) in known:
         if (found := known[id(node)]) is None:
             raise ConfigError(
@@ -95,17 +92,12 @@ def _extent(node: yaml.Node, known: dict[int, Extent | None]) -> Extent:
     known[id(node)] = None
     if isinstance(node, yaml.MappingNode):
         _check_keys(node)
-    known[id(node)] = found = _added_up(node, [_extent(child, known) for child in _children(node)])
-    if found.depth > DEEPEST:
+    children = [_extent(child, known) for child in _children(node)]
+    depth = 1 + max((child.depth for child in children), default=0)
+    if depth > DEEPEST:
         raise ConfigError(f"{_line(node)}{TOO_DEEP}")
+    known[id(node)] = found = Extent(1 + sum(child.size for child in children), depth)
     return found
-
-
-def _added_up(node: yaml.Node, children: list[Extent]) -> Extent:
-    if isinstance(node, yaml.ScalarNode):
-        return Extent(1 + len(node.value), 0)
-    depth = max((child.depth for child in children), default=0)
-    return Extent(1 + sum(child.size for child in children), 1 + depth)
 
 
 def _line(place: Any) -> str:

@@ -69,6 +69,7 @@ RULE_KEYS = (
 )  # of the rule that `use_rs` or `use_mask` switches on
 OUR_SWITCHES = tuple(sorted(key for key in READ_KEYS if key.startswith("use_")))
 HOSTS_SWITCHES = frozenset({"use_te"})  # arguments of the hosts within two edits of one of ours
+MOST_ITEMS = 64  # of a list; each rule costs every step its time
 LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
 EDITS = 2  # a switch within this edit distance of one of ours counts as misspelled
 FlatLevel = Literal["token", "sequence", "geometric"]
@@ -506,6 +507,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path}: got {shown(value)}; expected a list")
+        if len(value) > MOST_ITEMS:
+            raise ConfigError(f"{path}: got {len(value)} items; expected at most {MOST_ITEMS}")
         return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)

@@ -66,7 +66,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
     for file in files:
         if file.suffix == ".pt":
             continue
-        kind = _format(file)
+        kind = format_of(file)
         if kind in curves.READERS:
             lines.append((file, kind))
         elif kind in NEUTRAL:
@@ -137,7 +137,7 @@ def _is_regular(file: Path, problems: Problems) -> bool:
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
 
 
-def _format(file: Path) -> str | None:
+def format_of(file: Path) -> str | None:
     """Name of the format of a file that is no dump; None where it has none."""
     if file.suffix == ".wandb":
         return "wandb"
@@ -145,14 +145,14 @@ def _format(file: Path) -> str | None:
         return "tensorboard"
     if file.suffix == ".parquet":
         return "parquet"
-    return next(filter(None, (_format_of(found, file) for found in _first_objects(file))), None)
+    return next(filter(None, (_shown_by(found, file) for found in _first_objects(file))), None)
 
 
 def _first_objects(file: Path) -> Iterator[Mapping[str, Any]]:
     return Problems().each(first_objects(file), file, size_of(file))
 
 
-def _format_of(found: Mapping[str, Any], file: Path) -> str | None:
+def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
     """Name of the format that an object in the first lines of a file shows; None where it shows none."""
     if "behavior_log_probs" in found:
         return "jsonl"
