@@ -20,6 +20,7 @@ from importlib import import_module
 from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
+from mis_plugins.shared.table import printable
 
 # Each command is a subpackage; add_parser(subparsers) in its module `command` sets run(arguments) -> code.
 COMMANDS = ("verify", "diff", "contract", "flags", "doctor", "weights")
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser(argv).parse_args(argv)
         return arguments.run(arguments)
     except (UserError, OSError) as error:
-        print(error, file=sys.stderr)
+        print("\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
