@@ -60,7 +60,7 @@ def observe_engine(url: str) -> Observation:
     return Observation(settings, unseen, configured)
 
 
-def _told(told: Mapping[str, Any]) -> dict[str, str]:
+def _told(told: Any) -> dict[str, str]:
     settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
     settings.setdefault("contract", "not in this release")
     if phases := told.get("cuda_graph_config"):
@@ -171,7 +171,7 @@ class _Client:
         return answer_of(self.url, path, body, SECONDS)
 
 
-def _sampled(prompt: Sequence[int], answer: Mapping[str, Any]) -> Answer:
+def _sampled(prompt: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(prompt), LENGTH)
     found = _answer(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
@@ -180,7 +180,7 @@ def _sampled(prompt: Sequence[int], answer: Mapping[str, Any]) -> Answer:
     return found
 
 
-def _scored(sequence: Sequence[int], answer: Mapping[str, Any]) -> Answer:
+def _scored(sequence: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(sequence))
     (_, first, *_), *rows = list_of(meta["input_token_logprobs"], len(sequence), TOKENS)
@@ -194,7 +194,7 @@ def _scored(sequence: Sequence[int], answer: Mapping[str, Any]) -> Answer:
     return tuple(sequence[1:]), log_probs
 
 
-def _answer(rows: Sequence[Any]) -> Answer:
+def _answer(rows: Any) -> Answer:
     """Convert SGLang's rows (log-prob, token id, text) to token ids and log-probs."""
     tokens, log_probs = sglang_rows(rows)
     # JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.

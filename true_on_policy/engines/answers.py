@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from reprlib import Repr
 from typing import Any, NoReturn
@@ -104,12 +104,12 @@ def log_prob(value: Any) -> float:
     return float(value)
 
 
-def sglang_rows(rows: Sequence[Any]) -> tuple[tuple[int, ...], list[float]]:
+def sglang_rows(rows: Any) -> tuple[tuple[int, ...], list[float]]:
     """Read token ids and log-probs from SGLang's rows (log-prob, token id, text)."""
     return tuple(whole(row[1], "token id") for row in rows), [log_prob(row[0]) for row in rows]
 
 
-def check_counts(meta: Mapping[str, Any], prompt: int, sampled: int | None = None) -> None:
+def check_counts(meta: Any, prompt: int, sampled: int | None = None) -> None:
     """Check the numbers of tokens that an answer of SGLang states beside its log-probs, where it states any.
 
     Raises:

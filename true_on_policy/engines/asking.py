@@ -22,7 +22,7 @@ from http.client import (
     IncompleteRead,
     RemoteDisconnected,
 )
-from socket import SHUT_RDWR
+from socket import SHUT_RDWR, socket
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -128,11 +128,12 @@ def exchanged(
     headers = {"Content-Type": "application/json", "Connection": "close"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     sent = None if body is None else json.dumps(body).encode()
-    connection = address.connection(seconds)
+    wire = _Wire(address.connection(seconds))
 
     def exchange() -> bytes:
-        connection.request("GET" if sent is None else "POST", address.path + path, sent, headers)
-        return _body(where, connection.getresponse(), limit)
+        wire.connect()
+        wire.connection.request("GET" if sent is None else "POST", address.path + path, sent, headers)
+        return _body(where, wire.connection.getresponse(), limit)
 
     try:
         return _within(seconds, exchange)
@@ -141,7 +142,29 @@ def exchanged(
     except (OSError, ValueError, HTTPException) as error:
         raise EngineError(f"{where}{_words(error, seconds)}") from error
     finally:
-        _end(connection)
+        wire.cut()
+
+
+class _Wire:
+    """A connection that another thread may cut, whatever the thread that uses it waits for."""
+
+    def __init__(self, connection: HTTPConnection):
+        self.connection = connection
+        self._sockets: list[socket] = []
+        self._is_cut = False
+
+    def connect(self) -> None:
+        self.connection.connect()
+        self._sockets.append(self.connection.sock)  # http.client forgets it before it has read the body
+        if self._is_cut:
+            self.cut()
+
+    def cut(self) -> None:
+        self._is_cut = True
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(SHUT_RDWR)
+        self.connection.close()
 
 
 def _words(error: Exception, seconds: float) -> str:
@@ -175,14 +198,6 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     return done.result(seconds)
 
 
-def _end(connection: HTTPConnection) -> None:
-    """Close a connection, and wake the thread that may still read from its socket."""
-    if connection.sock is not None:
-        with suppress(OSError):
-            connection.sock.shutdown(SHUT_RDWR)
-    connection.close()
-
-
 def _body(where: str, response: HTTPResponse, limit: int) -> bytes:
     """Read the body of an answer.
 
@@ -208,9 +223,9 @@ def _body(where: str, response: HTTPResponse, limit: int) -> bytes:
 
 
 def _read(response: HTTPResponse, most: int) -> bytes:
-    # http.client's `read` of a chunk with a negative size would go on without a limit; its `read1` does not.
+    # Where a chunk's size is negative, http.client's `read` goes on without a limit; its `read1` gives a block.
     read = response.read1 if response.chunked else response.read
     body = bytearray()
-    while part := read(min(BLOCK, most - len(body))):
+    while len(body) < most and (part := read(min(BLOCK, most - len(body)))):
         body += part
     return bytes(body)

@@ -155,7 +155,7 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
     for one in answer["ranks"]:
         (place,) = one["parallelism_info"]
         for axis in ("pp_size", "dp_size"):
-            if whole(place[axis], axis) > 1:
+            if whole(place[axis], axis) != 1:
                 raise NotSeenError(
                     f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone"
                 )

@@ -136,7 +136,7 @@ class SGLang:
         """Build SGLang's arguments of a cut: SGLang returns the kept tokens only where top-k is finite."""
         return {"top_p": cut.top_p, "top_k": cut.top_k or self._last_id + 1}
 
-    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+    def _sample(self, request: Request, answer: Any) -> Sample:
         meta = answer["meta_info"]
         check_counts(meta, len(request.prompt))
         tokens = tuple(whole(token, "token id", self._last_id) for token in answer["output_ids"])
@@ -162,7 +162,7 @@ class SGLang:
         with reading("/generate", self.name):
             return [self._score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
-    def _score(self, sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "_"]:
+    def _score(self, sample: Sample, answer: Any) -> Float32[Tensor, "_"]:
         rows = list_of(
             answer["meta_info"]["input_token_logprobs"], len(sample.sequence), "log-probs of tokens"
         )
@@ -174,7 +174,7 @@ class SGLang:
 
     def _generate(
         self, prompts: list, sampling: list, more: Mapping[str, Any], seconds: float = GENERATE_SECONDS
-    ) -> list[dict[str, Any]]:
+    ) -> Any:
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
         return self._server.post("/generate", body, seconds)
 
@@ -221,7 +221,7 @@ def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
 
 
 def _private(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
-    """Name SGLang a file with its key, and a file over which its ranks meet: torch's store would listen to the network."""
+    """Name SGLang a file with its key, and one over which its ranks meet: torch's store would listen to the network."""
     file = folder / "key.yaml"
     file.write_text(f"api-key: {key}\n")
     return ["--config", str(file)], {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks"}

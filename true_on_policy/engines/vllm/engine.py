@@ -113,13 +113,13 @@ class VLLM:
         wanted: Mapping[str, Any],
         request: Request,
         seconds: float = GENERATE_SECONDS,
-    ) -> Mapping[str, Any]:
+    ) -> Any:
         # No seed: with a seed, vLLM 0.32 on CPU crashes on a prompt that is prefilled in chunks.
         sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
         body = {"token_ids": list(tokens), "sampling_params": sampling}
         return self._server.post(PATH, body, seconds)
 
-    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+    def _sample(self, request: Request, answer: Any) -> Sample:
         [choice] = answer["choices"]
         rows, tokens = choice["logprobs"]["content"], choice["token_ids"]
         if [row["token_id"] for row in rows] != tokens or not request.over(tokens):
@@ -172,7 +172,7 @@ def _until(request: Request) -> dict[str, Any]:
     return {"max_tokens": request.length, **end}
 
 
-def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:
+def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
     told = list_of(answer["prompt_logprobs"], len(sample.sequence), "log-probs of tokens")
     rows = told[-len(sample.tokens) :]
     found = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
