@@ -31,6 +31,7 @@ from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.arrays import Safetensors, load_npz, npz_names
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign, tensor_of
+from mis_plugins.shared.opened import read
 from true_on_policy.diff.host_dumps import host_samples, log_prob_records
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
@@ -159,7 +160,7 @@ def _files(path: Path) -> list[Path]:
 def _items(file: Path, alone: bool) -> list[_Item]:
     """List the items of a file; an unreadable file is one item that fails to load, so it hides no other file."""
     try:
-        return list(_listed(file, alone))
+        return read(file, lambda: list(_listed(file, alone)))
     except RecordError as error:
         return [_Item((1, _natural(file.name)), Key(file.stem), partial(_raise, error))]
 
@@ -172,7 +173,8 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
     for name, load in READERS[file.suffix](file):
         prefix = "" if alone or not name else f"{file.stem}."
         order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
-        yield _Item(order, Key(prefix + name or ("value" if alone else file.stem)), load)
+        key = Key(prefix + name or ("value" if alone else file.stem))
+        yield _Item(order, key, partial(read, file, load))
 
 
 def parse_tags(file: Path) -> dict[str, str]:
@@ -201,7 +203,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return _Item((0, index, rank), key, partial(DUMPED[file.suffix], file))
+    return _Item((0, index, rank), key, partial(read, file, partial(DUMPED[file.suffix], file)))
 
 
 def _dumped_pt(file: Path) -> Value:
@@ -275,8 +277,9 @@ def _raise(error: RecordError) -> Value:
 
 
 def _natural(name: str) -> tuple:
-    """Return a sort key that puts layers.2 before layers.10."""
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
+    """Return a sort key that puts layers.2 before layers.10; a number may have more digits than Python converts."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
 READERS: dict[str, Reader] = {
