@@ -64,8 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measured(document: Document) -> bool:
     """Whether a document measures the mismatch; says so on stderr where it does not."""
     if not document.verdict.measured:
-        title = printable(document.title)
-        print(f"error: {title}: nothing was read that measures the mismatch", file=sys.stderr)
+        print_error(f"error: {printable(document.title)}: nothing was read that measures the mismatch")
     return document.verdict.measured
 
 
@@ -116,7 +115,8 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
     said = verdict(made, proposal, meant) if made else of_curves(curves)
     if not said.measured:
-        for file in found.others or (() if problems.kept else paths):
+        nothing = () if made or curves or problems.kept else paths
+        for file in found.others or nothing:
             problems.add(NOTHING, file)
     title = ", ".join(path.name or str(path) for path in paths)
     inputs = _inputs(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
@@ -173,8 +173,10 @@ def _tensor(name: str, values: Any) -> Tensor:
 
 
 def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
+    if not isinstance(values, list | tuple):
+        raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     try:
-        if kind.is_floating_point and isinstance(values, Sequence) and None in values:
+        if kind.is_floating_point and None in values:
             values = [math.nan if value is None else value for value in values]
         found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Record
 from mis_plugins.report.sweep import Candidate, Sweep
 from mis_plugins.report.worst import Worst
-from mis_plugins.shared.budget import STEPS
+from mis_plugins.shared.budget import CHANGES, STEPS
 
 Told = Callable[[int, int], None]  # called with bytes done and bytes in all
 
@@ -102,12 +102,12 @@ class Report:
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
     """Read every source; return false where Ctrl-C ended the walk, so that what is done can be written."""
-    total, done = sum(source.size for source in sources), 0
+    total, done, steps = sum(source.size for source in sources), 0, set[int]()
     try:
         for source in sources:
             told(done, total)
             problems.bytes_read, seen, lost = 0, survey.sequences, problems.of_file.total()
-            records = _of_few_steps(source.records(problems), survey.numbers.steps.keys(), source)
+            records = _of_few_steps(source.records(problems), steps, source)
             survey.add_all(
                 problems.each(records, source.name, source.size),
                 lambda done=done: told(done + problems.bytes_read, total),
@@ -121,13 +121,15 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
     return True
 
 
-def _of_few_steps(records: Iterable[Record], steps: Container[int], source: Source) -> Iterator[Record]:
-    """Records, until they have more steps than the budget; `steps` are those of earlier sources."""
-    own: set[int] = set()
+def _of_few_steps(records: Iterable[Record], steps: set[int], source: Source) -> Iterator[Record]:
+    """Records of a source, until they are beyond a budget; `steps` are the steps of all sources so far."""
+    size, last, changes = source.size, None, 0
     for record in records:
-        if record.step not in steps:
-            own.add(record.step)
-        STEPS.check(len(own), source.size, source.name)
+        if record.step != last:
+            last, changes = record.step, changes + 1
+            steps.add(last)
+            CHANGES.check(changes, size, source.name)
+            STEPS.check(len(steps), size, source.name)
         yield record
 
 

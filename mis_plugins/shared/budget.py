@@ -58,9 +58,12 @@ ITEMS = Budget(
     "values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each"
 )
 STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
+CHANGES = Budget(
+    "changes of the step", 2000, 1 / 5000, "each change of the step begins a batch, which takes milliseconds"
+)
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
 EXPANDED = Budget("letters of variables", 2**17, 2, "a variable that doubles itself would fill the memory")
-BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, SECONDS, EXPANDED)
+BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS, EXPANDED)
 
 
 class Clock:

@@ -51,40 +51,48 @@ def objects(path: Path, problems: Problems) -> Iterator[tuple[str, Mapping[str, 
     """Place and object of each line of a file; a line without an object is told and left out."""
     with opened(path) as file:
         for number in itertools.count(1):
-            line = file.readline(int(LINE.base) + 1)
-            if not line:
-                return
+            line, goes_on = _line(file)
             place, found = f"line {number}", None
             with problems.guarded(path, place):
-                found = _object(line, file, path)
+                found = _object(line, path)
             problems.bytes_read = file.tell()
             if found is not None:
                 yield place, found
+            if not goes_on:
+                return
 
 
-def _object(line: bytes, file: BinaryIO, path: Path) -> Mapping[str, Any] | None:
+def first_objects(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Objects in the first lines of a file, by which it is known; none where the file cannot be read."""
+    problems = Problems()
+    with opened(path) as file:
+        for _ in range(HEAD):
+            line, goes_on = _line(file)
+            with problems.guarded(path):
+                found = _object(line, path)
+                if found is not None:
+                    yield found
+            if not goes_on or file.tell() > SKIPPED * LINE.base:
+                return
+
+
+def _line(file: BinaryIO) -> tuple[bytes, bool]:
+    """The next line, of which an overlong one is cut, and whether another may follow."""
+    line = file.readline(int(LINE.base) + 1)
+    if len(line) <= LINE.base:
+        return line, bool(line)
+    rests = (file.readline(int(LINE.base)) for _ in range(SKIPPED))
+    return line, any(rest.endswith(b"\n") for rest in rests)
+
+
+def _object(line: bytes, path: Path) -> Mapping[str, Any] | None:
     """The object of a line; None of a blank line."""
-    if len(line) > LINE.base:
-        _skip_line(file)
     if not line.strip():
         return None
     found = parsed(line, path)
     if not isinstance(found, dict):
         raise RecordError(f"holds {type(found).__name__}, no object; write one object a line")
     return found
-
-
-def _skip_line(file: BinaryIO) -> None:
-    """Go to the end of an overlong line, or far beyond the budget of a line."""
-    for _ in range(SKIPPED):
-        rest = file.readline(int(LINE.base))
-        if not rest or rest.endswith(b"\n"):
-            return
-
-
-def first_objects(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Objects in the first lines of a file, by which it is known; none where the file cannot be read."""
-    yield from (found for _, found in itertools.islice(objects(path, Problems()), HEAD))
 
 
 @contextmanager
