@@ -33,8 +33,8 @@ from parity.cases import Batch, batches, make_batch
 from parity.drive import OURS, Outcome, drive, host_args
 from provenance import as_markdown, markdown_table, provenance, write_record
 
+from mis_plugins.shared.arrays import load_safetensors
 from mis_plugins.shared.progress import tracked
-from mis_plugins.shared.storage import load_safetensors
 from mis_plugins.shared.table import print_table
 from true_on_policy import hosts
 from true_on_policy.hosts.watch import Comparison

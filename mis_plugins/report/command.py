@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`."""
     for path in (*arguments.paths, *arguments.against):
         check_exists(path)
-    finish_killed(arguments.output)
     ever = False
+    finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)
         shown = [document, *(read([other], arguments) for other in arguments.against)]

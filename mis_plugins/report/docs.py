@@ -42,6 +42,9 @@ report says whether the config did what its bounds mean.
 `--sweep` takes `own` (the presets of this pack), `all`, names with commas, `none`, or a grid on `--config`:
 `'weight.upper=1.5,2,5;weight.bound=truncate,mask'`. `--watch` reads again every `--every` seconds, and exits with code
 3 at the first cause, alarm or number beyond its limit. Ctrl-C writes what was read before and exits with code 130.
+SIGTERM leaves the earlier report as it was, and ends with 143. `report.html` and `report.json` are always of one run: a
+kill in the midst of their move, which takes microseconds, leaves files of one run alone, and the next report ends the
+move.
 
 Exit code 0 says that the mismatch was measured, in every run that the command names. Tokens with two finite log-probs
 were read, or curves of a number that has a limit. A `kl_k3` of -5, or of NaN alone, measures nothing. Else the exit

@@ -95,13 +95,22 @@ def finish_killed(folder: Path) -> None:
     """Move the files that a killed process had begun to move, and remove what killed processes had not completed."""
     for partial in folder.glob(f"{PREFIX}*"):
         with suppress(OSError), _opened(partial) as descriptor:
-            if partial.name.startswith(_own_prefix()):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its process lives
-                if (partial / COMPLETE).is_dir():
-                    _move(partial / COMPLETE, folder)
+            dead = partial.name.startswith(_own_prefix()) and _got_lock(descriptor)
+            if dead and (partial / COMPLETE).is_dir():
+                _move(partial / COMPLETE, folder)
+            if (
+                dead or time.time() - partial.stat().st_mtime > DAY
+            ):  # other machines need not show us their locks
                 shutil.rmtree(partial)
-            elif time.time() - partial.stat().st_mtime > DAY:  # another machine need not show us its locks
-                shutil.rmtree(partial)
+
+
+def _got_lock(descriptor: int) -> bool:
+    """Take the lock of a folder: false while its process lives, and on a disk that has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -241,7 +250,8 @@ def _told_if_full(path: Path, partial: Path, size: int | None) -> Iterator[None]
         reason = error.strerror if isinstance(error, OSError) and error.errno in FULL else ""
         if not reason and OF_TORCH not in str(error):
             raise
-        written = f"ended after {partial.stat().st_size:,} bytes" if size is None else f"takes {size:,} bytes"
+        ended = partial.stat().st_size if partial.exists() else 0
+        written = f"ended after {ended:,} bytes" if size is None else f"takes {size:,} bytes"
         reason = reason or "torch wrote a part of it"
         raise RecordError(
             f"{path}: cannot be written: {reason}; the file {written}: make room, or name another place"

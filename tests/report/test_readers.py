@@ -20,8 +20,8 @@ from mis_plugins.errors import InputError
 from mis_plugins.report.readers.paths import find
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record, from_mapping
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign
-from mis_plugins.shared.storage import RecordError
 
 
 def some_records(step: int = 3, lengths: Sequence[int] = (7, 1, 30)) -> list[Record]:

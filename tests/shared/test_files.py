@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mis_plugins.shared.arrays import save_safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import (
     PREFIX,
@@ -25,7 +26,6 @@ from mis_plugins.shared.files import (
     replaced,
     write_text,
 )
-from mis_plugins.shared.storage import save_safetensors
 
 OLD, NEW = ("report.json", "report-2.json", "report.html"), ("report.json", "report.html")
 CALLS = {"open", "fcntl.flock", "tempfile.mkdtemp", *(f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir",

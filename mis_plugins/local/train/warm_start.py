@@ -19,8 +19,8 @@ from mis_plugins.local.rollout.tasks import Problem, Task
 from mis_plugins.local.train.loss import of_log_probs, supervised_loss
 from mis_plugins.local.train.parallel import ParallelState
 from mis_plugins.local.train.trainer import RolloutData, Trainer
+from mis_plugins.shared.files import replaced
 from mis_plugins.shared.progress import tracked
-from mis_plugins.shared.storage import replaced
 
 BATCH = 64
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.errors import InputError
-from mis_plugins.report.readers import curves, host, miles, neutral, slime
+from mis_plugins.report.readers import curves, neutral
+from mis_plugins.report.readers.dumps import dumps
 from mis_plugins.report.readers.files import IRREGULAR, first_objects, opened
 from mis_plugins.report.readers.settings import Settings, settings
 from mis_plugins.report.readers.source import Curve, Problems, Source, natural, size_of
-from mis_plugins.report.record import Record
-from mis_plugins.shared.foreign import load_foreign
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 
 VERL = (
     "verl's rollout_data_dir (read: releases 0.4.1 to 0.7.0 and 0.8.0.dev b178a3c) holds texts and scores, and no "
@@ -63,12 +61,12 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
         InputError: a path does not exist.
     """
     files = [file for path in paths for file in _files(path, problems)]
-    sources = list(_dumps([file for file in files if file.suffix == ".pt"], problems))
+    sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
     lines, others = [], []
     for file in files:
         if file.suffix == ".pt":
             continue
-        kind = _format(file)
+        kind = format_of(file)
         if kind in curves.READERS:
             lines.append((file, kind))
         elif kind in NEUTRAL:
@@ -139,7 +137,7 @@ def _is_regular(file: Path, problems: Problems) -> bool:
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
 
 
-def _format(file: Path) -> str | None:
+def format_of(file: Path) -> str | None:
     """Name of the format of a file that is no dump; None where it has none."""
     if file.suffix == ".wandb":
         return "wandb"
@@ -147,73 +145,17 @@ def _format(file: Path) -> str | None:
         return "tensorboard"
     if file.suffix == ".parquet":
         return "parquet"
-    return next(filter(None, (_format_of(found, file) for found in _first_objects(file))), None)
+    return next(filter(None, (_shown_by(found, file) for found in _first_objects(file))), None)
 
 
 def _first_objects(file: Path) -> Iterator[Mapping[str, Any]]:
     return Problems().each(first_objects(file), file, size_of(file))
 
 
-def _format_of(found: Mapping[str, Any], file: Path) -> str | None:
+def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
     """Name of the format that an object in the first lines of a file shows; None where it shows none."""
     if "behavior_log_probs" in found:
         return "jsonl"
     if {"input", "output", "score"} <= found.keys():
         return "verl"
     return "metrics.jsonl" if file.suffix in (".jsonl", ".json") and curves.has_step(found) else None
-
-
-EVALUATION = "eval_"  # names a host's dump of an evaluation, beside a rollout's dump with the same number
-
-
-def _dumps(files: Sequence[Path], problems: Problems) -> Iterator[Source]:
-    """Sources of dumps of Miles and slime: training data joined over ranks, and what rollouts' dumps add to them."""
-    trained: dict[tuple[str, str], list[Path]] = defaultdict(list)
-    rolled: dict[str, Path] = {}
-    for file in files:
-        try:
-            kind, rollout = _kind(load_foreign(file))
-        except RecordError as error:
-            problems.add(str(error))
-            continue
-        if kind == "rollout" and file.stem.startswith(EVALUATION):
-            continue
-        if kind == "rollout":
-            rolled[rollout] = file
-        elif kind:
-            trained[kind, rollout].append(file)
-        else:
-            problems.add(f"{file}: no dump of training or rollout data by Miles or slime")
-    for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(Path(item[0][1]))):
-        both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())
-        yield Source(f"{kind} rollout {rollout}", both, partial(_records, kind, parts, rolled.get(rollout)))
-    if rolled and not trained:
-        problems.add(
-            f"{next(iter(rolled.values()))}: a rollout's dump holds the engine's log-probs alone; name the folder of "
-            "the training data too (--save-debug-train-data, --dump-details)"
-        )
-
-
-def _kind(content: Any) -> tuple[str, str]:
-    """Format of a loaded dump, empty where it is none, and the name of its rollout."""
-    if miles.is_train_dump(content):
-        return "Miles", str(content["rollout_id"])
-    if slime.is_train_dump(content):
-        return "slime", str(content["rollout_id"])
-    return ("rollout", str(content["rollout_id"])) if host.has_samples(content) else ("", "")
-
-
-def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: Problems) -> Iterator[Record]:
-    extra: host.Extra = {}
-    loaded: list[Mapping[str, Any]] = []
-    try:
-        extra = {} if rollout is None else host.rollout_extra(load_foreign(rollout))
-        loaded = [load_foreign(file) for file in files]
-    except RecordError as error:
-        problems.add(str(error))
-    if kind == "Miles":
-        if loaded:
-            yield from miles.records(loaded, f"{files[0].parent}", extra, problems)
-        return
-    for file, content in zip(files, loaded, strict=False):
-        yield from slime.records(content, str(file), extra, problems)
