@@ -12,6 +12,7 @@ from functools import reduce
 from itertools import product
 from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -216,7 +217,7 @@ def test_an_engines_file_is_no_trainers(tmp_path: Path) -> None:
 ODD = [None, True, 10**12, "x", [1], {"a": ["b"]}]
 
 
-def places(stated: object, at: tuple = ()) -> Iterator[tuple]:
+def places(stated: Any, at: tuple = ()) -> Iterator[tuple]:
     yield at
     for name in stated if isinstance(stated, dict) else ():
         yield from places(stated[name], (*at, name))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +25,6 @@ from mis_plugins.errors import UserError
 from mis_plugins.shared.storage import replaced
 from mis_plugins.shared.table import printable
 from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
-from true_on_policy.engines.answers import short
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.observe.process import Observation, observe
 
