@@ -213,7 +213,7 @@ def read(path: Path) -> Dump:
         ) from error
 
 
-def _process(stated: Mapping[str, Any]) -> Process:
+def _process(stated: Any) -> Process:
     process = Process(**stated)
     for name, kind in (("rank", int), ("ranks", int), ("url", str), ("host", str), ("pid", int)):
         if type(getattr(process, name)) is not kind:
@@ -224,7 +224,7 @@ def _process(stated: Mapping[str, Any]) -> Process:
     return process
 
 
-def _seen(stated: Mapping[str, Any]) -> Observation:
+def _seen(stated: Any) -> Observation:
     texts = (stated["settings"], stated["unseen"])
     names = (*stated["configured"], *stated["split"])
     if not all(
@@ -239,7 +239,7 @@ def _seen(stated: Mapping[str, Any]) -> Observation:
     )
 
 
-def _parts(stated: dict[str, Any] | None) -> tuple[tuple[str, str], dict[str, Any]] | None:
+def _parts(stated: Any) -> tuple[tuple[str, str], dict[str, Any]] | None:
     """Split a stored contract into its names (family, backend) and its other arguments; None where there is none."""
     if stated is None:
         return None
