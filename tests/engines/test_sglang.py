@@ -260,7 +260,7 @@ def test_a_stranger_without_the_key_is_refused_and_ps_does_not_show_it(stock: SG
     for path, body in (("/generate", {}), ("/update_weights_from_disk", {}), ("/server_info", None)):
         with pytest.raises(EngineError, match=f"{path} answered 401"):
             answer_of(stock._server.url, path, body, 60)
-    listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True)
+    listed = subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, text=True, check=True)
     assert "--config" in listed.stdout and stock._server.key not in listed.stdout
 
 

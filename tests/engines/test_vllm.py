@@ -106,7 +106,7 @@ def test_a_stranger_without_the_key_is_refused_also_where_weights_change(stock: 
     for path in ("/inference/v1/generate", "/collective_rpc", "/reset_prefix_cache"):
         with pytest.raises(EngineError, match=f"{path} answered 401"):
             answer_of(stock._server.url, path, {}, 60)
-    listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True)
+    listed = subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, text=True, check=True)
     assert "vllm.entrypoints" in listed.stdout and stock._server.key not in listed.stdout
 
 

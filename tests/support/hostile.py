@@ -48,6 +48,9 @@ def answering(script: Script) -> Iterator[str]:
             with wire, suppress(OSError):  # the client hangs up
                 wire.recv(1 << 16)
                 script(wire)
+                wire.shutdown(socket.SHUT_WR)
+                while wire.recv(1 << 16):  # closed with bytes unread, the connection would be reset
+                    pass
 
         def accept() -> None:
             with suppress(OSError):

@@ -155,15 +155,17 @@ class _Wire:
 
     def connect(self) -> None:
         self.connection.connect()
-        self._sockets.append(self.connection.sock)  # http.client forgets it before it has read the body
+        # http.client forgets its socket before it has read the body.
+        self._sockets.append(self.connection.sock)
         if self._is_cut:
             self.cut()
 
     def cut(self) -> None:
         self._is_cut = True
-        for one in self._sockets:
-            with suppress(OSError):
-                one.shutdown(SHUT_RDWR)
+        for one in (*self._sockets, self.connection.sock):
+            if one is not None:
+                with suppress(OSError):
+                    one.shutdown(SHUT_RDWR)
         self.connection.close()
 
 

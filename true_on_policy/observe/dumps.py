@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +25,6 @@ from mis_plugins.errors import UserError
 from mis_plugins.shared.files import replaced
 from mis_plugins.shared.table import printable
 from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
-from true_on_policy.engines.answers import short
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.observe.process import Observation, observe
 
@@ -213,7 +213,7 @@ def read(path: Path) -> Dump:
         ) from error
 
 
-def _process(stated: Mapping[str, Any]) -> Process:
+def _process(stated: Any) -> Process:
     process = Process(**stated)
     for name, kind in (("rank", int), ("ranks", int), ("url", str), ("host", str), ("pid", int)):
         if type(getattr(process, name)) is not kind:
@@ -224,7 +224,7 @@ def _process(stated: Mapping[str, Any]) -> Process:
     return process
 
 
-def _seen(stated: Mapping[str, Any]) -> Observation:
+def _seen(stated: Any) -> Observation:
     texts = (stated["settings"], stated["unseen"])
     names = (*stated["configured"], *stated["split"])
     if not all(
@@ -239,7 +239,7 @@ def _seen(stated: Mapping[str, Any]) -> Observation:
     )
 
 
-def _parts(stated: dict[str, Any] | None) -> tuple[tuple[str, str], dict[str, Any]] | None:
+def _parts(stated: Any) -> tuple[tuple[str, str], dict[str, Any]] | None:
     """Split a stored contract into its names (family, backend) and its other arguments; None where there is none."""
     if stated is None:
         return None
