@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,34 @@ def keys_of(file: Path | str) -> dict[str, Any]:
         if key in SWITCHES and not isinstance(value, bool):
             raise ConfigError(f"{key}: got {value!r}; expected true or false")
     return {str(key): value for key, value in keys.items()}
+
+
+_GIVEN: dict[str, dict[str, Any]] = {}  # keys of files by path
+
+
+def keys_given(path: str, afresh: bool = False) -> dict[str, Any]:
+    """The keys of a file that a host was given: read once a process, where a host asks for each micro-batch.
+
+    Args:
+        afresh: read the file again, for a process that starts a second job.
+
+    Raises:
+        ConfigError: this node cannot read the file; it names both.
+    """
+    if afresh or path not in _GIVEN:
+        try:
+            _GIVEN[path] = keys_of(path)
+        except (OSError, yaml.YAMLError, ConfigError) as error:
+            raise ConfigError(
+                f"node {socket.gethostname()} cannot read {short(path)} ({error}); give the whole path of a file that "
+                "every node has"
+            ) from error
+    return _GIVEN[path]
+
+
+def short(path: str) -> str:
+    """A path in full, or the beginning of a file's content, which Miles passes in base64."""
+    return f"{path[:40]}..." if path.startswith(INLINE) and len(path) > 40 else path
 
 
 INLINE = "base64:"  # prefix of a path of Miles that holds the file's content itself
