@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.view import original, view
+from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
@@ -51,6 +51,7 @@ from mis_plugins.hosts import (
 from mis_plugins.hosts.adapters import miles, miles_fsdp
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
@@ -78,6 +79,7 @@ from mis_plugins.routing.table import Flags
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
 
+@Hook
 def compute_mis_weights_with_cp(
     args: Any,
     *,
@@ -116,6 +118,7 @@ def compute_mis_weights_with_cp(
     return _hook(args, pg_loss, batch, host, flags)
 
 
+@Hook
 def compute_mis_weights_fsdp(
     args: Any,
     *,
@@ -158,6 +161,7 @@ def compute_mis_weights(
     return weights, _masks(batch, correction, placed), metrics
 
 
+@Hook
 def normalize_rollout(args: Any, *rest: Any) -> None:
     """The rollout-data hook of `mis.weight.normalize.scope: rollout`: keeps the mean weight of the batch.
 
@@ -179,6 +183,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "mis.weight.normalize.scope: rollout"
         )
     rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
+    RECORDER.check_rollout(args, rollout_id, current(args).parallel()[0])
     resplit.compare(args, rollout_id, data)
     if not _has_log_probs(data):
         ROLLOUT.keep(Held(rollout_id, None, config))
@@ -197,6 +202,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     ROLLOUT.keep(Held(rollout_id, averages.count(args, rollout_id, data, ranks), config, mean))
 
 
+@Hook
 def count_samples(args: Any, *rest: Any) -> None:
     """The rollout-data hook for metrics beside fully masked samples: keeps which share of a step trains.
 
@@ -216,9 +222,11 @@ def count_samples(args: Any, *rest: Any) -> None:
     rollout_id, data = rollout_data(
         rest, "mis_plugins.mis.count_samples", "drop it: metrics: all has exact means"
     )
+    ranks = current(args).parallel()[0]
+    RECORDER.check_rollout(args, rollout_id, ranks)
     resplit.compare(args, rollout_id, data)
-    ranks = current(args).parallel()[0] if megatron.holds_log_probs() else None
-    ROLLOUT.keep(Held(rollout_id, ranks and averages.count(args, rollout_id, data, ranks)))
+    counted = averages.count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
+    ROLLOUT.keep(Held(rollout_id, counted))
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:
@@ -237,6 +245,7 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
     )
 
 
+@Hook
 def policy_loss(
     args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Reduce
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -291,6 +300,7 @@ def policy_loss(
     return loss, metrics | loss_batch.passed_on(batch, sum_of_sample_mean)
 
 
+@Hook
 def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: Any) -> None:
     """The before-log-prob hook: watches the routers of a mixture of experts, and the replay of the engine's routes.
 
@@ -300,6 +310,7 @@ def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: An
     WATCHING.before_log_probs(view(args), model, store_prefix)
 
 
+@Hook
 def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
     """The before-train-step hook: warns about the previous step, and with `metrics: all` logs its metrics.
 
@@ -328,6 +339,7 @@ def report_last_step(args: Any, *_: Any) -> None:
     RECORDER.flush(view(args), current(view(args)).parallel()[0])
 
 
+@Hook
 async def generate_with_versions(
     input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
 ) -> Any:
@@ -345,6 +357,7 @@ async def generate_with_versions(
     return await slime_generate.generate(input, sample, sampling_params, evaluation)
 
 
+@Hook
 def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
 
@@ -359,6 +372,7 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     return host.with_versions(args, samples)
 
 
+@Hook
 def carry_versions(args: Any) -> None:
     """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
 

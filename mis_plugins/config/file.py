@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import os
 import socket
 import sys
 from pathlib import Path
@@ -129,27 +130,38 @@ def keys_of(file: Path | str) -> dict[str, Any]:
     return {str(key): value for key, value in keys.items()}
 
 
-_GIVEN: dict[str, dict[str, Any]] = {}  # keys of files by path
+_GIVEN: dict[str, list[tuple[Any, dict[str, Any]]]] = {}  # versions of a file by its path, the newest first
 
 
-def keys_given(path: str, afresh: bool = False) -> dict[str, Any]:
-    """The keys of a file that a host was given: read once a process, where a host asks for each micro-batch.
+def keys_given(path: str) -> list[dict[str, Any]]:
+    """The keys of a file that a host was given, and of its earlier versions that this process has read.
 
-    Args:
-        afresh: read the file again, for a process that starts a second job.
+    A host asks for each micro-batch: a file is read again only where it has changed. A file that has become unreadable
+    since keeps its earlier versions.
 
     Raises:
         ConfigError: this node cannot read the file; it names both.
     """
-    if afresh or path not in _GIVEN:
+    known, stamp = _GIVEN.setdefault(path, []), _stamp(path)
+    if not known or stamp not in (None, known[0][0]):
         try:
-            _GIVEN[path] = keys_of(path)
+            known.insert(0, (stamp, keys_of(path)))
         except (OSError, yaml.YAMLError, ConfigError) as error:
-            raise ConfigError(
-                f"node {socket.gethostname()} cannot read {short(path)} ({error}); give the whole path of a file that "
-                "every node has"
-            ) from error
-    return _GIVEN[path]
+            if not known:
+                raise ConfigError(
+                    f"node {socket.gethostname()} cannot read {short(path)} ({error}); give the whole path of a file "
+                    "that every node has"
+                ) from error
+    return [keys for _, keys in known]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None for a file that is gone, and for content in a path."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def short(path: str) -> str:

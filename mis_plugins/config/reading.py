@@ -370,18 +370,15 @@ def files_of(args: View) -> dict[str, str]:
 
 
 def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
-    """The keys of the file that an argument names.
+    """The keys of the file that an argument names: of its newest version whose keys the arguments have.
 
-    The command line wins over Miles's file on FSDP. The other file is read again where its keys are not those of this
-    job: a process may start a second one.
+    A file may change while a job runs, and a process may start a second job.
 
     Raises:
         ConfigError: this node cannot read the file.
     """
-    file = str(args[argument])
-    keys = keys_given(file)
-    is_current = argument != FILES[0] or is_handed_on(args, keys)
-    return keys if is_current else keys_given(file, afresh=True)
+    versions = keys_given(str(args[argument]))
+    return next((keys for keys in versions if is_handed_on(args, keys)), versions[0])
 
 
 def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
@@ -403,7 +400,7 @@ def _looked_at(args: View) -> Iterator[str]:
 
 def _found_in(args: View, argument: str) -> str:
     try:
-        said = [key for key, value in keys_of_file(args, argument).items() if is_read(key, value)]
+        said = [key for key, value in keys_given(str(args[argument]))[0].items() if is_read(key, value)]
     except ConfigError as error:
         return str(error)
     lost = [key for key in said if args.get(key) is None]

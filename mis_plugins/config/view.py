@@ -15,6 +15,7 @@ from mis_plugins.errors import InputError
 
 NAMESPACES = (Namespace, SimpleNamespace)
 PLAIN = frozenset({str, int, float, bool, NoneType, list, tuple, set})
+EXTRAS = "__pydantic_extra__"
 HOOK = {"path", "config"}  # what a hook's argument holds where a host gives a hook its own config
 
 
@@ -102,7 +103,7 @@ def _stated(args: Any) -> Mapping[str, Any]:
         return args
     slots = (name for kind in type(args).__mro__ for name in _slots(kind))
     held = {name: getattr(args, name) for name in slots if name[:1] != "_" and hasattr(args, name)}
-    extras = getattr(args, "__pydantic_extra__", None) or {}
+    extras = (getattr(args, EXTRAS) if hasattr(type(args), EXTRAS) else None) or {}
     return {**held, **getattr(args, "__dict__", {}), **extras}
 
 

@@ -74,6 +74,15 @@ def warn_where_corrected(args: Any) -> None:
         warn_once(idle)
 
 
+def watches(args: Any) -> bool:
+    """Whether the user says that a run with a config only watches, by a flag or in a file.
+
+    Raises:
+        ConfigError: this node cannot read the file.
+    """
+    return _reason(args) is not None
+
+
 def _reason(args: Any) -> Reason | None:
     """Why the loss hook only watches; None where it corrects."""
     if getattr(args, "use_tis", False):

@@ -20,7 +20,6 @@ from test_loss_hook import drive, flags, hosts, random_step
 
 from mis_plugins import mis
 from mis_plugins.config import reading
-from mis_plugins.config.file import keys_given
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import miles
@@ -214,7 +213,6 @@ def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss(by_fsdp: boo
     )
     assert reading.from_args(args) == CorrectionConfig()
     file.write_text("use_hf: true\n")
-    keys_given(str(file), afresh=True)
     if by_fsdp:
         with pytest.raises(ConfigError, match="^use_hf: unknown key"):
             reading.from_args(args)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from mis_plugins.shared.numerals import whole
 from true_on_policy.contract.gpu import (
@@ -220,7 +220,7 @@ _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
 def check_host(
-    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
+    args: Any, environment: Mapping[str, str] = os.environ
 ) -> GpuContract | Contract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
@@ -246,7 +246,7 @@ def check_host(
     return contract
 
 
-def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) -> GpuContract:
+def _asked_contract(args: Any, environment: Mapping[str, str]) -> GpuContract:
     family, size = checkpoint_family(Path(args.hf_checkpoint) / "config.json")
     backend = args.train_backend
     megatron = backend == "megatron"

@@ -10,10 +10,12 @@ from typing import Any
 
 import yaml
 
+from mis_plugins.config.view import view
+
 logger = logging.getLogger("true_on_policy")
 
 
-def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
+def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
     """Yield (place in the file, arguments) for each group of engines that samples from the trained model.
 
     The arguments are the host's, overridden by the group's settings.
@@ -39,7 +41,7 @@ def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]
     yield from found
 
 
-def _is_trained(args: argparse.Namespace, model: Mapping[str, Any]) -> bool:
+def _is_trained(args: Any, model: Mapping[str, Any]) -> bool:
     """Whether a model gets the trainer's weights and serves training: engines of `eval` sample nothing to train on."""
     same = model.get("model_path") in (None, args.hf_checkpoint)
     updated = model.get("update_weights")
@@ -47,10 +49,10 @@ def _is_trained(args: argparse.Namespace, model: Mapping[str, Any]) -> bool:
 
 
 def _arguments(
-    args: argparse.Namespace, model: Mapping[str, Any], group: Mapping[str, Any]
+    args: Any, model: Mapping[str, Any], group: Mapping[str, Any]
 ) -> argparse.Namespace:
     own = group.get("overrides") or {}
     ranks = [own.get("tp_size"), group.get("num_gpus_per_engine"), model.get("num_gpus_per_engine")]
     stated = {f"sglang_{name}": value for name, value in own.items()}
     engine = next(filter(None, ranks), args.rollout_num_gpus_per_engine)
-    return argparse.Namespace(**vars(args) | stated | {"rollout_num_gpus_per_engine": engine})
+    return argparse.Namespace(**dict(view(args)) | stated | {"rollout_num_gpus_per_engine": engine})
