@@ -50,7 +50,9 @@ class View(Mapping[str, Any]):
             return self._stated[name]
         if not isinstance(self._given, Mapping) and hasattr(self._given, name):
             return getattr(self._given, name)
-        raise AttributeError(f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name)
+        raise AttributeError(
+            f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: the host's arguments are read, and never written")
@@ -123,7 +125,9 @@ def _with_configs(stated: Mapping[str, Any], hooks: tuple[str, ...]) -> dict[str
     values = dict(stated)
     for name in hooks:
         hook = stated[name]
-        path, config = (hook["path"], hook["config"]) if isinstance(hook, Mapping) else (hook.path, hook.config)
+        path, config = (
+            (hook["path"], hook["config"]) if isinstance(hook, Mapping) else (hook.path, hook.config)
+        )
         values[name] = path
         for key, value in ({} if config is None else _stated(config)).items():
             if values.get(key) is None:

@@ -1,4 +1,4 @@
-"""Whose a key of a config file is, for a host whose parser asks the functions that it loads.
+"""The class with which our hooks claim the keys of a config file, where a host's parser demands an owner of each.
 
 A newer Miles reads the attribute `config_class` of each function of its arguments, and refuses a key that neither the
 parser nor such a class has. Its commits are named in `hosts/records/newer.txt`.
@@ -68,6 +68,6 @@ def __getattr__(name: str) -> Any:
 def told() -> str:
     """Say to whom the keys of a file belong."""
     return (
-        "keys: Miles 31f1ca9 and slime 624b824 ask no function whose a key is, and make an argument of every key; a "
-        "newer Miles asks, and any hook of ours on its command line owns mis, bitwise and the flat keys"
+        "keys: Miles 31f1ca9 and slime 624b824 ask no function which keys are its own, and make an argument of every "
+        "key; a newer Miles asks, and any hook of ours on its command line owns mis, bitwise and the flat keys"
     )

@@ -33,9 +33,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.config.view import view
 from mis_plugins.hosts import megatron, tracking, uncorrected
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current

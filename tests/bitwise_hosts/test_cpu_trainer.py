@@ -76,9 +76,7 @@ class Launched(types.ModuleType):
 def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype: str) -> None:
     launched = Launched(monkeypatch, host)
     own = Namespace(bf16=True, params_dtype=torch.bfloat16)
-    monkeypatch.setitem(
-        sys.modules, "megatron.training.global_vars", cast(Any, Namespace(_GLOBAL_ARGS=own))
-    )
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", cast(Any, Namespace(_GLOBAL_ARGS=own)))
     args = Namespace(vocab_size=VOCABULARY)
     cpu_trainer.align(Contract(dtype=dtype), args)
     assert args == Namespace(vocab_size=VOCABULARY), "the arguments of the hook may be frozen"

@@ -1,4 +1,4 @@
-"""A parser that demands an owner of each key, as a newer Miles has: a small one of our own, with the signatures read."""
+"""A parser that demands an owner of each key, as a newer Miles has: a small one of ours, with the signatures read."""
 
 from __future__ import annotations
 
@@ -152,4 +152,4 @@ def test_every_hook_has_the_one_class_and_is_what_its_path_names(monkeypatch: py
 def test_config_check_says_which_parsers_ask(file: Path, capsys: pytest.CaptureFixture):
     assert main(["config", "check", str(file), "--host", "slime"]) == 0
     told = capsys.readouterr().out
-    assert "keys: Miles 31f1ca9 and slime 624b824 ask no function whose a key is" in told
+    assert "keys: Miles 31f1ca9 and slime 624b824 ask no function which keys are its own" in told

@@ -35,9 +35,15 @@ MISSING = [
     ({}, f"give --use-tis --custom-tis-function-path {TIS}$"),
     ({"use_tis": True}, f"give --custom-tis-function-path {TIS}$"),
     ({"custom_tis_function_path": TIS}, "give --use-tis$"),
-    ({"custom_tis_function_path": TIS, "use_tis": True, "loss_type": "sft_loss"}, f"does not call .* {TIS} with"),
+    (
+        {"custom_tis_function_path": TIS, "use_tis": True, "loss_type": "sft_loss"},
+        f"does not call .* {TIS} with",
+    ),
     ({"mis": OPSM}, "give --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss$"),
-    ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}, "a.b corrects nothing; give --loss-type"),
+    (
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"},
+        "a.b corrects nothing; give --loss-type",
+    ),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import socket
 from argparse import Namespace
@@ -30,8 +29,11 @@ KEYS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Frozen(BaseModel):
+class Extra(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
+
+
+Frozen: Any = Extra
 
 
 class Behind:
@@ -58,7 +60,7 @@ class Behind:
 
 def of_fields(**values: Any) -> BaseModel:
     """Declared fields, one of them extra."""
-    declared = create_model("Arguments", __config__=ConfigDict(frozen=True, extra="allow"),
+    declared: Any = create_model("Arguments", __config__=ConfigDict(frozen=True, extra="allow"),
                             **{name: (Any, None) for name in list(values)[1:]})  # fmt: skip
     return declared(**values)
 
@@ -133,8 +135,9 @@ def test_a_hook_may_carry_its_own_config(made: Any):
     """The path reads as text, and the keys of the config as arguments that have no value otherwise."""
     config = Frozen(mis={"weight": {"upper": 1.5}}, tis_level=None)
     hook = made(path="mis_plugins.mis.compute_mis_weights_with_cp", config=config)
-    args = Frozen(use_tis=True, qkv_format="thd", get_mismatch_metrics=False, mis=None, custom_tis_function_path=hook,
-                  custom_pg_loss_reducer_function_path=made(path="mis_plugins.mis.kept_token_mean", config=None))  # fmt: skip
+    reducer = made(path="mis_plugins.mis.kept_token_mean", config=None)
+    flags = {"use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd", "mis": None}
+    args = Frozen(**flags, custom_tis_function_path=hook, custom_pg_loss_reducer_function_path=reducer)
     torch.testing.assert_close(weights(args), torch.tensor([0.5, 1.5, 1.2]))
     seen = view(args)
     assert seen.custom_tis_function_path == "mis_plugins.mis.compute_mis_weights_with_cp"
@@ -166,7 +169,9 @@ def test_a_recorded_argument_of_a_host_is_none_of_ours(value: float | None, path
 
 
 @pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("name", ["tis_of_the_next_host", "rs_of_the_next_host", "behav_imp_next", "use_riss"])
+@pytest.mark.parametrize(
+    "name", ["tis_of_the_next_host", "rs_of_the_next_host", "behav_imp_next", "use_riss"]
+)
 def test_a_name_is_ours_where_the_file_says_it(name: str, inline: bool, tmp_path: Path):
     assert reading.from_args(from_file(tmp_path, {"mis": KEYS["mis"]}, inline, **{name: 1.0})) == CORRECTS
     with pytest.raises(ConfigError, match=f"^{name}: unknown key"):
@@ -184,7 +189,9 @@ def test_without_a_file_a_typo_is_an_error_where_anybody_may_have_written_it(kin
 
 
 def test_a_host_without_a_file_made_each_name_itself():
-    args = Namespace(use_tis=True, mis=KEYS["mis"], custom_config_path=None, rejection_sampling=True, **{TYPO: 1})
+    args = Namespace(
+        use_tis=True, mis=KEYS["mis"], custom_config_path=None, rejection_sampling=True, **{TYPO: 1}
+    )
     assert reading.from_args(args) == CORRECTS
 
 
@@ -207,10 +214,14 @@ def test_a_file_is_read_once_and_again_for_another_job(tmp_path: Path):
 def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: Path):
     hook = Hook(path="a.b", config=None)
     lost = from_file(tmp_path, {"lr": 1e-6})
-    with pytest.raises(ConfigError, match="nothing says how.*arguments in a Namespace.*mis.yaml, which says none"):
+    with pytest.raises(
+        ConfigError, match="nothing says how.*arguments in a Namespace.*mis.yaml, which says none"
+    ):
         weights(Namespace(**vars(lost), get_mismatch_metrics=False))
     typed = Frozen(use_tis=True, custom_tis_function_path=hook)
-    with pytest.raises(ConfigError, match="in a Frozen.*beside custom_tis_function_path; no --custom-config-path"):
+    with pytest.raises(
+        ConfigError, match="in a Extra.*beside custom_tis_function_path; no --custom-config-path"
+    ):
         weights(typed)
     (tmp_path / "mis.yaml").write_text(yaml.safe_dump({"mis": KEYS["mis"]}))
     dropped = Frozen(use_tis=True, custom_config_path=str(tmp_path / "mis.yaml"))
@@ -224,8 +235,6 @@ def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: 
      ("train_log_probs", "neither recomputed nor handed on.*--use-rollout-logprobs: drop it, or give --get-mismatch")],
 )  # fmt: skip
 def test_log_probs_that_are_none_are_said_plainly(lacks: str, said: str):
-    kwargs = ratio_batch([[0.5]]).hook_kwargs() | {lacks: None}
+    kwargs: dict[str, Any] = ratio_batch([[0.5]]).hook_kwargs() | {lacks: None}
     with pytest.raises(InputError, match=f"^{lacks}: None: .*{said}"):
         mis.compute_mis_weights_with_cp(host_args(mis=KEYS["mis"]), **kwargs)
-
-

@@ -219,9 +219,7 @@ def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
 _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
-def check_host(
-    args: Any, environment: Mapping[str, str] = os.environ
-) -> GpuContract | Contract:
+def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract | Contract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
     The contract is a CPU contract with our layers (`--spec`), or on FSDP where the environment states a CPU

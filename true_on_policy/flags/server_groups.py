@@ -48,9 +48,7 @@ def _is_trained(args: Any, model: Mapping[str, Any]) -> bool:
     return model["name"] != "eval" and (same if updated is None else updated)
 
 
-def _arguments(
-    args: Any, model: Mapping[str, Any], group: Mapping[str, Any]
-) -> argparse.Namespace:
+def _arguments(args: Any, model: Mapping[str, Any], group: Mapping[str, Any]) -> argparse.Namespace:
     own = group.get("overrides") or {}
     ranks = [own.get("tp_size"), group.get("num_gpus_per_engine"), model.get("num_gpus_per_engine")]
     stated = {f"sglang_{name}": value for name, value in own.items()}
