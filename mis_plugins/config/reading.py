@@ -337,9 +337,30 @@ def from_args(args: Any) -> CorrectionConfig:
     if key not in _READ_BEFORE:
         _READ_BEFORE[key] = _of_said(said)
     config = _READ_BEFORE[key]
-    if said.get("use_tis") and not (config.corrects or config.needs_loss_hook):
-        raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
+    if not (config.corrects or config.needs_loss_hook):
+        if said.get("use_tis"):
+            raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
+        _check_handed_on(stated)
     return config
+
+
+def _check_handed_on(args: View) -> None:
+    """Refuse arguments without the keys of a file that this node can read: the loss hook would correct nothing."""
+    try:
+        lost = FILES[0] in files_of(args) and _lost(args, keys_of_file(args, FILES[0]))
+    except ConfigError:
+        return  # a file that says nothing is needed by nobody
+    if lost:
+        raise ConfigError(
+            f"--custom-config-path {short(str(args[FILES[0]]))} says {', '.join(lost)}, and the host has not made "
+            "arguments of it, so that nothing would be corrected"
+        )
+
+
+def _lost(args: View, keys: Mapping[str, Any]) -> list[str]:
+    """The keys of a file that are read here, and that the arguments lack."""
+    said = [key for key, value in keys.items() if value is not None and is_read(key, value)]
+    return [key for key in said if args.get(key) is None]
 
 
 NOTHING_SAID = (
@@ -400,10 +421,10 @@ def _looked_at(args: View) -> Iterator[str]:
 
 def _found_in(args: View, argument: str) -> str:
     try:
-        said = [key for key, value in keys_given(str(args[argument]))[0].items() if is_read(key, value)]
+        keys = keys_given(str(args[argument]))[0]
     except ConfigError as error:
         return str(error)
-    lost = [key for key in said if args.get(key) is None]
+    said, lost = [key for key, value in keys.items() if is_read(key, value)], _lost(args, keys)
     if lost:
         return f"which says {', '.join(lost)}, and the host has not made arguments of it"
     return f"which says {', '.join(said) or 'none of them'}"

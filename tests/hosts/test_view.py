@@ -60,9 +60,9 @@ class Behind:
 
 def of_fields(**values: Any) -> BaseModel:
     """Declared fields, one of them extra."""
-    declared: Any = create_model("Arguments", __config__=ConfigDict(frozen=True, extra="allow"),
-                            **{name: (Any, None) for name in list(values)[1:]})  # fmt: skip
-    return declared(**values)
+    make: Any = create_model
+    fields = {name: (Any, None) for name in list(values)[1:]}
+    return make("Arguments", __config__=ConfigDict(frozen=True, extra="allow"), **fields)(**values)
 
 
 def of_dataclass(slots: bool) -> Any:
@@ -227,6 +227,16 @@ def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: 
     dropped = Frozen(use_tis=True, custom_config_path=str(tmp_path / "mis.yaml"))
     with pytest.raises(ConfigError, match="which says mis, and the host has not made arguments of it"):
         weights(dropped)
+
+
+def test_a_loss_hook_whose_keys_the_host_lost_is_refused(tmp_path: Path):
+    """The loss hook needs no use_tis, and would leave the loss as it is."""
+    file = tmp_path / "mis.yaml"
+    file.write_text(yaml.safe_dump({"mis": {"opsm": {"delta": 1e-4}}}))
+    with pytest.raises(ConfigError, match="mis.yaml says mis, and the host has not made arguments of it"):
+        reading.from_args(Frozen(use_tis=False, custom_config_path=str(file)))
+    file.write_text(yaml.safe_dump({"lr": 1e-6}))
+    assert reading.from_args(Frozen(use_tis=False, custom_config_path=str(file))) == CorrectionConfig()
 
 
 @pytest.mark.parametrize(
