@@ -220,13 +220,13 @@ def areal_places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     blocks = {f"{name}.": said[name] for name in AREAL_BLOCKS if isinstance(said.get(name), Mapping)}
     found: dict[str, tuple[str, Any]] = {}
     for prefix, block in {"": said, **blocks}.items():
-        for key in block:
-            if block[key] is None or not _of_areal(str(key)):
+        for key, given in block.items():
+            if given is None or not _of_areal(str(key)):
                 continue
-            place, value = found.setdefault(str(key), (f"{prefix}{key}", block[key]))
-            if value != block[key]:
+            place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
+            if value != given:
                 raise ConfigError(
-                    f"{prefix}{key}: {block[key]!r} contradicts {place}: {value!r}; keep one of them"
+                    f"{prefix}{key}: {given!r} contradicts {place}: {value!r}; keep one of them"
                 )
     _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
     return found

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from batches import host_args, ratio_batch
+from pydantic import BaseModel, ConfigDict
 from test_rollout_data_hook import rollout_data
 
 from mis_plugins import mis
@@ -61,3 +63,24 @@ def test_older_counts_are_not_used_and_this_is_said(said_once: Callable[[], list
     mis.report_step(args, 4, 0)
     assert mis.ROLLOUT.counted(args) is None
     assert "rollout 4 trains, and samples were counted for rollout 3 alone" in said_once()[0]
+
+
+class Extra(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+def frozen(**settings: Any) -> Any:
+    """Arguments of a typed host, made anew for each call."""
+    return Extra(**vars(host_args(**settings)))
+
+
+def test_every_hook_of_a_rollout_takes_frozen_arguments():
+    settings = {"mis": CONFIG, "custom_tis_function_path": "a.b"}
+    mis.normalize_rollout(frozen(**settings), 3, rollout_data(BATCH))
+    mis.report_step(frozen(**settings), 3, 0)
+    kwargs = BATCH.hook_kwargs()
+    loss, _, _ = mis.compute_mis_weights_with_cp(frozen(**settings), **kwargs)
+    torch.testing.assert_close((loss / kwargs["pg_loss"])[:3], torch.tensor([0.5, 1.5, 1.0]))
+    mis.count_samples(frozen(**settings), 4, rollout_data(BATCH))
+    mis.report_step(frozen(**settings), 4, 0)
+    mis.report_last_step(frozen(mis=None, use_tis=False))
