@@ -9,7 +9,7 @@
     python -m mis_plugins report DUMPS
 
 Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
-interrupted; 141 nobody reads what it prints.
+interrupted; 141 nobody reads what it prints; 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import argparse
 import inspect
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ import yaml
 
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.docs import header
-from mis_plugins.config.file import STDIN, keys_of, text_of
+from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
 from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
@@ -44,8 +43,11 @@ from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.shared.numerals import cut
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
+from mis_plugins.shared.terminal import print_error, printable
 
+LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
@@ -60,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not is_foreign(error):
             raise
-        print(f"error: {not_installed(error, 'report')}", file=sys.stderr)
+        print_error(f"error: {not_installed(error, 'report')}")
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = getattr(arguments, "target", "config" if arguments.group == "config" else "report")
-        print(f"{'standard input' if target == STDIN else target}: {error}", file=sys.stderr)
+        target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
+        print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0
 
@@ -92,10 +95,10 @@ def check(arguments: argparse.Namespace) -> str:
     keys = keys_of(file)  # once: it may be a pipe
     config = read_keys(keys)
     if host is not None:
-        check_served(config, host, reading.spelling(argparse.Namespace(**keys)))
+        check_served(config, host, reading.spelling(as_arguments(keys)))
         conflicts.check(keys, config, host)
     told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
-    warnings = (f"warning: {text}" for text in _beside(keys, config, host))
+    warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
     return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])
 
 
@@ -122,7 +125,7 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
         yield from unserved(config, host)
         yield from conflicts.warnings(keys, config, host)
     by_kept = host is not None and host.divides_by_kept(argparse.Namespace())
-    split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept)
+    split = denominator_checks.other_terms(as_arguments(keys), config, by_kept)
     if split is not None and not config.needs_loss_hook:
         yield split
     yield from rungs.warnings(config)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.config import reading
-from mis_plugins.config.file import STDIN, keys_of
+from mis_plugins.config.file import STDIN, as_arguments, keys_of
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 
@@ -36,7 +35,7 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     reading.check_names(keys)
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
-    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
+    return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
 
 
 WATCHING = "metrics-only"

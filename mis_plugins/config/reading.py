@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +70,8 @@ RULE_KEYS = (
 )  # of the rule that `use_rs` or `use_mask` switches on
 OUR_SWITCHES = tuple(sorted(key for key in READ_KEYS if key.startswith("use_")))
 HOSTS_SWITCHES = frozenset({"use_te"})  # arguments of the hosts within two edits of one of ours
+MOST_ITEMS = 64  # of a list; each rule costs every step its time
+LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
 EDITS = 2  # a switch within this edit distance of one of ours counts as misspelled
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
@@ -226,7 +229,7 @@ def areal_places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
             place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
             if value != given:
                 raise ConfigError(
-                    f"{prefix}{key}: {given!r} contradicts {place}: {value!r}; keep one of them"
+                    f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
                 )
     _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
     return found
@@ -307,7 +310,8 @@ def _resembles_a_switch(name: str) -> bool:
     plain = name.replace("-", "_")
     if not plain.startswith("use_") or plain in HOSTS_SWITCHES or name in READ_KEYS:
         return False
-    return any(_edits(plain, ours) <= EDITS for ours in OUR_SWITCHES)
+    near = (ours for ours in OUR_SWITCHES if abs(len(plain) - len(ours)) <= EDITS)
+    return any(_edits(plain, ours) <= EDITS for ours in near)
 
 
 def _edits(first: str, second: str) -> int:
@@ -523,7 +527,7 @@ def preset_path(name: str) -> Path:
     """
     known = presets()
     if name not in known:
-        raise ConfigError(f"preset {name!r}: unknown{_suggest(name, known)}")
+        raise ConfigError(f"preset {shown(name)}: unknown{_suggest(name, known)}")
     return known[name]
 
 
@@ -549,7 +553,7 @@ def _spelled(**names: str) -> Iterator[None]:
 def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: got {value!r}; expected a mapping of {', '.join(_fields(cls))}")
+        raise ConfigError(f"{path}: got {shown(value)}; expected a mapping of {', '.join(_fields(cls))}")
     hints = _hints(cls)
     for key in value:
         if key not in hints:
@@ -573,11 +577,13 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return _convert(choices[0], value, path)
     if (named := choices_of(kind)) is not None:
         if value not in named:
-            raise ConfigError(f"{path}: got {value!r}; choose one of {', '.join(named)}")
+            raise ConfigError(f"{path}: got {shown(value)}; choose one of {', '.join(named)}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{path}: got {value!r}; expected a list")
+            raise ConfigError(f"{path}: got {shown(value)}; expected a list")
+        if len(value) > MOST_ITEMS:
+            raise ConfigError(f"{path}: got {len(value)} items; expected at most {MOST_ITEMS}")
         return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
@@ -595,14 +601,14 @@ def choices_of(kind: Any) -> tuple[str, ...] | None:
 
 def _boolean(value: Any, path: str) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{path}: got {value!r}; expected true or false")
+        raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
     return value
 
 
 def _whole(value: Any, path: str) -> int:
     found = number(value, path)
     if not found.is_integer():
-        raise ConfigError(f"{path}: got {value!r}; expected a whole number")
+        raise ConfigError(f"{path}: got {shown(value)}; expected a whole number")
     return int(found)
 
 
@@ -617,11 +623,16 @@ def number(value: Any, path: str) -> float:
     try:
         if isinstance(value, bool) or "_" in str(value):
             raise TypeError
-        return float(value)
+        found = float(value)
+        if math.isfinite(found) and abs(found) > LARGEST_FLOAT:
+            raise OverflowError
+        return found
     except (TypeError, ValueError):
-        raise ConfigError(f"{path}: got {value!r}; expected a number") from None
+        raise ConfigError(f"{path}: got {shown(value)}; expected a number") from None
     except OverflowError:
-        raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float can hold") from None
+        raise ConfigError(
+            f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold"
+        ) from None
 
 
 @functools.cache

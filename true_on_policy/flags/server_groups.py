@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mis_plugins.config.file import parsed, text_of
 from mis_plugins.config.view import view
+from mis_plugins.shared.numerals import cut, shown
 
 logger = logging.getLogger("true_on_policy")
 
@@ -27,16 +26,20 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
     if path is None:
         return
     try:
-        stated = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        stated = parsed(text_of(path))
         found = [
-            (f"{path}, model {model['name']!r}, group {number}", _arguments(args, model, group))
+            (f"{path}, model {shown(model['name'])}, group {number}", _arguments(args, model, group))
             for model in stated["sglang"]
             if _is_trained(args, model)
             for number, group in enumerate(model.get("server_groups") or model.get("engine_groups") or ())
             if group["worker_type"] != "placeholder"
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        logger.warning("sglang_config: %s cannot be read here (%r): the groups are not checked", path, error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning(
+            "sglang_config: %s cannot be read here (%s): the groups are not checked",
+            path,
+            cut(repr(error), 200),
+        )
         return
     yield from found
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mis_plugins.config import reading, writing
+from mis_plugins.config.file import as_arguments
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.translation import Translation
+from mis_plugins.explain.translate.translation import Translation, listed
 
 SWITCHES = ("use_tis", "use_rs")
 SOURCES = {
@@ -34,7 +34,7 @@ def translate(keys: Mapping[str, Any]) -> Translation:
             "the file is in our spelling already" if "mis" in keys else "no key of Miles's mis.yaml in it"
         )
         raise ConfigError(f"nothing to translate: {spelled}")
-    config = reading.from_args(argparse.Namespace(**{**keys, "use_tis": True}))
+    config = reading.from_args(as_arguments({**keys, "use_tis": True}))
     rules = [reading.RULE_KEYS] * bool(keys.get("use_rs") or keys.get("use_mask")) + [VETO] * (
         keys.get("rs_veto_threshold") is not None
     )
@@ -76,4 +76,4 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
         )
     others = [str(key) for key in keys if key not in (*reading.FLAT_KEYS, *SWITCHES, "mis")]
     if others:
-        yield f"not of the correction, keep them in your file: {', '.join(others)}."
+        yield f"not of the correction, keep them in your file: {listed(others)}."
