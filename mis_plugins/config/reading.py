@@ -342,7 +342,7 @@ def from_args(args: Any) -> CorrectionConfig:
         _READ_BEFORE[key] = _of_said(said)
     config = _READ_BEFORE[key]
     if not (config.corrects or config.needs_loss_hook):
-        if said.get("use_tis"):
+        if getattr(stated, "use_tis", False):  # as an attribute of the class too
             raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
         _check_handed_on(stated)
     return config

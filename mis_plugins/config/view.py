@@ -66,7 +66,8 @@ class View(Mapping[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: the host's arguments are read, and never written")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: the host's arguments are read, and never written")
 
 
 def view(args: Any) -> View:

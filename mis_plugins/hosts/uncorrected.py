@@ -12,14 +12,18 @@ from mis_plugins.hosts import watching
 from mis_plugins.hosts.host import LOSS_HOOK
 from mis_plugins.hosts.registry import current
 
+OURS = ("mis_plugins.", "true_on_policy.")
+
 
 def asked_for(args: Any) -> CorrectionConfig | None:
-    """The correction that the arguments of an actor ask for; None for a critic, and for a run that watches.
+    """The correction that the arguments of an actor ask us for; None for a critic, and for a run that watches.
 
-    None too where the arguments cannot be read: the hook that corrects refuses them in words.
+    None too where another package's hook reads flat keys, which are Miles's own, and where the arguments cannot be
+    read: the hook that corrects refuses them in words.
     """
     given = view(args)
-    if given.get("loss_type") == "value_loss" or given.get("trainer_role") == "critic":
+    is_critic = given.get("loss_type") == "value_loss" or given.get("trainer_role") == "critic"
+    if is_critic or (given.get("mis") is None and _names_another_hook(given)):
         return None
     try:
         config = reading.from_args(given)
@@ -27,6 +31,11 @@ def asked_for(args: Any) -> CorrectionConfig | None:
         return config if corrects and not watching.watches(given) else None
     except ConfigError:
         return None
+
+
+def _names_another_hook(args: View) -> bool:
+    paths = (args.get(name) for name in ("custom_tis_function_path", "custom_loss_function_path"))
+    return any(path and not str(path).startswith(OURS) for path in paths)
 
 
 def lacking(args: Any) -> str:

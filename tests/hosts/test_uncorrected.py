@@ -62,11 +62,17 @@ SILENT = [
     {"get_mismatch_metrics": True},
     {"mis": {"metrics": "full"}},
     {"mis": None},
+    {
+        "mis": None,
+        "tis_upper_bound": 2.0,
+        "use_tis": True,
+        "custom_tis_function_path": "examples.mis.weights",
+    },
 ]
 
 
 @pytest.mark.parametrize("settings", SILENT)
-def test_a_critic_and_a_run_that_watches_ask_for_nothing(settings: dict):
+def test_a_critic_a_run_that_watches_and_another_hook_ask_us_for_nothing(settings: dict):
     one_step(Namespace(**ASKED | settings))
 
 
