@@ -31,14 +31,14 @@ import yaml
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.docs import header
 from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
-from mis_plugins.config.loading import file_of, load, read_keys
+from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import conflicts, denominator_checks
+from mis_plugins.hosts import conflicts, denominator_checks, ownership
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
@@ -98,7 +98,23 @@ def check(arguments: argparse.Namespace) -> str:
         check_served(config, host, reading.spelling(as_arguments(keys)))
         conflicts.check(keys, config, host)
     told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
-    return "\n".join([told, *(f"warning: {printable(text)}" for text in _beside(keys, config, host))])
+    warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
+    return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])
+
+
+def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
+    """What decides whether a config of the TIS hook corrects or watches."""
+    if config.needs_loss_hook or not config.corrects or keys.get("use_tis") is False:
+        return
+    if keys.get("use_tis"):
+        yield (
+            "switch: use_tis: true in the file corrects, whatever the command line says; to watch, give the file that "
+            f"`config path {WATCHING}` prints"
+        )
+    else:
+        yield (
+            "switch: without use_tis in the file, --use-tis on the command line corrects, and a run without it watches"
+        )
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
@@ -116,8 +132,13 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
 
 
 def path(arguments: argparse.Namespace) -> str:
-    """Where a preset lies, or a file: in full, as a job that starts in another folder needs it."""
-    return str(file_of(arguments.target).resolve(strict=True))
+    """Where a preset lies, or a file: in full, as a job that starts in another folder needs it.
+
+    A preset of the TIS hook says `use_tis: true`, and corrects whatever the command line says. --watch prints the file
+    for a run that only watches. A preset of the loss hook has no such key, and no such file.
+    """
+    file = watching(arguments.target) if arguments.watch else file_of(arguments.target)
+    return str(file.resolve(strict=True))
 
 
 def names(arguments: argparse.Namespace) -> str:
@@ -192,11 +213,6 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
-    elif keys.get("use_tis") and config.corrects:
-        yield (
-            "use_tis: true corrects the loss even where the command line has --get-mismatch-metrics in place of "
-            "--use-tis; to watch, give metrics-only or set it to false"
-        )
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
     yield from areal.warnings(keys)
@@ -241,6 +257,11 @@ def _add_checked(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     told = "whose arguments and flags (default: Miles or slime on Megatron)"
     parser.add_argument("--host", choices=recorded(), help=told)
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument("--watch", action="store_true", help="the file with which a run only watches")
 
 
 def _add_overridden(parser: argparse.ArgumentParser) -> None:
@@ -303,7 +324,7 @@ COMMANDS: tuple[tuple[str, Run, Add], ...] = (
     ("list", names, _add_family),
     ("show", show, _add_target),
     ("check", check, _add_checked),
-    ("path", path, _add_target),
+    ("path", path, _add_path),
     ("from-miles", from_miles, _add_file),
     ("from-verl", from_verl, _add_overridden),
     ("from-ms-swift", from_ms_swift, _add_file),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
+import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -181,6 +183,45 @@ def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
     arguments = argparse.Namespace()
     vars(arguments).update(keys)
     return arguments
+
+
+_GIVEN: dict[str, list[tuple[Any, dict[str, Any]]]] = {}  # versions of a file by its path, the newest first
+
+
+def keys_given(path: str) -> list[dict[str, Any]]:
+    """The keys of a file that a host was given, and of its earlier versions that this process has read.
+
+    A host asks for each micro-batch: a file is read again only where it has changed. A file that has become unreadable
+    since keeps its earlier versions.
+
+    Raises:
+        ConfigError: this node cannot read the file; it names both.
+    """
+    known, stamp = _GIVEN.setdefault(path, []), _stamp(path)
+    if not known or stamp not in (None, known[0][0]):
+        try:
+            known.insert(0, (stamp, keys_of(path)))
+        except (OSError, yaml.YAMLError, ConfigError) as error:
+            if not known:
+                raise ConfigError(
+                    f"node {socket.gethostname()} cannot read {short(path)} ({error}); give the whole path of a file "
+                    "that every node has"
+                ) from error
+    return [keys for _, keys in known]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None for a file that is gone, and for content in a path."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def short(path: str) -> str:
+    """A path in full, or the beginning of a file's content, which Miles passes in base64."""
+    return f"{path[:40]}..." if path.startswith(INLINE) and len(path) > 40 else path
 
 
 INLINE = "base64:"  # prefix of a path of Miles that holds the file's content itself

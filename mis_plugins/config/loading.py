@@ -38,6 +38,31 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
 
 
+WATCHING = "metrics-only"
+
+
+def watching(target: str) -> Path:
+    """The file with which a run watches that a preset would correct.
+
+    Every preset of the TIS hook says `use_tis: true`, which wins over the command line. A run that watches computes
+    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has.
+
+    Raises:
+        ConfigError: no preset; or a preset of the loss hook, which corrects whatever `use_tis` says.
+    """
+    file = file_of(target)
+    if file not in reading.presets().values():
+        raise ConfigError(
+            "--watch takes the name of a preset; in a file of yours drop use_tis: true, and give --get-mismatch-metrics"
+        )
+    if load(file).needs_loss_hook:
+        raise ConfigError(
+            "a preset of the loss hook corrects whatever use_tis says, and has no file that watches; give the TIS hook "
+            f"{WATCHING}, or the loss hook a copy of the preset with use_tis: false"
+        )
+    return reading.preset_path(WATCHING)
+
+
 def file_of(target: str) -> Path:
     """A file, `-` for the standard input, or the preset of that name."""
     file = Path(target)

@@ -2,6 +2,7 @@
 
 A host makes an argument of every key, whatever its name, and keeps the value as YAML reads it. The records beside this
 file are printed from the hosts' own parsers by `benchmarks/host_arguments.py`; their first lines name the commits.
+`newer.txt` holds single arguments of newer files, whose parsers cannot be run.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
+from mis_plugins.config.recorded import lines as lines_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.shared.numerals import shown
@@ -21,6 +22,7 @@ from mis_plugins.shared.numerals import shown
 Kind = Literal["switch", "number", "text", "other"]
 TOLD = 20  # keys, of a file that may have thousands
 COMPARISON = "bitwise"  # read by the hooks of true_on_policy.hosts
+NEWER = "newer"
 
 
 def recorded() -> dict[str, Host]:
@@ -31,7 +33,8 @@ def recorded() -> dict[str, Host]:
 @cache
 def kinds(host: Host) -> Mapping[str, Kind]:
     """What `host` takes for each of its recorded arguments, by name."""
-    lines = [line.split() for record in reversed(host.records) for line in _lines(record)]
+    records = (NEWER, *reversed(host.records)) if host.records else ()
+    lines = [line.split() for record in records for line in lines_of(record)]
     found: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
     engines = [name for name in found if host.eval_engines and name.startswith("sglang_")]
     repeated: dict[str, Kind] = {f"eval_{name}": found[name] for name in engines}
@@ -40,13 +43,8 @@ def kinds(host: Host) -> Mapping[str, Kind]:
 
 def flags(record: str) -> set[str]:
     """Every flag of the parser that `record` is named after."""
-    rows = [line.split() for line in _lines(record)]
+    rows = [line.split() for line in lines_of(record)]
     return {flag for name, _, *given in rows for flag in given or ["--" + name.replace("_", "-")]}
-
-
-def _lines(record: str) -> list[str]:
-    text = (Path(__file__).parent / "records" / f"{record}.txt").read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mis_plugins.config.view import original
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.metric import PREFIX, STEP_KEY
 
@@ -22,7 +23,7 @@ def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
     named = {PREFIX + name: value for name, value in metrics.items()} | {STEP_KEY: step}
     tracking = sys.modules.get(current(args).tracking or "")
     if tracking is not None:
-        tracking.log(args, named, step_key=STEP_KEY)
+        tracking.log(original(args), named, step_key=STEP_KEY)
     logger.info("step %d: %s", step, named)
 
 

@@ -903,8 +903,11 @@ MILES_YAML = {
 def test_miles_flat_keys_mean_the_same(flat: dict):
     translation = miles.translate(flat)
     assert translation.config() == from_flat(flat)
-    under_mis = yaml.safe_load(translation.text())["mis"]
-    assert under_mis == translation.mis
+    written = yaml.safe_load(translation.text())
+    assert written["mis"] == translation.mis
+    assert written.get("use_tis", False) == bool(flat.get("use_tis")), (
+        "nobody loses the correction with the file"
+    )
 
 
 def test_miles_default_is_our_preset(tmp_path: Path):

@@ -6,7 +6,6 @@ reads all files of a side as one.
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import os
@@ -81,7 +80,7 @@ def place(path: Path, process: Process) -> Path:
     return path if process.rank == 0 else path.with_stem(f"{path.stem}.rank{process.rank}")
 
 
-def dump(path: Path, contract: GpuContract, args: argparse.Namespace | None = None) -> Path:
+def dump(path: Path, contract: GpuContract, args: Any = None) -> Path:
     """Write the dump of this rank of the trainer after its pin, and return the file."""
     return write(path, Dump(this_process(), observe(contract, args), contract))
 

@@ -40,7 +40,12 @@ def translate(keys: Mapping[str, Any]) -> Translation:
     )
     sources = SOURCES | {f"reject[{i}]": rule for i, rule in enumerate(rules)}
     return Translation(
-        "Miles's flat keys", keys, writing.as_mapping(config), sources, tuple(_notes(keys, config))
+        "Miles's flat keys",
+        keys,
+        writing.as_mapping(config),
+        sources,
+        tuple(_notes(keys, config)),
+        switched_on=bool(keys.get("use_tis")),
     )
 
 
@@ -48,7 +53,7 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     if not keys.get("use_tis"):
         yield "use_tis is not set: nothing is corrected until --use-tis is passed."
     else:
-        yield "use_tis: pass --use-tis itself; the hosts check their flags before they read this file."
+        yield "use_tis: true stands in this file too; pass --use-tis itself, since the hosts check their flags first."
     if config.weight and not config.weight.record.has_floor and keys.get("tis_lower_bound") is not None:
         yield "tis_lower_bound bounds no weight with tis_mode: truncate; use_rs falls back to it."
     if (idle := reading.idle_rule(keys)) is not None:
