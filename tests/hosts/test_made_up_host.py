@@ -23,6 +23,7 @@ from mis_plugins.hosts import adapters, registry
 from mis_plugins.hosts.adapters import embedded
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Batch, Host, Scores
+from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.packing.ragged import Ranks
 
 CONFIG = {"weight": {"upper": 1.05}, "metrics": "all"}
@@ -101,13 +102,14 @@ def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert registry.HOSTS["made-up"] == MADE_UP and registry.current() is registry.HOSTS["embedded"]
 
 
-BY_MODULE = {"made_up": "made-up", "slime": "slime", "miles": "miles", "argparse": "embedded"}
+TRACKING = {name: HOSTS[name].needs.tracking.addresses[0].module for name in ("slime", "miles")}
+BY_MODULE = {"made_up": "made-up", **{path: name for name, path in TRACKING.items()}, "argparse": "embedded"}
 
 
 @pytest.mark.parametrize("order", list(permutations(["embedded", "miles", "fsdp", "slime", "made-up"])))
 def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: pytest.MonkeyPatch):
     """slime has --train-backend too: its process with fsdp is slime's, and Miles's is that of Miles on FSDP."""
-    known = registry.HOSTS | {"made-up": MADE_UP}
+    known = HOSTS | {"made-up": MADE_UP}
     monkeypatch.setattr(registry, "HOSTS", {name: known[name] for name in order})
     fsdp = flags(train_backend="fsdp")
     assert (
@@ -124,7 +126,7 @@ def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: p
 
 
 def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):
-    for module in ("miles", "slime"):
+    for module in TRACKING.values():
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     with pytest.raises(
         InputError, match="^Miles and slime: modules of both say that this process is theirs; load"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +38,8 @@ def on_fsdp(args: Any) -> bool:
 
 
 def runs(args: Any) -> bool:
-    """Whether this process has loaded Miles, and trains with Megatron."""
-    return not on_fsdp(args) and "miles" in sys.modules
+    """Whether this process has Miles's groups or tracking, and trains with Megatron."""
+    return not on_fsdp(args) and (NEEDS.parallel.is_loaded or NEEDS.tracking.is_loaded)
 
 
 def parallel() -> Parallel:

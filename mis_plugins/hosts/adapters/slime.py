@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,9 +52,9 @@ def rescore_of(needs: SlimeLike) -> Rescore:
     return rescore
 
 
-def loaded(package: str) -> Callable[[Any], bool]:
-    """Whether this process has loaded the host, whatever its arguments say."""
-    return lambda args: package in sys.modules
+def tracks(needs: SlimeLike) -> Callable[[Any], bool]:
+    """Whether this process has the host's tracking, whatever its arguments say."""
+    return lambda args: needs.tracking.is_loaded
 
 
 def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -76,7 +75,7 @@ HOST = Host(
     name="slime",
     title="slime",
     package="slime",
-    runs=loaded("slime"),
+    runs=tracks(SLIME),
     parallel=megatron.parallel,
     scores=scores,
     own_loss=SLIME.own_loss.get,

@@ -79,6 +79,11 @@ class Need:
     def addresses(self) -> tuple[Address, ...]:
         return tuple(map(Address.of, self.at))
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this process has loaded a module of one of the addresses."""
+        return any(address.module in sys.modules for address in self.addresses)
+
     def get(self) -> Any:
         """Import what the need names, from the newest address that has it.
 
