@@ -339,14 +339,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
         "miles.backends.megatron_utils.model": {"get_batch": get_batch},
     }
     stand_ins.load(names, monkeypatch)
-    alone_in_world = Namespace(
-        get_rank=lambda: 0,
-        get_world_size=lambda: 1,
-        new_group=lambda backend: None,
-        broadcast_object_list=lambda found, src, group: None,
-        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
-    )
-    monkeypatch.setattr(carrying, "dist", alone_in_world)
+    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
     actor = vars(sys.modules["miles.backends.megatron_utils.actor"])
     exec(TRAINER, actor)
     return as_ray_runs_it(actor["MegatronTrainRayActor"])

@@ -219,14 +219,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for name in ("data_parallel", "tensor_model_parallel", "context_parallel"):
         monkeypatch.setattr(mpu, f"get_{name}_rank", lambda **more: 0)
-    alone_in_world = Namespace(
-        get_rank=lambda: 0,
-        get_world_size=lambda: 1,
-        new_group=lambda backend: None,
-        broadcast_object_list=lambda found, src, group: None,
-        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
-    )
-    monkeypatch.setattr(carrying, "dist", alone_in_world)
+    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
     module = vars(sys.modules[f"{package}.actor"])
     exec(ACTOR, module)
     made = module["MegatronTrainRayActor"]

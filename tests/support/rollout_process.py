@@ -79,6 +79,17 @@ class Ray:
         }
 
 
+def alone_in_world() -> Namespace:
+    """torch.distributed of one rank, as far as the carried trainer asks it."""
+    return Namespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        new_group=lambda backend: None,
+        broadcast_object_list=lambda found, src, group: None,
+        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
+    )
+
+
 @contextmanager
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
     """Samples and Ray's actors of one test alone."""

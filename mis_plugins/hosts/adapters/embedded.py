@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence, Set
 from functools import cache
@@ -55,9 +56,7 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
 
 def own_loss() -> Callable[..., Any]:
     """The policy loss that the embedded host trains with."""
-    from mis_plugins.mis import policy_loss
-
-    return policy_loss
+    return pkgutil.resolve_name("mis_plugins.mis.policy_loss")
 
 
 def tracking() -> Callable[..., Any] | None:

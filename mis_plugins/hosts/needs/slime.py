@@ -21,7 +21,7 @@ TIS = (
 
 @dataclass(frozen=True)
 class SlimeLike:
-    """Needs by name of slime and of hosts that are made from it."""
+    """The needs, by name, of slime and of hosts that are made from it."""
 
     tis_call: Need
     tracking: Need
@@ -34,7 +34,7 @@ class SlimeLike:
 
 @dataclass(frozen=True)
 class Slime(SlimeLike):
-    """Needs that slime alone answers: sets that top-p kept, and versions of tokens."""
+    """The needs that slime alone answers: sets that top-p kept, and versions of tokens."""
 
     kept_sets: Need
     log_probs: Need
