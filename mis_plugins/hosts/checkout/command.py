@@ -75,10 +75,10 @@ def _history(directory: Path, since: str) -> int:
         f"{host.title}: {len(points)} commits of its main line, {points[0]} to {points[-1]}, and {number} stored"
     )
     print("heads of pull requests\n")
-    columns = ("need", "answered since", "broke at", "pull requests that break it")
+    columns = ("need", "answered since", "broke at", "moved at", "pull requests that break it")
     print_table(columns, history.rows(host, courses, broken))
     print()
-    print_table(("hook", "works since", "days", "breaks"), history.lasted(host, points, courses))
+    print_table(("hook", "works since", "days", "breaks", "moves"), history.lasted(host, points, courses))
     unanswered = any(course.since is None for course in courses.values())
     broke = any(course.broke for course in courses.values())
     return FAILS if unanswered else MOVED if broke else GOOD

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mis_plugins.hosts.checkout import search, tree
 from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.needs.record import Address
 
 SINCE = "2026-03-01"
 HEADS = "refs/pull/*/head"
@@ -37,17 +38,24 @@ class Course:
 
     since: where it began to be answered, the last time; None where it is not answered at the end.
     broke: where it stopped to be answered, each time.
+    moved: where another address began to answer, each time.
     """
 
     since: Point | None = None
     broke: list[Point] = field(default_factory=list)
+    moved: list[Point] = field(default_factory=list)
+    _at: Address | None = None
 
-    def add(self, point: Point, answered: bool) -> None:
-        if answered and self.since is None:
-            self.since = point
-        elif not answered and self.since is not None:
+    def add(self, point: Point, at: Address | None) -> None:
+        """Take in the address that answers at the next commit; None where none does."""
+        if at is None and self._at is not None:
             self.since = None
             self.broke.append(point)
+        elif at is not None and self._at is None:
+            self.since = point
+        elif at != self._at:
+            self.moved.append(point)
+        self._at = at
 
 
 def courses(host: Host, directory: Path, since: str = SINCE) -> tuple[list[Point], dict[str, Course]]:
@@ -59,7 +67,7 @@ def courses(host: Host, directory: Path, since: str = SINCE) -> tuple[list[Point
             _progress(number, len(points), f"{host.title}, main line")
             answers = search.find_all(host.needs, tree.Commit(blobs, point.commit))
             for name, course in found.items():
-                course.add(point, answers[name].place is not None)
+                course.add(point, answers[name].address)
     return points, found
 
 
@@ -100,18 +108,18 @@ def _points(directory: Path, *which: str) -> list[Point]:
 def rows(
     host: Host, found: Mapping[str, Course], broken: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """One row a need: what it is, where it holds since, where it broke, and which open requests would break it."""
+    """One row a need: since when it is answered, where it broke or moved, and which requests would break it."""
     table = []
     for name, course in found.items():
         need = vars(host.needs)[name]
-        told = ", ".join(map(str, course.broke)) or "never"
+        broke, moved = (", ".join(map(str, points)) or "never" for points in (course.broke, course.moved))
         requests = ", ".join(broken.get(name, ())) or "none"
-        table.append((need.what, str(course.since or "not answered at the end"), told, requests))
+        table.append((need.what, str(course.since or "not answered at the end"), broke, moved, requests))
     return table
 
 
 def lasted(host: Host, points: Sequence[Point], found: Mapping[str, Course]) -> list[tuple[str, ...]]:
-    """One row a hook: since when all its needs are answered, how many days that is, and how often one broke."""
+    """One row a hook: since when all its needs are answered, the days since then, and how often one broke or moved."""
     table = []
     hooks = dict.fromkeys(hook for need in vars(host.needs).values() for hook in need.hooks)
     for hook in hooks:
@@ -120,8 +128,10 @@ def lasted(host: Host, points: Sequence[Point], found: Mapping[str, Course]) -> 
         whole = len(starts) == len(of_hook)
         start = max(starts, key=lambda point: points.index(point)) if whole else None
         days = "0" if start is None else str((points[-1].day - start.day).days)
-        breaks = sum(len(course.broke) for course in of_hook)
-        table.append((hook, "no" if start is None else str(start), days, str(breaks)))
+        breaks, moves = (
+            sum(map(len, kind)) for kind in zip(*((one.broke, one.moved) for one in of_hook), strict=True)
+        )
+        table.append((hook, "no" if start is None else str(start), days, str(breaks), str(moves)))
     return table
 
 

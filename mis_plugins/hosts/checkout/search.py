@@ -31,13 +31,17 @@ class Found:
 
     place: where an address of it answers; None where none does.
     tried: of each address before that, what is missing.
-    moved: whether the address is another than the one that our own runs used.
     """
 
     need: Need
     place: Place | None
     tried: Sequence[str]
-    moved: bool = False
+    address: Address | None = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether it is answered at another address than the one that our own runs used."""
+        return self.address is not None and self.address != self.need.addresses[self.need.ran]
 
 
 def find(need: Need, tree: Tree) -> Found:
@@ -47,7 +51,7 @@ def find(need: Need, tree: Tree) -> Found:
         place = _place(address, tree)
         lacks = f"{address}: not there" if place is None else _lacking(need, address, place.node)
         if lacks is None:
-            return Found(need, place, tried, address != need.addresses[-1])
+            return Found(need, place, tried, address)
         tried.append(lacks)
     return Found(need, None, tried)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.checkout.module import Module
@@ -16,6 +16,7 @@ from mis_plugins.hosts.checkout.module import Module
 OFFLINE = {**os.environ, "GIT_NO_LAZY_FETCH": "1"}  # an absent object is an error, and no download
 
 
+@runtime_checkable
 class Tree(Protocol):
     """Modules by dotted path."""
 

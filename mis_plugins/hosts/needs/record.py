@@ -65,6 +65,7 @@ class Need:
     parameters: names of the parameters that a hook gives, or binds, by keyword.
     holds: local variables that a hook reads in the function's frame.
     hands: keywords that the function hands on to a hook of ours.
+    ran: the place in `at` of the address that our own runs used.
     """
 
     host: str
@@ -74,6 +75,7 @@ class Need:
     parameters: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     hands: tuple[str, ...] = ()
+    ran: int = -1
 
     @property
     def addresses(self) -> tuple[Address, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mis_plugins.hosts.needs import record
 from mis_plugins.hosts.needs.record import Need
@@ -49,11 +50,11 @@ class Slime(SlimeLike):
     generation: Need
 
 
-def _shared(title: str, package: str, tracking: str) -> dict[str, Need]:
+def _shared(title: str, package: str, *trackings: str) -> dict[str, Need]:
     backend = f"{package}.backends.megatron_utils"
     actor = f"{backend}.actor:MegatronTrainRayActor"
 
-    def need(what: str, hooks: tuple[str, ...], *at: str, **more: tuple[str, ...]) -> Need:
+    def need(what: str, hooks: tuple[str, ...], *at: str, **more: Any) -> Need:
         return Need(title, what, hooks, at, **more)
 
     return {
@@ -64,7 +65,11 @@ def _shared(title: str, package: str, tracking: str) -> dict[str, Need]:
             hands=TIS,
         ),
         "tracking": need(
-            "its tracker", ("report_step",), f"{tracking}:log", parameters=("args", "metrics", "step_key")
+            "its tracker",
+            ("report_step",),
+            *(f"{module}:log" for module in trackings),
+            parameters=("args", "metrics", "step_key"),
+            ran=0,
         ),
         "scores": need(
             "log-probs of the sampled tokens",
@@ -108,7 +113,7 @@ def _alone() -> dict[str, Need]:
     backend = "slime.backends.megatron_utils"
     actor = f"{backend}.actor:MegatronTrainRayActor"
 
-    def need(what: str, hooks: tuple[str, ...], at: str, **more: tuple[str, ...]) -> Need:
+    def need(what: str, hooks: tuple[str, ...], at: str, **more: Any) -> Need:
         return Need("slime", what, hooks, (at,), **more)
 
     return {
@@ -163,5 +168,7 @@ def _alone() -> dict[str, Need]:
     }
 
 
-SLIME = Slime(**_shared("slime", "slime", "slime.observability.logging_utils"), **_alone())
+SLIME = Slime(
+    **_shared("slime", "slime", "slime.observability.logging_utils", "slime.utils.logging_utils"), **_alone()
+)
 VIME = SlimeLike(**_shared("vime", "vime", "vime.utils.logging_utils"))
