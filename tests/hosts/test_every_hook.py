@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import host_stand_ins
 import pytest
 import rollout_process
+import stand_in_hosts
 import stand_ins
 import torch
-from host_stand_ins import LAYOUTS, VOCABULARY, Bodies, Layout, Output
+from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
 
 from mis_plugins import mis
 from mis_plugins.hosts import replay
@@ -54,7 +54,7 @@ SETTINGS = {
 
 @pytest.fixture(params=LAYOUTS)
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bodies:
-    return host_stand_ins.load(LAYOUTS[request.param], monkeypatch)
+    return stand_in_hosts.load(LAYOUTS[request.param], monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def rollout() -> dict[str, Any]:
         )
         for shifts in SHIFTS
     ]
-    return host_stand_ins.data_of(samples)
+    return stand_in_hosts.data_of(samples)
 
 
 def trained(
@@ -238,7 +238,7 @@ def test_versions_travel_from_the_engine_to_the_loss(
     name: str, rollouts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
-    host = host_stand_ins.load(LAYOUTS[name], monkeypatch)
+    host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
     need, settings = (
         host.layout.needs.train_actor,
