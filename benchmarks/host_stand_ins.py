@@ -114,7 +114,7 @@ def compared(host: Host) -> Apart:
         loss, reported = bodies.own_loss(args, given, logits, bodies.reducer(given))
         loss.backward()
         assert logits.grad is not None
-        _widen(apart, real, float(loss), logits.grad.flatten(0, 1), reported)
+        _widen(apart, real, float(loss.detach()), logits.grad.flatten(0, 1), reported)
     return apart
 
 

@@ -174,3 +174,4 @@ def test_an_address_that_changes_is_told_as_a_move(
     code, text = told(capsys, "--history", tmp_path)
     (loss,) = (line.split() for line in text.splitlines() if line.startswith("its policy loss"))
     assert code == 0 and loss[3] == "2026-04-01" and loss[5:7] == ["never", "2026-04-05"]
+    assert "One set of addresses answered all needs for 4 to 4 days, 1 sets in all." in text

@@ -79,6 +79,10 @@ def _history(directory: Path, since: str) -> int:
     print_table(columns, history.rows(host, courses, broken))
     print()
     print_table(("hook", "works since", "days", "breaks", "moves"), history.lasted(host, points, courses))
+    days = history.lifetimes(points, courses)
+    print(
+        f"\nOne set of addresses answered all needs for {min(days)} to {max(days)} days, {len(days)} sets in all."
+    )
     unanswered = any(course.since is None for course in courses.values())
     broke = any(course.broke for course in courses.values())
     return FAILS if unanswered else MOVED if broke else GOOD

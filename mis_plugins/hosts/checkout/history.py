@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 from mis_plugins.hosts.checkout import search, tree
@@ -133,6 +134,15 @@ def lasted(host: Host, points: Sequence[Point], found: Mapping[str, Course]) -> 
         )
         table.append((hook, "no" if start is None else str(start), days, str(breaks), str(moves)))
     return table
+
+
+def lifetimes(points: Sequence[Point], found: Mapping[str, Course]) -> list[int]:
+    """Days between the commits at which some need began, ended or moved: how long one set of addresses lasted."""
+    changed = {
+        each.day for one in found.values() for each in (one.since, *one.broke, *one.moved) if each is not None
+    }
+    days = sorted({points[0].day, *changed, points[-1].day})
+    return [(later - day).days for day, later in pairwise(days)]
 
 
 def _progress(number: int, whole: int, what: str) -> None:
