@@ -3,7 +3,7 @@
 The program compares each function of the stand-ins with the checkout's own by syntax: its parameters are parameters of
 the host's, in the host's order, and what the host requires beyond them is listed. Then it draws 50 random micro-batches
 and runs the real `policy_loss_function` and the stand-in's with our TIS hook behind both: loss, gradient of the logits
-and our metrics.
+and our metrics. Every second one rejects sequences, so that the denominators of the host count.
 
     python benchmarks/host_stand_ins.py --host miles --checkout MILES --json benchmarks/results/stand_ins_miles.json
 
@@ -102,9 +102,9 @@ def compared(host: Host) -> Apart:
     from stand_in_hosts import LAYOUTS, Bodies
 
     bodies, apart = Bodies(LAYOUTS[LAYOUT[host.name]]), Apart()
-    case = Case("token", "truncate")
+    cases = Case("token", "truncate"), Case("token", "truncate", rejection="sequence")
     for seed in SEEDS:
-        batch = random_batch(seed)
+        batch, case = random_batch(seed), cases[seed % 2]
         args = host_args(case.flat_keys(), OURS, False, "thd")
         real = drive(host, args, batch)
         if real.error:

@@ -21,6 +21,7 @@ import torch
 from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
 
 from mis_plugins import mis
+from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import replay
 from mis_plugins.hosts.needs.record import HOOKS, Need, NeedError
 from mis_plugins.hosts.registry import current
@@ -113,6 +114,37 @@ def test_the_loss_is_corrected(host: Bodies, hook: dict[str, Any]) -> None:
     outcomes = trained(host, **hook)
     assert losses(outcomes) == pytest.approx([first + second, third], rel=1e-5)
     assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)
+
+
+@pytest.mark.parametrize(("denominator", "divisors"), [("original", (3, 2, 4)), ("kept", (2, 2, 4))])
+@pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
+def test_what_a_denominator_means_where_the_host_divides_by_its_own_sums(
+    host: Bodies, hook: dict[str, Any], denominator: str, divisors: tuple[int, ...]
+) -> None:
+    """A rule drops the third token of the first sample; the host divides by `rollout_mask_sums` of before the rule."""
+    rule = {"over": "token", "statistic": "ratio", "upper": 4.0}
+    found = losses(trained(host, mis={"reject": [rule], "denominator": denominator}, **hook))
+    sums = [torch.tensor(shifts).exp().clamp(max=UPPER).sum() for shifts in (SHIFTS[0][:2], *SHIFTS[1:])]
+    first, second, third = (-float(x) / n for x, n in zip(sums, divisors, strict=True))
+    assert found == pytest.approx([first + second, third], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cur_log_probs", "current_log_probs"])
+def test_log_probs_of_the_target_policy_leave_the_weight_as_it_is(host: Bodies, name: str) -> None:
+    """The surrogate holds pi_theta / pi_old already: a weight of pi_theta / mu would make pi_theta^2 / (pi_old mu)."""
+    data = rollout()
+    lists = {
+        key: data[key] for key in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+    }
+    train = [x + torch.tensor(s) for x, s in zip(data["rollout_log_probs"], SHIFTS, strict=True)]
+    args, pg_loss = arguments(host.layout, **TIS), -torch.ones(9)
+    given = {"pg_loss": pg_loss, "train_log_probs": train, **lists, name: [x + 1 for x in train]}
+    found, _, _ = mis.compute_mis_weights_with_cp(args, **given)
+    assert torch.allclose(-found, torch.tensor(sum(SHIFTS, [])).exp().clamp(max=UPPER))
+    with pytest.raises(ConfigError, match="reference"):
+        mis.compute_mis_weights_with_cp(
+            arguments(host.layout, mis={"weight": {"reference": "target"}}, **TIS), **given
+        )
 
 
 def test_a_mean_of_the_rollout_divides_the_weights(host: Bodies) -> None:
