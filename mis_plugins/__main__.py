@@ -7,6 +7,7 @@
     python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
     python -m mis_plugins config suggest DUMPS
     python -m mis_plugins report DUMPS
+    python -m mis_plugins hosts check CHECKOUT
 
 Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
 interrupted; 141 nobody reads what it prints; 143 ended by SIGTERM.
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(f"error: {not_installed(error, 'report')}")
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
-        target = getattr(arguments, "target", "config" if arguments.group == "config" else "report")
+        target = getattr(arguments, "target", getattr(arguments, "checkout", arguments.group))
         target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
         print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
@@ -241,6 +242,26 @@ def report(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def hosts_check(arguments: argparse.Namespace) -> int:
+    """What of a host's source our hooks need: found or not, by hook, with file and line.
+
+    CHECKOUT is the root of a checkout of Miles, slime or vime. Its source is read, and never imported or run. The
+    command also names flags of our launch scripts that nothing there defines any more.
+
+        python -m mis_plugins hosts check ~/miles
+        python -m mis_plugins hosts check --history ~/miles
+
+    With --history, CHECKOUT is a git directory, or a folder with one: each commit of its main line is read, and the
+    stored heads of pull requests. The tables say where each need broke, and how long each hook would have worked.
+
+    Exit codes: 0 all is found where our own runs found it; 1 something moved, or broke on the way, and is served; 2 a
+    hook or a script of ours would fail, or there is no checkout.
+    """
+    from mis_plugins.hosts.checkout.command import run
+
+    return run(arguments)
+
+
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET_OR_FILE")
 
@@ -312,6 +333,17 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_checkout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--history", action="store_true", help="read each commit of a git directory")
+    parser.add_argument(
+        "--since",
+        default="2026-03-01",
+        metavar="DAY",
+        help="the first day of --history (default: %(default)s)",
+    )
+
+
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser)
     _add_outputs(parser)
@@ -340,7 +372,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mis_plugins", description=__doc__, formatter_class=AS_WRITTEN
     )
     add_version(parser)
-    groups = parser.add_subparsers(required=True, metavar="config|report", dest="group")
+    groups = parser.add_subparsers(required=True, metavar="config|report|hosts", dest="group")
     config = groups.add_parser(
         "config", help="presets, checks, translations", description=__doc__, formatter_class=AS_WRITTEN
     )
@@ -348,6 +380,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         _add_command(commands, *command)
     _add_command(groups, "report", report, _add_report)
+    hosts = groups.add_parser("hosts", help="what a host's source must have", formatter_class=AS_WRITTEN)
+    _add_command(hosts.add_subparsers(required=True, metavar="check"), "check", hosts_check, _add_checkout)
     return parser
 
 

@@ -35,13 +35,11 @@ Sign = Literal["modules", "arguments", "nothing"]  # what tells that a host runs
 class LogProbs:
     """The function with which a host's trainer scores tokens of the whole vocabulary.
 
-    module: the module that looks the function up at each micro-batch.
-    name: the function's name there.
+    owner: gives the module that looks the function up at each micro-batch, and the function's name there.
     beside_entropy: whether it returns a column of log-probs and the entropy; otherwise a log-prob for each token.
     """
 
-    module: str
-    name: str
+    owner: Callable[[], tuple[Any, str]]
     beside_entropy: bool = False
 
 
@@ -53,6 +51,7 @@ class Host:
         name: what `config check --host` calls it.
         title: what sentences call it.
         package: which makes the reducer that it hands to a loss.
+        needs: what our hooks call or read of it, a field each; None where it hands everything over.
         runs: whether this process is one of this host's, as far as its arguments (perhaps None) and modules say.
         told_by: what `runs` looks at, the surest first: `modules` of the host itself; `arguments`, which
             another host may have too; `nothing`, for the host that is left where no other runs.
@@ -62,14 +61,15 @@ class Host:
         scores: log-probs of the sampled tokens with gradient, and the entropy where the host computes it.
         recomputes: whether its batches carry the trainer's log-probs from before the update; "sometimes"
             leaves that to each batch. Where they are missing, pi_theta stands in.
-        own_loss: dotted path of its own policy loss.
+        own_loss: gives its own policy loss.
         divides_by_kept: whether it divides a sequence's loss by the tokens that the mask of the TIS hook keeps.
         megatron: whether its trainer is Megatron-core.
         log_probs: its trainer's function that `true_on_policy` replaces on a CPU; None where it has none.
 
     Metrics:
         reports: whether this is the rank that logs, among those that hold log-probs.
-        tracking: module with `log(args, metrics, step_key)`, which reads the step from the metrics; None without one.
+        tracking: gives its `log(args, metrics, step_key)`, which reads the step from the metrics; None where
+            this process has none.
         one_sample_a_rollout: whether its own rollout functions make one sample of each rollout.
 
     A config before the job:
@@ -101,14 +101,15 @@ class Host:
     runs: Callable[[Any], bool]
     parallel: Callable[[], Parallel]
     scores: Callable[[Any, Batch, Tensor], Scores]
-    own_loss: str
+    own_loss: Callable[[], Callable[..., Any]]
     reports: Callable[[Ranks], bool]
     told_by: Sign = "modules"
     recomputes: Callable[[Any], Recomputes] = lambda args: "sometimes"
     divides_by_kept: Callable[[Any], bool] = lambda args: False
     megatron: bool = True
     log_probs: LogProbs | None = None
-    tracking: str | None = None
+    tracking: Callable[[], Callable[..., Any] | None] = lambda: None
+    needs: Any = None
     one_sample_a_rollout: bool = False
     records: tuple[str, ...] = ()
     eval_engines: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, get_args
@@ -37,6 +37,7 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
 
     Raises:
         InputError: `reduce` of no host that we know, or two hosts whose signs are equally sure.
+        NeedError: a trainer of a host that has moved what tells us of it.
     """
     hosts = list(HOSTS.values()) if reduce is None else _that_made(reduce)
     running = [host for host in hosts if host.runs(args)] or hosts
@@ -46,7 +47,20 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
             f"{first.title} and {others[0].title}: {first.told_by} of both say that this process is theirs; load the "
             "modules of one host alone"
         )
+    if first.told_by == "nothing":
+        _refuse_moved(hosts)
     return first
+
+
+def _refuse_moved(hosts: Sequence[Host]) -> None:
+    """Refuse a trainer of a host whose tracking lies where no address of ours looks.
+
+    Raises:
+        NeedError: it names the host. Without it, the trainer would count as the host that is left.
+    """
+    for host in hosts:
+        if host.needs is not None and host.needs.train_actor.is_loaded:
+            raise host.needs.tracking.error()
 
 
 def _that_made(reduce: Callable[..., Any]) -> list[Host]:

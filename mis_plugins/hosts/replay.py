@@ -1,4 +1,4 @@
-"""The recorded routes of each host: Miles and slime keep queues beside each router, Megatron-core keeps one target."""
+"""The recorded routes of each host: queues beside each router, or Megatron-core's one target."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mis_plugins.hosts.needs.miles import NEEDS as MILES
+from mis_plugins.hosts.needs.slime import SLIME, VIME
 from mis_plugins.routing.source import Source, Tensor
 
-MILES, SLIME = "miles.utils.replay_base", "slime.utils.routing_replay"
 FORWARD, BACKWARD, FALLTHROUGH = "replay_forward", "replay_backward", "fallthrough"
 SWITCH, STAGE = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE"
 
 
 @dataclass(frozen=True)
 class Queues:
-    """Queues of Miles or slime: `router.routing_replay`, read in a forward and again in a backward's recompute.
+    """Queues of Miles, slime or vime: `router.routing_replay`, read in a forward and again in a backward's recompute.
 
     stage: reads what the host has routers do now; None where replay is off.
     say: sets the stage.
@@ -105,13 +106,12 @@ def _action(replay: Any) -> str | None:
 
 
 def source() -> Source:
-    """The queues of the host that runs in this process; Megatron-core's where it is neither Miles nor slime."""
-    if (miles := sys.modules.get(MILES)) is not None:
-        manager = miles.routing_replay_manager
+    """The queues of the host that runs in this process; Megatron-core's where it has none."""
+    if (manager := MILES.routing_replay.loaded()) is not None:
         return Queues(
             lambda: manager.stage if manager.enabled else None, lambda stage: setattr(manager, "stage", stage)
         )
-    if SLIME in sys.modules:
+    if any(host.routing_replay.loaded() is not None for host in (SLIME, VIME)):
         return Queues(_slime_stage, lambda stage: os.environ.__setitem__(STAGE, stage))
     return Targets()
 

@@ -21,8 +21,9 @@ from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.needs.miles import Miles
+from mis_plugins.hosts.needs.slime import SlimeLike
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_data import held_by
 from mis_plugins.metrics.alarms import COUNT
 from mis_plugins.metrics.resplit import resplit_metrics
 from mis_plugins.packing.collectives import all_reduce
@@ -147,24 +148,24 @@ def cut_otherwise(groups: Groups, halves: bool) -> Groups:
 
 
 def rescored(
-    module: str, args: Any, data: Mapping[str, Any], ranks: Ranks, numbered: bool = False
+    needs: Miles | SlimeLike, args: Any, data: Mapping[str, Any], ranks: Ranks, numbered: bool = False
 ) -> list[Tensor] | None:
     """Score a rollout again by the log-prob pass of Miles's or slime's trainer, for `Host.rescore`.
 
     No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
 
     Args:
-        module: the trainer's module, by its dotted path.
+        needs: the host's, with the trainer's functions.
         numbered: whether the trainer's pass takes the number of the rollout.
 
     Raises:
         InputError: another function calls the hook.
     """
-    held = held_by(module, "train_actor")
+    held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):
         raise InputError(
-            f"mis.resplit_every: {module}.train_actor does not call this hook, or holds no {', '.join(HELD)}: the "
-            "trainer cannot be asked for a second log-prob pass; leave it out"
+            f"mis.resplit_every: {' or '.join(needs.train_actor.at)} does not call this hook, or holds no "
+            f"{', '.join(HELD)}: the trainer cannot be asked for a second log-prob pass; leave it out"
         )
     trainer, iterators, numbers, rollout_id = (held[name] for name in HELD)
     steps = list(_by_step(_groups(iterators[0], sum(numbers)), numbers))
@@ -178,7 +179,8 @@ def rescored(
     flat = [group for step in cut for group in step]
     others = [type(one)(one.rollout_data, micro_batch_indices=flat) for one in iterators]
     also = {"rollout_id": rollout_id} if numbered else {}
-    found = trainer.compute_log_prob(others, [len(step) for step in cut], store_prefix=PREFIX, **also)
+    log_prob_pass = needs.log_prob_pass.of(trainer)
+    found = log_prob_pass(others, [len(step) for step in cut], store_prefix=PREFIX, **also)
     scores = found.get(f"{PREFIX}log_probs")
     if scores is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,9 +20,9 @@ def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
     rank for which `Host.reports` holds: on the other ranks the hosts have not set their tracking up.
     """
     named = {PREFIX + name: value for name, value in metrics.items()} | {STEP_KEY: step}
-    tracking = sys.modules.get(current(args).tracking or "")
-    if tracking is not None:
-        tracking.log(original(args), named, step_key=STEP_KEY)
+    log_to_tracker = current(args).tracking()
+    if log_to_tracker is not None:
+        log_to_tracker(original(args), named, step_key=STEP_KEY)
     logger.info("step %d: %s", step, named)
 
 

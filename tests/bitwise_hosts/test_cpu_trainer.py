@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from mis_plugins.hosts.needs.record import NeedError
 from mis_plugins.hosts.registry import HOSTS
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import rope
@@ -57,18 +58,17 @@ class Launched(types.ModuleType):
     """A host's module of log-probs, whose function adds up logits, and Megatron's of rope."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, host: str):
-        scored = HOSTS[host].log_probs
-        assert scored is not None
-        self.scored = scored
-        super().__init__(scored.module)
-        setattr(self, self.scored.name, lambda logits, *rest, **options: (logits, logits.sum(-1)))
+        address = HOSTS[host].needs.log_probs.addresses[0]
+        (self.name,) = address.names
+        super().__init__(address.module)
+        setattr(self, self.name, lambda logits, *rest, **options: (logits, logits.sum(-1)))
         rotates = import_module(rope.MODULE)
         monkeypatch.setattr(rotates, rope.NAME, getattr(rotates, rope.NAME))
-        monkeypatch.setitem(sys.modules, self.scored.module, self)
+        monkeypatch.setitem(sys.modules, address.module, self)
         monkeypatch.setattr(cpu_trainer, "current", lambda args: HOSTS[host])
 
     def __call__(self, *given: torch.Tensor, **options: Any) -> Any:
-        return getattr(self, self.scored.name)(*given, None, **options)
+        return getattr(self, self.name)(*given, None, **options)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -117,8 +117,8 @@ def test_the_entropy_of_slime_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("host", cpu_trainer.aligned())
 def test_a_host_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     launched = Launched(monkeypatch, host)
-    delattr(launched, launched.scored.name)
-    with pytest.raises(ContractError, match=f"has no {launched.scored.name}"):
+    delattr(launched, launched.name)
+    with pytest.raises(NeedError, match=f"dropped its formula of log-probs, .*{launched.name}"):
         cpu_trainer.align(Contract(), Namespace(vocab_size=VOCABULARY))
 
 

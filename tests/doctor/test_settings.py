@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+import stand_ins
 import torch
 from commands import ran
 
+from mis_plugins.hosts.needs.miles import NEEDS
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels.probes import Failure
 from true_on_policy.observe import process
-from true_on_policy.observe.process import KERNELS, LOG_PROBS, LOOKS, PRODUCTS, found, observe
+from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, found, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -149,8 +150,8 @@ def test_ranks_are_those_of_megatrons_groups(monkeypatch: pytest.MonkeyPatch) ->
     assert seen.how("tensor parallel") == "observed"
 
 
-def as_miles(cast: torch.dtype, widens: bool = False) -> ModuleType:
-    """Miles's loss_hub.logit_processors as far as it is called; `widens`: it hands log-probs on in fp32."""
+def as_miles(cast: torch.dtype, widens: bool = False) -> dict[str, Any]:
+    """Miles's logit_processors as far as it is called; `widens`: it hands log-probs on in fp32."""
 
     def get_responses(logits, *, args, unconcat_tokens, total_lengths, response_lengths, max_seq_lens):
         (tokens,), (total,), (response,) = unconcat_tokens, total_lengths, response_lengths
@@ -163,13 +164,19 @@ def as_miles(cast: torch.dtype, widens: bool = False) -> ModuleType:
         log_probs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         return log_probs.float() if widens else log_probs, None
 
-    module = ModuleType(LOG_PROBS)
+    return {"get_responses": get_responses, "calculate_log_probs_and_entropy": calculate}
+
+
+def load_miles(log_probs: str, functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     state = Namespace(cp=Namespace(size=2))
-    functions = {"get_responses": get_responses, "calculate_log_probs_and_entropy": calculate}
-    module.__dict__.update(functions, get_parallel_state=lambda: state)
-    return module
+    parallel = NEEDS.parallel.addresses[0].module
+    stand_ins.load({log_probs: functions, parallel: {"get_parallel_state": lambda: state}}, monkeypatch)
 
 
+LOG_PROBS = [address.module for address in NEEDS.responses.addresses]
+
+
+@pytest.mark.parametrize("log_probs", LOG_PROBS)
 @pytest.mark.parametrize(
     ("miles", "found"),
     [
@@ -179,9 +186,9 @@ def as_miles(cast: torch.dtype, widens: bool = False) -> ModuleType:
     ],
 )
 def test_the_dtype_of_the_log_softmax_is_that_of_the_hosts_own_functions(
-    miles: ModuleType, found: str, monkeypatch: pytest.MonkeyPatch
+    miles: dict[str, Any], found: str, log_probs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, LOG_PROBS, miles)
+    load_miles(log_probs, miles, monkeypatch)
     seen = observe(CONTRACT, HOST)
     assert (seen.settings["log-softmax"], seen.how("log-softmax")) == (found, "observed")
     stated = observe(CONTRACT, Namespace(true_on_policy_mode=False))
@@ -189,7 +196,7 @@ def test_the_dtype_of_the_log_softmax_is_that_of_the_hosts_own_functions(
 
 
 def test_another_release_of_the_host_stops_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, LOG_PROBS, ModuleType(LOG_PROBS))
+    load_miles(LOG_PROBS[0], {}, monkeypatch)
     seen = observe(CONTRACT, HOST)
     assert (seen.settings["log-softmax"], seen.how("log-softmax")) == ("bf16", "configured")
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from mis_plugins import mis
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import adapters, registry
-from mis_plugins.hosts.adapters import embedded, miles, slime
+from mis_plugins.hosts.adapters import embedded
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Batch, Host, Scores
+from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.packing.ragged import Ranks
 
 CONFIG = {"weight": {"upper": 1.05}, "metrics": "all"}
@@ -46,9 +47,9 @@ MADE_UP = Host(
     runs=lambda args: "made_up" in sys.modules,
     parallel=lambda: (Ranks(), (1, 0)),
     scores=scores,
-    own_loss="made_up.loss",
+    own_loss=lambda: loss_of,
     reports=lambda ranks: True,
-    tracking="made_up",
+    tracking=lambda: log if "made_up" in sys.modules else None,
     records=("slime",),
     step_hook=False,
 )
@@ -97,17 +98,18 @@ def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "late_host.py").write_text("from test_made_up_host import MADE_UP as HOST\n")
     monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
     registry.find(adapters.__name__, list(adapters.__path__))
-    assert list(registry.HOSTS) == ["embedded", "miles", "fsdp", "slime", "made-up"]
+    assert list(registry.HOSTS) == ["embedded", "miles", "fsdp", "slime", "vime", "made-up"]
     assert registry.HOSTS["made-up"] == MADE_UP and registry.current() is registry.HOSTS["embedded"]
 
 
-BY_MODULE = {"made_up": "made-up", slime.TRACKING: "slime", miles.TRACKING: "miles", "argparse": "embedded"}
+TRACKING = {name: HOSTS[name].needs.tracking.addresses[0].module for name in ("slime", "miles")}
+BY_MODULE = {"made_up": "made-up", **{path: name for name, path in TRACKING.items()}, "argparse": "embedded"}
 
 
 @pytest.mark.parametrize("order", list(permutations(["embedded", "miles", "fsdp", "slime", "made-up"])))
 def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: pytest.MonkeyPatch):
     """slime has --train-backend too: its process with fsdp is slime's, and Miles's is that of Miles on FSDP."""
-    known = registry.HOSTS | {"made-up": MADE_UP}
+    known = HOSTS | {"made-up": MADE_UP}
     monkeypatch.setattr(registry, "HOSTS", {name: known[name] for name in order})
     fsdp = flags(train_backend="fsdp")
     assert (
@@ -124,7 +126,7 @@ def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: p
 
 
 def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):
-    for module in (miles.TRACKING, slime.TRACKING):
+    for module in TRACKING.values():
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     with pytest.raises(
         InputError, match="^Miles and slime: modules of both say that this process is theirs; load"

@@ -11,10 +11,12 @@ import gc
 import json
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import rollout_process
 import stand_ins
 import torch
 
@@ -50,15 +52,12 @@ class HTTPError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Numbering:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
     """A shelf of this test's own, and modules of the host and its client."""
-    shelf = Shelf()
-    own = Numbering(lambda: shelf)
-    for place in (generate, train_data):
-        monkeypatch.setattr(place, "NUMBERING", own)
     stand_ins.load({"httpx": {"HTTPError": HTTPError, "RemoteProtocolError": HTTPError}}, monkeypatch)
     monkeypatch.setattr(generate, "PAUSE_S", 0.0)
-    return own
+    with rollout_process.fresh(monkeypatch) as own:
+        yield own
 
 
 def test_a_note_tells_what_was_packed() -> None:
@@ -166,6 +165,11 @@ def test_a_response_may_hold_what_other_ends_of_lines_are() -> None:
     assert json.loads(first.removeprefix(b"data:")) == {"text": text} and last == b"data: [DONE]"
 
 
+@dataclass(frozen=True)
+class Output:
+    samples: Any
+
+
 def host_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def update(args: Any, sample: Any, payload: Any, output: Any) -> None:
         rows = output["meta_info"]["output_token_logprobs"]
@@ -174,11 +178,10 @@ def host_of_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
         sample.rollout_log_probs = [row[0] for row in rows]
         sample.weight_versions.append(output["meta_info"]["weight_version"])
 
-    async def own(input: Any) -> str:
-        return "the host's own"
+    async def own(input: Any) -> Output:
+        return Output("the host's own")
 
     made = {
-        "miles.rollout.base_types": {"GenerateFnOutput": lambda samples: samples},
         "miles.rollout.generate_hub.single_turn": {"generate": own},
         "miles.rollout.generate_utils.generate_endpoint_utils": {
             "compute_prompt_ids_from_sample": lambda state, sample: list(sample.prompt),
@@ -200,24 +203,21 @@ def test_the_versions_of_the_engine_stand_on_the_sample(
     monkeypatch: pytest.MonkeyPatch, fresh: Numbering
 ) -> None:
     host_of_rollouts(monkeypatch)
-    sample = asyncio.run(generate.generate(asked(Sample())))
+    sample = asyncio.run(generate.generate(asked(Sample()))).samples
     assert sample.output_versions == [3, 3, 4, 4]  # the last chunk of version 3 held a token of version 4
     assert sample.weight_versions == ["3", "4"]
     assert shelf(fresh).waiting(3, -1).requests[0].positions == (0, 1)
-    assert asyncio.run(generate.generate(asked(Sample(), evaluation=True))) == "the host's own"
+    assert asyncio.run(generate.generate(asked(Sample(), evaluation=True))) == Output("the host's own")
 
 
 def converted(samples: Sequence[Any], monkeypatch: pytest.MonkeyPatch, **args: Any) -> dict[str, Any]:
     def own(args: Any, samples: Any, metadata: Any, custom: Any, rewards: Any) -> dict[str, Any]:
-        assert metadata == {} and custom is None and rewards == "rewards"
+        assert metadata == {} and custom is None and rewards is json.loads
         return {"tokens": [sample.tokens for sample in samples], "weight_versions": [["5"]] * len(samples)}
 
-    conversion = {
-        "miles.ray.rollout.train_data_conversion": {"convert_samples_to_train_data": own},
-        "miles.utils.misc": {"load_function": lambda path: path},
-    }
+    conversion = {"miles.ray.rollout.train_data_conversion": {"convert_samples_to_train_data": own}}
     stand_ins.load(conversion, monkeypatch)
-    return train_data.convert(Namespace(custom_reward_post_process_path="rewards", **args), samples)
+    return train_data.convert(Namespace(custom_reward_post_process_path="json.loads", **args), samples)
 
 
 def drawn(own: Numbering, versions: Sequence[int], index: int = 0) -> Any:
@@ -296,9 +296,6 @@ class Actor:
     def __init__(self, own: Numbering, **args: Any) -> None:
         self.args = Namespace(max_tokens_per_gpu=16, qkv_format="thd", **{**CONFIG, **args})
         self.weight_updater, self._active_model_tag = Namespace(weight_version=1), "actor"
-        self.rollout_manager = Namespace(
-            __ray_call__=Namespace(remote=lambda ask, *rest: shelf(own).waiting(*rest))
-        )
         self.passes = 0
 
     def _set_replay_stage(self, stage: str) -> None:
@@ -318,7 +315,7 @@ class Actor:
         return {f"{store_prefix}log_probs": rows}
 
 
-class Iterator:
+class DataIterator:
     def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
         self.rollout_data, self.indices = rollout_data, micro_batch_indices
 
@@ -330,31 +327,19 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
     def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
         return {key: data_iterator.rollout_data.get(key) for key in keys}
 
-    alone = Namespace(size=1, rank=0)
+    alone = Namespace(size=1, rank=0, group=None)
     state = Namespace(
         cp=alone, tp=alone, effective_dp=alone, vpp_size=1, microbatch_group_size_per_vp_stage=None
     )
     names = {
-        "ray": {"get": lambda value: value},
-        "miles.utils.distributed_utils": {"get_gloo_group": lambda: None},
         "miles.utils.replay_base": {"all_replay_managers": []},
         "miles.backends.training_utils.parallel": {"get_parallel_state": lambda: state},
-        "miles.backends.training_utils.cp_utils": {
-            "all_gather_with_cp": lambda row, total, response: row,
-            "slice_log_prob_with_cp": lambda row, total, response, qkv_format, longest: row,
-        },
-        "miles.backends.training_utils.data": {"DataIterator": Iterator},
+        "miles.backends.training_utils.data": {"DataIterator": DataIterator},
         "miles.backends.megatron_utils.actor": {"install": install},
         "miles.backends.megatron_utils.model": {"get_batch": get_batch},
     }
     stand_ins.load(names, monkeypatch)
-    alone_in_world = Namespace(
-        get_rank=lambda: 0,
-        get_world_size=lambda: 1,
-        broadcast_object_list=lambda found, src, group: None,
-        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
-    )
-    monkeypatch.setattr(carrying, "dist", alone_in_world)
+    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
     actor = vars(sys.modules["miles.backends.megatron_utils.actor"])
     exec(TRAINER, actor)
     return as_ray_runs_it(actor["MegatronTrainRayActor"])

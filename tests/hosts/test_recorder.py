@@ -26,8 +26,9 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.adapters import miles, slime
 from mis_plugins.hosts.batch import HostBatch
+from mis_plugins.hosts.needs.miles import NEEDS as MILES
+from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.partials import partials, watch
@@ -51,7 +52,7 @@ class Tracking(ModuleType):
     logged: list[dict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__(slime.TRACKING)
+        super().__init__(SLIME.tracking.addresses[0].module)
 
     def log(self, args: object, metrics: dict, step_key: str) -> None:
         assert step_key in metrics
@@ -755,8 +756,9 @@ def test_under_miles_one_rank_of_one_cell_logs(
     info = lambda rank, group=None: SimpleNamespace(rank=rank, size=2, group=group)  # noqa: E731
     state = SimpleNamespace(cp=info(cp), effective_dp=info(cell, Cells(3)), tp=info(tp))
     module = SimpleNamespace(get_parallel_state=lambda: state)
-    monkeypatch.setitem(sys.modules, miles.PARALLEL, module)
-    monkeypatch.setitem(sys.modules, miles.TRACKING, sys.modules[slime.TRACKING])
-    monkeypatch.delitem(sys.modules, slime.TRACKING)
+    slimes = SLIME.tracking.addresses[0].module
+    monkeypatch.setitem(sys.modules, MILES.parallel.addresses[0].module, module)
+    monkeypatch.setitem(sys.modules, MILES.tracking.addresses[0].module, sys.modules[slimes])
+    monkeypatch.delitem(sys.modules, slimes)
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
     assert len(tracked) == ((cell, tp, cp) == (0, 0, 0))

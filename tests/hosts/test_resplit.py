@@ -227,7 +227,8 @@ def test_a_hook_that_another_function_calls_cannot_ask_the_trainer(monkeypatch: 
     rescore = HOSTS["slime"].rescore
     assert rescore is not None
     with pytest.raises(
-        InputError, match="slime.backends.megatron_utils.actor.train_actor does not call this"
+        InputError,
+        match="slime.backends.megatron_utils.actor:MegatronTrainRayActor.train_actor does not call this",
     ):
         rescore(host_args(), data, Ranks())
 

@@ -10,51 +10,24 @@ import asyncio
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import rollout_process
 import stand_ins
 import torch
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
-from mis_plugins.hosts.versions import carrying
+from mis_plugins.hosts.versions import carrying, rollouts
 from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.slime import generate, shelf, train_data
 from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
 from mis_plugins.hosts.versions.trainer import CANNOT
 
 CONFIG = {"mis": {"segment_wise": {}}}
-
-
-class Remote:
-    """A Ray actor of a class, whose calls run at once."""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-
-    def __getattr__(self, name: str) -> Any:
-        return Namespace(remote=getattr(self._made, name))
-
-
-class Ray:
-    """What is used of Ray: named actors."""
-
-    def __init__(self) -> None:
-        self.actors: dict[str, Remote] = {}
-
-    def remote(self, made: type) -> Any:
-        def options(name: str, num_cpus: int) -> Any:
-            assert num_cpus == 0, "a cluster whose CPUs are taken would never start it"
-            return Namespace(remote=lambda: self.actors.setdefault(name, Remote(made())))
-
-        return Namespace(options=options)
-
-    def names(self) -> dict[str, Any]:
-        return {"remote": self.remote, "get_actor": self.actors.__getitem__, "get": lambda value: value}
 
 
 class Sample:
@@ -69,13 +42,10 @@ class Sample:
 
 
 @pytest.fixture(autouse=True)
-def numbering(monkeypatch: pytest.MonkeyPatch) -> Numbering:
-    """The job's shelf in its actor, anew for each test."""
-    stand_ins.load({"ray": Ray().names()}, monkeypatch)
-    own = Numbering(shelf.made)
-    for place in (generate, train_data):
-        monkeypatch.setattr(place, "NUMBERING", own)
-    return own
+def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
+    """The job's shelf behind Ray's actors, anew for each test."""
+    with rollout_process.fresh(monkeypatch) as own:
+        yield own
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[tuple[int, int]]) -> None:
@@ -112,9 +82,9 @@ def test_versions_of_a_continued_response_stand_on_the_sample(monkeypatch: pytes
     sample = drawn(monkeypatch, [(1, 2)], [], [(2, 1), (3, 2)])  # aborted, aborted before a token, finished
     assert sample.output_versions == [1, 1, 2, 3, 3]
     assert "append_response_tokens" not in vars(sample), "the host hands samples to other processes"
-    (request,) = shelf.waiting(1, -1).requests
+    (request,) = rollouts.waiting(1, -1).requests
     assert request.tokens == (7, 8, 0, 1) and request.positions == (0, 1)
-    (request,) = shelf.waiting(3, -1).requests
+    (request,) = rollouts.waiting(3, -1).requests
     assert request.tokens == (7, 8, 0, 1, 2, 3, 4) and request.positions == (3, 4)
 
 
@@ -124,7 +94,7 @@ def test_a_response_that_begins_anew_leaves_the_old_one(monkeypatch: pytest.Monk
     engine(monkeypatch, [(2, 3)])
     asyncio.run(mis.generate_with_versions(Namespace(), sample, {}))
     assert sample.output_versions == [2, 2, 2]
-    assert not shelf.waiting(1, -1).requests and len(shelf.waiting(2, -1).requests) == 1
+    assert not rollouts.waiting(1, -1).requests and len(rollouts.waiting(2, -1).requests) == 1
 
 
 def test_an_evaluation_is_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +168,7 @@ def log_prob(token: int, version: int) -> float:
     return -1.0 - token / 8 - version / 64
 
 
-class Iterator:
+class DataIterator:
     def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
         self.rollout_data, self.micro_batch_indices = rollout_data, micro_batch_indices
 
@@ -240,12 +210,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
     package = "slime.backends.megatron_utils"
     names = {
         "slime.observability.logging_utils": {},
-        "slime.utils.distributed_utils": {"get_gloo_group": lambda: None},
-        f"{package}.cp_utils": {
-            "all_gather_with_cp": lambda row, total, response: row,
-            "slice_log_prob_with_cp": lambda row, total, response: row,
-        },
-        f"{package}.data": {"DataIterator": Iterator},
+        f"{package}.data": {"DataIterator": DataIterator},
         f"{package}.actor": {"carry_versions": mis.carry_versions},
         f"{package}.model": {"get_batch": get_batch},
     }
@@ -254,13 +219,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for name in ("data_parallel", "tensor_model_parallel", "context_parallel"):
         monkeypatch.setattr(mpu, f"get_{name}_rank", lambda **more: 0)
-    alone_in_world = Namespace(
-        get_rank=lambda: 0,
-        get_world_size=lambda: 1,
-        broadcast_object_list=lambda found, src, group: None,
-        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
-    )
-    monkeypatch.setattr(carrying, "dist", alone_in_world)
+    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
     module = vars(sys.modules[f"{package}.actor"])
     exec(ACTOR, module)
     made = module["MegatronTrainRayActor"]
@@ -319,7 +278,7 @@ def test_without_recompute_nothing_is_asked(
     monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
 ) -> None:
     trained = started(actor, mis={"segment_wise": {"method": "loglinear"}})
-    monkeypatch.setattr(shelf, "waiting", None)
+    monkeypatch.setattr(rollouts, "waiting", None)
     trained.weight_updater.weight_version = 4
     trained.train_actor(0, data := rollout(numbering, [drawn(monkeypatch, [(1, 1)], [(3, 1)])]))
     written = loss_batch.written(batch_of(data), [2])
@@ -362,7 +321,7 @@ def test_a_number_of_another_process_is_no_ones_here(
     assert numbering.known(ours) and not numbering.known(theirs)
     engine(monkeypatch, [(1, 1)])
     asyncio.run(mis.generate_with_versions(Namespace(), theirs, {}))
-    found = {request.tokens for request in shelf.waiting(1, -1).requests}
+    found = {request.tokens for request in rollouts.waiting(1, -1).requests}
     assert found == {(7, 8, 0, 1), (9, 4, 1)}, "theirs begins here, with what it had"
     assert theirs.output_versions == [1, 1]  # type: ignore[attr-defined]
 
@@ -373,7 +332,7 @@ def test_the_shelf_forgets_what_nobody_asks_for(
 ) -> None:
     sample = drawn(monkeypatch, [(1, 2)])
     numbering.noted([sample], scored)
-    assert bool(shelf.waiting(1, -1).alive) == scored
+    assert bool(rollouts.waiting(1, -1).alive) == scored
 
 
 def test_copies_are_noted_without_a_number(monkeypatch: pytest.MonkeyPatch, numbering: Numbering) -> None:

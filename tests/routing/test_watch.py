@@ -29,6 +29,7 @@ from mis_plugins.hosts import replay
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.adapters import miles_fsdp, slime
 from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.routing import watch as watch_room
 from mis_plugins.routing.placement import Grid, placement
@@ -161,7 +162,7 @@ def watched(
         return seen[-1]
 
     with (
-        patch.dict(sys.modules, {replay.MILES: module(manager)}),
+        patch.dict(sys.modules, {MILES.routing_replay.addresses[0].module: module(manager)}),
         patch.object(hooks, "read", reading),
         patch.object(hooks.logger, "warning", lambda text, *given: said.append(text % given)),
         patch.object(hooks.tracking, "log", lambda *given: None),

@@ -11,7 +11,6 @@ hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are r
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ def policy_loss(
         DifferenceError: an earlier micro-batch differed, with `bitwise.on_difference: raise` and without the step hook.
     """
     config, host = BitwiseConfig.from_args(args), current(args, sum_of_sample_mean)
-    wrapped = config.hook("loss") or pkgutil.resolve_name(host.own_loss)
+    wrapped = config.hook("loss") or host.own_loss()
     if torch._C._current_graph_task_id() != -1:
         return wrapped(args, batch, logits, sum_of_sample_mean)
     counts = _compared(args, batch, host, config)

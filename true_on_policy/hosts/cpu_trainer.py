@@ -37,9 +37,8 @@ def align(contract: Contract, args: Any) -> None:
             f"log-probs of {host.name} have no agreed formula on a CPU; launch with {' or '.join(aligned())}"
         )
     vocabulary = _vocabulary(args) if host.megatron else None  # on FSDP no column pads the vocabulary
-    _replace(
-        scored.module,
-        scored.name,
+    _replace_in(
+        *scored.owner(),
         lambda own: (
             log_probs_and_entropy_of(own, vocabulary) if scored.beside_entropy else log_probs_of(vocabulary)
         ),
@@ -90,6 +89,10 @@ def _replace(module: str, name: str, made: Callable[[Any], Any]) -> None:
         raise ContractError(
             f"{module} has no {name}: in this version the host computes elsewhere what a formula of ours replaces"
         )
+    _replace_in(owner, name, made)
+
+
+def _replace_in(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
     setattr(owner, name, made(getattr(owner, name)))
 
 

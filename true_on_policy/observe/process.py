@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mis_plugins.config.view import original, view
+from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu, megatron, precision
@@ -229,9 +230,6 @@ def _parallel() -> dict[str, str]:
     }
 
 
-LOG_PROBS = "miles.backends.training_utils.loss_hub.logit_processors"
-
-
 @torch.no_grad()
 def _log_softmax(args: Any) -> str:
     """Name the dtypes that Miles's functions give to fp32 logits for the log-softmax, and to the log-probs.
@@ -242,11 +240,11 @@ def _log_softmax(args: Any) -> str:
     Raises:
         NotSeenError: no trainer of Miles runs here, or it runs without its true-on-policy mode.
     """
-    miles = sys.modules.get(LOG_PROBS)
-    if miles is None or not args.true_on_policy_mode:
+    parallel_state = MILES.parallel.loaded()
+    if parallel_state is None or not args.true_on_policy_mode:
         raise NotSeenError("no trainer of Miles in its true-on-policy mode")
-    length = 4 * miles.get_parallel_state().cp.size
-    ((logits, tokens),) = miles.get_responses(
+    length = 4 * parallel_state().cp.size
+    ((logits, tokens),) = MILES.responses.get()(
         torch.zeros(1, 4, 8),
         args=original(args),
         unconcat_tokens=[torch.zeros(length, dtype=torch.int64)],
@@ -254,7 +252,7 @@ def _log_softmax(args: Any) -> str:
         response_lengths=[length - 1],
         max_seq_lens=[length],
     )
-    log_probs, _ = miles.calculate_log_probs_and_entropy(logits, tokens, None, true_on_policy=True)
+    log_probs, _ = MILES.log_probs_and_entropy.get()(logits, tokens, None, true_on_policy=True)
     return " and ".join(sorted({_SHORT[logits.dtype], _SHORT[log_probs.dtype]}))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -35,12 +37,12 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     Raises:
         InputError: the loop does not call the hook.
     """
+    from mis_plugins.hosts.frames import held_by
     from mis_plugins.hosts.resplit import ONE_SPLIT, PREFIX
-    from mis_plugins.hosts.rollout_data import held_by
     from mis_plugins.local.train.gradients import before_log_probs
     from mis_plugins.shared.notices import warn_once
 
-    held = held_by("mis_plugins.local.loop", "prepare")
+    held = held_by(("mis_plugins.local.loop", "prepare"))
     if "self" not in held:
         raise InputError("mis.resplit_every: the loop of the embedded host does not call this hook")
     samples = len(data["tokens"])
@@ -50,6 +52,17 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     trainer, size = held["self"].trainer, min(args.micro_batch_size, samples)
     before_log_probs(args, trainer, PREFIX)
     return trainer.log_probs(data, 2 if size == 1 else (size + 1) // 2)
+
+
+def own_loss() -> Callable[..., Any]:
+    """The policy loss that the embedded host trains with."""
+    return pkgutil.resolve_name("mis_plugins.mis.policy_loss")
+
+
+def tracking() -> Callable[..., Any] | None:
+    """The embedded host's tracker; None in a process that runs none of its loops."""
+    module = sys.modules.get("mis_plugins.local.tracking")
+    return None if module is None else module.log
 
 
 @cache
@@ -69,9 +82,9 @@ HOST = Host(
     parallel=megatron.parallel,
     scores=scores,
     megatron=False,
-    own_loss="mis_plugins.mis.policy_loss",
+    own_loss=own_loss,
     reports=megatron.reports,
-    tracking="mis_plugins.local.tracking",
+    tracking=tracking,
     more_arguments=arguments,
     rollout_batch=True,
     rescore=rescore,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +20,7 @@ from mis_plugins.hosts.host import (
     Trainer,
     sequences_of,
 )
-
-PARALLEL = "miles.backends.training_utils.parallel"
-TRACKING = "miles.utils.tracking_utils.tracking"
+from mis_plugins.hosts.needs.miles import NEEDS
 
 # Which tokens the engine could have sampled: Miles's keys (its #2595), and slime's, where they reach Miles.
 SAMPLING_SUPPORT = (
@@ -42,7 +39,7 @@ def on_fsdp(args: Any) -> bool:
 
 def runs(args: Any) -> bool:
     """Whether this process has Miles's groups or tracking, and trains with Megatron."""
-    return not on_fsdp(args) and (PARALLEL in sys.modules or TRACKING in sys.modules)
+    return not on_fsdp(args) and (NEEDS.parallel.is_loaded or NEEDS.tracking.is_loaded)
 
 
 def parallel() -> Parallel:
@@ -82,12 +79,8 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
         InputError: the engine's log-probs are renormalized over a part of the vocabulary.
     """
     _check_whole_vocabulary(args, batch)
-    from miles.backends.training_utils.loss_hub.logit_processors import (  # type: ignore[import-not-found]
-        get_log_probs_and_entropy,
-    )
-
     wants_entropy = args.entropy_coef != 0 or args.observe_training_entropy
-    found = get_log_probs_and_entropy(
+    found = NEEDS.scores.get()(
         logits,
         args=args,
         with_entropy=wants_entropy,
@@ -106,9 +99,8 @@ def recomputes(args: Any) -> Recomputes:
 def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     """A second log-prob pass of Miles's trainer, whose pass takes the number of the rollout."""
     from mis_plugins.hosts.resplit import rescored
-    from mis_plugins.hosts.rollout_data import TRAINER
 
-    return rescored(TRAINER, args, data, ranks, numbered=True)
+    return rescored(NEEDS, args, data, ranks, numbered=True)
 
 
 def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
@@ -134,8 +126,8 @@ def _rows(batch: Batch, name: str) -> Sequence[Any]:
 
 def _state() -> Any | None:
     """The `parallel_state` of Miles as it is now; None where this process has not loaded it."""
-    module = sys.modules.get(PARALLEL)
-    return None if module is None else module.get_parallel_state()
+    get_parallel_state = NEEDS.parallel.loaded()
+    return None if get_parallel_state is None else get_parallel_state()
 
 
 def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -160,12 +152,11 @@ HOST = Host(
     parallel=parallel,
     scores=scores,
     recomputes=recomputes,
-    log_probs=LogProbs(  # seen at 31f1ca96
-        "miles.backends.training_utils.loss_hub.math_utils", "compute_log_probs"
-    ),
-    own_loss="miles.backends.training_utils.loss_hub.losses.policy_loss_function",
+    log_probs=LogProbs(NEEDS.log_probs.owner),
+    own_loss=NEEDS.own_loss.get,
     reports=reports,
-    tracking=TRACKING,
+    tracking=NEEDS.tracking.loaded,
+    needs=NEEDS,
     one_sample_a_rollout=True,
     records=("miles", "megatron", "sglang"),
     eval_engines=True,

@@ -1,9 +1,8 @@
-"""slime hands a hook no groups: they are Megatron's own."""
+"""slime hands a hook no groups: they are Megatron's own. Hosts that are made from slime are served alike."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mis_plugins.hosts import megatron
@@ -13,20 +12,15 @@ from mis_plugins.hosts.host import (
     Host,
     LogProbs,
     Ranks,
+    Rescore,
     Scores,
     Tensor,
     Trainer,
     sequences_of,
 )
+from mis_plugins.hosts.needs.slime import SLIME, SlimeLike
 
-TRAINER = "slime.backends.megatron_utils.actor"
-TRACKING = "slime.observability.logging_utils"
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-
-
-def runs(args: Any) -> bool:
-    """Whether this process has slime's tracking."""
-    return TRACKING in sys.modules
 
 
 def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
@@ -36,23 +30,31 @@ def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
 
 def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     """slime's own log-probs, over the tokens that top-p left, and its entropy, of the whole vocabulary."""
-    from slime.backends.megatron_utils.loss import (  # type: ignore[import-not-found]
-        get_log_probs_and_entropy,
-        get_rollout_top_p_logprob_kwargs,
-    )
+    return scored(SLIME, args, batch, logits, SLIME.kept_sets.get()(args, batch))
 
-    nucleus = get_rollout_top_p_logprob_kwargs(args, batch)
-    _, found = get_log_probs_and_entropy(
-        logits, args=args, with_entropy=True, **sequences_of(batch), **nucleus
-    )
+
+def scored(
+    needs: SlimeLike, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None
+) -> Scores:
+    """Log-probs and entropy by the host's own function, which returns them behind an empty tensor."""
+    _, found = needs.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
     return found["log_probs"], found["entropy"]
 
 
-def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
-    """A second log-prob pass of slime's trainer."""
-    from mis_plugins.hosts.resplit import rescored
+def rescore_of(needs: SlimeLike) -> Rescore:
+    """A second log-prob pass of the host's trainer."""
 
-    return rescored(TRAINER, args, data, ranks)
+    def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+        from mis_plugins.hosts.resplit import rescored
+
+        return rescored(needs, args, data, ranks)
+
+    return rescore
+
+
+def tracks(needs: SlimeLike) -> Callable[[Any], bool]:
+    """Whether this process has the host's tracking, whatever its arguments say."""
+    return lambda args: needs.tracking.is_loaded
 
 
 def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
@@ -73,15 +75,14 @@ HOST = Host(
     name="slime",
     title="slime",
     package="slime",
-    runs=runs,
+    runs=tracks(SLIME),
     parallel=megatron.parallel,
     scores=scores,
-    own_loss="slime.backends.megatron_utils.loss.policy_loss_function",
-    log_probs=LogProbs(  # seen at 624b824a
-        "slime.utils.ppo_utils", "_calculate_log_probs_and_entropy_chunk", beside_entropy=True
-    ),
+    own_loss=SLIME.own_loss.get,
+    log_probs=LogProbs(SLIME.log_probs.owner, beside_entropy=True),
     reports=megatron.reports,
-    tracking=TRACKING,
+    tracking=SLIME.tracking.loaded,
+    needs=SLIME,
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
     version_flags=f"{FULLY_ASYNC} {VERSION_FLAGS}",
@@ -89,5 +90,5 @@ HOST = Host(
     versioned=versioned,
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
-    rescore=rescore,
+    rescore=rescore_of(SLIME),
 )

@@ -1,10 +1,10 @@
 """Carry versions into the loss hook of a host on Megatron.
 
 A host hands its trainer to no hook, and its micro-batches hold a fixed list of keys. So the init hook
-replaces two names in the trainer's process:
+replaces two names in the trainer's process, as the needs of the host name them:
 
-    train_actor of actor.py   called as before, after the waiting tokens are scored  (Miles :464, slime :424)
-    get_batch of model.py     called as before, with two more keys and the version   (Miles :481, slime :582)
+    train_actor   called as before, after the waiting tokens are scored
+    get_batch     called as before, with two more keys and the version
 
 Ray may run a subclass of its own making, into which it copied every method. So `train_actor` is replaced in the class
 of the trainer that is calling the hook, not in the module.
@@ -12,11 +12,10 @@ of the trainer that is calling the hook, not in the module.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -25,13 +24,15 @@ from torch import Tensor
 
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
-from mis_plugins.hosts.rollout_data import held_by
+from mis_plugins.hosts.versions import rollouts
 from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.scores import Plan, Scores
 from mis_plugins.hosts.versions.settings import LOGLINEAR, recomputes, segment_wise
 from mis_plugins.hosts.versions.shelf import Waiting
 from mis_plugins.hosts.versions.trainer import CANNOT, Data, Trainer
+from mis_plugins.packing.layout import Layout, gathered
 from mis_plugins.versions.recompute import Request
 from mis_plugins.versions.segment_wise import Written, admitted
 
@@ -83,7 +84,7 @@ class Carrying:
         return self._columns
 
     def _made(self, actor: Any, rollout_id: int, data: Data) -> Columns:
-        args, version, key = actor.args, actor.weight_updater.weight_version, self.trainer.notes
+        args, version, key = actor.args, self.trainer.weight_version(actor), self.trainer.notes
         if data.get(key) is None:
             raise InputError(
                 f"{key}: none in this rollout; give --custom-convert-samples-to-train-data-path "
@@ -100,7 +101,7 @@ class Carrying:
 
     def _score(self, actor: Any, rollout_id: int, data: Data, version: int, trained: int) -> frozenset[int]:
         """Score the tokens of `version` - 1, unless that was done; return the responses that are still to come."""
-        found = self._asked(actor, version - 1, trained)
+        found = self._asked(version - 1, trained)
         if version > self.scored:
             if found.requests:
                 answers = self._answers(actor, rollout_id, found.requests, data["tokens"][0].device)
@@ -108,12 +109,12 @@ class Carrying:
             self.scored = version
         return found.alive
 
-    def _asked(self, actor: Any, version: int, trained: int) -> Waiting:
+    def _asked(self, version: int, trained: int) -> Waiting:
         """Ask on rank 0 which tokens wait to be scored, and tell all ranks. Collective."""
         found: list[Waiting | None] = [None]
         if dist.get_rank() == 0:
-            found = [self.trainer.waiting(actor, version, trained)]
-        dist.broadcast_object_list(found, src=0, group=self.trainer.group())
+            found = [rollouts.waiting(version, trained)]
+        dist.broadcast_object_list(found, src=0, group=self._group)
         assert found[0] is not None
         return found[0]
 
@@ -129,28 +130,35 @@ class Carrying:
         data = _as_rollout(asked, device)
         rows = self.trainer.log_probs(actor, rollout_id, data, micro_batches)
         # Gathering is collective over context-parallel ranks: each of them does it, whoever answers.
-        whole = [] if rows is None else self._whole(data, rows)
+        whole = [] if rows is None else self._whole(actor.args, data, rows)
         own = {}
         if rows is not None and split.answers:
             own = {
                 one.number: (one.positions, _wanted(one, row)) for one, row in zip(asked, whole, strict=True)
             }
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own, group=self.trainer.group())
+        dist.all_gather_object(parts, own, group=self._group)
         return {number: answer for part in parts for number, answer in part.items()}
 
-    def _whole(self, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
+    @cached_property
+    def _group(self) -> Any:
+        """A group of all ranks on the CPU. Making it is collective."""
+        return dist.new_group(backend="gloo")
+
+    def _layout(self, args: Any, data: Data) -> Layout:
+        lengths = data["total_lengths"], data["response_lengths"]
+        return host_layout(args, *lengths, data.get("max_seq_lens"), *self.trainer.parallel()[1])
+
+    def _whole(self, args: Any, data: Data, rows: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gather rows that are cut over context-parallel ranks into whole responses. Collective."""
-        gathered = self.trainer.cp_utils().all_gather_with_cp
-        lengths = zip(rows, data["total_lengths"], data["response_lengths"], strict=True)
-        return [gathered(row, total, response) for row, total, response in lengths]
+        return gathered(self._layout(args, data), rows, self.trainer.parallel()[0].cp)
 
     def _sliced(self, args: Any, data: Data, written: Sequence[Written]) -> dict[str, list[Tensor]]:
         """Versions and recomputed log-probs of the tokens on this rank."""
-        device = data["loss_masks"][0].device
+        device, layout = data["loss_masks"][0].device, self._layout(args, data)
 
         def cut(rows: Sequence[Tensor]) -> list[Tensor]:
-            return [row.to(device) for row in self.trainer.cut(args, data, rows)]
+            return [row.to(device) for row in layout.cut(rows)]
 
         return {
             VERSIONS: cut([one.versions for one in written]),
@@ -166,7 +174,7 @@ def install(args: Any, trainer: Trainer) -> None:
             not the host's trainer.
     """
     _check(args, trainer)
-    actor = held_by(trainer.actor, "init").get("self")
+    actor = trainer.needs.init.frame().get("self")
     if actor is None:
         raise ConfigError(
             f"{INIT}: not called by the init of the trainer on Megatron; give it there, with {trainer.title}"
@@ -174,9 +182,10 @@ def install(args: Any, trainer: Trainer) -> None:
     if actor.role == "critic":
         return
     carrying, own = Carrying(trainer), type(actor)
-    model = importlib.import_module(trainer.model)
-    own.train_actor = _before(own.train_actor, carrying)
-    vars(model)["get_batch"] = _with_columns(model.get_batch, carrying)
+    name = trainer.needs.train_actor.name_on(own)
+    model, get_batch = trainer.needs.get_batch.owner()
+    setattr(own, name, _before(getattr(own, name), carrying))
+    setattr(model, get_batch, _with_columns(getattr(model, get_batch), carrying))
 
 
 def _check(args: Any, trainer: Trainer) -> None:
@@ -193,10 +202,13 @@ def _check(args: Any, trainer: Trainer) -> None:
 
 
 def _before(train_actor: Callable[..., Any], carrying: Carrying) -> Callable[..., Any]:
+    names = carrying.trainer.needs.train_actor.parameters
+
     @wraps(train_actor)
-    def carried(self: Any, rollout_id: int, rollout_data: Data, *rest: Any, **more: Any) -> Any:
-        carrying.before_training(self, rollout_id, rollout_data)
-        return train_actor(self, rollout_id, rollout_data, *rest, **more)
+    def carried(*given: Any, **named: Any) -> Any:
+        said = dict(zip(names, given, strict=False)) | named
+        carrying.before_training(*(said[name] for name in names))
+        return train_actor(*given, **named)
 
     return carried
 

@@ -8,11 +8,12 @@ import queue
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.versions.note import Note
 from mis_plugins.hosts.versions.settings import LOGLINEAR
+from mis_plugins.hosts.versions.shelf import Shelf
 
 # Attributes that our generate functions leave on a sample; FAULT where its versions cannot be known.
 NUMBER, VERSIONS, FAULT = "response_number", "output_versions", "versions_fault"
@@ -20,31 +21,21 @@ NO_NUMBER = -1
 GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
 
 
-@runtime_checkable
-class AnyShelf(Protocol):
-    """A shelf, of this process or of another one."""
-
-    def begin(self, number: int, prompt: Sequence[int]) -> object: ...
-    def say(self, number: int, start: int, tokens: Sequence[int], versions: Sequence[int]) -> object: ...
-    def take(self, batch: int, numbers: Sequence[int]) -> object: ...
-    def drop(self, number: int) -> object: ...
-
-
 class Numbering:
     """Numbers the samples of this process, and tells a shelf of each.
 
     Args:
-        shelf: makes the shelf, or what reaches it, when the first sample begins.
+        shelf: makes the shelf when the first sample begins.
     """
 
-    def __init__(self, shelf: Callable[[], AnyShelf]) -> None:
+    def __init__(self, shelf: Callable[[], Shelf]) -> None:
         self._make = shelf
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._begun: dict[int, weakref.ref[Any]] = {}
         self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     @functools.cached_property
-    def shelf(self) -> AnyShelf:
+    def shelf(self) -> Shelf:
         return self._make()
 
     def begin(self, sample: Any, prompt: Sequence[int]) -> int:

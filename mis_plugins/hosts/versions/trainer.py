@@ -8,7 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mis_plugins.hosts.versions.shelf import Waiting
+from mis_plugins.hosts.host import Parallel
+from mis_plugins.hosts.needs.miles import Miles
+from mis_plugins.hosts.needs.slime import Slime
 
 Data = dict[str, Any]
 CANNOT = {
@@ -41,25 +43,27 @@ class Trainer(Protocol):
     """A host's trainer on Megatron.
 
     title: the host, and the commit whose lines were read.
-    actor, model: dotted paths of the trainer's two modules.
+    needs: what the host must have.
     notes: the key of a rollout that carries a note of each sample.
     cannot: arguments beyond `CANNOT` under which versions would say something else, and why.
     """
 
     title: str
-    actor: str
-    model: str
     notes: str
     cannot: Mapping[str, str]
+
+    @property
+    def needs(self) -> Miles | Slime: ...
 
     def check(self, args: Any, recomputes: bool) -> None:
         """Refuse arguments under which versions, or what is recomputed, would say something else."""
 
-    def group(self) -> Any:
-        """Return the host's group of all ranks on the CPU."""
+    def parallel(self) -> Parallel:
+        """Return the process groups, and (size, rank) of context parallelism."""
+        ...
 
-    def waiting(self, actor: Any, version: int, trained: int) -> Waiting:
-        """Ask the shelf which tokens wait to be scored; called on one rank."""
+    def weight_version(self, actor: Any) -> int:
+        """Return the version of the weights that the trainer holds."""
         ...
 
     def split(self, actor: Any) -> Split:
@@ -70,12 +74,4 @@ class Trainer(Protocol):
         self, actor: Any, rollout_id: int, data: Data, micro_batches: Sequence[list[int]]
     ) -> Sequence[Tensor] | None:
         """Score each sequence's last tokens by the host's own pass; None off the last pipeline stage."""
-        ...
-
-    def cp_utils(self) -> Any:
-        """Return the host's module that cuts and gathers over context-parallel ranks."""
-        ...
-
-    def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Cut rows, one a sample, to the tokens on this rank, as the host cuts rollout_log_probs."""
         ...

@@ -8,6 +8,7 @@ version that the engine has when it sends the chunk: exact if each token is sent
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,8 +16,10 @@ from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.versions.miles.shelf import NUMBERING
+from mis_plugins.hosts.needs.miles import NEEDS
+from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.versions.numbering import VERSIONS
+from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.versions.response import spans
 
 logger = logging.getLogger("mis_plugins")
@@ -28,38 +31,40 @@ Row = list[Any]  # log-prob and token, as SGLang lists them
 
 async def generate(input: Any) -> Any:
     """Generate one response as the host does, and leave on the sample which version wrote each of its tokens."""
-    from miles.rollout.base_types import GenerateFnOutput  # type: ignore[import-not-found]
-    from miles.rollout.generate_hub import single_turn  # type: ignore[import-not-found]
-    from miles.rollout.generate_utils import generate_endpoint_utils as host  # type: ignore[import-not-found]
-
-    args, sample = input.args, input.sample
+    args, sample, own = input.args, input.sample, NEEDS.single_turn.get()
     if input.evaluation or sample.response_length:
-        return await single_turn.generate(input)
-    prompt = host.compute_prompt_ids_from_sample(input.state, sample)
-    payload, halted = host.compute_request_payload(
+        return await own(input)
+    output_of = inspect.signature(own, eval_str=True).return_annotation
+    prompt, request = NEEDS.prompt_ids.get()(input.state, sample), NEEDS.payload.get()
+    payload, halted = request(
         args,
         input_ids=prompt,
         sampling_params=input.sampling_params,
         multimodal_inputs=sample.multimodal_inputs,
+        **more_of(request, input, sample),
     )
     number = NUMBERING.begin(sample, prompt)
     if payload is None:
         sample.status = halted
-        return GenerateFnOutput(samples=sample)
+        return output_of(samples=sample)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    headers = host.compute_routing_headers(args, sample)
+    headers = NEEDS.headers.get()(args, sample)
     output = await answered(lambda: _stream(url, {**payload, "stream": True}, headers), number)
-    await host.update_sample_from_response(args, sample, payload=payload, output=output)
+    await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
     name_versions(sample, number, output["meta_info"])
-    return GenerateFnOutput(samples=sample)
+    return output_of(samples=sample)
 
 
 def name_versions(sample: Any, number: int, meta_info: Mapping[str, Any]) -> None:
-    """Write a finished call's versions on the sample: of each token, and of each run in `weight_versions`."""
+    """Write a finished call's versions on the sample: of each token, and of each run in `weight_versions`.
+
+    The newest Miles has itself put the spans of each call there, and reads them again.
+    """
     runs = spans(meta_info, sample.response_length)
     versions = [version for version, start, stop in runs for _ in range(start, stop)]
     setattr(sample, VERSIONS, versions)
-    sample.weight_versions = [str(version) for version, _, _ in runs]
+    if not any(hasattr(call, "spans") for call in sample.weight_versions):
+        sample.weight_versions = [str(version) for version, _, _ in runs]
     NUMBERING.shelf.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
 
 

@@ -6,11 +6,13 @@ code behind the packing reads `weight_versions`.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.versions.miles.shelf import NUMBERING
+from mis_plugins.hosts.needs.miles import NEEDS
+from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.settings import recomputes, segment_wise
 
 
@@ -21,9 +23,6 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
         ConfigError: an argument whose conversion needs inputs that Miles does not hand to this function.
         InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
-    from miles.ray.rollout import train_data_conversion as host  # type: ignore[import-not-found]
-    from miles.utils.misc import load_function  # type: ignore[import-not-found]
-
     for name in ("use_dynamic_global_batch_size", "multi_lora"):
         if getattr(args, name, False):
             raise ConfigError(
@@ -31,6 +30,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
                 "cannot be carried; leave it out, or --custom-convert-samples-to-train-data-path"
             )
     notes = NUMBERING.noted(samples, scored=recomputes(segment_wise(args)))
-    rewards = load_function(args.custom_reward_post_process_path)
-    data = host.convert_samples_to_train_data(args, samples, {}, None, rewards)
+    path = args.custom_reward_post_process_path
+    rewards = None if path is None else pkgutil.resolve_name(path)
+    data = NEEDS.conversion.get()(args, samples, {}, None, rewards)
     return data | {"weight_versions": notes}

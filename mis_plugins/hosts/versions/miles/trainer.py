@@ -1,24 +1,24 @@
-"""The trainer of Miles; through Ray it asks the rollouts' own process which tokens wait to be scored."""
+"""The trainer of Miles, by the needs that its adapter names."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.rollout_data import TRAINER
-from mis_plugins.hosts.versions.miles.shelf import waiting
+from mis_plugins.hosts.adapters import miles
+from mis_plugins.hosts.host import Parallel
+from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.versions.settings import LOGLINEAR
-from mis_plugins.hosts.versions.shelf import Waiting
 from mis_plugins.hosts.versions.trainer import PREFIX, Data, Split
 
 
 class MilesTrainer:
     title = "Miles 31f1ca9"
-    actor = TRAINER
-    model = "miles.backends.megatron_utils.model"
+    needs = NEEDS
     notes = "weight_versions"
     cannot: Mapping[str, str] = {"multi_lora": "each adapter then has versions of its own"}
 
@@ -40,18 +40,16 @@ class MilesTrainer:
                 f"--qkv-format {args.qkv_format}: recompute scores packed sequences alone; {LOGLINEAR}"
             )
 
-    def group(self) -> Any:
-        from miles.utils.distributed_utils import get_gloo_group  # type: ignore[import-not-found]
+    def parallel(self) -> Parallel:
+        return miles.parallel()
 
-        return get_gloo_group()
-
-    def waiting(self, actor: Any, version: int, trained: int) -> Waiting:
-        import ray  # type: ignore[import-not-found]
-
-        return ray.get(actor.rollout_manager.__ray_call__.remote(waiting, version, trained))
+    def weight_version(self, actor: Any) -> int:
+        """The newest Miles tells it by a method; before, the updater of the weights holds it."""
+        told = NEEDS.weight_version.of(actor)
+        return told() if inspect.ismethod(told) else told.weight_version
 
     def split(self, actor: Any) -> Split:
-        state = _state()
+        state = NEEDS.parallel.get()()
         return Split(
             budget=(actor.args.max_tokens_per_gpu or 1) * state.cp.size,
             ranks=state.effective_dp.size,
@@ -63,38 +61,16 @@ class MilesTrainer:
     def log_probs(
         self, actor: Any, rollout_id: int, data: Data, micro_batches: Sequence[list[int]]
     ) -> Sequence[Tensor] | None:
-        from miles.backends.training_utils.data import DataIterator  # type: ignore[import-not-found]
-        from miles.utils.replay_base import all_replay_managers  # type: ignore[import-not-found]
-
-        stages = [manager.stage for manager in all_replay_managers]
-        actor._set_replay_stage("fallthrough")
-        if actor._active_model_tag != "actor":
-            actor._switch_model("actor")
-        iterators = [
-            DataIterator(data, micro_batch_indices=micro_batches) for _ in range(_state().vpp_size or 1)
-        ]
-        found = actor.compute_log_prob(
+        managers, iterator = NEEDS.replay_managers.get(), NEEDS.iterator.get()
+        stages = [manager.stage for manager in managers]
+        NEEDS.replay_stage.of(actor)("fallthrough")
+        if NEEDS.active_model.of(actor) != "actor":
+            NEEDS.switch_model.of(actor)("actor")
+        number = NEEDS.parallel.get()().vpp_size or 1
+        iterators = [iterator(data, micro_batch_indices=micro_batches) for _ in range(number)]
+        found = NEEDS.log_prob_pass.of(actor)(
             iterators, [len(micro_batches)], rollout_id=rollout_id, store_prefix=PREFIX
         )
-        for manager, stage in zip(all_replay_managers, stages, strict=True):
+        for manager, stage in zip(managers, stages, strict=True):
             manager.stage = stage
         return found.get(f"{PREFIX}log_probs")
-
-    def cp_utils(self) -> Any:
-        from miles.backends.training_utils import cp_utils  # type: ignore[import-not-found]
-
-        return cp_utils
-
-    def cut(self, args: Any, data: Data, rows: Sequence[Tensor]) -> list[Tensor]:
-        padded = data.get("max_seq_lens") or [None] * len(rows)
-        lengths = zip(rows, data["total_lengths"], data["response_lengths"], padded, strict=True)
-        return [
-            self.cp_utils().slice_log_prob_with_cp(row, total, response, args.qkv_format, longest)
-            for row, total, response, longest in lengths
-        ]
-
-
-def _state() -> Any:
-    from miles.backends.training_utils.parallel import get_parallel_state  # type: ignore[import-not-found]
-
-    return get_parallel_state()

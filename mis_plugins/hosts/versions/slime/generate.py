@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from mis_plugins.errors import InputError
+from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.versions.numbering import FAULT, NUMBER, VERSIONS
-from mis_plugins.hosts.versions.slime.shelf import NUMBERING
+from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.versions.response import spans
 
 
 async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool) -> Any:
     """Generate, or continue, one response as the host does, and add to the sample who wrote the new tokens."""
-    from slime.rollout import sglang_rollout as host  # type: ignore[import-not-found]
-
+    own = SLIME.generation.get()
     if evaluation:
-        return await host.generate(args, sample, sampling_params)
+        return await own(args, sample, sampling_params)
     before = sample.response_length
     with heard(sample) as answers:
-        await host.generate(args, sample, sampling_params)
+        await own(args, sample, sampling_params)
     if answers and sample.response_length > before:
         try:
             name_versions(sample, before, answers[-1])

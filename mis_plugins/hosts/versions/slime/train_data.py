@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.rollout_data import held_by
+from mis_plugins.hosts.needs.slime import SLIME
+from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.settings import recomputes, segment_wise
-from mis_plugins.hosts.versions.slime.shelf import NUMBERING
 
-CALLER = ("slime.ray.rollout", "_convert_samples_to_train_data")
 HOOK = "custom_convert_samples_to_train_data_func"
 
 
@@ -26,7 +25,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
         ConfigError: the caller is not slime's actor of the rollouts.
         InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
-    manager = held_by(*CALLER).get("self")
+    manager = SLIME.conversion.frame().get("self")
     if manager is None:
         raise ConfigError(
             "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions: not called by "
@@ -36,7 +35,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     hook = getattr(manager, HOOK)
     setattr(manager, HOOK, None)  # so that the method converts by itself
     try:
-        data = manager._convert_samples_to_train_data(samples)
+        data = SLIME.conversion.of(manager)(samples)
     finally:
         setattr(manager, HOOK, hook)
     return data | {"source_names": notes}

@@ -1,0 +1,177 @@
+"""`hosts check`: a checkout made from the table of needs, then moved, cut, and committed step by step."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mis_plugins.__main__ import main
+from mis_plugins.hosts.checkout import flags
+from mis_plugins.hosts.needs.miles import NEEDS as MILES
+from mis_plugins.hosts.needs.record import Need
+from mis_plugins.hosts.needs.slime import SLIME, VIME
+from mis_plugins.hosts.registry import HOSTS
+
+RAN, NEWEST = None, 0
+LOSSES = "miles/backends/training_utils/loss_hub/losses.py"
+ENDPOINT = "miles/rollout/generate_utils/generate_endpoint_utils.py"
+
+
+def definition(name: str, need: Need) -> str:
+    """The source of a function that has what the need asks of it."""
+    keys = "".join(f"{key!r}: 0, " for key in need.hands)
+    body = "".join(f"\n    {name} = 0" for name in need.holds) + f"\n    return {{{keys}}}"
+    return f"def {name}({', '.join(need.parameters)}):{body}\n"
+
+
+def write(root: Path, needs: Any, which: int | None) -> Path:
+    """A checkout that answers each need where our own runs did, or at its newest address, with our scripts' flags."""
+    modules: dict[str, dict[str, str]] = defaultdict(dict)
+    for need in sorted(vars(needs).values(), key=lambda need: not need.hands):
+        address = need.addresses[need.ran if which is None else which]
+        owner, last = ".".join(address.names[:-1]), address.names[-1]
+        source = definition(last, need)
+        if owner:
+            inner = source if need.parameters else f"def set_{last}(self):\n    self.{last} = 0\n"
+            source = "".join(f"    {line}\n" for line in inner.splitlines())
+        known = modules[address.module].setdefault(owner, f"class {owner}:\n" if owner else "")
+        if need.hands or f"def {last}(" not in known:
+            modules[address.module][owner] = known + source
+        else:  # one function that two needs read
+            both = ", ".join(need.parameters)
+            modules[address.module][owner] = known.replace(f"def {last}()", f"def {last}({both})")
+    for module, parts in modules.items():
+        file = root / f"{module.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(parts.values()))
+    package = needs.tracking.addresses[0].module.partition(".")[0]
+    given = flags.given(HOSTS[package]) if HOSTS[package].records else {}
+    (root / package / "arguments.py").write_text("\n".join(map(repr, given)))
+    return root
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["hosts", "check", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.mark.parametrize("needs", [MILES, SLIME, VIME])
+def test_a_checkout_that_has_everything(
+    needs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = told(capsys, write(tmp_path, needs, RAN))
+    assert code == 0 and "MISSING" not in text and "moved" not in text
+    assert f"{needs.tracking.addresses[0].module.replace('.', '/')}.py:1" in text
+
+
+def test_a_checkout_whose_modules_moved_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = told(capsys, write(tmp_path, MILES, NEWEST))
+    assert code == 1 and "loss/hub/losses.py:1 (moved)" in text
+    assert "policy_loss                       works, at a new address" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "was", "becomes", "found"),
+    [
+        (LOSSES, "def policy_loss_function", "def renamed", "policy_loss_function: not there"),
+        (LOSSES, "'parallel_state': 0, ", "", "no keyword parallel_state"),
+        (ENDPOINT, "args, input_ids", "args, ids", "no parameter input_ids"),
+        ("miles/backends/megatron_utils/actor.py", "data_iterator = 0", "pass", "no variable data_iterator"),
+        ("miles/utils/replay_base.py", "def routing", "def (", ":all_replay_managers: not there"),
+        ("miles/arguments.py", "'--use-tis'", "", "--use-tis: given in scripts/run-"),
+    ],
+)  # fmt: skip
+def test_what_a_hook_would_fail_without_is_named(
+    file: str, was: str, becomes: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path, MILES, RAN)
+    source = (root / file).read_text()
+    assert was in source
+    (root / file).write_text(source.replace(was, becomes))
+    code, text = told(capsys, root)
+    assert code == 2 and found in text
+
+
+def test_nothing_of_the_checkout_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write(tmp_path, MILES, RAN)
+    for file in root.rglob("*.py"):
+        file.write_text(f"raise SystemExit({str(file)!r})\n{file.read_text()}")
+    assert told(capsys, root)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from .elsewhere import log\n", "miles/utils/tracking_utils/elsewhere.py:2"),
+        (
+            "try:\n    from miles.utils.tracking_utils.elsewhere import write as log\nexcept ImportError:\n    pass\n",
+            ":5",
+        ),
+        ("from .gone import log\n", "MISSING"),
+    ],
+)
+def test_a_name_is_followed_to_where_it_is_defined(
+    source: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path, MILES, RAN)
+    folder = root / "miles/utils/tracking_utils"
+    both = "\ndef log(args, metrics, step_key):\n    pass\n\ndef write(args, metrics, step_key):\n    pass\n"
+    (folder / "elsewhere.py").write_text(both)
+    (folder / "tracking.py").write_text(source)
+    assert found in told(capsys, root)[1]
+
+
+def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = told(capsys, tmp_path)
+    assert code == 2 and "no folder miles or slime or vime in it; give the root of a host's checkout" in text
+
+
+def git(root: Path, *command: str, day: str = "2026-04-01") -> None:
+    dated = {"GIT_AUTHOR_DATE": f"{day}T12:00:00", "GIT_COMMITTER_DATE": f"{day}T12:00:00", "HOME": str(root)}
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *name, *command], cwd=root, env={"PATH": "/usr/bin:/bin", **dated}, check=True)
+
+
+def test_the_commit_at_which_a_need_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It breaks on the 2nd of April, comes back on the 3rd, and a request of the 4th breaks another need."""
+    root = write(tmp_path, MILES, RAN)
+    git(root, "init", "-q", "-b", "main")
+    file = root / LOSSES
+    source = file.read_text()
+    for day, text in (("2026-04-01", source), ("2026-04-02", ""), ("2026-04-03", source)):
+        file.write_text(text)
+        git(root, "add", "-A")
+        git(root, "commit", "-qm", day, day=day)
+    git(root, "checkout", "-qb", "request")
+    (root / ENDPOINT).unlink()
+    git(root, "commit", "-qam", "moved", day="2026-04-04")
+    git(root, "update-ref", "refs/pull/17/head", "HEAD")
+    git(root, "checkout", "-q", "main")
+    code, text = told(capsys, "--history", root)
+    assert code == 1 and "3 commits of its main line" in text and "and 1 stored" in text
+    (loss,) = (line for line in text.splitlines() if line.startswith("its policy loss"))
+    assert loss.count("2026-04-03") == loss.count("2026-04-02") == 1 and loss.endswith("none")
+    (prompt,) = (line for line in text.splitlines() if line.startswith("the tokens of a prompt"))
+    assert "2026-04-01" in prompt and "never" in prompt and prompt.endswith("17")
+
+
+def test_an_address_that_changes_is_told_as_a_move(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(tmp_path, "init", "-q", "-b", "main")
+    for day, which in (("2026-04-01", RAN), ("2026-04-05", NEWEST)):
+        for old in tmp_path.glob("miles"):
+            shutil.rmtree(old)
+        write(tmp_path, MILES, which)
+        git(tmp_path, "add", "-A")
+        git(tmp_path, "commit", "-qm", day, day=day)
+    code, text = told(capsys, "--history", tmp_path)
+    (loss,) = (line.split() for line in text.splitlines() if line.startswith("its policy loss"))
+    assert code == 0 and loss[3] == "2026-04-01" and loss[5:7] == ["never", "2026-04-05"]
+    assert "One set of addresses answered all needs for 4 to 4 days, 1 sets in all." in text

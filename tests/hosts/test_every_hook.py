@@ -1,0 +1,333 @@
+"""Every hook, with numbers, on every version of a host that we know: the modules are made from the table of needs.
+
+A response's tokens are 0, 1, 2, ...; the trainer's log-probs are those of its weights; the engine's lie `SHIFTS` beside
+them, so that each ratio is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollout_process
+import stand_in_hosts
+import stand_ins
+import torch
+from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
+
+from mis_plugins import mis
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts import replay
+from mis_plugins.hosts.needs.record import HOOKS, Need, NeedError
+from mis_plugins.hosts.registry import current
+from mis_plugins.hosts.step_report import Recorder
+from mis_plugins.hosts.versions import carrying
+from mis_plugins.hosts.versions.miles import generate
+from true_on_policy import hosts as bitwise
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.hosts import cpu_trainer
+from true_on_policy.hosts.watch import Comparison
+
+SHIFTS = [[0.5, 0.0, 1.5], [-0.5, 0.25], [0.0, 0.0, 1.0, -1.0]]  # trainer minus engine, of three samples
+UPPER = 2.0
+TIS = {"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp"}
+LOSS = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "mis_plugins.mis.policy_loss",
+    "use_tis": True,
+}
+SETTINGS = {
+    "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None, "use_tis": False, "get_mismatch_metrics": False,
+    "qkv_format": "thd", "advantage_estimator": "grpo", "use_rollout_logprobs": False, "skip_actor_forward_only": False,
+    "use_unbiased_kl": False, "use_kl_loss": False, "use_opsm": False, "entropy_coef": 0.0, "max_tokens_per_gpu": 64,
+    "observe_training_entropy": False, "calculate_per_token_loss": False, "use_dynamic_batch_size": True,
+    "custom_pg_loss_reducer_function_path": None, "loss_type": "policy_loss", "custom_loss_function_path": None,
+    "custom_tis_function_path": None, "rollout_data_postprocess_path": None, "custom_megatron_init_path": None,
+    "custom_megatron_before_train_step_hook_path": None, "custom_reward_post_process_path": None,
+    "custom_config_path": None,
+}  # fmt: skip
+
+
+@pytest.fixture(params=LAYOUTS)
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bodies:
+    return stand_in_hosts.load(LAYOUTS[request.param], monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def fresh_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mis, "RECORDER", Recorder())
+    monkeypatch.setattr(bitwise, "COMPARISON", Comparison())
+
+
+def arguments(layout: Layout, **settings: Any) -> Any:
+    config = {"weight": {"upper": UPPER}, **settings.pop("mis", {})}
+    return layout.arguments(**{**SETTINGS, **layout.more, "mis": config, **settings})
+
+
+def rollout() -> dict[str, Any]:
+    """Three samples whose engine's log-probs lie SHIFTS beside the trainer's under version 1."""
+    log_probs = torch.linspace(-1, 1, VOCABULARY).log_softmax(0)
+    samples = [
+        Namespace(
+            tokens=[7, *range(len(shifts))],
+            response_length=len(shifts),
+            rollout_log_probs=(log_probs[: len(shifts)] - torch.tensor(shifts)).tolist(),
+        )
+        for shifts in SHIFTS
+    ]
+    return stand_in_hosts.data_of(samples)
+
+
+def trained(
+    host: Bodies, data: dict[str, Any] | None = None, rollout_id: int = 3, **settings: Any
+) -> list[Any]:
+    """What the losses of one step of this host's trainer give, with these settings."""
+    need: Need = host.layout.needs.train_actor
+    actor = getattr(sys.modules[need.addresses[0].module], need.addresses[0].names[0])()
+    args = arguments(host.layout, **settings)
+    if hasattr(host.layout.needs, "init"):
+        actor.init(args, "actor")
+    else:
+        host.init(actor, args, "actor")
+    actor.leak = settings.get("leak", 0.0)
+    return need.of(actor)(rollout_id, rollout() if data is None else data)
+
+
+def expected(divided_by: float = 1.0) -> list[float]:
+    """The loss of each sample by hand: advantages of 1 and a ratio of 1 leave minus the mean weight."""
+    weights = [torch.tensor(shifts).exp().clamp(max=UPPER) / divided_by for shifts in SHIFTS]
+    return [-float(x.mean()) for x in weights]
+
+
+def losses(outcomes: list[Any]) -> list[float]:
+    return [float(loss) for loss, _ in outcomes]
+
+
+@pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
+def test_the_loss_is_corrected(host: Bodies, hook: dict[str, Any]) -> None:
+    first, second, third = expected()
+    outcomes = trained(host, **hook)
+    assert losses(outcomes) == pytest.approx([first + second, third], rel=1e-5)
+    assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)
+
+
+@pytest.mark.parametrize(("denominator", "divisors"), [("original", (3, 2, 4)), ("kept", (2, 2, 4))])
+@pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
+def test_what_a_denominator_means_where_the_host_divides_by_its_own_sums(
+    host: Bodies, hook: dict[str, Any], denominator: str, divisors: tuple[int, ...]
+) -> None:
+    """A rule drops the third token of the first sample; the host divides by `rollout_mask_sums` of before the rule."""
+    rule = {"over": "token", "statistic": "ratio", "upper": 4.0}
+    found = losses(trained(host, mis={"reject": [rule], "denominator": denominator}, **hook))
+    sums = [torch.tensor(shifts).exp().clamp(max=UPPER).sum() for shifts in (SHIFTS[0][:2], *SHIFTS[1:])]
+    first, second, third = (-float(x) / n for x, n in zip(sums, divisors, strict=True))
+    assert found == pytest.approx([first + second, third], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cur_log_probs", "current_log_probs"])
+def test_log_probs_of_the_target_policy_leave_the_weight_as_it_is(host: Bodies, name: str) -> None:
+    """The surrogate holds pi_theta / pi_old already: a weight of pi_theta / mu would make pi_theta^2 / (pi_old mu)."""
+    data = rollout()
+    lists = {
+        key: data[key] for key in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+    }
+    train = [x + torch.tensor(s) for x, s in zip(data["rollout_log_probs"], SHIFTS, strict=True)]
+    args, pg_loss = arguments(host.layout, **TIS), -torch.ones(9)
+    given = {"pg_loss": pg_loss, "train_log_probs": train, **lists, name: [x + 1 for x in train]}
+    found, _, _ = mis.compute_mis_weights_with_cp(args, **given)
+    assert torch.allclose(-found, torch.tensor(sum(SHIFTS, [])).exp().clamp(max=UPPER))
+    with pytest.raises(ConfigError, match="reference"):
+        mis.compute_mis_weights_with_cp(
+            arguments(host.layout, mis={"weight": {"reference": "target"}}, **TIS), **given
+        )
+
+
+def test_a_mean_of_the_rollout_divides_the_weights(host: Bodies) -> None:
+    config = {"weight": {"upper": UPPER, "normalize": {"scope": "rollout"}}}
+    weights = torch.cat([torch.tensor(shifts).exp().clamp(max=UPPER) for shifts in SHIFTS])
+    first, second, third = expected(float(weights.mean()))
+    hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.normalize_rollout"}
+    assert losses(trained(host, mis=config, **TIS, **hook)) == pytest.approx(
+        [first + second, third], rel=1e-5
+    )
+
+
+def test_samples_that_do_not_train_leave_no_trace_in_the_mean(host: Bodies) -> None:
+    """The second sample is masked, and the host divides by three: the metric is a mean over the other two."""
+    data = rollout()
+    data["loss_masks"][1].zero_()
+    data["rollout_mask_sums"][1] = 0
+    hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}
+    logged = sum(told["mis_ratio_max_mb"] for _, told in trained(host, data, **TIS, **hook)) / 3
+    assert float(logged) == pytest.approx((4.4817 + 2.7183) / 2, rel=1e-3)
+
+
+def test_a_second_pass_of_the_trainer_finds_what_depends_on_the_batch(host: Bodies) -> None:
+    hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples", "leak": 0.125}
+    trained(host, mis={"resplit_every": 1}, **TIS, **hook)
+    (told,) = host.logged
+    assert [value for name, value in told.items() if name.endswith("_max")] == [0.125]
+
+
+def test_a_step_is_reported_to_the_hosts_own_tracker(host: Bodies) -> None:
+    hook: dict[str, Any] = {"custom_megatron_before_train_step_hook_path": "mis_plugins.mis.report_step"}
+    for rollout_id in range(2):
+        trained(host, rollout_id=rollout_id, mis={"metrics": "all"}, **TIS, **hook)
+    (told,) = host.logged
+    assert told["train/mis_step/tokens"] == 9
+
+
+def test_the_comparison_wraps_the_hosts_own_loss(host: Bodies, tmp_path: Path) -> None:
+    settings = {
+        "custom_loss_function_path": "true_on_policy.hosts.policy_loss",
+        "bitwise": {"on_difference": "warn", "folder": str(tmp_path)},
+    }
+    (first, told), (second, more) = trained(host, **{**LOSS, **TIS, **settings})
+    assert losses([(first, told), (second, more)]) == pytest.approx(
+        [sum(expected()[:2]), expected()[2]], rel=1e-5
+    )
+    assert (float(told["true_on_policy_compared"]), float(more["true_on_policy_compared"])) == (5, 4)
+    assert float(told["true_on_policy_different"]) + float(more["true_on_policy_different"]) == 6
+
+
+def test_samples_and_reducers(host: Bodies) -> None:
+    broken = Namespace(rollout_log_probs=[float("nan")], loss_mask=[1], response_length=1, remove_sample=False, index=0,
+                       group_index=0, tokens=[7, 1], status=None)  # fmt: skip
+    mis.drop_broken_samples(arguments(host.layout, **TIS), [[broken]])
+    reduce = mis.kept_token_mean([4, 3], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
+    assert broken.remove_sample and float(reduce(torch.tensor([1.0, 9.0, 2.0, 3.0, 5.0]))) == 5.5
+
+
+def test_routes_are_read_from_the_hosts_queues(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(replay.SWITCH, "1")
+    monkeypatch.setenv(replay.STAGE, replay.FORWARD)
+    rows = [torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]
+    router = Namespace(routing_replay=Namespace(top_indices_list=rows, forward_index=1))
+    source = replay.source()
+    assert source.replaying() and source.rows(router) is rows[1]
+
+
+def test_the_formula_of_log_probs_is_replaced(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = current(arguments(host.layout))
+    if known.log_probs is None:
+        with pytest.raises(cpu_trainer.ContractError, match="log-probs of vime have no agreed formula"):
+            cpu_trainer.align(Contract(), arguments(host.layout))
+        return
+    owner, name = known.log_probs.owner()
+    monkeypatch.setattr(cpu_trainer, "_align_megatron", lambda *given: None)
+    before = getattr(owner, name)
+    cpu_trainer.align(Contract(), arguments(host.layout, vocab_size=2))
+    logits = torch.tensor([[1.0, 2.0, 5.0]])
+    found = getattr(owner, name)(logits, torch.tensor([1]), None, with_entropy=False, log_prob_keep_mask=None)
+    found = found[0] if known.log_probs.beside_entropy else found
+    assert getattr(owner, name) is not before and float(found) == pytest.approx(-0.31326, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ versions of tokens
+
+MILES = [name for name, layout in LAYOUTS.items() if layout.package == "miles"]
+
+
+@pytest.fixture
+def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    stand_ins.load({"httpx": {"HTTPError": OSError, "RemoteProtocolError": OSError}}, monkeypatch)
+    with rollout_process.fresh(monkeypatch) as numbering:
+        yield numbering
+
+
+def stream(version: int) -> AsyncIterator[dict[str, Any]]:
+    """A call of two tokens under one version."""
+    rows, span = [[-0.5, 1], [-0.25, 2]], {"version": str(version), "start": 0, "end": 2}
+
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        meta = {"output_token_logprobs": rows, "completion_tokens": 2, "weight_version": str(version)}
+        yield {
+            "text": "ab",
+            "meta_info": meta | {"finish_reason": {"type": "stop"}, "weight_versions": [span]},
+        }
+
+    return told()
+
+
+def generated(host: Bodies, version: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(version))
+    sample = Namespace(index=0, prompt="p", multimodal_inputs=None, response_length=0, tokens=[], weight_versions=[],
+                       rollout_log_probs=[], kv_cache_namespace="train:-:7")  # fmt: skip
+    args = arguments(host.layout, sglang_router_ip="127.0.0.1", sglang_router_port=1)
+    asked = Namespace(args=args, sample=sample, state=None, sampling_params={}, evaluation=False)
+    output = asyncio.run(mis.generate_with_versions(asked))
+    assert type(output) is Output
+    return output.samples
+
+
+@pytest.mark.parametrize("name", MILES)
+def test_versions_travel_from_the_engine_to_the_loss(
+    name: str, rollouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
+    host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
+    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
+    need, settings = (
+        host.layout.needs.train_actor,
+        {"custom_megatron_init_path": "mis_plugins.mis.carry_versions"},
+    )
+    settings |= {"mis": {"segment_wise": {}}, "sglang_disable_overlap_schedule": True, **LOSS}
+    args = arguments(host.layout, **settings)
+    actor = getattr(sys.modules[need.addresses[0].module], need.addresses[0].names[0])()
+    actor.init(args, "actor")
+    early, late = (generated(host, 1, monkeypatch) for _ in range(2))
+    assert early.payload["extra_key"] == ("train:-:7" if name != "August" else None)
+    for version, sample in ((2, early), (3, late)):
+        actor.version = version
+        data = mis.convert_with_versions(
+            args, [sample, *(generated(host, version, monkeypatch) for _ in range(2))]
+        )
+        need.of(actor)(version, data)
+    log_probs = (2 * torch.linspace(-1, 1, VOCABULARY)).log_softmax(0)
+    assert data["output_versions"][0].tolist() == [1, 1] and data["proximal_version"] == 3
+    assert data["recomputed_log_probs"][0].tolist() == pytest.approx(log_probs[1:3].tolist())
+    spans = (
+        [call.spans[0].version for call in late.weight_versions] if name != "August" else late.weight_versions
+    )
+    assert spans == ["1"]
+
+
+# ------------------------------------------------------------------------------------------------- what has moved
+
+
+def test_a_need_that_no_address_answers_names_what_still_works(
+    host: Bodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = host.layout.needs.scores
+    for address in need.addresses:
+        monkeypatch.delitem(sys.modules, address.module, raising=False)
+    with pytest.raises(NeedError) as caught:
+        trained(host, **LOSS)
+    told = str(caught.value)
+    assert told.startswith(f"{need.host} has moved or dropped ") and "which policy_loss needs" in told
+    assert all(address.module in told for address in need.addresses) and "compute_mis_weights_with_cp" in told
+
+
+def test_a_host_that_moved_its_tracking_is_not_taken_for_another(
+    host: Bodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for need in (
+        host.layout.needs.tracking,
+        getattr(host.layout.needs, "parallel", host.layout.needs.tracking),
+    ):
+        for address in need.addresses:
+            monkeypatch.delitem(sys.modules, address.module, raising=False)
+    with pytest.raises(NeedError, match="has moved or dropped its tracker"):
+        current(arguments(host.layout))
+
+
+def test_every_hook_that_a_need_names_is_a_hook() -> None:
+    for layout in LAYOUTS.values():
+        for need in vars(layout.needs).values():
+            assert set(need.hooks) <= {*HOOKS, "compute_mis_weights_fsdp"}
+    assert all(hasattr(mis, hook) for hook in HOOKS if "." not in hook)

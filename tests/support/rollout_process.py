@@ -1,0 +1,102 @@
+"""The process of a host's rollouts in a test: Ray's interface over asyncio, and a numbering of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import stand_ins
+
+from mis_plugins.hosts.versions import rollouts
+from mis_plugins.hosts.versions.miles import generate as miles_generate
+from mis_plugins.hosts.versions.miles import train_data as miles_train_data
+from mis_plugins.hosts.versions.numbering import Numbering
+from mis_plugins.hosts.versions.slime import generate as slime_generate
+from mis_plugins.hosts.versions.slime import train_data as slime_train_data
+
+
+class Remote:
+    """An actor of a class: its coroutines run in one loop, beside the threads that wait for them."""
+
+    def __init__(self, made: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._made, self._loop = made, loop
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*given: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(getattr(self._made, name)(*given), self._loop)
+
+        return Namespace(remote=remote)
+
+
+class Ray:
+    """What is used of Ray: asynchronous actors under a name."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Remote] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def end(self) -> None:
+        """Cancel what waits, so that no thread outlives its test."""
+
+        async def cancelled() -> None:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        asyncio.run_coroutine_threadsafe(cancelled(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def remote(self, made: type) -> Any:
+        assert any(map(inspect.iscoroutinefunction, vars(made).values())), (
+            "Ray would run its calls one by one"
+        )
+
+        def options(name: str, num_cpus: int) -> Any:
+            assert num_cpus == 0, "a cluster whose CPUs are taken would never start it"
+            return Namespace(remote=lambda: self.actors.setdefault(name, Remote(made(), self.loop)))
+
+        return Namespace(options=options)
+
+    def get_actor(self, name: str) -> Remote:
+        if name not in self.actors:
+            raise ValueError(f"Failed to look up actor with name '{name}'")
+        return self.actors[name]
+
+    def names(self) -> dict[str, Any]:
+        errors = Namespace(RayError=(CancelledError, RuntimeError))
+        return {
+            "remote": self.remote,
+            "get_actor": self.get_actor,
+            "get": lambda future: future.result(),
+            "exceptions": errors,
+        }
+
+
+def alone_in_world() -> Namespace:
+    """torch.distributed of one rank, as far as the carried trainer asks it."""
+    return Namespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        new_group=lambda backend: None,
+        broadcast_object_list=lambda found, src, group: None,
+        all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
+    )
+
+
+@contextmanager
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
+    """Samples and Ray's actors of one test alone."""
+    ray = Ray()
+    stand_ins.load({"ray": ray.names()}, monkeypatch)
+    own = Numbering(rollouts.opened)
+    for place in (miles_generate, miles_train_data, slime_generate, slime_train_data):
+        monkeypatch.setattr(place, "NUMBERING", own)
+    yield own
+    ray.end()
