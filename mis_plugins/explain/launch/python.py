@@ -33,6 +33,7 @@ from mis_plugins.explain.launch.words import (
 )
 
 STARTS = "execute_train"  # Miles's function, which hands `train_args` to train.py
+BASE_OF_MILES = "ExecuteTrainConfig"
 DEEPEST = 32  # calls within one another
 LARGEST = 2**63  # of a number; a power would fill the memory
 LOOPS = 1000  # rounds of one loop
@@ -528,7 +529,9 @@ class Launcher(ast.NodeVisitor):
         try:
             ended = self.attempt(lambda: self.block(bound.node.body))
             if isinstance(ended, _Raised):
-                raise ended
+                if not self.returns:
+                    raise ended
+                ended = _Returned(self.returns.pop()[1])
             value = ended.value if isinstance(ended, _Returned) else None
             for branch, earlier in reversed(self.returns):
                 value = self.either(earlier, value, branch)
@@ -564,6 +567,7 @@ class Launcher(ast.NodeVisitor):
         record = Record({}, node)
         self.records.append(record)
         fields = self.fields(node)
+        record.fields.update(self.of_miles(node))
         record.fields.update({name: self.default(value) for name, value in fields.items()})
         record.fields.update(zip(fields, given, strict=False))
         record.fields.update(named)
@@ -571,6 +575,14 @@ class Launcher(ast.NodeVisitor):
         if after is not None:
             self.call(after, [record], {})
         return record
+
+    def of_miles(self, node: ast.ClassDef) -> dict[str, Any]:
+        """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
+        bases = [_name(base) for part in self.lineage(node) for base in part.bases]
+        if BASE_OF_MILES not in bases:
+            return {}
+        self.reading.assume("SLURM_JOB_NUM_NODES is not set")
+        return {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data", (0, 0))}
 
     def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
         """Fields of a dataclass with their defaults; those of its bases come first."""
@@ -596,6 +608,7 @@ class Launcher(ast.NodeVisitor):
         fields = self.fields(node)
         known_base = all(isinstance(base, ast.Name) for part in self.lineage(node) for base in part.bases)
         found: dict[str, Any] = {}
+        fields |= dict.fromkeys(self.of_miles(node))
         for option, said in self.options.items():
             name = option.replace("-", "_")
             negated = name.removeprefix("no_")
