@@ -290,6 +290,7 @@ class Shell:
         self.found.append(Launch(self.line(node), given, _named(words), place, self.branch))
 
     def _exit(self, node: Node, words: list[Word]) -> None:
+        self.reading.ended = f": the script exits in line {self.line(node)}"
         raise _Ended
 
     def _return(self, node: Node, words: list[Word]) -> None:

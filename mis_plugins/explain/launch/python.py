@@ -256,6 +256,7 @@ class Launcher(ast.NodeVisitor):
         raise _Returned(None if node.value is None else self.visit(node.value))
 
     def visit_Raise(self, node: ast.Raise) -> None:
+        self.reading.ended = f": with these arguments the launcher raises in line {node.lineno}"
         raise _Raised
 
     def attempt(self, work: Callable[[], object]) -> Exception | None:
@@ -653,7 +654,7 @@ class Launcher(ast.NodeVisitor):
         for found in bash.launches(command, self.path, self.reading):
             words = tuple(with_places(found.words, text))
             branch = self.branch or found.branch
-            self.found.append(Launch(node.lineno, words, frozenset(self.hosts), place, branch))
+            self.found.append(Launch(node.lineno, words, frozenset(self.hosts), place, branch, in_python=True))
 
     # Helpers.
 

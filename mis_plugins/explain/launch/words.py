@@ -110,6 +110,7 @@ class Reading:
     unread: parts that only running the script would tell, by the line where they stand.
     assumed: what was taken for granted, in words.
     files: texts that the script writes, by the name of the file.
+    ended: where the script stops before its end, in words.
     """
 
     size: int
@@ -118,6 +119,7 @@ class Reading:
     assumed: list[str] = field(default_factory=list)
     files: dict[str, Text] = field(default_factory=dict)
     spent: int = 0
+    ended: str = ""
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.size, self.where)
@@ -147,6 +149,7 @@ class Launch:
     hosts: names of hosts that the script imports or whose folder it names.
     place: where further flags can be written, for `change`; zeros are nowhere.
     branch: the condition under which the script starts it; None is always.
+    in_python: whether the script is in Python; `place` then is the expression of the flags.
     """
 
     line: int
@@ -154,6 +157,7 @@ class Launch:
     hosts: frozenset[str]
     place: tuple[int, int]
     branch: str | None = None
+    in_python: bool = False
 
 
 def is_train(word: str) -> bool:
