@@ -258,6 +258,8 @@ class Shell:
         name = words[0].text if words else ""
         if name in self.functions:
             self._call_function(name, words[1:])
+        elif name.startswith("--"):
+            self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
         elif name in COMMANDS:
             COMMANDS[name](self, node, words[1:])
         elif name not in ASKS_PROCESSES and name not in PRINTS:

@@ -56,7 +56,7 @@ def _in_place(script: str, want: Want) -> Edit | None:
     new = want.value if want.value is not None else want.flag
     if word is None:
         return None
-    return Edit(*word.span, new) if word.span is not None else _literal(script, word, new)
+    return Edit(*word.span, _quoted(new)) if word.span is not None else _literal(script, word, new)
 
 
 def _literal(script: str, word: Word, new: str) -> Edit | None:
@@ -71,10 +71,13 @@ def _literal(script: str, word: Word, new: str) -> Edit | None:
 
 
 def _said(want: Want) -> str:
-    """A flag as the shell takes it; `$(...)` stays open to it."""
-    if want.value is None:
-        return want.flag
-    return f"{want.flag} {want.value if want.value.startswith('$(') else shlex.quote(want.value)}"
+    """A flag as a shell takes it."""
+    return want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}"
+
+
+def _quoted(text: str) -> str:
+    """One word for a shell, which still runs the command of `$(...)`."""
+    return f'"{text}"' if text.startswith("$(") else shlex.quote(text)
 
 
 def _appended_bash(script: str, launch: Launch, wants: Sequence[Want]) -> Iterator[Edit]:
@@ -91,7 +94,8 @@ def _appended_python(script: str, launch: Launch, wants: Sequence[Want]) -> Iter
     source = script.encode()
     line = source[:begin].decode(errors="replace").rpartition("\n")[2]
     indent = line[: len(line) - len(line.lstrip())]
-    added = "".join(f'\n{indent}+ " {_said(want)}"' for want in wants)
+    texts = [f" {_said(want)}" for want in wants]
+    added = "".join(f"\n{indent}+ " + (repr(text) if '"' in text else f'"{text}"') for text in texts)
     is_name = source[begin:end].decode(errors="replace").isidentifier()
     yield Edit(end, end, added if is_name else f"){added}")
     if not is_name:

@@ -49,7 +49,7 @@ def check(
     parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in judged]
     parts += _notes(reading)
     if any(judgement.unsure for _, judgement in judged):
-        parts.append("nothing is proposed: give behind -- what you start the script with, and check again")
+        parts.append("nothing is proposed as long as that is unsure; behind -- stands what you start the script with")
         return "\n\n".join(parts), REFUSED
     if not any(judgement.wants for _, judgement in judged):
         return "\n\n".join([*parts, "nothing has to change"]), 0

@@ -14,11 +14,13 @@ import yaml
 from mis_plugins.config.file import INLINE, keys_of
 from mis_plugins.config.loading import file_of, read_keys
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import is_read
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.words import Launch, Reading, Word, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.arguments import kinds, recorded
+from mis_plugins.hosts.conflicts import REPLAY
 from mis_plugins.hosts.host import Host
 
 CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--custom-loss-function-path"
@@ -97,16 +99,22 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     """
     flags = _flags(launch.words)
     host = asked or _host(launch, flags)
-    found = Judgement(host, unsure=list(_unsure(launch, flags)))
+    found = Judgement(host, unsure=list(_unsure(flags)))
     given = _config(flags.get(CONFIG), reading, path)
-    found.told.append(f"starts: train.py of {host.title if host else 'Miles or slime'} (line {launch.line})")
+    only = f", only if this holds: {launch.branch}" if launch.branch else ""
+    found.told.append(f"starts: train.py of {host.title if host else 'Miles or slime'} (line {launch.line}){only}")
     found.told += list(_loads(flags))
-    found.told.append(f"config: {_said(given)}")
+    found.told.append(f"config: {_said(given, flags)}")
     found.told.append(f"called: {_called(flags, given.keys or {})}")
     found.told += list(_unknown_flags(flags, host))
     found.told += list(_unread(launch, host))
     if given.source is not None and given.keys is None and not given.missing and preset is None:
         found.unsure.append(f"config: {given.problem}")
+    elif preset is None and given.keys is not None and not any(is_read(key, value) for key, value in given.keys.items()):
+        found.unsure.append(
+            f"config: {given.source} says nothing of a correction; write the key mis: into it, which "
+            "`python -m mis_plugins config show tis` prints"
+        )
     if not found.unsure:
         _want(found, flags, given, preset)
     return found
@@ -122,6 +130,8 @@ def arguments(launch: Launch, host: Host) -> dict[str, Any]:
             found[key] = True
         elif key in taken and flag.value is not None and flag.value.is_known:
             found[key] = _number(flag.value.text) if taken[key] == "number" else flag.value.text
+    if found.get(REPLAY):
+        found["use_routing_replay"] = True  # the host derives it from a flag, as it cannot from a file
     return found
 
 
@@ -158,9 +168,7 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     return hosts[only[0]] if len(only) == 1 else None
 
 
-def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
-    if launch.branch:
-        yield f"line {launch.line}: train.py starts only if this holds: {launch.branch}"
+def _unsure(flags: Mapping[str, Flag]) -> Iterator[str]:
     for name, flag in flags.items():
         for word in (flag.word, flag.value):
             if name in DECIDES and word is not None and word.branch:
@@ -201,7 +209,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
     if not word.is_known:
         return Given(word.source, None, f"not known: {word.source} {_place(word)}")
     if word.text.startswith(INLINE):
-        return _read(f"written in the script {_place(word)}", word.text)
+        return _read("FILE", word.text)
     file = _located(word.text, path)
     if file is None:
         return Given(word.text, None, f"{word.text}: no such file, here or in a folder above the script", True)
@@ -223,12 +231,13 @@ def _read(source: str, file: Path | str) -> Given:
         return Given(source, None, f"{source}: {error}")
 
 
-def _said(given: Given) -> str:
+def _said(given: Given, flags: Mapping[str, Flag]) -> str:
     if given.source is None:
         return f"none: {CONFIG} is not given"
     if given.problem:
         return given.problem
-    return given.source
+    word = flags[CONFIG].value or flags[CONFIG].word
+    return f"{'written in the script' if given.source == 'FILE' else given.source} {_place(word)}"
 
 
 def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str:
@@ -282,16 +291,14 @@ def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str
     """Compare the command with the flags that its config needs, or that of the preset."""
     keeps = preset is None and given.keys is not None
     keys = given.keys if keeps and given.keys is not None else keys_of(file_of(preset or "tis"))
+    value = f"$(python -m mis_plugins config path {shlex.quote(preset or 'tis')})"
     config = read_keys(keys)
-    found.keys, found.source = keys, given.source if keeps else f"preset {preset or 'tis'}"
+    found.keys, found.source = keys, given.source if keeps else value
     needed = _needed(config, found.host)
+    found.wants += _lacking(needed, flags, keys, config)
     if not keeps and not _names(flags.get(CONFIG), preset or "tis"):
-        value = f"$(python -m mis_plugins config path {shlex.quote(preset or 'tis')})"
         why = given.problem or "no config says how to correct"
-        needed[CONFIG] = value
         found.wants.append(Want(CONFIG, value, _replaced(flags.get(CONFIG)), why))
-    needed.pop(CONFIG, None)
-    found.wants += list(_lacking(needed, flags, keys, config))
 
 
 def _names(flag: Flag | None, preset: str) -> bool:

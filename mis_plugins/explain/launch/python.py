@@ -32,7 +32,7 @@ from mis_plugins.explain.launch.words import (
     with_places,
 )
 
-STARTS = "execute_train"  # Miles's function, which hands `train_args` to train.py
+STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 BASE_OF_MILES = "ExecuteTrainConfig"
 DEEPEST = 32  # calls within one another
 LARGEST = 2**63  # of a number; a power would fill the memory
@@ -623,7 +623,7 @@ class Launcher(ast.NodeVisitor):
 
     def foreign(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         """A call of what the launcher imports."""
-        if name == STARTS:
+        if name.startswith(STARTS):
             return self.start(node, named.get("train_args", given[0] if given else ()))
         commands = [value for value in (*given, *named.values()) if isinstance(value, tuple | list)]
         for command in commands:
