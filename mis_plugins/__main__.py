@@ -9,8 +9,8 @@
     python -m mis_plugins config suggest DUMPS
     python -m mis_plugins report DUMPS
 
-Exit codes: 0 it is good; 1 lines of a launch script have to change; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
-interrupted; 141 nobody reads what it prints.
+Exit codes: 0 it is good; 1 lines of a launch script have to change; 2 it is not good, and stderr says which key and
+what to do; 3 `report --watch` saw an alarm; 130 interrupted; 141 nobody reads what it prints.
 """
 
 from __future__ import annotations

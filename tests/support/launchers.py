@@ -69,7 +69,7 @@ def main(args: ScriptArgs):
 if __name__ == "__main__":
     typer.run(main)
 '''
-MILES = '''import base64
+MILES = """import base64
 import dataclasses
 import subprocess
 
@@ -85,15 +85,15 @@ def encode_pseudo_file(text):
 
 def execute_train(train_args, config, megatron_model_type):
     subprocess.run(["bash", "-c", f"ray job submit -- python3 train.py {train_args}"], check=True)
-'''
-TYPER = '''import sys
+"""
+TYPER = """import sys
 
 
 def run(main):
     kind = main.__annotations__["args"]
     given = {word[2:].replace("-", "_"): True for word in sys.argv[1:]}
     main(kind(**given))
-'''
+"""
 
 
 def shell(grpo: str = "", custom: str = "") -> str:
@@ -131,6 +131,7 @@ def parsed(words: list[str], host: str = "miles") -> argparse.Namespace:
         flag = "--" + name.replace("_", "-")
         if flag in known:
             parser.add_argument(flag, dest=name, **_as_taken(kind))
+    parser.set_defaults(qkv_format="thd")  # the hosts' default; records hold names alone
     args = parser.parse_args(words)
     if args.custom_config_path:
         for name, value in keys_of(args.custom_config_path).items():

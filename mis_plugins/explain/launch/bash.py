@@ -29,6 +29,7 @@ from mis_plugins.explain.launch.words import (
     literal,
     shown,
 )
+from mis_plugins.shared.shell import not_installed
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -49,9 +50,7 @@ class _Returned(_Ended):
     """A function or a sourced file returns."""
 
 
-def launches(
-    script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()
-) -> list[Launch]:
+def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
     """Every start of train.py in a shell script.
 
     Args:
@@ -59,14 +58,15 @@ def launches(
         arguments: what the user gives to the script.
 
     Raises:
-        ConfigError: the script nests deeper than any launch script does.
-        ModuleNotFoundError: the parser of bash is not installed.
+        ConfigError: the script nests deeper than any launch script does, or the parser of bash is not installed.
     """
     shell = Shell(path, reading, [Word(one, one, (0, 0)) for one in arguments])
     try:
         shell.run_text(script)
     except RecursionError:
-        raise ConfigError("nested deeper than any launch script; give the part that starts train.py") from None
+        raise ConfigError(
+            "nested deeper than any launch script; give the part that starts train.py"
+        ) from None
     except _Ended:
         pass
     return shell.found
@@ -97,9 +97,11 @@ class Shell:
         self.run_all(self.parsed(script).children)
 
     def parsed(self, script: str) -> Node:
-        import tree_sitter
-        import tree_sitter_bash
-
+        try:
+            import tree_sitter
+            import tree_sitter_bash
+        except ModuleNotFoundError as error:
+            raise ConfigError(not_installed(error, "scripts")) from None
         parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
         source = script.encode()
         # The parser asks whether time is left where it reads by pieces, and gives nodes their text where it does not.
@@ -133,16 +135,24 @@ class Shell:
         self.variables = before
 
     def _run_list(self, node: Node) -> None:
-        """`left && right`, `left || right`: a command is taken to succeed, and a test may be known."""
+        """`left && right`, `left || right`."""
+        self._status(node)
+
+    def _status(self, node: Node) -> bool | None:
+        """Run a part of a list; whether it succeeds, which a command is taken to do where nothing is known."""
+        if node.type != "list":
+            truth = self.truth(node)
+            if node.type != "test_command":
+                self.run(node)
+                return truth is not False
+            return truth
         left, right = node.named_children[0], node.named_children[-1]
-        wanted = any(child.type == "&&" for child in node.children)
-        if left.type != "test_command":
-            self.run(left)
-        truth = self.truth(left) if left.type == "test_command" else True
-        if truth is None:
+        status = self._status(left)
+        if status is None:
             self.fork(_said(left), lambda: self.run(right), lambda: None)
-        elif truth == wanted:
-            self.run(right)
+        elif status == any(child.type == "&&" for child in node.children):
+            return self._status(right)
+        return status
 
     def _run_if(self, node: Node) -> None:
         self._choose(list(_clauses(node)))
@@ -184,9 +194,7 @@ class Shell:
     def _run_for(self, node: Node) -> None:
         name = node.child_by_field_name("variable")
         body = node.child_by_field_name("body")
-        values = [
-            word for child in node.children_by_field_name("value") for word in self.words(child)
-        ]
+        values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
         if name is None or body is None:
             return
         if all(word.is_known for word in values) and values:
@@ -376,7 +384,11 @@ class Shell:
     def _heredoc(self, body: Node) -> Text:
         start = next(_siblings(body, "heredoc_start"), None)
         quoted = start is not None and _said(start)[:1] in "'\"\\"
-        return literal(_said(body), self.lines(body)) if quoted else self.mixed(body, body.start_byte, body.end_byte)
+        return (
+            literal(_said(body), self.lines(body))
+            if quoted
+            else self.mixed(body, body.start_byte, body.end_byte)
+        )
 
     # Variables.
 
@@ -465,7 +477,9 @@ class Shell:
     def _ansi(self, node: Node) -> Text:
         said = _said(node)[2:-1]
         try:
-            return literal(codecs.decode(said, "unicode_escape") if said.isascii() else said, self.lines(node))
+            return literal(
+                codecs.decode(said, "unicode_escape") if said.isascii() else said, self.lines(node)
+            )
         except UnicodeDecodeError:
             return self.hole(node, _said(node))
 
@@ -516,7 +530,9 @@ class Shell:
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
         named = node.named_children[0] if node.named_children else None
-        operators = [child.type for child in node.children if not child.is_named and child.type not in ("${", "}")]
+        operators = [
+            child.type for child in node.children if not child.is_named and child.type not in ("${", "}")
+        ]
         if named is None:
             return self.hole(node, _said(node))
         name = named.child_by_field_name("name") if named.type == "subscript" else named
@@ -652,7 +668,9 @@ RUN: dict[str, Callable[[Shell, Node], None]] = {
     "variable_assignment": Shell._run_assignment,
     "variable_assignments": Shell._run_children,
     "declaration_command": Shell._run_declaration,
-    "unset_command": lambda shell, node: shell._fill(node, [w for c in node.named_children for w in shell.words(c)]),
+    "unset_command": lambda shell, node: shell._fill(
+        node, [w for c in node.named_children for w in shell.words(c)]
+    ),
     "redirected_statement": Shell._run_redirected,
     "compound_statement": Shell._run_children,
     "do_group": Shell._run_children,
@@ -745,7 +763,9 @@ def _case_item(node: Node) -> tuple[list[str], list[Node]]:
 
 
 def _fits(said: str, pattern: str) -> bool:
-    return said == pattern or (len(pattern) < 256 and pattern.count("*") < 4 and fnmatch.fnmatchcase(said, pattern))
+    return said == pattern or (
+        len(pattern) < 256 and pattern.count("*") < 4 and fnmatch.fnmatchcase(said, pattern)
+    )
 
 
 def _unescaped(said: str) -> str:

@@ -49,13 +49,17 @@ def check(
     parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in judged]
     parts += _notes(reading)
     if any(judgement.unsure for _, judgement in judged):
-        parts.append("nothing is proposed as long as that is unsure; behind -- stands what you start the script with")
+        parts.append(
+            "nothing is proposed as long as that is unsure; behind -- stands what you start the script with"
+        )
         return "\n\n".join(parts), REFUSED
     if not any(judgement.wants for _, judgement in judged):
         return "\n\n".join([*parts, "nothing has to change"]), 0
     after = change.changed(script, [(launch, judgement.wants) for launch, judgement in judged])
     if after is None or not _holds(after, path, given, host, preset):
-        parts.append("no diff: the flags come together in a way that could not be changed here; add them by hand")
+        parts.append(
+            "no diff: the flags come together in a way that could not be changed here; add them by hand"
+        )
     else:
         parts.append(change.diff(script, after, str(path)))
     return "\n\n".join(parts), DIFFERENT
@@ -79,7 +83,10 @@ def _told(launch: Launch, judgement: Judgement, tell: Tell) -> Iterator[str]:
     if judgement.keys is not None:
         yield tell(judgement.keys, judgement.host, printable(judgement.source or ""))
         yield from _beside(launch, judgement)
-    yield from (printable(f"change: {want.flag}{f' {want.value}' if want.value else ''}: {want.why}") for want in judgement.wants)
+    yield from (
+        printable(f"change: {want.flag}{f' {want.value}' if want.value else ''}: {want.why}")
+        for want in judgement.wants
+    )
 
 
 def _holds(after: str, path: Path, given: Sequence[str], host: Host | None, preset: str | None) -> bool:
@@ -102,7 +109,10 @@ def _beside(launch: Launch, judgement: Judgement) -> Iterator[str]:
 
 
 def _notes(reading: Reading) -> list[str]:
-    lines = [f"not read: line {line}: {text}" if line else f"not read: {text}" for line, text in reading.unread.items()]
+    lines = [
+        f"not read: line {line}: {text}" if line else f"not read: {text}"
+        for line, text in reading.unread.items()
+    ]
     if reading.assumed:
         lines.append(f"taken for granted: {', '.join(reading.assumed)}")
     return ["\n".join(map(printable, lines))] if lines else []

@@ -102,7 +102,9 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     found = Judgement(host, unsure=list(_unsure(flags)))
     given = _config(flags.get(CONFIG), reading, path)
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
-    found.told.append(f"starts: train.py of {host.title if host else 'Miles or slime'} (line {launch.line}){only}")
+    found.told.append(
+        f"starts: train.py of {host.title if host else 'Miles or slime'} (line {launch.line}){only}"
+    )
     found.told += list(_loads(flags))
     found.told.append(f"config: {_said(given, flags)}")
     found.told.append(f"called: {_called(flags, given.keys or {})}")
@@ -110,7 +112,11 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     found.told += list(_unread(launch, host))
     if given.source is not None and given.keys is None and not given.missing and preset is None:
         found.unsure.append(f"config: {given.problem}")
-    elif preset is None and given.keys is not None and not any(is_read(key, value) for key, value in given.keys.items()):
+    elif (
+        preset is None
+        and given.keys is not None
+        and not any(is_read(key, value) for key, value in given.keys.items())
+    ):
         found.unsure.append(
             f"config: {given.source} says nothing of a correction; write the key mis: into it, which "
             "`python -m mis_plugins config show tis` prints"
@@ -164,7 +170,11 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
     alone = {name: recorded_flags(name) for name in ("miles", "slime")}
-    only = [name for name, other in (("miles", "slime"), ("slime", "miles")) if flags.keys() & (alone[name] - alone[other])]
+    only = [
+        name
+        for name, other in (("miles", "slime"), ("slime", "miles"))
+        if flags.keys() & (alone[name] - alone[other])
+    ]
     return hosts[only[0]] if len(only) == 1 else None
 
 
@@ -176,7 +186,7 @@ def _unsure(flags: Mapping[str, Flag]) -> Iterator[str]:
                 break
         value = flag.value
         if name in DECIDES - {CONFIG} and value is not None and not value.is_known and name not in SWITCHES:
-            yield f"{name} {_place(flag.word)}: its value is not known: {value.source}"
+            yield f"{name} {_place(flag.word)}: only running the script would tell its value, {value.source}"
 
 
 def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
@@ -186,7 +196,7 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
             continue
         value = flag.value.source
         if value.startswith(OURS):
-            yield f"loads: {name} {value} {_place(flag.value)}: ours"
+            yield f"loads: {name} {value} {_place(flag.value)}: this pack"
         elif name in (TIS, LOSS):
             whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
             yield f"loads: {name} {value} {_place(flag.value)}: {whose}"
@@ -204,7 +214,9 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
     if written is not None:
         text = known(written)
         if text is None:
-            return Given(word.source, None, f"{word.source}: the script writes it, with parts that are not known")
+            return Given(
+                word.source, None, f"{word.source}: the script writes it, with parts that are not known"
+            )
         return _read(word.source, f"{INLINE}{base64.b64encode(text.encode()).decode()}")
     if not word.is_known:
         return Given(word.source, None, f"not known: {word.source} {_place(word)}")
@@ -212,7 +224,9 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
         return _read("FILE", word.text)
     file = _located(word.text, path)
     if file is None:
-        return Given(word.text, None, f"{word.text}: no such file, here or in a folder above the script", True)
+        return Given(
+            word.text, None, f"{word.text}: no such file, here or in a folder above the script", True
+        )
     return _read(str(file), file)
 
 
@@ -267,7 +281,12 @@ def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str
         return
     taken = {flag for record in host.records for flag in recorded_flags(record)}
     for name, flag in flags.items():
-        if flag.word.is_known and name not in taken and not name.startswith("--eval-sglang-") and len(name) > 2:
+        if (
+            flag.word.is_known
+            and name not in taken
+            and not name.startswith("--eval-sglang-")
+            and len(name) > 2
+        ):
             yield f"warning: {name} {_place(flag.word)}: no flag of {host.title} where its parser was recorded"
 
 
@@ -276,7 +295,11 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     switches = {name for name, kind in kinds(host).items() if kind == "switch"} if host else set()
     before: Word | None = None
     for word in launch.words:
-        takes = before is not None and before.text.startswith("--") and before.text[2:].replace("-", "_") not in switches
+        takes = (
+            before is not None
+            and before.text.startswith("--")
+            and before.text[2:].replace("-", "_") not in switches
+        )
         if not word.is_known and not word.text.startswith("--") and not takes:
             yield f"not read: {_place(word)}: {word.source} may give more flags"
         before = word
@@ -284,7 +307,13 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
 
 def _place(word: Word) -> str:
     first, last = word.lines
-    return "(given on the command line, or outside this script)" if not first else f"(line {first})" if first == last else f"(lines {first} to {last})"
+    return (
+        "(given on the command line, or outside this script)"
+        if not first
+        else f"(line {first})"
+        if first == last
+        else f"(lines {first} to {last})"
+    )
 
 
 def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
@@ -318,19 +347,32 @@ def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None
 
 
 def _lacking(
-    needed: Mapping[str, str | None], flags: Mapping[str, Flag], keys: Mapping[str, Any], config: CorrectionConfig
+    needed: Mapping[str, str | None],
+    flags: Mapping[str, Flag],
+    keys: Mapping[str, Any],
+    config: CorrectionConfig,
 ) -> Iterator[Want]:
     for name, value in needed.items():
         flag = flags.get(name)
         if name in SWITCHES:
             if name == "--get-mismatch-metrics" and "--use-tis" in flags and not config.corrects:
-                yield Want(name, None, flags["--use-tis"].word, "the config corrects nothing, and --use-tis needs one that does")
+                yield Want(
+                    name,
+                    None,
+                    flags["--use-tis"].word,
+                    "the config corrects nothing, and --use-tis needs one that does",
+                )
             elif not _switched_on(flags, keys):
                 yield Want(name, None, None, "without it the host never calls the hook")
         elif flag is None:
             yield Want(name, value, None, "the config needs it")
         elif value is not None and (flag.value is None or flag.value.text != value):
-            yield Want(name, value, _replaced(flag), "another function stands there")
+            yield Want(
+                name,
+                value,
+                _replaced(flag),
+                f"the script says {flag.value.source if flag.value else 'no value'} there",
+            )
 
 
 def _replaced(flag: Flag | None) -> Word | None:

@@ -38,7 +38,13 @@ DEEPEST = 32  # calls within one another
 LARGEST = 2**63  # of a number; a power would fill the memory
 LOOPS = 1000  # rounds of one loop
 GIVES_NONE_OF_OURS = ("get_default_wandb_args", "get_mooncake_object_store_args")  # flags of Miles's helpers
-KEEPS = {"strip": str.strip, "rstrip": str.rstrip, "lstrip": str.lstrip, "lower": str.lower, "upper": str.upper}
+KEEPS = {
+    "strip": str.strip,
+    "rstrip": str.rstrip,
+    "lstrip": str.lstrip,
+    "lower": str.lower,
+    "upper": str.upper,
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,9 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: no Python ({error.msg})") from None
     except (RecursionError, MemoryError):
-        raise ConfigError("nested deeper than any launcher; give a shell script that starts train.py") from None
+        raise ConfigError(
+            "nested deeper than any launcher; give a shell script that starts train.py"
+        ) from None
     except ValueError as error:
         if isinstance(error, ConfigError) or type(error) is not ValueError:
             raise
@@ -101,9 +109,7 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
 class Launcher(ast.NodeVisitor):
     """The values of a launcher as far as they are known; visiting a statement reads what it does."""
 
-    def __init__(
-        self, tree: ast.Module, script: str, path: Path, reading: Reading, arguments: Sequence[str]
-    ):
+    def __init__(self, tree: ast.Module, script: str, path: Path, reading: Reading, arguments: Sequence[str]):
         self.tree, self.script, self.path, self.reading = tree, script, path, reading
         self.starts = [0, *_line_ends(script)]
         self.command, self.options = _options(arguments)
@@ -126,8 +132,14 @@ class Launcher(ast.NodeVisitor):
     def commands(self) -> Iterator[Bound]:
         """The launcher's commands, of which the user may name one."""
         bound = [value for value in self.globals.values() if isinstance(value, Bound)]
-        decorated = [one for one in bound if isinstance(one.node, ast.FunctionDef) and one.node.decorator_list]
-        named = [one for one in decorated if one.node.name.replace("_", "-") == (self.command or "").replace("_", "-")]
+        decorated = [
+            one for one in bound if isinstance(one.node, ast.FunctionDef) and one.node.decorator_list
+        ]
+        named = [
+            one
+            for one in decorated
+            if one.node.name.replace("_", "-") == (self.command or "").replace("_", "-")
+        ]
         yield from named or decorated
 
     def visit(self, node: ast.AST) -> Any:
@@ -299,7 +311,9 @@ class Launcher(ast.NodeVisitor):
     def restore(self, state: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
         self.locals.clear()
         self.locals.update(state[0])
-        for record, fields in zip(self.records, state[1], strict=False):  # a branch may make records of its own
+        for record, fields in zip(
+            self.records, state[1], strict=False
+        ):  # a branch may make records of its own
             record.fields.clear()
             record.fields.update(fields)
 
@@ -353,7 +367,9 @@ class Launcher(ast.NodeVisitor):
         if node.attr in owner.fields:
             return owner.fields[node.attr]
         method = self.method(owner, node.attr)
-        is_property = method and any(_name(one) in ("property", "cached_property") for one in method.node.decorator_list)
+        is_property = method and any(
+            _name(one) in ("property", "cached_property") for one in method.node.decorator_list
+        )
         return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
 
     def method(self, owner: Record, name: str) -> Bound | None:
@@ -430,7 +446,11 @@ class Launcher(ast.NodeVisitor):
         return value if abs(value) < LARGEST else self.unknown(node)
 
     def visit_List(self, node: ast.List) -> Any:
-        return self.unknown(node) if any(isinstance(one, ast.Starred) for one in node.elts) else self.all(node.elts)
+        return (
+            self.unknown(node)
+            if any(isinstance(one, ast.Starred) for one in node.elts)
+            else self.all(node.elts)
+        )
 
     def visit_Tuple(self, node: ast.Tuple) -> Any:
         return self.all(node.elts)
@@ -449,7 +469,12 @@ class Launcher(ast.NodeVisitor):
 
     def comprehended(self, node: ast.expr, element: ast.expr, generators: Sequence[ast.comprehension]) -> Any:
         values = self.visit(generators[0].iter)
-        plain = len(generators) == 1 and not generators[0].ifs and isinstance(values, list) and len(values) <= LOOPS
+        plain = (
+            len(generators) == 1
+            and not generators[0].ifs
+            and isinstance(values, list)
+            and len(values) <= LOOPS
+        )
         if not plain:
             return self.unknown(node)
         found = []
@@ -483,7 +508,9 @@ class Launcher(ast.NodeVisitor):
             return self.call(target, given, named)
         return self.foreign(node, _name(node.func), given, named)
 
-    def called_on(self, node: ast.Call, function: ast.Attribute, given: list[Any], named: dict[str, Any]) -> Any:
+    def called_on(
+        self, node: ast.Call, function: ast.Attribute, given: list[Any], named: dict[str, Any]
+    ) -> Any:
         owner = self.visit(function.value)
         name = function.attr
         if isinstance(owner, Record):
@@ -541,11 +568,19 @@ class Launcher(ast.NodeVisitor):
             self.locals, self.returns = outer, returns
             self.depth -= 1
 
-    def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    def parameters(
+        self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]
+    ) -> dict[str, Any]:
         listed = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         found: dict[str, Any] = {}
-        defaults = dict(zip([one.arg for one in node.args.args[::-1]], node.args.defaults[::-1], strict=False))
-        defaults |= {one.arg: value for one, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value}
+        defaults = dict(
+            zip([one.arg for one in node.args.args[::-1]], node.args.defaults[::-1], strict=False)
+        )
+        defaults |= {
+            one.arg: value
+            for one, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            if value
+        }
         for index, parameter in enumerate(listed):
             if index < len(given):
                 found[parameter.arg] = given[index]
@@ -583,7 +618,12 @@ class Launcher(ast.NodeVisitor):
         if BASE_OF_MILES not in bases:
             return {}
         self.reading.assume("SLURM_JOB_NUM_NODES is not set")
-        return {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data", (0, 0))}
+        return {
+            "num_nodes": 1,
+            "cuda_core_dump": False,
+            "extra_env_vars": (),
+            "output_dir": literal("/root/shared_data", (0, 0)),
+        }
 
     def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
         """Fields of a dataclass with their defaults; those of its bases come first."""
@@ -635,7 +675,10 @@ class Launcher(ast.NodeVisitor):
 
     def start(self, node: ast.Call, text: Any) -> None:
         """`execute_train(train_args=...)`, which appends the text to `python3 train.py`."""
-        value = next((one.value for one in node.keywords if one.arg == "train_args"), node.args[0] if node.args else None)
+        value = next(
+            (one.value for one in node.keywords if one.arg == "train_args"),
+            node.args[0] if node.args else None,
+        )
         place = (self.offset(value.lineno, value.col_offset), self.offset(*_end(value))) if value else (0, 0)
         self.launch(node, (Piece("python3 train.py ", lines=_lines(node)), *_text(text)), place)
 
@@ -654,7 +697,9 @@ class Launcher(ast.NodeVisitor):
         for found in bash.launches(command, self.path, self.reading):
             words = tuple(with_places(found.words, text))
             branch = self.branch or found.branch
-            self.found.append(Launch(node.lineno, words, frozenset(self.hosts), place, branch, in_python=True))
+            self.found.append(
+                Launch(node.lineno, words, frozenset(self.hosts), place, branch, in_python=True)
+            )
 
     # Helpers.
 
