@@ -47,7 +47,13 @@ from mis_plugins.shared.provenance import commit
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30)
 SILENT = ("pkill", "sleep", "hf", "torchrun", "nvidia-smi", "huggingface-cli", "rsync")
-QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936}
+QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "vocab_size": 151936,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-4B": QWEN3 | {
         "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -85,7 +91,9 @@ class Launch:
 
     @property
     def title(self) -> str:
-        return " ".join([*(f"{name}={value}" for name, value in self.environment), self.script, *self.arguments])
+        return " ".join(
+            [*(f"{name}={value}" for name, value in self.environment), self.script, *self.arguments]
+        )
 
 
 BLOG = [
@@ -127,7 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(_row(launch, arguments))
         print("{result:<8} {launch}  {said}".format(**rows[-1]), flush=True)
     if arguments.json:
-        sources = {"host": commit(arguments.checkout), "megatron": commit(arguments.megatron), "pack": commit(ROOT)}
+        sources = {
+            "host": commit(arguments.checkout),
+            "megatron": commit(arguments.megatron),
+            "pack": commit(ROOT),
+        }
         arguments.json.write_text(json.dumps({"sources": sources, "rows": rows}, indent=1) + "\n")
     return int(any(row["result"] != "good" for row in rows))
 
@@ -202,9 +214,7 @@ def _changed(launch: Launch, checkout: Path, folder: Path) -> Path:
         code = ours(["config", "check", str(script), *given])
     if code != 1:
         raise RuntimeError(f"config check found nothing to change, and its exit code is {code}")
-    subprocess.run(
-        ["patch", "-p0", "-d/"], input=told.getvalue(), text=True, check=True, capture_output=True
-    )
+    subprocess.run(["patch", "-p0", "-d/"], input=told.getvalue(), text=True, check=True, capture_output=True)
     return script
 
 
@@ -228,7 +238,11 @@ def _judged(launch: Launch, arguments: Namespace, folder: Path, words: list[str]
         timeout=600,
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    kept = [word.replace(str(folder), "FOLDER").replace(str(ROOT), "PACK") for word in words] if launch.ours else []
+    kept = (
+        [word.replace(str(folder), "FOLDER").replace(str(ROOT), "PACK") for word in words]
+        if launch.ours
+        else []
+    )
     return found | {"words": kept}
 
 
@@ -242,7 +256,12 @@ def _weighed(arguments: Namespace, words: list[str]) -> dict[str, Any]:
     equal = all(abs(one - other) <= 1e-6 * abs(other) for one, other in zip(found, expected, strict=True))
     moved = any(abs(one - 1) > 1e-3 for one in found)
     said = f"parsed and validated; weights {[round(one, 4) for one in found]}"
-    return {"result": "good" if equal and moved else "wrong", "said": said, "shape": shape, "oracle": expected}
+    return {
+        "result": "good" if equal and moved else "wrong",
+        "said": said,
+        "shape": shape,
+        "oracle": expected,
+    }
 
 
 def _parsed(arguments: Namespace, words: Sequence[str]) -> Namespace:
@@ -282,6 +301,8 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
     parser.add_argument("--megatron", type=Path, required=True, help="root of the host's Megatron")
     parser.add_argument("--json", type=target, help="write the rows here")
-    parser.add_argument("--parse", action="store_true", help="parse words from the standard input, and no more")
+    parser.add_argument(
+        "--parse", action="store_true", help="parse words from the standard input, and no more"
+    )
     parser.add_argument("--weighs", action="store_true", help="with --parse: call the TIS hook too")
     return parser

@@ -55,12 +55,17 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
 
     Args:
         path: where the script lies; files that it sources are looked for from there.
-        arguments: what the user gives to the script.
+        arguments: what the user starts the script with: NAME=VALUE of its environment, then its own arguments.
 
     Raises:
         ConfigError: the script nests deeper than any launch script does, or the parser of bash is not installed.
     """
-    shell = Shell(path, reading, [Word(one, one, (0, 0)) for one in arguments])
+    given = list(arguments)
+    shell = Shell(path, reading, [])
+    while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
+        name, _, value = given.pop(0).partition("=")
+        shell.variables[name] = literal(value, (0, 0))
+    shell.positional = [Word(one, one, (0, 0)) for one in given]
     try:
         shell.run_text(script)
     except RecursionError:
@@ -448,8 +453,9 @@ class Shell:
             return list(self.positional)
         if inner.type != "expansion":
             return None
-        if _said(inner) == "${@}":
-            return list(self.positional)
+        if _said(inner).startswith(("${@}", "${@:")):
+            first = _said(inner)[4:-1] or "1"
+            return list(self.positional[int(first) - 1 :]) if first.isdigit() and len(first) < 4 else None
         part = next((child for child in inner.named_children if child.type == "subscript"), None)
         name = part and part.child_by_field_name("name")
         if part is None or name is None or len(inner.named_children) > 1 or not _said(part).endswith("[@]"):
@@ -785,8 +791,9 @@ def _word(text: Text, lines: tuple[int, int]) -> Word:
     """A word of a text; one of which a branch gives a part only is not known."""
     branches = {piece.branch for piece in text}
     whole = "".join(HOLE if piece.text is None else piece.text for piece in text)
-    branch = next(iter(branches)) if len(branches) == 1 else None
-    return Word(whole if len(branches) < 2 else HOLE, shown(text), lines, branch)
+    if len(branches) > 1:
+        return Word(HOLE, " or ".join(shown((piece,)) for piece in text), lines)
+    return Word(whole, shown(text), lines, next(iter(branches), None))
 
 
 def _pieces(word: Word) -> Text:

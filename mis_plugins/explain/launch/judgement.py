@@ -16,7 +16,7 @@ from mis_plugins.config.loading import file_of, read_keys
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import is_read
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.words import Launch, Reading, Word, known
+from mis_plugins.explain.launch.words import HOLE, Launch, Reading, Word, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.arguments import kinds, recorded
@@ -27,6 +27,7 @@ CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--cus
 SWITCHES = {"--use-tis": "use_tis", "--get-mismatch-metrics": "get_mismatch_metrics"}
 DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, "--loss-type", "--train-backend"}
 OURS = ("mis_plugins.", "true_on_policy.")
+OUR_LOSS = "mis_plugins.mis.policy_loss"
 HOSTS_OWN = "train_infer_mismatch_helper"
 ABOVE = 6  # folders above a script in which a file of its host is looked for
 NEVER = (
@@ -101,15 +102,17 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     host = asked or _host(launch, flags)
     found = Judgement(host, unsure=list(_unsure(flags)))
     given = _config(flags.get(CONFIG), reading, path)
+    where = f"(line {launch.line})" if launch.line else "(in a file that the script sources)"
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
     found.told.append(
         f"starts: train.py of {host.title if host else 'Miles or slime'} (line {launch.line}){only}"
     )
     found.told += list(_loads(flags))
     found.told.append(f"config: {_said(given, flags)}")
-    found.told.append(f"called: {_called(flags, given.keys or {})}")
-    found.told += list(_unknown_flags(flags, host))
-    found.told += list(_unread(launch, host))
+    unread = list(_unread(launch, host))
+    never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
+    found.told.append(f"called: {_called(flags, given.keys or {}) or never}")
+    found.told += [*_unknown_flags(flags, host), *unread]
     if given.source is not None and given.keys is None and not given.missing and preset is None:
         found.unsure.append(f"config: {given.problem}")
     elif (
@@ -179,6 +182,12 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
 
 
 def _unsure(flags: Mapping[str, Flag]) -> Iterator[str]:
+    loss = _loss(flags)
+    if loss is not None and not loss.startswith(OURS):
+        yield (
+            f"{LOSS} {loss} runs in place of the host's policy loss, which alone calls the TIS hook; whether that loss "
+            "corrects is its own matter"
+        )
     for name, flag in flags.items():
         for word in (flag.word, flag.value):
             if name in DECIDES and word is not None and word.branch:
@@ -254,25 +263,23 @@ def _said(given: Given, flags: Mapping[str, Flag]) -> str:
     return f"{'written in the script' if given.source == 'FILE' else given.source} {_place(word)}"
 
 
-def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str:
-    """Whether the host calls a correction hook; keys of the file win over flags."""
-    if _by_loss_hook(flags):
+def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str | None:
+    """What makes the host call a correction hook, or None; keys of the file win over flags."""
+    if _loss(flags) == OUR_LOSS:
         return f"in each step, by --loss-type custom_loss {_place(flags[LOSS].word)}"
     for flag, key in SWITCHES.items():
         if key in keys and keys[key]:
             return f"in each step, by {key}: true of the config"
         if key not in keys and flag in flags:
             return f"in each step, by {flag} {_place(flags[flag].word)}"
-    return NEVER
+    return None
 
 
-def _by_loss_hook(flags: Mapping[str, Flag]) -> bool:
-    kind = flags.get("--loss-type")
-    return LOSS in flags and kind is not None and kind.value is not None and kind.value.text == "custom_loss"
-
-
-def _switched_on(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> bool:
-    return _by_loss_hook(flags) or _called(flags, keys) != NEVER
+def _loss(flags: Mapping[str, Flag]) -> str | None:
+    """The loss that runs in place of the host's policy loss, which calls the TIS hook."""
+    kind, loss = flags.get("--loss-type"), flags.get(LOSS)
+    custom = kind is not None and kind.value is not None and kind.value.text == "custom_loss"
+    return loss.value.text if custom and loss is not None and loss.value is not None else None
 
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
@@ -300,7 +307,7 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
             and before.text.startswith("--")
             and before.text[2:].replace("-", "_") not in switches
         )
-        if not word.is_known and not word.text.startswith("--") and not takes:
+        if word.text == HOLE and not takes:
             yield f"not read: {_place(word)}: {word.source} may give more flags"
         before = word
 
@@ -324,6 +331,8 @@ def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str
     config = read_keys(keys)
     found.keys, found.source = keys, given.source if keeps else value
     needed = _needed(config, found.host)
+    if _loss(flags) == OUR_LOSS:
+        needed = {name: value for name, value in needed.items() if name not in (TIS, *SWITCHES)}
     found.wants += _lacking(needed, flags, keys, config)
     if not keeps and not _names(flags.get(CONFIG), preset or "tis"):
         why = given.problem or "no config says how to correct"
@@ -362,7 +371,7 @@ def _lacking(
                     flags["--use-tis"].word,
                     "the config corrects nothing, and --use-tis needs one that does",
                 )
-            elif not _switched_on(flags, keys):
+            elif not _called(flags, keys):
                 yield Want(name, None, None, "without it the host never calls the hook")
         elif flag is None:
             yield Want(name, value, None, "the config needs it")
