@@ -4,14 +4,15 @@
     python benchmarks/launches.py --host slime --checkout SLIME --megatron MEGATRON --json launches_slime.json
 
 Launches are our own scripts, and scripts of the host as `config check | patch` changes them. Each script runs with a
-`ray` that submits nothing, so that its words are those of a real job. The host's `parse_args` gets them with the shape of
-the real model on disk, and its validators compare the two. With the arguments that it returns the TIS hook weighs a
-batch, and the weights have to be the oracle's and not 1.
+`ray` that submits nothing, so that its words are those of a real job. The host's `parse_args` gets them with the shape
+of the real model on disk, and its validators compare the two. With the arguments that it returns the TIS hook weighs
+a batch, and the weights have to be the oracle's and not 1.
 
 MEGATRON is the host's Megatron (`benchmarks/in_host/trees.py` names commits). The environment is that of
 `scripts/run-in-host.sh`, with typer and the extra `scripts`; stand-ins replace other packages that are not installed.
+`run-qwen3-4b-true-on-policy.sh` is not among the launches: its flags are those of SGLang's branch sglang-miles.
 
-Exit codes: 0 every launch is parsed and weighs as the oracle; 1 one is refused or weighs otherwise; 2 nothing was tried.
+Exit codes: 0 every launch is parsed and weighs as the oracle; 1 one is refused or weighs otherwise; 2 nothing ran.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import importlib
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -243,7 +245,7 @@ def _judged(launch: Launch, arguments: Namespace, folder: Path, words: list[str]
         if launch.ours
         else []
     )
-    return found | {"words": kept}
+    return found | {"words": shlex.join(kept)}
 
 
 def _weighed(arguments: Namespace, words: list[str]) -> dict[str, Any]:

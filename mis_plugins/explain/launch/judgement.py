@@ -100,13 +100,12 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     """
     flags = _flags(launch.words)
     host = asked or _host(launch, flags)
-    found = Judgement(host, unsure=list(_unsure(flags)))
+    found = Judgement(host, unsure=list(_unsure(launch, flags)))
     given = _config(flags.get(CONFIG), reading, path)
     where = f"(line {launch.line})" if launch.line else "(in a file that the script sources)"
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
-    found.told.append(
-        f"starts: train.py of {host.title if host else 'Miles or slime'} (line {launch.line}){only}"
-    )
+    title = host.title if host else "Miles or slime"
+    found.told.append(f"starts: train.py of {title} {where}{only}")
     found.told += list(_loads(flags))
     found.told.append(f"config: {_said(given, flags)}")
     unread = list(_unread(launch, host))
@@ -181,7 +180,10 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     return hosts[only[0]] if len(only) == 1 else None
 
 
-def _unsure(flags: Mapping[str, Flag]) -> Iterator[str]:
+def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
+    for word in launch.words:
+        if not word.is_known and any(flag in word.source for flag in DECIDES):
+            yield f"{_place(word)}: one of {word.source}"
     loss = _loss(flags)
     if loss is not None and not loss.startswith(OURS):
         yield (
