@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from host_arguments import STOOD_IN
 from host_checkout import stand_in_for_missing_packages
+from in_host.weighing import weights
 from provenance import parser_of, target
 
 from mis_plugins.shared.provenance import commit
@@ -210,6 +211,8 @@ def _changed(launch: Launch, checkout: Path, folder: Path) -> Path:
     tree = folder / "host"
     shutil.copytree(checkout, tree, ignore=shutil.ignore_patterns(".git", "tests", "docs", "docker"))
     script = tree / launch.script
+    # slime's own example names the folder of its image.
+    script.write_text(script.read_text().replace("/root/slime/", f"{tree}/"))
     told = io.StringIO()
     given = ["--", *launch.arguments] if launch.arguments else []
     with redirect_stdout(told):
@@ -254,7 +257,8 @@ def _weighed(arguments: Namespace, words: list[str]) -> dict[str, Any]:
     shape = {name: getattr(args, name, None) for name in ("hidden_size", "num_layers", "rotary_base")}
     if not arguments.weighs:
         return {"result": "good", "said": "parsed and validated", "shape": shape}
-    found, expected = _weights(args)
+    sys.path.append(str(ROOT / "tests" / "support"))
+    found, expected = weights(args)
     equal = all(abs(one - other) <= 1e-6 * abs(other) for one, other in zip(found, expected, strict=True))
     moved = any(abs(one - 1) > 1e-3 for one in found)
     said = f"parsed and validated; weights {[round(one, 4) for one in found]}"
@@ -276,25 +280,6 @@ def _parsed(arguments: Namespace, words: Sequence[str]) -> Namespace:
     sys.argv = ["train.py", *words]
     with redirect_stdout(sys.stderr):
         return importlib.import_module(f"{arguments.host}.utils.arguments").parse_args()
-
-
-def _weights(args: Namespace) -> tuple[list[float], list[float]]:
-    """The weights of the hook that the arguments name, and the oracle's."""
-    sys.path.append(str(ROOT / "tests" / "support"))
-    import oracle
-    from batches import ratio_batch
-    from drive import one_rank
-
-    from mis_plugins.config.reading import from_args
-    from mis_plugins.config.writing import as_mapping
-
-    batch = ratio_batch([[0.6, 1.5], [1.2], [0.9, 1.9]])
-    module, _, name = args.custom_tis_function_path.rpartition(".")
-    hook = getattr(importlib.import_module(module), name)
-    loss, _, _ = hook(args=args, **batch.hook_kwargs(), parallel_state=one_rank())
-    config = {name: value for name, value in as_mapping(from_args(args)).items() if value is not None}
-    expected = [weight for row in oracle.correct(batch.samples, config).weights for weight in row]
-    return (loss / batch.pg_loss()).tolist(), expected
 
 
 def _parser() -> ArgumentParser:

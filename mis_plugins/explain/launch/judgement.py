@@ -207,7 +207,7 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
             continue
         value = flag.value.source
         if value.startswith(OURS):
-            yield f"loads: {name} {value} {_place(flag.value)}: this pack"
+            yield f"loads: {name} {value} {_place(flag.value)}: a hook of this pack"
         elif name in (TIS, LOSS):
             whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
             yield f"loads: {name} {value} {_place(flag.value)}: {whose}"
