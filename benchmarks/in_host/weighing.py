@@ -23,5 +23,10 @@ def weights(args: Namespace) -> tuple[list[float], list[float]]:
     hook = getattr(importlib.import_module(module), name)
     loss, _, _ = hook(args=args, **batch.hook_kwargs(), parallel_state=one_rank())
     config = {name: value for name, value in as_mapping(from_args(args)).items() if value is not None}
-    expected = [weight for row in oracle.correct(batch.samples, config).weights for weight in row]
+    corrected = oracle.correct(batch.samples, config)
+    expected = [
+        weight if kept else 0.0
+        for row, keep in zip(corrected.weights, corrected.keep, strict=True)
+        for weight, kept in zip(row, keep, strict=True)
+    ]
     return (loss / batch.pg_loss()).tolist(), expected

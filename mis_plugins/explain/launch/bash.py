@@ -7,7 +7,6 @@ both ways, and what only one way gives is marked with the condition.
 from __future__ import annotations
 
 import codecs
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,23 @@ from typing import TYPE_CHECKING
 from mis_plugins.config.file import text_of
 from mis_plugins.config.loading import file_of
 from mis_plugins.errors import ConfigError, UserError
+from mis_plugins.explain.launch.fields import (
+    Value,
+    as_words,
+    cost,
+    echoed,
+    fields,
+    fits_pattern,
+    formatted,
+    joined_words,
+    named_hosts,
+    spaced,
+    text_of_word,
+    unescaped,
+    unescaped_in_quotes,
+    word_of,
+)
 from mis_plugins.explain.launch.words import (
-    HOLE,
     Launch,
     Piece,
     Reading,
@@ -35,7 +49,6 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 DEEPEST = 64  # functions, sourced files and evaluated texts within one another
-Value = Text | list[Word]  # of a variable, of an array
 PRINTS = ("echo", "printf", "cat", "tee")
 ASKS_PROCESSES = ("pkill", "pgrep", "grep", "ps", "kill")
 OUR_PATH = (["-m", "mis_plugins", "config", "path"], ["mis-plugins", "config", "path"])
@@ -181,7 +194,7 @@ class Shell:
         said = known(value)
         clauses = [_case_item(item) for item in node.named_children if item.type == "case_item"]
         if said is not None:
-            fitting = (body for patterns, body in clauses if any(_fits(said, one) for one in patterns))
+            fitting = (body for patterns, body in clauses if any(fits_pattern(said, one) for one in patterns))
             self.run_all(next(fitting, []))
             return
         self._cases(shown(value), clauses)
@@ -253,7 +266,7 @@ class Shell:
             elif isinstance(left, tuple) and isinstance(right, tuple):
                 both[name] = joined(left, right, label)
             else:
-                both[name] = _joined_words(_as_words(left), _as_words(right), label)
+                both[name] = joined_words(as_words(left), as_words(right), label)
             self.reading.spend(len(both[name]))
         return both
 
@@ -302,7 +315,7 @@ class Shell:
         arguments = node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if _said(child) not in ('"$@"', "$@")]
         place = (0, 0) if self.elsewhere else (ends[-1], ends[-1])
-        self.found.append(Launch(self.line(node), given, _named(words), place, self.branch))
+        self.found.append(Launch(self.line(node), given, named_hosts(words), place, self.branch))
 
     def _exit(self, node: Node, words: list[Word]) -> None:
         self.reading.ended = f": the script exits in line {self.line(node)}"
@@ -384,7 +397,7 @@ class Shell:
                 return self._heredoc(body)
             file = words[1].source if len(words) == 2 else ""
             return self.reading.files.get(file, self.hole(node, _said(node)))
-        return _formatted(words[1:]) if name == "printf" else _echoed(words[1:])
+        return formatted(words[1:]) if name == "printf" else echoed(words[1:])
 
     def _heredoc(self, body: Node) -> Text:
         start = next(_siblings(body, "heredoc_start"), None)
@@ -418,10 +431,10 @@ class Shell:
     def _assign(self, name: str, value: Value, adds: bool) -> None:
         before = self.variables.get(name, ()) if adds else ()
         if isinstance(before, list) or isinstance(value, list):
-            whole: Value = [*_as_words(before), *_as_words(value)]
+            whole: Value = [*as_words(before), *as_words(value)]
         else:
             whole = before + value
-        self.reading.spend(1 + _cost(whole))
+        self.reading.spend(1 + cost(whole))
         self.variables[name] = whole
 
     # Words and texts.
@@ -432,15 +445,15 @@ class Shell:
             return []
         listed = self._listed(node)
         if listed is not None:
-            self.reading.spend(1 + _cost(listed))
+            self.reading.spend(1 + cost(listed))
             return listed
         text = self.text(node)
         if node.type in ("simple_expansion", "expansion", "command_substitution"):
-            return _fields(text)
+            return fields(text)
         return [self._word(node, text)]
 
     def _word(self, node: Node, text: Text) -> Word:
-        word = _word(text, self.lines(node))
+        word = word_of(text, self.lines(node))
         alone = None if self.elsewhere else (node.start_byte, node.end_byte)
         return replace(word, source=word.source or _said(node), span=alone, lines=self.lines(node))
 
@@ -465,7 +478,7 @@ class Shell:
         value = self.variables.get(_said(name))
         if value is None:
             return [self._word(inner, self.hole(inner, _said(inner)))]
-        return list(value) if isinstance(value, list) else _fields(value)
+        return list(value) if isinstance(value, list) else fields(value)
 
     def text(self, node: Node) -> Text:
         self.reading.spend()
@@ -475,7 +488,7 @@ class Shell:
         return self.hole(node, _said(node))
 
     def _plain(self, node: Node) -> Text:
-        return literal(_unescaped(_said(node)), self.lines(node))
+        return literal(unescaped(_said(node)), self.lines(node))
 
     def _raw(self, node: Node) -> Text:
         return literal(_said(node)[1:-1], self.lines(node))
@@ -503,7 +516,7 @@ class Shell:
 
         def plain(upto: int) -> None:
             said = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
-            parts.append(literal(_unescaped_in_quotes(said) if quoted else said, self.lines(node)))
+            parts.append(literal(unescaped_in_quotes(said) if quoted else said, self.lines(node)))
 
         for child in node.named_children:
             if child.type in ("string_content", "heredoc_content"):
@@ -513,7 +526,7 @@ class Shell:
             place = child.end_byte
         plain(end)
         text = tuple(piece for part in parts for piece in part)
-        self.reading.spend(1 + _cost(text))
+        self.reading.spend(1 + cost(text))
         return text
 
     def _expanded(self, node: Node) -> Text:
@@ -522,16 +535,16 @@ class Shell:
 
     def _valued(self, node: Node, name: str) -> Text:
         if name in ("@", "*"):
-            return _spaced(self.positional)
+            return spaced(self.positional)
         if name == "0":
             return literal(str(self.path), (0, 0))
         if name.isdigit():
             at = self.positional[int(name) - 1 :] if len(name) < 4 else []
-            return _pieces(at[0]) if at else self.hole(node, _said(node))
+            return text_of_word(at[0]) if at else self.hole(node, _said(node))
         value = self.variables.get(name)
         if value is None:
             return self.hole(node, _said(node))
-        return _spaced(value) if isinstance(value, list) else value
+        return spaced(value) if isinstance(value, list) else value
 
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
@@ -587,7 +600,7 @@ class Shell:
         if name == "dirname" and len(given) == 1 and given[0].is_known:
             return literal(str(Path(given[0].text).parent), given[0].lines)
         if name in ("realpath", "readlink") and given and given[-1].is_known:
-            return _pieces(given[-1])
+            return text_of_word(given[-1])
         return self._ours(node, words) or self.printed(node)
 
     def _entered(self, node: Node) -> Text | None:
@@ -595,7 +608,7 @@ class Shell:
         body = node.child_by_field_name("body") if node.type == "redirected_statement" else node
         words = self.command_words(body) if body is not None and body.type == "command" else []
         given = [word for word in words[1:] if word.text not in ("--", "-P")]
-        return _pieces(given[0]) if words and words[0].text == "cd" and len(given) == 1 else None
+        return text_of_word(given[0]) if words and words[0].text == "cd" and len(given) == 1 else None
 
     def _ours(self, node: Node, words: list[Word]) -> Text | None:
         """`python -m mis_plugins config path NAME`: the file of a preset."""
@@ -655,7 +668,7 @@ class Shell:
         one, other = known(self.text(left)), known(self.text(right))
         if one is None or other is None or operator not in ("=", "==", "!="):
             return None
-        return _fits(one, other) == (operator != "!=")
+        return fits_pattern(one, other) == (operator != "!=")
 
     def _unary(self, node: Node) -> bool | None:
         operator = _said(node.children[0])
@@ -766,97 +779,3 @@ def _case_item(node: Node) -> tuple[list[str], list[Node]]:
     close = next((i for i, child in enumerate(node.children) if child.type == ")"), 0)
     patterns = [_said(child).strip("'\"") for child in node.children[:close] if child.is_named]
     return patterns, [child for child in node.children[close:] if child.is_named]
-
-
-def _fits(said: str, pattern: str) -> bool:
-    return said == pattern or (
-        len(pattern) < 256 and pattern.count("*") < 4 and fnmatch.fnmatchcase(said, pattern)
-    )
-
-
-def _unescaped(said: str) -> str:
-    """A word without the backslashes that quote one letter."""
-    letters = iter(said)
-    return "".join(next(letters, "") if letter == "\\" else letter for letter in letters).replace("\n", "")
-
-
-def _unescaped_in_quotes(said: str) -> str:
-    """Text of double quotes, where a backslash quotes a few letters only."""
-    for letter in '"$`':
-        said = said.replace(f"\\{letter}", letter)
-    return said.replace("\\\n", "").replace("\\\\", "\\")
-
-
-def _word(text: Text, lines: tuple[int, int]) -> Word:
-    """A word of a text; one of which a branch gives a part only is not known."""
-    branches = {piece.branch for piece in text}
-    whole = "".join(HOLE if piece.text is None else piece.text for piece in text)
-    if len(branches) > 1:
-        return Word(HOLE, " or ".join(shown((piece,)) for piece in text), lines)
-    return Word(whole, shown(text), lines, next(iter(branches), None))
-
-
-def _pieces(word: Word) -> Text:
-    """The text of a word."""
-    if word.is_known:
-        return (Piece(word.text, lines=word.lines, branch=word.branch),) if word.text else ()
-    return (Piece(None, word.source, word.lines, word.branch),)
-
-
-def _spaced(words: Sequence[Word]) -> Text:
-    pieces = [piece for word in words for piece in (*_pieces(word), Piece(" ", lines=word.lines))]
-    return tuple(pieces[:-1])
-
-
-def _fields(text: Text) -> list[Word]:
-    """The words of a text, cut at blanks."""
-    fields: list[list[Piece]] = [[]]
-    for piece in text:
-        if piece.text is None:
-            fields[-1].append(piece)
-            continue
-        first, *more = piece.text.replace("\t", " ").replace("\n", " ").split(" ")
-        fields[-1] += [replace(piece, text=first)] if first else []
-        fields += [[replace(piece, text=part)] if part else [] for part in more]
-    return [_word(tuple(field), field[0].lines) for field in fields if field]
-
-
-def _as_words(value: Value) -> list[Word]:
-    return value if isinstance(value, list) else _fields(value)
-
-
-def _joined_words(one: list[Word], other: list[Word], label: str) -> list[Word]:
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    left = [replace(word, branch=word.branch or label) for word in one[count:]]
-    right = [replace(word, branch=word.branch or f"not: {label}") for word in other[count:]]
-    return one[:count] + left + right
-
-
-def _cost(value: Text | list[Word]) -> int:
-    return sum(1 + len(part.text or "") for part in value)
-
-
-def _echoed(words: Sequence[Word]) -> Text:
-    given = [word for word in words if word.text not in ("-e", "-n")]
-    return (*_spaced(given), Piece("\n"))
-
-
-def _formatted(words: Sequence[Word]) -> Text:
-    """`printf FORMAT ARGUMENT ...` with %s alone."""
-    if not words or not words[0].is_known or words[0].text.startswith("-"):
-        return (Piece(None, " ".join(word.source for word in words)),)
-    arguments = iter(words[1:])
-    parts = words[0].text.replace("\\n", "\n").replace("%d", "%s").split("%s")
-    pieces: list[Piece] = [Piece(parts[0])]
-    for part in parts[1:]:
-        word = next(arguments, None)
-        pieces += [*(_pieces(word) if word else ()), Piece(part)]
-    return tuple(pieces)
-
-
-def _named(words: Iterable[Word]) -> frozenset[str]:
-    """Hosts whose folder a command names."""
-    parts = {part.lower() for word in words for part in word.source.replace(":", "/").split("/")}
-    return frozenset(host for host in ("miles", "slime") if host in parts)

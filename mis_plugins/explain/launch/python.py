@@ -10,13 +10,28 @@ import ast
 import base64
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.config.file import INLINE
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch.values import (
+    ARITHMETIC,
+    LARGEST,
+    Bound,
+    Record,
+    Unknown,
+    any_of,
+    compared,
+    equal,
+    quoted_text,
+    shown_value,
+    stripped,
+    text_of_value,
+    truth_of,
+    typed,
+)
 from mis_plugins.explain.launch.words import (
     COMMAND_LINE,
     HOLE,
@@ -35,7 +50,6 @@ from mis_plugins.explain.launch.words import (
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 BASE_OF_MILES = "ExecuteTrainConfig"
 DEEPEST = 32  # calls within one another
-LARGEST = 2**63  # of a number; a power would fill the memory
 LOOPS = 1000  # rounds of one loop
 GIVES_NONE_OF_OURS = ("get_default_wandb_args", "get_mooncake_object_store_args")  # flags of Miles's helpers
 KEEPS = {
@@ -45,29 +59,6 @@ KEEPS = {
     "lower": str.lower,
     "upper": str.upper,
 }
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """A value that only running the launcher would tell."""
-
-    source: str
-    line: int
-
-
-@dataclass
-class Record:
-    """An object of a dataclass of the launcher."""
-
-    fields: dict[str, Any]
-    node: ast.ClassDef | None
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A function or class of the launcher."""
-
-    node: ast.FunctionDef | ast.ClassDef
 
 
 class _Raised(Exception):
@@ -201,7 +192,7 @@ class Launcher(ast.NodeVisitor):
             self.locals[target.value.id] = self.unknown(target)
 
     def visit_If(self, node: ast.If) -> None:
-        truth = _truth(self.visit(node.test))
+        truth = truth_of(self.visit(node.test))
         if truth is None:
             self.fork(self.said(node.test), lambda: self.block(node.body), lambda: self.block(node.orelse))
         else:
@@ -227,11 +218,11 @@ class Launcher(ast.NodeVisitor):
         if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
             return True
         if isinstance(pattern, ast.MatchValue):
-            return _equal(subject, self.visit(pattern.value))
+            return equal(subject, self.visit(pattern.value))
         if isinstance(pattern, ast.MatchSingleton):
-            return _equal(subject, pattern.value)
+            return equal(subject, pattern.value)
         if isinstance(pattern, ast.MatchOr):
-            return _any([self.fits(subject, one) for one in pattern.patterns])
+            return any_of([self.fits(subject, one) for one in pattern.patterns])
         if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list):
             if len(subject) != len(pattern.patterns):
                 return False
@@ -335,7 +326,7 @@ class Launcher(ast.NodeVisitor):
         if isinstance(one, tuple) and isinstance(other, tuple):
             return self.paid(joined(one, other, branch))
         if isinstance(one, list) and isinstance(other, list) and one[: len(other)] == other:
-            return other + [under(_text(item), branch) for item in one[len(other) :]]
+            return other + [under(text_of_value(item), branch) for item in one[len(other) :]]
         return Unknown(f"a value that depends on {branch}", 0)
 
     # Expressions.
@@ -348,12 +339,12 @@ class Launcher(ast.NodeVisitor):
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> Text:
         parts = [self.visit(part) for part in node.values]
-        return self.paid(tuple(piece for part in parts for piece in _text(part)))
+        return self.paid(tuple(piece for part in parts for piece in text_of_value(part)))
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> Text:
         value = self.visit(node.value)
         plain = node.format_spec is None and node.conversion == -1
-        return _text(value, _lines(node)) if plain else _text(self.unknown(node.value))
+        return text_of_value(value, _lines(node)) if plain else text_of_value(self.unknown(node.value))
 
     def visit_Name(self, node: ast.Name) -> Any:
         if node.id in self.locals:
@@ -390,7 +381,7 @@ class Launcher(ast.NodeVisitor):
                 yield from self.lineage(found.node, depth + 1)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
-        truth = _truth(self.visit(node.test))
+        truth = truth_of(self.visit(node.test))
         if truth is None:
             return self.either(self.visit(node.body), self.visit(node.orelse), self.said(node.test))
         return self.visit(node.body if truth else node.orelse)
@@ -400,14 +391,14 @@ class Launcher(ast.NodeVisitor):
         values: list[Any] = []
         for part in node.values:
             values.append(self.visit(part))
-            truth = _truth(values[-1])
+            truth = truth_of(values[-1])
             if truth is decides:
-                return values[-1] if not any(_truth(value) is None for value in values) else decides
-        return values[-1] if not any(_truth(value) is None for value in values) else self.unknown(node)
+                return values[-1] if not any(truth_of(value) is None for value in values) else decides
+        return values[-1] if not any(truth_of(value) is None for value in values) else self.unknown(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         value = self.visit(node.operand)
-        truth = _truth(value)
+        truth = truth_of(value)
         if isinstance(node.op, ast.Not):
             return self.unknown(node) if truth is None else not truth
         is_number = isinstance(value, int | float) and isinstance(node.op, ast.USub)
@@ -417,7 +408,7 @@ class Launcher(ast.NodeVisitor):
         if len(node.ops) != 1:
             return self.unknown(node)
         one, other = self.visit(node.left), self.visit(node.comparators[0])
-        found = _compared(one, node.ops[0], other)
+        found = compared(one, node.ops[0], other)
         return self.unknown(node) if found is None else found
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
@@ -429,9 +420,9 @@ class Launcher(ast.NodeVisitor):
             return one + other
         if isinstance(one, tuple) or isinstance(other, tuple):
             if isinstance(operator, ast.Add):
-                return self.paid(_text(one) + _text(other))
+                return self.paid(text_of_value(one) + text_of_value(other))
             if isinstance(operator, ast.Div):  # of paths
-                return self.paid((*_text(one), Piece("/"), *_text(other)))
+                return self.paid((*text_of_value(one), Piece("/"), *text_of_value(other)))
             return self.unknown(node)
         return self.number(node, one, operator, other)
 
@@ -484,7 +475,7 @@ class Launcher(ast.NodeVisitor):
         return found
 
     def visit_Dict(self, node: ast.Dict) -> Any:
-        keys = [None if key is None else known(_text(self.visit(key))) for key in node.keys]
+        keys = [None if key is None else known(text_of_value(self.visit(key))) for key in node.keys]
         values = self.all(node.values)
         return self.unknown(node) if None in keys else dict(zip(keys, values, strict=True))
 
@@ -493,7 +484,7 @@ class Launcher(ast.NodeVisitor):
         if isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
             return owner[key]
         if isinstance(owner, dict):
-            return owner.get(known(_text(key)), self.unknown(node))
+            return owner.get(known(text_of_value(key)), self.unknown(node))
         return self.unknown(node)
 
     # Calls.
@@ -531,20 +522,20 @@ class Launcher(ast.NodeVisitor):
         """A method of a text or of a path."""
         said = known(owner)
         if name == "join" and given and isinstance(given[0], list) and said is not None:
-            parts = [piece for one in given[0] for piece in (*_text(one), Piece(said))]
+            parts = [piece for one in given[0] for piece in (*text_of_value(one), Piece(said))]
             return self.paid(tuple(parts[:-1]))
         if name == "write_text" and given:
             self.write(owner, given[0])
         if name in KEEPS and not given and (said is not None or name == "strip"):
-            return self.paid(_changed(owner, KEEPS[name]))
+            return self.paid(stripped(owner, KEEPS[name]))
         if name in ("startswith", "endswith") and said is not None and given:
             other = known(given[0]) if isinstance(given[0], tuple) else None
             return self.unknown(node) if other is None else getattr(said, name)(other)
         return self.unknown(node)
 
     def write(self, path: Any, value: Any) -> None:
-        before = self.reading.files.get(_shown(path), ())
-        self.reading.files[_shown(path)] = self.paid(before + _text(value))
+        before = self.reading.files.get(shown_value(path), ())
+        self.reading.files[shown_value(path)] = self.paid(before + text_of_value(value))
 
     def call(self, bound: Bound, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         if isinstance(bound.node, ast.ClassDef):
@@ -656,7 +647,7 @@ class Launcher(ast.NodeVisitor):
             if name not in fields and negated in fields and said is None:
                 found[negated] = False
             elif name in fields:
-                found[name] = _typed(said, fields[name])
+                found[name] = typed(said, fields[name])
             elif known_base:
                 raise ConfigError(f"--{option}: no option of the launcher ({', '.join(fields)})")
         return found
@@ -680,14 +671,14 @@ class Launcher(ast.NodeVisitor):
             node.args[0] if node.args else None,
         )
         place = (self.offset(value.lineno, value.col_offset), self.offset(*_end(value))) if value else (0, 0)
-        self.launch(node, (Piece("python3 train.py ", lines=_lines(node)), *_text(text)), place)
+        self.launch(node, (Piece("python3 train.py ", lines=_lines(node)), *text_of_value(text)), place)
 
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
         if isinstance(command, list):
-            words = [_text(one) for one in command if isinstance(one, tuple)]
+            words = [text_of_value(one) for one in command if isinstance(one, tuple)]
             if any(is_train(known(word) or "") for word in words):
-                quoted = [piece for word in words for piece in (*_quoted(word), Piece(" "))]
+                quoted = [piece for word in words for piece in (*quoted_text(word), Piece(" "))]
                 self.launch(node, tuple(quoted), (0, 0))
         elif any(is_train(part) for piece in command for part in (piece.text or "").split()):
             self.launch(node, command, (0, 0))
@@ -757,107 +748,9 @@ def _options(arguments: Sequence[str]) -> tuple[str | None, dict[str, str | None
     return command, found
 
 
-def _typed(said: str | None, default: ast.expr | None) -> Any:
-    plain = default.value if isinstance(default, ast.Constant) else None
-    if said is None:
-        return True
-    if isinstance(plain, int | float) and not isinstance(plain, bool):
-        return type(plain)(said)
-    return literal(said, (COMMAND_LINE, COMMAND_LINE))
-
-
-def _text(value: Any, lines: tuple[int, int] = (COMMAND_LINE, COMMAND_LINE)) -> Text:
-    """A value as an f-string shows it."""
-    if isinstance(value, tuple):
-        return value
-    if isinstance(value, Unknown):
-        return (Piece(None, value.source, (value.line, value.line)),)
-    if value is None or isinstance(value, bool | int | float):
-        return literal(str(value), lines)
-    return (Piece(None, "a value that is no text", lines),)
-
-
-def _shown(value: Any) -> str:
-    return "".join(piece.source if piece.text is None else piece.text for piece in _text(value))
-
-
-def _quoted(text: Text) -> Text:
-    """A word as a shell would have to be given it."""
-    return (Piece("'"), *text, Piece("'"))
-
-
-def _changed(text: Text, change: Callable[[str], str]) -> Text:
-    """A text whose parts are all known, or whose ends are, without blanks around it."""
-    said = known(text)
-    lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
-    if said is not None:
-        return literal(change(said), lines)
-    first, *middle, last = text if len(text) > 1 else (*text, Piece(""))
-    ends = [
-        Piece(piece.text and cut(piece.text), piece.source, piece.lines, piece.branch)
-        for piece, cut in ((first, str.lstrip), (last, str.rstrip))
-    ]
-    return (ends[0], *middle, ends[1])
-
-
-def _truth(value: Any) -> bool | None:
-    """Whether a value counts as true; None where it is not known."""
-    if isinstance(value, tuple):
-        said = known(value)
-        sure = any(piece.text and not piece.branch for piece in value)
-        return True if sure else None if said is None else said != ""
-    if value is None or isinstance(value, bool | int | float | list | dict):
-        return bool(value)
-    return None
-
-
-def _equal(one: Any, other: Any) -> bool | None:
-    if isinstance(one, Unknown | Record) or isinstance(other, Unknown | Record):
-        return None
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        left, right = known(one), known(other)
-        return None if left is None or right is None else left == right
-    return type(one) is type(other) and one == other
-
-
-def _any(found: Sequence[bool | None]) -> bool | None:
-    return True if True in found else None if None in found else False
-
-
-def _compared(one: Any, operator: ast.cmpop, other: Any) -> bool | None:
-    if isinstance(operator, ast.Eq | ast.Is):
-        return _equal(one, other)
-    if isinstance(operator, ast.NotEq | ast.IsNot):
-        found = _equal(one, other)
-        return None if found is None else not found
-    if isinstance(operator, ast.In | ast.NotIn) and isinstance(other, list | dict):
-        keys = [literal(key, (0, 0)) for key in other] if isinstance(other, dict) else other
-        found = _any([_equal(one, key) for key in keys])
-        return None if found is None else found == isinstance(operator, ast.In)
-    compare = ORDER.get(type(operator))
-    numbers = all(isinstance(value, int | float) for value in (one, other))
-    return compare(one, other) if compare and numbers else None
-
-
-ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: lambda one, other: one < other,
-    ast.LtE: lambda one, other: one <= other,
-    ast.Gt: lambda one, other: one > other,
-    ast.GtE: lambda one, other: one >= other,
-}
-ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: lambda one, other: one + other,
-    ast.Sub: lambda one, other: one - other,
-    ast.Mult: lambda one, other: one * other,
-    ast.Div: lambda one, other: one / other,
-    ast.FloorDiv: lambda one, other: one // other,
-    ast.Mod: lambda one, other: one % other,
-}
-
-
 def _encoded(launcher: Launcher, node: ast.Call, given: list[Any], named: dict[str, Any]) -> Any:
     """Miles's `encode_pseudo_file`: a path that holds the text of a file."""
-    text = _text(given[0]) if given else ()
+    text = text_of_value(given[0]) if given else ()
     said = known(text)
     if said is None:
         return (Piece(INLINE, lines=_lines(node)), Piece(None, launcher.said(node), _lines(node)))
@@ -876,16 +769,16 @@ def _from_environment(launcher: Launcher, node: ast.Call, given: list[Any], name
 
 
 def _same(launcher: Launcher, node: ast.Call, given: list[Any], named: dict[str, Any]) -> Any:
-    return launcher.paid(_text(given[0])) if given else launcher.unknown(node)
+    return launcher.paid(text_of_value(given[0])) if given else launcher.unknown(node)
 
 
 def _dedented(launcher: Launcher, node: ast.Call, given: list[Any], named: dict[str, Any]) -> Any:
-    said = known(_text(given[0])) if given else None
+    said = known(text_of_value(given[0])) if given else None
     return launcher.unknown(node) if said is None else literal(textwrap.dedent(said), _lines(node))
 
 
 def _quote(launcher: Launcher, node: ast.Call, given: list[Any], named: dict[str, Any]) -> Any:
-    return launcher.paid(_quoted(_text(given[0]))) if given else launcher.unknown(node)
+    return launcher.paid(quoted_text(text_of_value(given[0]))) if given else launcher.unknown(node)
 
 
 def _opened(launcher: Launcher, node: ast.Call, given: list[Any], named: dict[str, Any]) -> Any:
