@@ -166,7 +166,7 @@ def _started(launch: Launch, arguments: Namespace, folder: Path) -> list[str]:
     environment = dict(launch.environment) | {
         "MILES_DIR": str(checkout), "SLIME_DIR": str(checkout), "MEGATRON_DIR": str(arguments.megatron.resolve()),
         "MODEL_DIR": str(folder / "models"), "SAVE_DIR": str(folder / "runs"), "DATA_DIR": str(folder / "data"),
-        "LOAD_DIR": str(folder / "step-300"), "HOME": str(folder), "WANDB_KEY": "key",
+        "LOAD_DIR": str(folder / "step-300"), "HOME": str(folder), "WANDB_KEY": "key", "WANDB_API_KEY": "key",
         "PATH": f"{stubs}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }  # fmt: skip
     script = ROOT / "scripts" / launch.script if launch.ours else _changed(launch, checkout, folder)
