@@ -63,6 +63,7 @@ setup(
         ],
         "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
+        "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
         "browser": ["playwright"],  # drives a Chromium that is installed, in the tests of the report's page
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"
@@ -88,6 +89,8 @@ setup(
             "pydantic",  # arguments of a newer Miles, in tests
             "ruff",
             "pyright[nodejs]",
+            "tree-sitter",
+            "tree-sitter-bash",
             "triton; platform_system == 'Linux'",  # interprets Megatron-core's kernels on CPU
         ],
     },

@@ -4,13 +4,15 @@
     python -m mis_plugins config show verl-decoupled-geo-rs
     python -m mis_plugins config check FILE.yaml
     python -m mis_plugins config check - < FILE.yaml
+    python -m mis_plugins config check run.sh > run.patch
     python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
     python -m mis_plugins config suggest DUMPS
     python -m mis_plugins report DUMPS
     python -m mis_plugins hosts check CHECKOUT
 
-Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
-interrupted; 141 nobody reads what it prints; 143 ended by SIGTERM.
+Exit codes: 0 it is good; 1 lines of a launch script have to change, or a host has moved and is still served; 2 it is not
+good, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130 interrupted; 141 nobody reads what
+it prints; 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ from mis_plugins.config.docs import header
 from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
 from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import UserError
+from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
+from mis_plugins.explain.launch import command as launch
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
 from mis_plugins.hosts import conflicts, denominator_checks, ownership
@@ -54,7 +57,9 @@ LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 the config is good, 2 it is not."""
-    arguments = _parser().parse_args(argv)
+    own, given = _split(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(own)
+    arguments.given = given
     try:
         done = arguments.run(arguments)
         if isinstance(done, int):
@@ -73,6 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The command's own arguments, and those behind -- that `config check` hands to a launch script."""
+    if list(argv[:2]) != ["config", "check"] or "--" not in argv:
+        return argv, []
+    at = list(argv).index("--")
+    return argv[:at], argv[at + 1 :]
+
+
 def show(arguments: argparse.Namespace) -> str:
     """A preset or a file: as it is read, as a formula, in words, and at work on six tokens.
 
@@ -86,19 +99,35 @@ def show(arguments: argparse.Namespace) -> str:
     return "\n\n".join([*parts, six_tokens.table(config)])
 
 
-def check(arguments: argparse.Namespace) -> str:
-    """What a file given to --custom-config-path (or a preset) will do, in words.
+def check(arguments: argparse.Namespace) -> str | int:
+    """What a file given to --custom-config-path (or a preset) will do, in words; or what a launch script would load.
 
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
     understood too. --host makes the flags that host's, ready to paste, and refuses what it cannot serve.
+
+    A script (.sh, or .py as Miles has them) is read and never executed. The output ends with the lines to change, as a
+    diff for `patch`; --preset names what shall correct there (default: the script's own config, else tis). Behind --
+    stands what the script is started with: check run.py -- --enable-mis.
     """
-    file, host = file_of(arguments.target), HOSTS.get(arguments.host)
-    keys = keys_of(file)  # once: it may be a pipe
+    host = HOSTS.get(arguments.host)
+    if launch.is_script(arguments.target):
+        told, code = launch.check(arguments.target, arguments.given, host, arguments.preset, _told)
+        print(told)
+        return code
+    if arguments.given or arguments.preset:
+        raise ConfigError("--preset, and arguments behind --, belong to a launch script (.sh, .py)")
+    file = file_of(arguments.target)
+    named = shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE"
+    return _told(keys_of(file), host, named)  # read once: it may be a pipe
+
+
+def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
+    """What a config does on a host, with the flags that it needs and warnings."""
     config = read_keys(keys)
     if host is not None:
         check_served(config, host, reading.spelling(as_arguments(keys)))
         conflicts.check(keys, config, host)
-    told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
+    told = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
     return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])
 
@@ -278,6 +307,7 @@ def _add_checked(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     told = "whose arguments and flags (default: Miles or slime on Megatron)"
     parser.add_argument("--host", choices=recorded(), help=told)
+    parser.add_argument("--preset", metavar="PRESET_OR_FILE", help="what shall correct, of a launch script")
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:

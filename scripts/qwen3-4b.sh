@@ -55,7 +55,7 @@ MEGATRON_ALONE=( # for any layout of the ranks
     --accumulate-allreduce-grads-in-fp32
     --attention-dropout 0
     --hidden-dropout 0
-    --rollout-num-gpus-per-engine 1
+    --rollout-num-gpus-per-engine "${ENGINE_GPUS:=1}"
 )
 MEGATRON=( # TP 2 x CP 2, for the launches with a correction
     "${MEGATRON_ALONE[@]}"

@@ -75,6 +75,7 @@ PLACEMENT=(
     --max-tokens-per-gpu 10240
 )
 
+# Miles's shape says --rotary-base 10000, and its validator wants the model's own 1000000; argparse takes the last.
 shape_of qwen2.5-1.5B
-submit "$MILES_DIR" "$(with_megatron "$MILES_DIR")" "${MODEL[@]}" "${MEGATRON_ALONE[@]}" \
+submit "$MILES_DIR" "$(with_megatron "$MILES_DIR")" "${MODEL[@]}" --rotary-base 1000000 "${MEGATRON_ALONE[@]}" \
     "${CORRECTION[@]}" "${VERSIONS[@]}" "$@"

@@ -72,6 +72,10 @@ class Clock:
     def __init__(self, size: int, where: object):
         self.size, self.where, self.begun = size, where, time.monotonic()
 
+    def is_over(self) -> bool:
+        """Whether the time is up, for a parser that can only be told to stop."""
+        return time.monotonic() - self.begun > SECONDS.most(self.size)
+
     def check(self) -> None:
         """Check the time since the reading began.
 

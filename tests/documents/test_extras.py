@@ -30,7 +30,7 @@ BROUGHT = {
 }
 BROUGHT |= {"deep_gemm", "flash_attn", "sgl_kernel", "flash_attn_interface", "flashinfer"}
 # Packages whose absence a command names with the extra that brings them.
-TOLD = {"pyarrow": "report"}
+TOLD = {"pyarrow": "report", "tree_sitter": "scripts", "tree_sitter_bash": "scripts"}
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 # What each extra serves: packages, and the scripts of benchmarks/ that name it in `run_command`.
 SERVED = {

@@ -7,10 +7,12 @@ import itertools
 import json
 import os
 import pkgutil
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,33 @@ def test_launch_passes_only_flags_of_its_host(
     model = "Qwen2.5-1.5B-Instruct" if script == ASYNC else "Qwen3-4B"
     assert str(tmp_path / "my models" / model) in arguments
     assert ("--num-layers" in arguments) == ("megatron" in parsers)
+
+
+RECORDS = [ROOT / "benchmarks" / "results" / f"launches_{host}.json" for host in ("miles", "slime")]
+ROWS = {row["launch"]: row for path in RECORDS for row in json.loads(path.read_text())["rows"]}
+FAKE_SHAPE = Counter(("--num-layers", "36", "--swiglu", "--seed", "7"))
+
+
+def test_a_record_says_that_the_hosts_own_validators_accept_every_launch() -> None:
+    """`benchmarks/launches.py` made it; the flags of true-on-policy launches are those of a branch of SGLang."""
+    scripts = {script for script, _, environment in LAUNCHES if "TRAIN_BACKEND" not in environment}
+    recipes = {f"RECIPE={recipe} {BLOG}" for recipe in (*BLOG_PRESETS, "moe-r3")}
+    assert scripts | recipes == {name for name, row in ROWS.items() if row["ours"]}
+    assert {row["result"] for row in ROWS.values()} == {"good"}
+
+
+def test_the_hosts_own_launchers_are_corrected_as_the_oracle_says() -> None:
+    theirs = [row for row in ROWS.values() if not row["ours"]]
+    assert "scripts/run_qwen3_4b.py" in {row["launch"] for row in theirs}
+    assert all(any(abs(weight - 1) > 0.1 for weight in row["oracle"]) for row in theirs)
+
+
+@pytest.mark.parametrize("launched", [name for name, row in ROWS.items() if row["ours"]])
+def test_the_record_is_of_the_words_that_a_launch_passes_today(launched: str, tmp_path: Path) -> None:
+    *environment, script = launched.split()
+    assert launch(script, tmp_path, **dict(one.split("=") for one in environment)).returncode == 0
+    words = Counter(word for word in trainer_arguments(tmp_path) if "/" not in word) - FAKE_SHAPE
+    assert words - Counter(shlex.split(ROWS[launched]["words"])) == Counter()
 
 
 @pytest.mark.parametrize("recipe", [*BLOG_PRESETS, "moe-r3"])

@@ -1,0 +1,20 @@
+"""Run a launcher of Miles with stand-ins for packages that are not installed, in the folder of its host.
+
+    python benchmarks/launcher.py SCRIPT [ARGUMENT ...]
+
+`benchmarks/launches.py` calls it, with commands on the path that do nothing in place of ray and the like.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from host_arguments import STOOD_IN
+from host_checkout import stand_in_for_missing_packages
+
+if __name__ == "__main__":
+    sys.path.insert(0, ".")
+    stand_in_for_missing_packages(STOOD_IN)
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,390 @@
+"""What one start of train.py would load of this pack, what it lacks, and what cannot be told from the script."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mis_plugins.config.file import INLINE, keys_of
+from mis_plugins.config.loading import file_of, read_keys
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import is_read
+from mis_plugins.errors import UserError
+from mis_plugins.explain.launch.words import HOLE, Launch, Reading, Word, known
+from mis_plugins.explain.words import flags as flags_for
+from mis_plugins.hosts.arguments import flags as recorded_flags
+from mis_plugins.hosts.arguments import kinds, recorded
+from mis_plugins.hosts.conflicts import REPLAY
+from mis_plugins.hosts.host import Host
+
+CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--custom-loss-function-path"
+SWITCHES = {"--use-tis": "use_tis", "--get-mismatch-metrics": "get_mismatch_metrics"}
+DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, "--loss-type", "--train-backend"}
+OURS = ("mis_plugins.", "true_on_policy.")
+OUR_LOSS = "mis_plugins.mis.policy_loss"
+HOSTS_OWN = "train_infer_mismatch_helper"
+ABOVE = 6  # folders above a script in which a file of its host is looked for
+NEVER = (
+    "never: neither --use-tis nor --get-mismatch-metrics is set, by a flag or in a config file; the host calls no "
+    "correction hook, nothing is corrected, and its log has no mis_ metric"
+)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of the command with its last value."""
+
+    word: Word
+    value: Word | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """The config file that a command names.
+
+    source: its path as the script says it; None where no flag names one.
+    keys: its top-level keys; None where it could not be read.
+    problem: why it could not be read.
+    missing: whether there is no such file.
+    """
+
+    source: str | None = None
+    keys: Mapping[str, Any] | None = None
+    problem: str | None = None
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Want:
+    """A flag that has to be there: with which value, in place of which word, and why."""
+
+    flag: str
+    value: str | None
+    instead: Word | None
+    why: str
+
+
+@dataclass
+class Judgement:
+    """What was found of one start of train.py.
+
+    told: lines for the user.
+    wants: flags that have to change.
+    unsure: what cannot be told from the script, where it decides what loads.
+    """
+
+    host: Host | None
+    told: list[str] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
+    unsure: list[str] = field(default_factory=list)
+    keys: Mapping[str, Any] | None = None
+    source: str | None = None
+
+
+def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, preset: str | None) -> Judgement:
+    """Judge one start of train.py.
+
+    Args:
+        path: the script; files that it names are looked for from there.
+        asked: the host that the user names; None is whichever the script tells.
+        preset: a preset or file that shall correct; None keeps the script's own config, and is `tis` without one.
+
+    Raises:
+        ConfigError: a config that the hooks would refuse.
+    """
+    flags = _flags(launch.words)
+    host = asked or _host(launch, flags)
+    found = Judgement(host, unsure=list(_unsure(launch, flags)))
+    given = _config(flags.get(CONFIG), reading, path)
+    where = f"(line {launch.line})" if launch.line else "(in a file that the script sources)"
+    only = f", only if this holds: {launch.branch}" if launch.branch else ""
+    title = host.title if host else "Miles or slime"
+    found.told.append(f"starts: train.py of {title} {where}{only}")
+    found.told += list(_loads(flags))
+    found.told.append(f"config: {_said(given, flags)}")
+    unread = list(_unread(launch, host))
+    never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
+    found.told.append(f"called: {_called(flags, given.keys or {}) or never}")
+    found.told += [*_unknown_flags(flags, host), *unread]
+    if given.source is not None and given.keys is None and not given.missing and preset is None:
+        found.unsure.append(f"config: {given.problem}")
+    elif (
+        preset is None
+        and given.keys is not None
+        and not any(is_read(key, value) for key, value in given.keys.items())
+    ):
+        found.unsure.append(
+            f"config: {given.source} says nothing of a correction; write the key mis: into it, which "
+            "`python -m mis_plugins config show tis` prints"
+        )
+    if not found.unsure:
+        _want(found, flags, given, preset)
+    return found
+
+
+def arguments(launch: Launch, host: Host) -> dict[str, Any]:
+    """The command's flags as the host's parser names them, with values of its types; of others nothing."""
+    taken = kinds(host)
+    found: dict[str, Any] = {}
+    for name, flag in _flags(launch.words).items():
+        key = name.removeprefix("--").replace("-", "_")
+        if taken.get(key) == "switch":
+            found[key] = True
+        elif key in taken and flag.value is not None and flag.value.is_known:
+            found[key] = _number(flag.value.text) if taken[key] == "number" else flag.value.text
+    if found.get(REPLAY):
+        found["use_routing_replay"] = True  # the host derives it from a flag, as it cannot from a file
+    return found
+
+
+def _number(text: str) -> float | int | str:
+    try:
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        return text
+
+
+def _flags(words: Sequence[Word]) -> dict[str, Flag]:
+    found: dict[str, Flag] = {}
+    for index, word in enumerate(words):
+        if not word.text.startswith("--"):
+            continue
+        name, equals, value = word.text.partition("=")
+        after = words[index + 1] if index + 1 < len(words) else None
+        if equals:
+            after = replace(word, text=value, span=None)
+        found[name] = Flag(word, after if after is not None and not after.text.startswith("--") else None)
+    return found
+
+
+def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
+    """The host whose folder or package the script names, else the one that alone has one of its flags."""
+    hosts = recorded()
+    backend = flags.get("--train-backend")
+    if backend is not None and backend.value is not None and backend.value.text == "fsdp":
+        return hosts["fsdp"]
+    if len(launch.hosts) == 1:
+        return hosts[next(iter(launch.hosts))]
+    alone = {name: recorded_flags(name) for name in ("miles", "slime")}
+    only = [
+        name
+        for name, other in (("miles", "slime"), ("slime", "miles"))
+        if flags.keys() & (alone[name] - alone[other])
+    ]
+    return hosts[only[0]] if len(only) == 1 else None
+
+
+def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
+    for word in launch.words:
+        if not word.is_known and any(flag in word.source for flag in DECIDES):
+            yield f"{_place(word)}: one of {word.source}"
+    loss = _loss(flags)
+    if loss is not None and not loss.startswith(OURS):
+        yield (
+            f"{LOSS} {loss} runs in place of the host's policy loss, which alone calls the TIS hook; whether that loss "
+            "corrects is its own matter"
+        )
+    for name, flag in flags.items():
+        for word in (flag.word, flag.value):
+            if name in DECIDES and word is not None and word.branch:
+                yield f"{name} {_place(word)}: there only if this holds: {word.branch}"
+                break
+        value = flag.value
+        if name in DECIDES - {CONFIG} and value is not None and not value.is_known and name not in SWITCHES:
+            yield f"{name} {_place(flag.word)}: only running the script would tell its value, {value.source}"
+
+
+def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
+    """Each function of this pack, of the host's example or of the user that the command loads for a correction."""
+    for name, flag in flags.items():
+        if flag.value is None or not name.endswith("-path"):
+            continue
+        value = flag.value.source
+        if value.startswith(OURS):
+            yield f"loads: {name} {value} {_place(flag.value)}: a hook of this pack"
+        elif name in (TIS, LOSS):
+            whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
+            yield f"loads: {name} {value} {_place(flag.value)}: {whose}"
+    if TIS not in flags and "--use-tis" in flags:
+        yield "loads: the host's own truncated weights: --use-tis without --custom-tis-function-path"
+
+
+def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
+    if flag is None:
+        return Given()
+    if flag.value is None:
+        return Given("", None, f"{CONFIG} {_place(flag.word)}: no file behind it", True)
+    word = flag.value
+    written = reading.files.get(word.source)
+    if written is not None:
+        text = known(written)
+        if text is None:
+            return Given(
+                word.source, None, f"{word.source}: the script writes it, with parts that are not known"
+            )
+        return _read(word.source, f"{INLINE}{base64.b64encode(text.encode()).decode()}")
+    if not word.is_known:
+        return Given(word.source, None, f"not known: {word.source} {_place(word)}")
+    if word.text.startswith(INLINE):
+        return _read("FILE", word.text)
+    file = _located(word.text, path)
+    if file is None:
+        return Given(
+            word.text, None, f"{word.text}: no such file, here or in a folder above the script", True
+        )
+    return _read(str(file), file)
+
+
+def _located(name: str, path: Path) -> Path | None:
+    """The file as a job would find it: from here, or from a folder above the script, as its host's root is."""
+    if Path(name).is_absolute():
+        return Path(name) if Path(name).is_file() else None
+    folders = [Path(), *path.absolute().parents[:ABOVE]]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _read(source: str, file: Path | str) -> Given:
+    try:
+        return Given(source, keys_of(file))
+    except (UserError, OSError, yaml.YAMLError) as error:
+        return Given(source, None, f"{source}: {error}")
+
+
+def _said(given: Given, flags: Mapping[str, Flag]) -> str:
+    if given.source is None:
+        return f"none: {CONFIG} is not given"
+    if given.problem:
+        return given.problem
+    word = flags[CONFIG].value or flags[CONFIG].word
+    return f"{'written in the script' if given.source == 'FILE' else given.source} {_place(word)}"
+
+
+def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str | None:
+    """What makes the host call a correction hook, or None; keys of the file win over flags."""
+    if _loss(flags) == OUR_LOSS:
+        return f"in each step, by --loss-type custom_loss {_place(flags[LOSS].word)}"
+    for flag, key in SWITCHES.items():
+        if key in keys and keys[key]:
+            return f"in each step, by {key}: true of the config"
+        if key not in keys and flag in flags:
+            return f"in each step, by {flag} {_place(flags[flag].word)}"
+    return None
+
+
+def _loss(flags: Mapping[str, Flag]) -> str | None:
+    """The loss that runs in place of the host's policy loss, which calls the TIS hook."""
+    kind, loss = flags.get("--loss-type"), flags.get(LOSS)
+    custom = kind is not None and kind.value is not None and kind.value.text == "custom_loss"
+    return loss.value.text if custom and loss is not None and loss.value is not None else None
+
+
+def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
+    """Flags that the recorded parsers of the host do not know; later releases may."""
+    if host is None:
+        return
+    taken = {flag for record in host.records for flag in recorded_flags(record)}
+    for name, flag in flags.items():
+        if (
+            flag.word.is_known
+            and name not in taken
+            and not name.startswith("--eval-sglang-")
+            and len(name) > 2
+        ):
+            yield f"warning: {name} {_place(flag.word)}: no flag of {host.title} where its parser was recorded"
+
+
+def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
+    """Parts of the command that may hold further flags."""
+    switches = {name for name, kind in kinds(host).items() if kind == "switch"} if host else set()
+    before: Word | None = None
+    for word in launch.words:
+        takes = (
+            before is not None
+            and before.text.startswith("--")
+            and before.text[2:].replace("-", "_") not in switches
+        )
+        if word.text == HOLE and not takes:
+            yield f"not read: {_place(word)}: {word.source} may give more flags"
+        before = word
+
+
+def _place(word: Word) -> str:
+    first, last = word.lines
+    return (
+        "(given on the command line, or outside this script)"
+        if not first
+        else f"(line {first})"
+        if first == last
+        else f"(lines {first} to {last})"
+    )
+
+
+def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
+    """Compare the command with the flags that its config needs, or that of the preset."""
+    keeps = preset is None and given.keys is not None
+    keys = given.keys if keeps and given.keys is not None else keys_of(file_of(preset or "tis"))
+    value = f"$(python -m mis_plugins config path {shlex.quote(preset or 'tis')})"
+    config = read_keys(keys)
+    found.keys, found.source = keys, given.source if keeps else value
+    needed = _needed(config, found.host)
+    if _loss(flags) == OUR_LOSS:
+        needed = {name: value for name, value in needed.items() if name not in (TIS, *SWITCHES)}
+    found.wants += _lacking(needed, flags, keys, config)
+    if not keeps and not _names(flags.get(CONFIG), preset or "tis"):
+        why = given.problem or "no config says how to correct"
+        found.wants.append(Want(CONFIG, value, _replaced(flags.get(CONFIG)), why))
+
+
+def _names(flag: Flag | None, preset: str) -> bool:
+    """Whether the command names the preset's own file already."""
+    return flag is not None and flag.value is not None and flag.value.text == str(file_of(preset).absolute())
+
+
+def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:
+    """The flags of a config with their values."""
+    words = shlex.split(flags_for(config, host))
+    found: dict[str, str | None] = {}
+    for index, word in enumerate(words):
+        if word.startswith("--"):
+            after = words[index + 1] if index + 1 < len(words) else "--"
+            found[word] = None if after.startswith("--") else after
+    return found
+
+
+def _lacking(
+    needed: Mapping[str, str | None],
+    flags: Mapping[str, Flag],
+    keys: Mapping[str, Any],
+    config: CorrectionConfig,
+) -> Iterator[Want]:
+    for name, value in needed.items():
+        flag = flags.get(name)
+        if name in SWITCHES:
+            if name == "--get-mismatch-metrics" and "--use-tis" in flags and not config.corrects:
+                yield Want(
+                    name,
+                    None,
+                    flags["--use-tis"].word,
+                    "the config corrects nothing, and --use-tis needs one that does",
+                )
+            elif not _called(flags, keys):
+                yield Want(name, None, None, "without it the host never calls the hook")
+        elif flag is None:
+            yield Want(name, value, None, "the config needs it")
+        elif value is not None and (flag.value is None or flag.value.text != value):
+            yield Want(
+                name,
+                value,
+                _replaced(flag),
+                f"the script says {flag.value.source if flag.value else 'no value'} there",
+            )
+
+
+def _replaced(flag: Flag | None) -> Word | None:
+    return flag.value if flag is not None else None

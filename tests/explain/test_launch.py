@@ -1,0 +1,275 @@
+"""Launch scripts: what is told of them, the diff, and the weights of the job that the changed script starts."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import oracle
+import pytest
+from batches import ratio_batch
+from launchers import FLAT, HOOK, PYTHON, THEIRS, parsed, shell, started
+
+from mis_plugins import mis
+from mis_plugins.__main__ import main
+from mis_plugins.explain.launch import bash, python
+from mis_plugins.explain.launch.words import HOLE, Reading, Word
+
+PRESET = '"$(python -m mis_plugins config path tis)"'
+OURS = f"--custom-tis-function-path {HOOK}\n--custom-config-path {PRESET}"
+NEVER = "called: never: neither --use-tis nor --get-mismatch-metrics is set"
+ORACLE = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
+
+
+def words(script: str, *arguments: str, reader=bash) -> list[Word]:
+    path = Path("run.py" if reader is python else "run.sh")
+    (launch,) = reader.launches(script, path, Reading(len(script), "run"), arguments)
+    return list(launch.words)
+
+
+def texts(script: str, *arguments: str, reader=bash) -> list[str]:
+    return [word.text for word in words(script, *arguments, reader=reader)]
+
+
+def check(
+    capsys: pytest.CaptureFixture[str], folder: Path, name: str, script: str, *arguments: str
+) -> tuple[int, str]:
+    (folder / name).write_text(script)
+    code = main(["config", "check", str(folder / name), *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def assert_corrects(argv: list[str]) -> None:
+    """The parsed command makes the hook give the oracle's weights, which are not 1."""
+    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 4.0]])
+    args = parsed(argv)
+    assert args.use_tis and args.custom_tis_function_path == HOOK
+    loss, _, _ = mis.compute_mis_weights_with_cp(args=args, **batch.hook_kwargs())
+    weights = (loss / batch.pg_loss()).tolist()
+    expected = [weight for row in oracle.correct(batch.samples, ORACLE).weights for weight in row]
+    assert weights == pytest.approx(expected, rel=1e-6) and not all(math.isclose(one, 1) for one in weights)
+
+
+CASES = {
+    "nothing of ours": ("run.sh", shell(), ()),
+    "the host's example": (
+        "run.sh", shell("--use-tis", f"--custom-config-path mis.yaml\n--custom-tis-function-path {THEIRS}"), ()
+    ),
+    "a config that does not exist": (
+        "run.sh", shell("--use-tis", f"--custom-config-path missing.yaml\n--custom-tis-function-path {HOOK}"), ()
+    ),
+    "neither flag": ("run.sh", shell("", OURS), ()),
+    "a launcher with nothing": ("run.py", PYTHON, ()),
+    "a launcher with its own config": ("run.py", PYTHON, ("--enable-mis",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_changed_script_starts_a_job_that_corrects(
+    case: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, script, given = CASES[case]
+    (tmp_path / "mis.yaml").write_text(FLAT)
+    code, told = check(capsys, tmp_path, name, script, *(("--", *given) if given else ()))
+    assert code == 1
+    done = subprocess.run(["patch", "-p0", "-d/"], input=told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    code, told = check(
+        capsys, tmp_path, name, (tmp_path / name).read_text(), *(("--", *given) if given else ())
+    )
+    assert code == 0 and told.endswith("nothing has to change\n")
+    assert_corrects(started(tmp_path / name, tmp_path, *given))
+
+
+@pytest.mark.parametrize(("name", "script"), [("run.sh", shell("", OURS)), ("run.py", PYTHON)])
+def test_a_hook_that_is_never_called_is_told(name: str, script: str, tmp_path: Path, capsys) -> None:
+    code, told = check(capsys, tmp_path, name, script)
+    assert code == 1 and NEVER in told and "nothing is corrected, and its log has no mis_ metric" in told
+
+
+def test_watching_is_enough_of_a_switch(tmp_path: Path, capsys) -> None:
+    code, told = check(capsys, tmp_path, "run.sh", shell("--get-mismatch-metrics", OURS))
+    assert (code, "by --get-mismatch-metrics (line 7)" in told) == (0, True)
+
+
+def test_a_preset_takes_the_place_of_the_scripts_config(tmp_path: Path, capsys) -> None:
+    code, told = check(capsys, tmp_path, "run.sh", shell("--use-tis", OURS), "--preset", "metrics-only")
+    assert code == 1
+    for line in ("-   --use-tis", "+   --get-mismatch-metrics", PRESET.replace("tis)", "metrics-only)")):
+        assert line in told
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            "cat > {file} <<EOF\nuse_tis: $ON\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 6\nEOF\n",
+            "at 6",
+        ),
+        (
+            "cat <<'EOF' > {file}\nmis:\n  weight: {{level: token, bound: truncate, upper: $X}}\nEOF\n",
+            "upper",
+        ),
+        (
+            "printf 'mis:\\n  weight: {{level: token, bound: truncate, upper: %s}}\\n' 3 >{file}\n",
+            "capped at 3",
+        ),
+        ("echo 'mis: {{weight: {{level: token, bound: truncate, upper: 4}}}}' > {file}\n", "capped at 4"),
+        (
+            "tee {file} <<EOF\nmis: {{weight: {{level: token, bound: truncate, upper: 5}}}}\nEOF\n",
+            "capped at 5",
+        ),
+    ],
+)
+def test_a_config_that_the_script_writes_is_read(lines: str, told: str, tmp_path: Path, capsys) -> None:
+    body = shell("--use-tis", f"--custom-config-path $OUT/mis.yaml\n--custom-tis-function-path {HOOK}")
+    script = body.replace("set -e\n", "ON=true\nOUT=$HOME/out\n" + lines.format(file="$OUT/mis.yaml"))
+    _, output = check(capsys, tmp_path, "run.sh", script)
+    assert told in output
+
+
+@pytest.mark.parametrize(
+    "test",
+    ['[ "$1" = x ]', "[[ -n $HOST ]]", "grep -q x file", '[[ "$A" == c* || x == y ]]'],
+)
+def test_a_branch_that_is_not_known_is_unsure_and_nothing_is_proposed(
+    test: str, tmp_path: Path, capsys
+) -> None:
+    script = shell("", OURS).replace("ray job", f"if {test}; then GRPO_ARGS+=(--use-tis); fi\nray job")
+    code, told = check(capsys, tmp_path, "run.sh", script)
+    assert (
+        code == 2
+        and f"--use-tis (line 12): there only if this holds: {test}" in told
+        and "\n+++ " not in told
+    )
+
+
+def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
+    script = shell("", OURS).replace(
+        "ray job", 'MODE=watch\nif [[ $MODE == watch ]]; then GRPO_ARGS+=(--get-mismatch-metrics); '
+        "else GRPO_ARGS+=(--use-tis); fi\ncase $MODE in w*) GRPO_ARGS+=(--seed 1);; *) exit 2;; esac\nray job"
+    )  # fmt: skip
+    assert check(capsys, tmp_path, "run.sh", script)[0] == 0
+    assert "--use-tis" not in texts(script) and "--seed" in texts(script)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=(--a 'b c' --d)\npython train.py \"${A[@]}\" \"$@\"", ["--a", "b c", "--d", "--seed", "7"]),
+        ("A='--a 1'\npython3 -u /root/slime/train_async.py $A --b=\"x y\"", ["--a", "1", "--b=x y"]),
+        ("run() { python train.py --n \"$1\" \"${@}\"; }\nrun 3 --x", ["--n", "3", "3", "--x"]),
+        ("eval \"python train.py --a b\"", ["--a", "b"]),
+        ("false && A=1 || A=2\ncd /x && B=1\npython train.py --a $A", ["--a", "2"]),
+        ("for i in 1 2; do A+=(--x$i); done\npython train.py ${A[@]}", ["--x1", "--x2"]),
+        ("cmd=\"python train.py --a\"\n$cmd b", ["--a", "b"]),
+        ("D=$(cd \"$(dirname \"${BASH_SOURCE[0]}\")\" && pwd)\npython train.py --d $D/x", ["--d", "./x"]),
+        ("python train.py --a $'x\\ty' \\\n  --b \"q\\\"r\" # --c", ["--a", "x\ty", "--b", 'q"r']),
+        ("python train.py --key ${KEY} --n ${N:-4}", ["--key", HOLE, "--n", "4"]),
+        ("pkill -f train.py\npython train.py --a", ["--a"]),
+    ],
+)  # fmt: skip
+def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:
+    assert texts(script, "--seed", "7") == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
+        ('d = {"H": 8}\nU.execute_train(f"--n {d[chr(72)]} --m {d[\'H\']}")', ["--n", HOLE, "--m", "8"]),
+        ('match "b":\n    case "a" | "c":\n        t = "--a"\n    case _:\n        t = "--o"\nU.execute_train(t)', ["--o"]),
+        ('U.execute_train(" ".join([f"--{n}" for n in ("a", "b")]))', ["--a", "--b"]),
+        ('def f(n, k="--k"):\n    if n > 1:\n        return k\n    raise ValueError\nU.execute_train(f(2))', ["--k"]),
+        ('import subprocess\nsubprocess.run(["python", "train.py", "--a", "b c"])', ["--a", "b c"]),
+        ('import os\nos.system("ray job submit -- python3 train.py --a " + os.environ.get("N", "4"))', ["--a", "4"]),
+        ('from pathlib import Path\np = Path("a") / "b"\nU.execute_train(f"--p {p}")', ["--p", "a/b"]),
+        ('t = "--a" if None is None and not "" else "--b"\nU.execute_train(t)', ["--a"]),
+    ],
+)  # fmt: skip
+def test_words_of_a_launcher(body: str, expected: list[str]) -> None:
+    assert texts(body, reader=python) == expected
+
+
+def test_the_launchers_own_arguments_decide(tmp_path: Path, capsys) -> None:
+    given = ("--", "--extra-args", "--use-tis --custom-tis-function-path x.y", "--upper", "3", "--enable-mis")
+    code, told = check(capsys, tmp_path, "run.py", PYTHON, *given)
+    assert code == 1 and "capped at 3" in told and "x.y (given on the command line" in told
+
+
+def test_a_flag_of_a_branch_that_is_not_known_names_it() -> None:
+    script = 'a = "--x "\nif U.cuda():\n    a += "--use-tis "\nU.execute_train(a)'
+    found = [(word.text, word.branch) for word in words(script, reader=python)]
+    assert found == [("--x", None), ("--use-tis", "U.cuda()")]
+
+
+def test_what_is_not_read_is_told(tmp_path: Path, capsys) -> None:
+    script = shell().replace("ray job", "source /nowhere/model.sh\nray job")
+    script = script.replace("${CUSTOM", "${MODEL_ARGS[@]} ${CUSTOM")
+    _, told = check(capsys, tmp_path, "run.sh", script)
+    assert "${MODEL_ARGS[@]} may give more flags" in told
+    assert "not read: line 10: source /nowhere/model.sh: the file is not here" in told
+
+
+def test_a_line_without_its_backslash_is_told(tmp_path: Path, capsys) -> None:
+    script = shell().replace('a model" \\', 'a model"')
+    assert "does the line above lack its backslash?" in check(capsys, tmp_path, "run.sh", script)[1]
+
+
+def test_a_flag_that_the_host_does_not_know_is_told(tmp_path: Path, capsys) -> None:
+    told = check(capsys, tmp_path, "run.sh", shell("--use-tiss"), "--host", "slime")[1]
+    assert "warning: --use-tiss (line 7): no flag of slime where its parser was recorded" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("run.sh", "A=xx\n" + "A=$A$A\n" * 60 + "python train.py $A"),
+        ("run.sh", "A=(x y)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60),
+        ("run.sh", "f() { f; f; }\nf"),
+        ("run.sh", "a && " * 20000 + "b"),
+        ("run.sh", "echo nothing"),
+        ("run.py", "a = 'x' * 3\n" + "a = f'{a}{b}'\n" * 2 + "a = 'xy'\n" + "a = a + a\n" * 60),
+        ("run.py", "x = 2\n" + "x = x * x\n" * 99 + "x = [1]\n" + "x = x + x\n" * 60),
+        ("run.py", "def f():\n    f()\nf()"),
+        ("run.py", "a = " + "(" * 5000 + ")" * 5000),
+        ("run.py", "a = " + "-" * 50000 + "1"),
+        ("run.py", "a = 1\0"),
+        ("run.py", "def"),
+        ("run.py", "import os\nos.remove('x')"),
+    ],
+    ids=lambda text: str(text)[:24],
+)
+def test_a_hostile_script_is_an_error_in_words(name: str, script: str, tmp_path: Path, capsys) -> None:
+    code, told = check(capsys, tmp_path, name, script)
+    assert (
+        code == 2 and told.startswith(str(tmp_path / name)) and "Traceback" not in told and len(told) < 1000
+    )
+
+
+def test_a_script_is_never_executed(tmp_path: Path, capsys) -> None:
+    made = tmp_path / "made"
+    check(capsys, tmp_path, "run.sh", f"A=$(touch {made})\ntouch {made}\n{shell()}")
+    check(capsys, tmp_path, "run.py", f"open({str(made)!r}, 'w').write('x')\n{PYTHON}")
+    assert not made.exists()
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, capsys) -> None:
+    script = shell("--use-tis", "--custom-tis-function-path x\x1b[31m.y\n--custom-config-path \x1b[2Jz")
+    assert "\x1b" not in check(capsys, tmp_path, "run.sh", script)[1]
+
+
+def test_other_targets_take_no_arguments_of_a_script(capsys) -> None:
+    assert main(["config", "check", "tis", "--", "--enable-mis"]) == 2
+    assert "belong to a launch script" in capsys.readouterr().err
+
+
+def test_a_missing_parser_of_bash_names_the_extra(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
+    code, told = check(capsys, tmp_path, "run.sh", shell())
+    assert code == 2 and "mis-plugins[scripts]" in told
