@@ -10,9 +10,9 @@
     python -m mis_plugins report DUMPS
     python -m mis_plugins hosts check CHECKOUT
 
-Exit codes: 0 it is good; 1 lines of a launch script have to change, or a host has moved and is still served; 2 it is not
-good, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130 interrupted; 141 nobody reads what
-it prints; 143 ended by SIGTERM.
+Exit codes: 0 it is good; 1 lines of a launch script have to change, or a host has moved and is still served; 2 it is
+not good, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130 interrupted; 141 nobody reads
+what it prints; 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import argparse
 import inspect
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

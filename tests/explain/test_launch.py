@@ -181,7 +181,7 @@ def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:
     [
         ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
         ('d = {"H": 8}\nU.execute_train(f"--n {d[chr(72)]} --m {d[\'H\']}")', ["--n", HOLE, "--m", "8"]),
-        ('match "b":\n    case "a" | "c":\n        t = "--a"\n    case _:\n        t = "--o"\nU.execute_train(t)', ["--o"]),
+        ('match "b":\n    case "a" | "c":\n        t = 1\n    case _:\n        t = "--o"\nU.execute_train(t)', ["--o"]),
         ('U.execute_train(" ".join([f"--{n}" for n in ("a", "b")]))', ["--a", "--b"]),
         ('def f(n, k="--k"):\n    if n > 1:\n        return k\n    raise ValueError\nU.execute_train(f(2))', ["--k"]),
         ('import subprocess\nsubprocess.run(["python", "train.py", "--a", "b c"])', ["--a", "b c"]),
