@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mis_plugins.hosts.needs import record
 from mis_plugins.hosts.needs.record import Need
@@ -23,7 +24,7 @@ ON_GROUPS = (
 )
 
 
-def _need(what: str, hooks: tuple[str, ...], *at: str, **more: tuple[str, ...]) -> Need:
+def _need(what: str, hooks: tuple[str, ...], *at: str, **more: Any) -> Need:
     return Need("Miles", what, hooks, at, **more)
 
 
