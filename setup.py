@@ -85,6 +85,7 @@ setup(
             "beartype",
             "safetensors",
             "pyarrow",
+            "pydantic",  # arguments of a newer Miles, in tests
             "ruff",
             "pyright[nodejs]",
             "triton; platform_system == 'Linux'",  # interprets Megatron-core's kernels on CPU

@@ -32,9 +32,9 @@ from host_modules import Host
 from parity.cases import Batch, batches, make_batch
 from parity.drive import OURS, Outcome, drive, host_args
 from provenance import as_markdown, markdown_table, provenance, write_record
-from rich.progress import track
 
-from mis_plugins.shared.storage import load_safetensors
+from mis_plugins.shared.arrays import load_safetensors
+from mis_plugins.shared.progress import tracked
 from mis_plugins.shared.table import print_table
 from true_on_policy import hosts
 from true_on_policy.hosts.watch import Comparison
@@ -228,7 +228,7 @@ def main() -> int:
     try:
         host = load_host(arguments.host, arguments.checkout)
         logging.getLogger("true_on_policy").setLevel(logging.CRITICAL)
-        layouts = track(LAYOUTS[host.name], description=f"{host.name}: layouts")
+        layouts = tracked(LAYOUTS[host.name], f"{host.name}: layouts")
         rows = {layout.name: answer(host, layout) for layout in layouts}
     except Exception as error:  # Python would exit with 1, which means different
         print(f"could not compare: {error}")

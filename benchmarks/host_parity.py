@@ -47,10 +47,10 @@ from parity.verdict import (
     what_theirs_gave,
 )
 from provenance import as_markdown, markdown_table, provenance, write_record
-from rich.progress import track
 from torch import Tensor
 
 from mis_plugins.shared.numerals import count
+from mis_plugins.shared.progress import tracked
 from mis_plugins.shared.table import print_table
 
 Group = tuple[str, str]
@@ -66,7 +66,7 @@ REJECTED = ("mis_rs_mask_fraction",)
 
 def compare_product(host: Host, limit: int | None) -> dict[Group, Difference]:
     groups: dict[Group, Difference] = defaultdict(Difference)
-    for case in track(config_product()[:limit], description=f"{host.name}: config product"):
+    for case in tracked(config_product()[:limit], f"{host.name}: config product"):
         for batch, per_token_loss in itertools.product(batches(), (False, True)):
             group, found = _compare(host, case, batch, asker(host, per_token_loss))
             groups[group].worse_of(
@@ -99,7 +99,7 @@ def compare_special(host: Host, limit: int | None) -> dict[Group, Difference]:
     """Compare where mis.py fails: non-finite inputs, and switches that it does not understand."""
     groups: dict[Group, Difference] = defaultdict(Difference)
     cases = [c for c in config_product() if not c.normalize and not c.inherit_bounds][:limit]
-    for case in track(cases, description=f"{host.name}: non-finite inputs, metrics only"):
+    for case in tracked(cases, f"{host.name}: non-finite inputs, metrics only"):
         for name, found in _special(host, case):
             groups["not sane in mis.py", name].worse_of(found.asked_about(str(case)))
     return groups

@@ -39,10 +39,10 @@ from in_host.launching import REPOSITORY
 from in_host.rows import ON_POLICY, ROWS, Row
 from in_host.trees import HOSTS, CannotRun, Host
 
-from mis_plugins.report.readers import curves
+from mis_plugins.report.readers import curves, paths
 from mis_plugins.report.readers.source import Problems
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.provenance import commit
-from mis_plugins.shared.storage import RecordError
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.handover import ASKED
@@ -327,7 +327,9 @@ def _curve(folder: Path, kind: str, steps: Mapping[int, Mapping[str, float]]) ->
     or less.
     """
     found: dict[int, dict[str, float]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and curves.kind_of(path) == kind):
+    for path in sorted(
+        path for path in folder.rglob("*") if path.is_file() and paths.format_of(path) == kind
+    ):
         for number, values in curves.curve(path, kind, Problems()).values.items():
             found[number] = {**found.get(number, {}), **values}
     exact = {number: {curves.our_name(name) for name in steps[number] if name.startswith(verdict.STEP)}

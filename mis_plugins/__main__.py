@@ -10,7 +10,7 @@
     python -m mis_plugins hosts check CHECKOUT
 
 Exit codes: 0 it is good; 2 it is not, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130
-interrupted; 141 nobody reads what it prints.
+interrupted; 141 nobody reads what it prints; 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if __name__ == "__main__":
 import argparse
 import inspect
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,24 @@ import yaml
 
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.docs import header
-from mis_plugins.config.file import STDIN, keys_of, text_of
-from mis_plugins.config.loading import file_of, load, read_keys
+from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
+from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import conflicts, denominator_checks
+from mis_plugins.hosts import conflicts, denominator_checks, ownership
 from mis_plugins.hosts.abilities import check_served, unserved
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.shared.numerals import cut
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
+from mis_plugins.shared.terminal import print_error, printable
 
+LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
@@ -61,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not is_foreign(error):
             raise
-        print(f"error: {not_installed(error, 'report')}", file=sys.stderr)
+        print_error(f"error: {not_installed(error, 'report')}")
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
-        target = getattr(arguments, "target", getattr(arguments, "checkout", arguments.group))
-        print(f"{'standard input' if target == STDIN else target}: {error}", file=sys.stderr)
+        target = str(getattr(arguments, "target", getattr(arguments, "checkout", arguments.group)))
+        target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
+        print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0
 
@@ -93,10 +96,26 @@ def check(arguments: argparse.Namespace) -> str:
     keys = keys_of(file)  # once: it may be a pipe
     config = read_keys(keys)
     if host is not None:
-        check_served(config, host, reading.spelling(argparse.Namespace(**keys)))
+        check_served(config, host, reading.spelling(as_arguments(keys)))
         conflicts.check(keys, config, host)
     told = describe(config, host, shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE")
-    return "\n".join([told, *(f"warning: {text}" for text in _beside(keys, config, host))])
+    warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
+    return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])
+
+
+def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
+    """What decides whether a config of the TIS hook corrects or watches."""
+    if config.needs_loss_hook or not config.corrects or keys.get("use_tis") is False:
+        return
+    if keys.get("use_tis"):
+        yield (
+            "switch: use_tis: true in the file corrects, whatever the command line says; to watch, give the file that "
+            f"`config path {WATCHING}` prints"
+        )
+    else:
+        yield (
+            "switch: without use_tis in the file, --use-tis on the command line corrects, and a run without it watches"
+        )
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
@@ -107,15 +126,20 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
         yield from unserved(config, host)
         yield from conflicts.warnings(keys, config, host)
     by_kept = host is not None and host.divides_by_kept(argparse.Namespace())
-    split = denominator_checks.other_terms(argparse.Namespace(**keys), config, by_kept)
+    split = denominator_checks.other_terms(as_arguments(keys), config, by_kept)
     if split is not None and not config.needs_loss_hook:
         yield split
     yield from rungs.warnings(config)
 
 
 def path(arguments: argparse.Namespace) -> str:
-    """Where a preset lies, or a file: in full, as a job that starts in another folder needs it."""
-    return str(file_of(arguments.target).resolve(strict=True))
+    """Where a preset lies, or a file: in full, as a job that starts in another folder needs it.
+
+    A preset of the TIS hook says `use_tis: true`, and corrects whatever the command line says. --watch prints the file
+    for a run that only watches. A preset of the loss hook has no such key, and no such file.
+    """
+    file = watching(arguments.target) if arguments.watch else file_of(arguments.target)
+    return str(file.resolve(strict=True))
 
 
 def names(arguments: argparse.Namespace) -> str:
@@ -190,11 +214,6 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
-    elif keys.get("use_tis") and config.corrects:
-        yield (
-            "use_tis: true corrects the loss even where the command line has --get-mismatch-metrics in place of "
-            "--use-tis; to watch, give metrics-only or set it to false"
-        )
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
     yield from areal.warnings(keys)
@@ -259,6 +278,11 @@ def _add_checked(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     told = "whose arguments and flags (default: Miles or slime on Megatron)"
     parser.add_argument("--host", choices=recorded(), help=told)
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.add_argument("--watch", action="store_true", help="the file with which a run only watches")
 
 
 def _add_overridden(parser: argparse.ArgumentParser) -> None:
@@ -332,7 +356,7 @@ COMMANDS: tuple[tuple[str, Run, Add], ...] = (
     ("list", names, _add_family),
     ("show", show, _add_target),
     ("check", check, _add_checked),
-    ("path", path, _add_target),
+    ("path", path, _add_path),
     ("from-miles", from_miles, _add_file),
     ("from-verl", from_verl, _add_overridden),
     ("from-ms-swift", from_ms_swift, _add_file),

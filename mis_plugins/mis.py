@@ -18,8 +18,9 @@ Fully asynchronous Miles and slime say with three more which version wrote each 
     --custom-convert-samples-to-train-data-path  mis_plugins.mis.convert_with_versions
     --custom-megatron-init-path      mis_plugins.mis.carry_versions
 
-A hook's answer depends on no earlier call, except that the rollout-data hooks leave numbers on the host's
-arguments. The recorder alone remembers; it ignores a recompute inside a backward, where hooks run again.
+A hook's answer depends on no earlier call, except that the rollout-data hooks leave numbers of one rollout in this
+process (`hosts/rollout_store.py`). The recorder alone remembers more; it ignores a recompute inside a backward, where
+hooks run again. Nothing is written on the host's arguments, which are read through `config/view.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
@@ -49,10 +51,12 @@ from mis_plugins.hosts import (
 from mis_plugins.hosts.adapters import miles, miles_fsdp
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
 from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_data import rollout_data
+from mis_plugins.hosts.rollout_store import ROLLOUT, Held
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
@@ -75,6 +79,7 @@ from mis_plugins.routing.table import Flags
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
 
+@Hook
 def compute_mis_weights_with_cp(
     args: Any,
     *,
@@ -104,6 +109,7 @@ def compute_mis_weights_with_cp(
     Raises:
         ConfigError, InputError: before any work, naming the key or the sequence.
     """
+    args = view(args)
     host = current(args)
     ranks, cp = host.parallel() if parallel_state is None else miles.groups(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
@@ -112,6 +118,7 @@ def compute_mis_weights_with_cp(
     return _hook(args, pg_loss, batch, host, flags)
 
 
+@Hook
 def compute_mis_weights_fsdp(
     args: Any,
     *,
@@ -129,7 +136,7 @@ def compute_mis_weights_fsdp(
     that `mis.denominator` holds. With Miles's flat keys, `use_mask` aside, it does not scale, as Miles's own
     `mis.py`.
     """
-    ranks = miles_fsdp.ranks(parallel_state)
+    args, ranks = view(args), miles_fsdp.ranks(parallel_state)
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
@@ -144,6 +151,7 @@ def compute_mis_weights(
     Returns:
         weights, one tensor a sequence, or None where `args.use_tis` is off; masks; metrics, without prefix.
     """
+    args = view(args)
     config = config_in_force(args)
     lengths = [mask.numel() for mask in loss_masks]
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
@@ -153,8 +161,9 @@ def compute_mis_weights(
     return weights, _masks(batch, correction, placed), metrics
 
 
+@Hook
 def normalize_rollout(args: Any, *rest: Any) -> None:
-    """The rollout-data hook of `mis.weight.normalize.scope: rollout`: leaves the mean weight of the batch on `args`.
+    """The rollout-data hook of `mis.weight.normalize.scope: rollout`: keeps the mean weight of the batch.
 
     The hook also counts the samples that train, as `count_samples` does. slime and the local host call it as
     `(args, rollout_id, rollout_data)` on every rank, after the trainer's log-probs and before training. Miles
@@ -165,6 +174,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             recomputed log-probs; `args` alone from another caller than Miles's trainer.
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
+    args = view(args)
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
     config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else config_in_force(args)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
@@ -173,8 +183,10 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             "mis.weight.normalize.scope: rollout"
         )
     rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
+    RECORDER.check_rollout(args, rollout_id, current(args).parallel()[0])
     resplit.compare(args, rollout_id, data)
     if not _has_log_probs(data):
+        ROLLOUT.keep(Held(rollout_id, None, config))
         return
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
@@ -186,13 +198,13 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         loss_batch.check_versions(args, data, config)
         numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
     check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
-    args._mis_rollout_mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    args._mis_rollout_segment_wise = config.segment_wise_on
-    args._mis_counted = averages.count(args, rollout_id, data, ranks)
+    mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
+    ROLLOUT.keep(Held(rollout_id, averages.count(args, rollout_id, data, ranks), config, mean))
 
 
+@Hook
 def count_samples(args: Any, *rest: Any) -> None:
-    """The rollout-data hook for metrics beside fully masked samples: leaves on `args` which share of a step trains.
+    """The rollout-data hook for metrics beside fully masked samples: keeps which share of a step trains.
 
     With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
     `normalize_rollout`.
@@ -206,12 +218,15 @@ def count_samples(args: Any, *rest: Any) -> None:
         InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
             trainer.
     """
+    args = view(args)
     rollout_id, data = rollout_data(
         rest, "mis_plugins.mis.count_samples", "drop it: metrics: all has exact means"
     )
+    ranks = current(args).parallel()[0]
+    RECORDER.check_rollout(args, rollout_id, ranks)
     resplit.compare(args, rollout_id, data)
-    if megatron.holds_log_probs():
-        args._mis_counted = averages.count(args, rollout_id, data, current(args).parallel()[0])
+    counted = averages.count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
+    ROLLOUT.keep(Held(rollout_id, counted))
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:
@@ -230,6 +245,7 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
     )
 
 
+@Hook
 def policy_loss(
     args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Reduce
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -251,6 +267,7 @@ def policy_loss(
     Raises:
         ConfigError, InputError: before any work, naming the key, the flag or the list.
     """
+    args = view(args)
     host = current(args, sum_of_sample_mean)
     asked = reading.from_args(args)
     resplit.check_hook(args, asked)
@@ -283,15 +300,17 @@ def policy_loss(
     return loss, metrics | loss_batch.passed_on(batch, sum_of_sample_mean)
 
 
+@Hook
 def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: Any) -> None:
     """The before-log-prob hook: watches the routers of a mixture of experts, and the replay of the engine's routes.
 
     Pass `--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes` beside `report_step`, which reads
     what was seen, and `--use-rollout-routing-replay`, with which the engine returns its routes (`docs/routing.md`).
     """
-    WATCHING.before_log_probs(args, model, store_prefix)
+    WATCHING.before_log_probs(view(args), model, store_prefix)
 
 
+@Hook
 def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
     """The before-train-step hook: warns about the previous step, and with `metrics: all` logs its metrics.
 
@@ -302,7 +321,9 @@ def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
         MisError: `mis.on_all_rejected: raise`, and a micro-batch of that step was all rejected; `mis.routing.on_fault:
             raise`, and the engine's routes were not replayed.
     """
+    args = view(args)
     RECORDER.report(args, rollout_id, step_id, current(args).parallel()[0])
+    ROLLOUT.begin(rollout_id)
     WATCHING.before_step(args, rollout_id, step_id, model[0] if model else None)
 
 
@@ -315,9 +336,10 @@ def report_last_step(args: Any, *_: Any) -> None:
     Raises:
         MisError: as `report_step`.
     """
-    RECORDER.flush(args, current(args).parallel()[0])
+    RECORDER.flush(view(args), current(view(args)).parallel()[0])
 
 
+@Hook
 async def generate_with_versions(
     input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
 ) -> Any:
@@ -335,6 +357,7 @@ async def generate_with_versions(
     return await slime_generate.generate(input, sample, sampling_params, evaluation)
 
 
+@Hook
 def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
 
@@ -349,6 +372,7 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     return host.with_versions(args, samples)
 
 
+@Hook
 def carry_versions(args: Any) -> None:
     """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
 
@@ -372,6 +396,7 @@ def config_in_force(args: Any) -> CorrectionConfig:
     Raises:
         ConfigError: a setting that the TIS hook cannot serve; the error says which hook can.
     """
+    args = view(args)
     config = reading.from_args(args)
     resplit.check_hook(args, config)
     if config.needs_loss_hook:
@@ -434,13 +459,13 @@ def _correct(
 
 
 def _rollout_mean(args: Any, config: CorrectionConfig) -> Tensor | None:
-    """The mean weight that `normalize_rollout` left on `args`; None without one.
+    """The mean weight that `normalize_rollout` kept; None without one.
 
     Raises:
-        InputError: one of mean and micro-batch has segment-wise weights, the other standard ones.
+        InputError: the mean is of other weights than those of the micro-batch.
     """
-    mean = getattr(args, "_mis_rollout_mean", None)
-    if mean is not None and args._mis_rollout_segment_wise != config.segment_wise_on:
+    mean = ROLLOUT.mean(args, config)
+    if mean is not None and ROLLOUT.mean_is_segment_wise() != config.segment_wise_on:
         here, there = "the micro-batch", "rollout_data"
         has, lacks = (here, there) if config.segment_wise_on else (there, here)
         raise InputError(

@@ -11,4 +11,4 @@ python -c 'import mkdocstrings, zensical' 2>/dev/null ||
 python scripts/site_pages.py build/site/pages
 NO_COLOR=1 zensical build --strict
 echo "wrote $repository/build/site/html"
-if [ "${1:-}" = --serve ]; then exec python -m http.server --directory build/site/html 8000; fi
+if [ "${1:-}" = --serve ]; then exec python -m http.server --bind 127.0.0.1 --directory build/site/html 8000; fi

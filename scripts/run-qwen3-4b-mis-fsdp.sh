@@ -8,8 +8,8 @@
 #
 # qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold. On FSDP Miles knows no context parallelism and never
 # calls --rollout-data-postprocess-path, so `scope: rollout` cannot run. MIS_CONFIG names a preset or a file
-# of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, write --get-mismatch-metrics in
-# place of --use-tis below.
+# of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, set MIS_CONFIG=metrics-only and
+# write --get-mismatch-metrics in place of --use-tis below.
 set -euo pipefail
 
 : "${MILES_DIR:=$HOME/miles}"

@@ -7,8 +7,8 @@
 #   MODEL_DIR=... DATA_DIR=... bash scripts/run-qwen3-4b-mis-slime.sh [more flags of slime]
 #
 # qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold.
-# MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, write --get-mismatch-metrics
-# in place of --use-tis below. A config with `scope: rollout` needs these flags at the end, as a rollout is one optimizer
+# MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only,
+# set MIS_CONFIG=metrics-only and write --get-mismatch-metrics in place of --use-tis below. A config with `scope: rollout` needs these flags at the end, as a rollout is one optimizer
 # step here: --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout --get-mismatch-metrics
 set -euo pipefail
 

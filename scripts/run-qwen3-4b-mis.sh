@@ -7,8 +7,8 @@
 #   MODEL_DIR=... DATA_DIR=... bash scripts/run-qwen3-4b-mis.sh [more flags of Miles]
 #
 # qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold.
-# MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only, write --get-mismatch-metrics
-# in place of --use-tis below.
+# MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only,
+# set MIS_CONFIG=metrics-only and write --get-mismatch-metrics in place of --use-tis below.
 set -euo pipefail
 
 : "${MILES_DIR:=$HOME/miles}" "${MEGATRON_DIR:=$HOME/Megatron-LM}"

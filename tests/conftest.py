@@ -25,6 +25,8 @@ from process_groups import destroy_process_groups
 
 from mis_plugins import mis
 from mis_plugins.__main__ import main
+from mis_plugins.config import file
+from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.shared import notices
 
@@ -154,6 +156,9 @@ def config_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Config
 def own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test records, the next does not read."""
     monkeypatch.setattr(mis, "RECORDER", Recorder())
+    monkeypatch.setattr(ROLLOUT, "held", None)
+    monkeypatch.setattr(ROLLOUT, "training", None)
+    monkeypatch.setattr(file, "_GIVEN", {})
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Prove that trainer and engine agree bit by bit, and search for the first difference.
 
-Exit codes: 0 equal; 1 different; 2 not compared, and stderr says why; 130 interrupted; 141 nobody reads the output. An
-error is never 1.
+Exit codes: 0 equal; 1 different; 2 not compared, and stderr says why; 130 interrupted; 141 nobody reads the output; 143
+ended by SIGTERM. An error is never 1.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from importlib import import_module
 from mis_plugins.errors import UserError
 from mis_plugins.shared.shell import INTERRUPTED, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
+from mis_plugins.shared.terminal import print_error
 
 # Each command is a subpackage; add_parser(subparsers) in its module `command` sets run(arguments) -> code.
 COMMANDS = ("verify", "diff", "contract", "flags", "doctor", "weights")
@@ -31,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser(argv).parse_args(argv)
         return arguments.run(arguments)
     except (UserError, OSError) as error:
-        print(error, file=sys.stderr)
+        print_error(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # uncaught, Python would exit with 1, the code for "different"
         if isinstance(error, ModuleNotFoundError) and is_foreign(error):
-            print(not_installed(error, "verify"), file=sys.stderr)
+            print_error(not_installed(error, "verify"))
         else:
             traceback.print_exc()
     return FAILED

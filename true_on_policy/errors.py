@@ -33,5 +33,9 @@ class HostConfigError(TrueOnPolicyError):
     """A setting under `bitwise:` cannot work."""
 
 
+class EngineError(TrueOnPolicyError):
+    """An engine did not start, died, was too slow, or gave an answer that does not fit the request."""
+
+
 class DifferenceError(TrueOnPolicyError):
     """Log-probs that must be equal bit by bit are not."""

@@ -16,8 +16,8 @@ from matplotlib.lines import Line2D
 
 from mis_plugins.local.folders import METRICS
 from mis_plugins.local.report import MetricsLog
+from mis_plugins.shared.files import replaced
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
-from mis_plugins.shared.storage import replaced
 
 Run = Mapping[str, Any]
 POLICIES = ("trainer", "rollout")

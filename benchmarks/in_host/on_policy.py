@@ -9,7 +9,7 @@ from typing import Any
 
 from in_host import verdict
 from in_host.rows import Row
-from mis_plugins.shared.storage import optional
+from mis_plugins.shared.opened import optional
 
 HEAD = """# Truly on policy inside the hosts' own loops
 

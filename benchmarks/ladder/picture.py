@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from mis_plugins.config.loading import load
 from mis_plugins.config.reading import presets
 from mis_plugins.explain.rungs import Record, windows
+from mis_plugins.shared.files import replaced
 from mis_plugins.shared.palette import BLACK, FRAME, GRID, OTHERS, TEXT
-from mis_plugins.shared.storage import replaced
 
 EXPERTS = (1e-3, 1e-1)  # k3 of mixtures of experts, as the Miles blog tells it
 PRESET = "geometric-mis"  # whose window is drawn beside the responses

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ladder.statistics import Pair
-from mis_plugins.shared.storage import safetensors_names, save_safetensors
+from mis_plugins.shared.arrays import safetensors_names, save_safetensors
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine, Request, Sample

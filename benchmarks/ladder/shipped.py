@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.rungs import RUNGS
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.files import replaced
 
 LARGEST = 64  # the most responses of a length that are carried
 SAMPLED_AS_TRAINED = "bf16"  # the trainer whose numbers are carried

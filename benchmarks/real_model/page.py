@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from provenance import markdown_table
 
+from mis_plugins.shared.files import replaced
 from mis_plugins.shared.palette import BLACK, FRAME, GRID, TEXT, color
-from mis_plugins.shared.storage import replaced
 from real_model.arms import ARMS
 from real_model.directions import NORMAL
 from real_model.records import Record

@@ -6,25 +6,32 @@ one wins. A rule that stands beside `mis:`, and not under it, becomes an argumen
 
 from __future__ import annotations
 
+import argparse
 import base64
-import binascii
 import dataclasses
+import os
+import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.shared.numerals import shown
+from mis_plugins.shared.budget import DEPTH
+from mis_plugins.shared.numerals import cut, shown
 
 STDIN = "-"
 LARGEST_FILE = (
     2**17
 )  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
-DEEPEST = 64  # levels of mappings and lists in one another
-LARGEST_TREE = 2**17  # nodes, counted at every place where an alias puts them
+DEEPEST = int(DEPTH.base)  # levels of mappings and lists in one another
+LARGEST_TREE = 2**18  # values and their letters, counted at every place where an alias puts them
+LONGEST_KEY = 200  # letters
+LONGEST_PROBLEM = 200  # letters of what a parser says
+TOO_DEEP = f"nested more than {DEEPEST} levels deep, which no config is"
 MERGE = "tag:yaml.org,2002:merge"  # `<<`, which may stand twice
 SWITCHES = ("use_tis", "get_mismatch_metrics")  # of the host
 OURS = {field.name for field in dataclasses.fields(CorrectionConfig)}
@@ -41,31 +48,63 @@ class StrictLoader(FASTEST):
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
-        if node is not None and _size(node, {}) > LARGEST_TREE:
-            raise ConfigError(f"aliases (*name) repeat more than {LARGEST_TREE} values; write them out")
+        if node is not None and _extent(node, {}).size > LARGEST_TREE:
+            raise ConfigError(
+                f"aliases (*name) repeat more than {LARGEST_TREE} values and letters; write them out"
+            )
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # a hexadecimal may have more digits than Python writes
+            return value
         except MisError:
             raise
-        except (ValueError, KeyError, AttributeError, OverflowError):  # YAML's own errors are none of these
+        except (ValueError, LookupError, AttributeError, OverflowError):  # none is an error of YAML's own
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise ConfigError(
-                f"line {node.start_mark.line + 1}: {shown(node.value)} reads as YAML's {kind} and is none that "
+                f"{_line(node)}{shown(node.value)} reads as YAML's {kind} and is none that "
                 "exists; correct it, or quote it as text"
             ) from None
 
 
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Number of nodes in this tree, its root included; an aliased node counts at each of its places."""
-    if id(node) not in known:
-        known[id(node)] = 1  # ends the recursion where an alias stands within its own node
-        if isinstance(node, yaml.MappingNode):
-            _check_keys(node)
-        known[id(node)] += sum(_size(child, known) for child in _children(node))
-    return known[id(node)]
+class Extent(NamedTuple):
+    """How much a tree of YAML holds, counted at every place where an alias puts it."""
+
+    size: int  # values and their letters
+    depth: int  # levels of mappings and lists
+
+
+def _extent(node: yaml.Node, known: dict[int, Extent | None]) -> Extent:
+    """The extent of this tree, its root included.
+
+    Args:
+        known: the extents that are found; None while one is being found.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return Extent(1 + len(node.value), 0)
+    if id(node) in known:
+        if (found := known[id(node)]) is None:
+            raise ConfigError(
+                f"{_line(node)}an alias (*name) stands within its own value; write the value out"
+            )
+        return found
+    known[id(node)] = None
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
+    children = [_extent(child, known) for child in _children(node)]
+    depth = 1 + max((child.depth for child in children), default=0)
+    if depth > DEEPEST:
+        raise ConfigError(f"{_line(node)}{TOO_DEEP}")
+    known[id(node)] = found = Extent(1 + sum(child.size for child in children), depth)
+    return found
+
+
+def _line(place: Any) -> str:
+    """Where a node or an event begins, as the beginning of an error."""
+    return f"line {place.start_mark.line + 1}: "
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
@@ -81,6 +120,8 @@ def _check_keys(node: yaml.MappingNode) -> None:
         if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
             continue
         name, line = (key.tag, key.value), key.start_mark.line + 1
+        if len(key.value) > LONGEST_KEY:
+            raise ConfigError(f"{_line(key)}{shown(key.value)} is a longer key than any config has")
         if name in lines:
             raise ConfigError(
                 f"{key.value}: in line {lines[name]} and again in line {line}; drop one of them"
@@ -92,11 +133,21 @@ def parsed(text: str, loader: type[StrictLoader] = StrictLoader) -> Any:
     """Parse YAML text into Python values.
 
     Raises:
-        ConfigError: a key twice, a value that does not exist, more nesting or aliases than any config has.
-        yaml.YAMLError: the text is no YAML.
+        ConfigError: no YAML, a key twice, a value that does not exist, more nesting or aliases than any config has.
     """
-    _check_nesting(text, loader)
-    return yaml.load(text, loader)
+    try:
+        _check_nesting(text, loader)
+        return yaml.load(text, loader)
+    except (yaml.YAMLError, UnicodeEncodeError) as error:  # the second for half a surrogate pair
+        raise ConfigError(_no_yaml(error)) from None
+
+
+def _no_yaml(error: Exception) -> str:
+    """What the parser says in one line: its own text quotes the file at length."""
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return f"{place}no YAML: {cut(problem, LONGEST_PROBLEM)}"
 
 
 def _check_nesting(text: str, loader: type[StrictLoader]) -> None:
@@ -105,8 +156,7 @@ def _check_nesting(text: str, loader: type[StrictLoader]) -> None:
     for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
-            line = event.start_mark.line + 1
-            raise ConfigError(f"line {line}: nested more than {DEEPEST} levels deep, which no config is")
+            raise ConfigError(f"{_line(event)}{TOO_DEEP}")
 
 
 def keys_of(file: Path | str) -> dict[str, Any]:
@@ -114,7 +164,7 @@ def keys_of(file: Path | str) -> dict[str, Any]:
 
     Raises:
         ConfigError: no mapping; a key that stands twice, or where nobody reads it; what `parsed` and `text_of` refuse.
-        yaml.YAMLError, OSError: no YAML, no such file.
+        OSError: no such file.
     """
     keys = parsed(text_of(file))
     if not isinstance(keys, dict):
@@ -124,8 +174,54 @@ def keys_of(file: Path | str) -> dict[str, Any]:
         if key in OURS:
             raise ConfigError(f"{key}: stands beside `mis:`, where no one reads it; indent it under `mis:`")
         if key in SWITCHES and not isinstance(value, bool):
-            raise ConfigError(f"{key}: got {value!r}; expected true or false")
+            raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
     return {str(key): value for key, value in keys.items()}
+
+
+def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
+    """The keys of a file as a host's arguments, whatever their names: `self` and `__class__` too."""
+    arguments = argparse.Namespace()
+    vars(arguments).update(keys)
+    return arguments
+
+
+_GIVEN: dict[str, list[tuple[Any, dict[str, Any]]]] = {}  # versions of a file by its path, the newest first
+
+
+def keys_given(path: str) -> list[dict[str, Any]]:
+    """The keys of a file that a host was given, and of its earlier versions that this process has read.
+
+    A host asks for each micro-batch: a file is read again only where it has changed. A file that has become unreadable
+    since keeps its earlier versions.
+
+    Raises:
+        ConfigError: this node cannot read the file; it names both.
+    """
+    known, stamp = _GIVEN.setdefault(path, []), _stamp(path)
+    if not known or stamp not in (None, known[0][0]):
+        try:
+            known.insert(0, (stamp, keys_of(path)))
+        except (OSError, yaml.YAMLError, ConfigError) as error:
+            if not known:
+                raise ConfigError(
+                    f"node {socket.gethostname()} cannot read {short(path)} ({error}); give the whole path of a file "
+                    "that every node has"
+                ) from error
+    return [keys for _, keys in known]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None for a file that is gone, and for content in a path."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def short(path: str) -> str:
+    """A path in full, or the beginning of a file's content, which Miles passes in base64."""
+    return f"{path[:40]}..." if path.startswith(INLINE) and len(path) > 40 else path
 
 
 INLINE = "base64:"  # prefix of a path of Miles that holds the file's content itself
@@ -164,5 +260,5 @@ def _beginning(file: Path | str) -> bytes:
 def _inline(file: Path | str) -> bytes:
     try:
         return base64.b64decode(str(file).removeprefix(INLINE), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ConfigError(f"{INLINE} no base64 behind it ({error})") from None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.config import reading
-from mis_plugins.config.file import STDIN, keys_of
+from mis_plugins.config.file import STDIN, as_arguments, keys_of
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 
@@ -36,7 +35,32 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     reading.check_names(keys)
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
-    return reading.from_args(argparse.Namespace(**{"use_tis": not only_metrics, **keys}))
+    return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
+
+
+WATCHING = "metrics-only"
+
+
+def watching(target: str) -> Path:
+    """The file with which a run watches that a preset would correct.
+
+    Every preset of the TIS hook says `use_tis: true`, which wins over the command line. A run that watches computes
+    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has.
+
+    Raises:
+        ConfigError: no preset; or a preset of the loss hook, which corrects whatever `use_tis` says.
+    """
+    file = file_of(target)
+    if file not in reading.presets().values():
+        raise ConfigError(
+            "--watch takes the name of a preset; in a file of yours drop use_tis: true, and give --get-mismatch-metrics"
+        )
+    if load(file).needs_loss_hook:
+        raise ConfigError(
+            "a preset of the loss hook corrects whatever use_tis says, and has no file that watches; give the TIS hook "
+            f"{WATCHING}, or the loss hook a copy of the preset with use_tis: false"
+        )
+    return reading.preset_path(WATCHING)
 
 
 def file_of(target: str) -> Path:

@@ -1,4 +1,4 @@
-"""Reading a config: a dict, a file's keys or a host's Namespace, in either of two spellings.
+"""Reading a config: a dict, a file's keys or a host's arguments, in either of two spellings.
 
 The nested key `mis:` is strict: an unknown key, a wrong type, a bound that cannot hold or a setting without
 effect is a `ConfigError` that quotes the user's key. Flat keys mean what they mean in Miles's `mis.yaml`
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,9 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-
-from mis_plugins.config.file import keys_of
+from mis_plugins.config import recorded
+from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
     LEVEL_OVER,
     WEIGHT_BOUNDS,
@@ -34,6 +34,7 @@ from mis_plugins.config.model import (
     check_ratio_bounds,
 )
 from mis_plugins.config.terms.bounds import BOUNDS
+from mis_plugins.config.view import View, hooks_of, is_untyped, kind, view
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import shown
 
@@ -61,6 +62,7 @@ HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-
 AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
 OUR_PREFIXES = ("tis_", "rs_", "mis_", *AREAL_PREFIXES)
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
+OWN_KEYS = READ_KEYS - {"rejection_sampling"}  # a host's own key may have the name of AReaL's block
 RULE_KEYS = (
     "rs_level",
     "rs_lower_bound",
@@ -68,6 +70,8 @@ RULE_KEYS = (
 )  # of the rule that `use_rs` or `use_mask` switches on
 OUR_SWITCHES = tuple(sorted(key for key in READ_KEYS if key.startswith("use_")))
 HOSTS_SWITCHES = frozenset({"use_te"})  # arguments of the hosts within two edits of one of ours
+MOST_ITEMS = 64  # of a list; each rule costs every step its time
+LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
 EDITS = 2  # a switch within this edit distance of one of ours counts as misspelled
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
@@ -219,13 +223,13 @@ def areal_places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     blocks = {f"{name}.": said[name] for name in AREAL_BLOCKS if isinstance(said.get(name), Mapping)}
     found: dict[str, tuple[str, Any]] = {}
     for prefix, block in {"": said, **blocks}.items():
-        for key in block:
-            if block[key] is None or not _of_areal(str(key)):
+        for key, given in block.items():
+            if given is None or not _of_areal(str(key)):
                 continue
-            place, value = found.setdefault(str(key), (f"{prefix}{key}", block[key]))
-            if value != block[key]:
+            place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
+            if value != given:
                 raise ConfigError(
-                    f"{prefix}{key}: {block[key]!r} contradicts {place}: {value!r}; keep one of them"
+                    f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
                 )
     _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
     return found
@@ -261,7 +265,10 @@ def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str,
 def is_ours(name: str) -> bool:
     """Whether an argument of a host, or a top-level key of a config file, is read here, or refused."""
     plain = name.replace("-", "_")  # as on a command line
-    return plain in READ_KEYS or plain.startswith(OUR_PREFIXES) or _resembles_a_switch(name)
+    if plain in READ_KEYS:
+        return True
+    looks = plain.startswith(OUR_PREFIXES) or _resembles_a_switch(name)
+    return looks and plain not in recorded.names()
 
 
 def is_read(name: str, value: Any) -> bool:
@@ -303,7 +310,8 @@ def _resembles_a_switch(name: str) -> bool:
     plain = name.replace("-", "_")
     if not plain.startswith("use_") or plain in HOSTS_SWITCHES or name in READ_KEYS:
         return False
-    return any(_edits(plain, ours) <= EDITS for ours in OUR_SWITCHES)
+    near = (ours for ours in OUR_SWITCHES if abs(len(plain) - len(ours)) <= EDITS)
+    return any(_edits(plain, ours) <= EDITS for ours in near)
 
 
 def _edits(first: str, second: str) -> int:
@@ -317,38 +325,113 @@ def _edits(first: str, second: str) -> int:
 
 
 def from_args(args: Any) -> CorrectionConfig:
-    """The config that a host's argument Namespace carries, in one of its spellings.
+    """The config that a host's arguments carry, in one of its spellings.
 
     Raises:
-        ConfigError: a key that looks like ours and is not; two spellings at once; `--use-tis` with no config.
+        ConfigError: a key of the user's that looks like ours and is not; two spellings at once; `--use-tis` with no
+            config.
     """
-    said = {name: value for name, value in vars(args).items() if is_ours(name)}
-    for name in filter(_resembles_a_switch, said.keys() - READ_KEYS):
-        if not said[name] or _in_no_file(args, name):
-            del said[name]  # the host's own argument, which `HOSTS_SWITCHES` does not list yet
-    said |= areal_keys(vars(args))
+    stated = view(args)
+    said = {name: value for name, value in stated.items() if is_ours(name)}
+    for name in said.keys() - OWN_KEYS:
+        if _is_the_hosts(stated, name):
+            del said[name]
+    said |= {key: value for key, value in areal_keys(stated).items() if key in said or key not in stated}
     key = repr(said)
     if key not in _READ_BEFORE:
         _READ_BEFORE[key] = _of_said(said)
-    return _READ_BEFORE[key]
+    config = _READ_BEFORE[key]
+    if not (config.corrects or config.needs_loss_hook):
+        if getattr(stated, "use_tis", False):  # as an attribute of the class too
+            raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
+        _check_handed_on(stated)
+    return config
 
 
+def _check_handed_on(args: View) -> None:
+    """Refuse arguments without the keys of a file that this node can read: the loss hook would correct nothing."""
+    try:
+        lost = FILES[0] in files_of(args) and _lost(args, keys_of_file(args, FILES[0]))
+    except ConfigError:
+        return  # a file that says nothing is needed by nobody
+    if lost:
+        raise ConfigError(
+            f"--custom-config-path {short(str(args[FILES[0]]))} says {', '.join(lost)}, and the host has not made "
+            "arguments of it, so that nothing would be corrected"
+        )
+
+
+def _lost(args: View, keys: Mapping[str, Any]) -> list[str]:
+    """The keys of a file that are read here, and that the arguments lack."""
+    said = [key for key, value in keys.items() if value is not None and is_read(key, value)]
+    return [key for key in said if args.get(key) is None]
+
+
+NOTHING_SAID = (
+    "--use-tis is set but nothing says how to correct: pass a preset, for example "
+    "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
+)
 FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
 
 
-def _in_no_file(args: Any, name: str) -> bool:
-    """Whether a host's arguments show that no file said this key, so that the key is the host's own argument."""
-    files = [file for file in (getattr(args, path, None) for path in FILES) if file]
-    return hasattr(args, FILES[0]) and all(_lacks(file, name) for file in files)
+def _is_the_hosts(args: View, name: str) -> bool:
+    """Whether the host made an argument that looks like ours: no file or mapping of the user's says it.
+
+    Raises:
+        ConfigError: this node cannot read the file that may say it.
+    """
+    if _resembles_a_switch(name) and not args[name]:
+        return True
+    files = files_of(args)
+    if files:
+        return all(name not in keys_of_file(args, argument) for argument in files)
+    return FILES[0] in args or not is_untyped(args)
 
 
-@functools.cache
-def _lacks(file: str, name: str) -> bool:
-    """Whether a config file is at hand and does not hold the key."""
+def files_of(args: View) -> dict[str, str]:
+    """The files of keys that a host was given, by the argument that names each."""
+    given = {name: args.get(name) for name in FILES}
+    return {name: str(path) for name, path in given.items() if path and isinstance(path, str | Path)}
+
+
+def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
+    """The keys of the file that an argument names: of its newest version whose keys the arguments have.
+
+    A file may change while a job runs, and a process may start a second job.
+
+    Raises:
+        ConfigError: this node cannot read the file.
+    """
+    versions = keys_given(str(args[argument]))
+    return next((keys for keys in versions if is_handed_on(args, keys)), versions[0])
+
+
+def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
+    """Whether the arguments have what a file says in keys that are read here."""
+    return all(args.get(key) == value for key, value in keys.items() if is_read(key, value))
+
+
+def _looked_at(args: View) -> Iterator[str]:
+    """Where a config was looked for, and not found."""
+    yield f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}, {', '.join(AREAL_KEYS)}"
+    for name in hooks_of(args):
+        yield f"the config beside {name}"
+    files = files_of(args)
+    for name, file in files.items():
+        yield f"--{name.replace('_', '-')} {short(file)}, {_found_in(args, name)}"
+    if not files:
+        yield "no --custom-config-path is given"
+
+
+def _found_in(args: View, argument: str) -> str:
     try:
-        return name not in keys_of(file)
-    except (OSError, yaml.YAMLError, ConfigError):
-        return False
+        keys = keys_given(str(args[argument]))[0]
+    except ConfigError as error:
+        return str(error)
+    said, lost = [key for key, value in keys.items() if is_read(key, value)], _lost(args, keys)
+    if lost:
+        return f"which says {', '.join(lost)}, and the host has not made arguments of it"
+    return f"which says {', '.join(said) or 'none of them'}"
 
 
 # Configs by the repr of the keys that they were read from: a host asks for each micro-batch.
@@ -357,14 +440,14 @@ _READ_BEFORE: dict[str, CorrectionConfig] = {}
 
 def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
     check_names(said)
-    if "rejection_sampling" in said:
+    if said.get("rejection_sampling") is not None:
         raise ConfigError(
             "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
             "areal-rejection-sampling does and `python -m mis_plugins config from-areal` writes (docs/peers.md tells "
             "where the answers differ)"
         )
     nested, use_tis = said.get("mis"), said.get("use_tis")
-    flat = {key: said[key] for key in FLAT_KEYS if key in said}
+    flat = {key: said[key] for key in FLAT_KEYS if said.get(key) is not None}
     areal = {key: said[key] for key in AREAL_KEYS if said.get(key) is not None}
     _check_one_spelling(nested, flat, areal)
     config = from_mapping(nested)
@@ -372,16 +455,12 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
         config = from_areal(areal, config.metrics)
     elif flat and (flat.get("tis_upper_bound") is not None or use_tis):
         config = from_flat(flat, config.metrics)
-    if use_tis and not (config.corrects or config.needs_loss_hook):
-        raise ConfigError(
-            "--use-tis is set but nothing says how to correct: pass a preset, for example "
-            "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
-        )
     return config
 
 
 def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
     """The user's names of what would change a loss: parts of `config`, and flat switches that are unread."""
+    args = view(args)
     names = spelling(args)
     nested = "mis.segment_wise" if config.weighs_by_segment_wise else "mis.weight"
     weighs = [names.get("weight", nested)] if config.weight else []
@@ -408,7 +487,7 @@ def idle_rule(keys: Mapping[str, Any]) -> str | None:
 
 def spelling(args: Any) -> dict[str, str]:
     """The user's flat keys by the fields that they set, for `MisError.spelled`; empty without flat keys."""
-    said = areal_keys(vars(args))
+    said = areal_keys(view(args))
     areal = [key for key in AREAL_KEYS if key in said]
     if areal:
         bounds = [key for key in areal if key.startswith("behav_imp_")]
@@ -448,7 +527,7 @@ def preset_path(name: str) -> Path:
     """
     known = presets()
     if name not in known:
-        raise ConfigError(f"preset {name!r}: unknown{_suggest(name, known)}")
+        raise ConfigError(f"preset {shown(name)}: unknown{_suggest(name, known)}")
     return known[name]
 
 
@@ -474,7 +553,7 @@ def _spelled(**names: str) -> Iterator[None]:
 def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: got {value!r}; expected a mapping of {', '.join(_fields(cls))}")
+        raise ConfigError(f"{path}: got {shown(value)}; expected a mapping of {', '.join(_fields(cls))}")
     hints = _hints(cls)
     for key in value:
         if key not in hints:
@@ -498,11 +577,13 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return _convert(choices[0], value, path)
     if (named := choices_of(kind)) is not None:
         if value not in named:
-            raise ConfigError(f"{path}: got {value!r}; choose one of {', '.join(named)}")
+            raise ConfigError(f"{path}: got {shown(value)}; choose one of {', '.join(named)}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{path}: got {value!r}; expected a list")
+            raise ConfigError(f"{path}: got {shown(value)}; expected a list")
+        if len(value) > MOST_ITEMS:
+            raise ConfigError(f"{path}: got {len(value)} items; expected at most {MOST_ITEMS}")
         return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
@@ -520,14 +601,14 @@ def choices_of(kind: Any) -> tuple[str, ...] | None:
 
 def _boolean(value: Any, path: str) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{path}: got {value!r}; expected true or false")
+        raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
     return value
 
 
 def _whole(value: Any, path: str) -> int:
     found = number(value, path)
     if not found.is_integer():
-        raise ConfigError(f"{path}: got {value!r}; expected a whole number")
+        raise ConfigError(f"{path}: got {shown(value)}; expected a whole number")
     return int(found)
 
 
@@ -542,11 +623,16 @@ def number(value: Any, path: str) -> float:
     try:
         if isinstance(value, bool) or "_" in str(value):
             raise TypeError
-        return float(value)
+        found = float(value)
+        if math.isfinite(found) and abs(found) > LARGEST_FLOAT:
+            raise OverflowError
+        return found
     except (TypeError, ValueError):
-        raise ConfigError(f"{path}: got {value!r}; expected a number") from None
+        raise ConfigError(f"{path}: got {shown(value)}; expected a number") from None
     except OverflowError:
-        raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float can hold") from None
+        raise ConfigError(
+            f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold"
+        ) from None
 
 
 @functools.cache

@@ -79,11 +79,12 @@ def _lines(mapping: Mapping[str, Any], comments: Mapping[str, str], path: str, i
         elif isinstance(value, list) and value:
             yield f"{indent}{key}:", comment
             for i, item in enumerate(value):
-                yield f"{indent}  - {_flow(item)}", comments.get(f"{path}{key}[{i}]", "")
+                yield f"{indent}  - {flow(item)}", comments.get(f"{path}{key}[{i}]", "")
         else:
-            yield f"{indent}{key}: {_flow(value)}", comment
+            yield f"{indent}{key}: {flow(value)}", comment
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
+    """A value as YAML in one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
     return text.removesuffix("...\n").strip()

@@ -17,11 +17,10 @@ from mis_plugins.config.model import (
 )
 from mis_plugins.config.terms.bounds import Outside
 from mis_plugins.explain.formula import trainer_policy
-from mis_plugins.hosts.host import ROUTES_HOOK, Host
+from mis_plugins.hosts.host import LOSS_HOOK, ROUTES_HOOK, Host
 from mis_plugins.metrics.alarms import COUNT
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
-LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
 ONE_STEP = (
     "slime computes the trainer's log-probs before training only where a rollout is more than one optimizer step: with "

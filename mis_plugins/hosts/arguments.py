@@ -2,6 +2,7 @@
 
 A host makes an argument of every key, whatever its name, and keeps the value as YAML reads it. The records beside this
 file are printed from the hosts' own parsers by `benchmarks/host_arguments.py`; their first lines name the commits.
+`newer.txt` holds single arguments of newer files, whose parsers cannot be run.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
+from mis_plugins.config.recorded import lines as lines_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.shared.numerals import shown
 
 Kind = Literal["switch", "number", "text", "other"]
+TOLD = 20  # keys, of a file that may have thousands
 COMPARISON = "bitwise"  # read by the hooks of true_on_policy.hosts
+NEWER = "newer"
 
 
 def recorded() -> dict[str, Host]:
@@ -29,7 +33,8 @@ def recorded() -> dict[str, Host]:
 @cache
 def kinds(host: Host) -> Mapping[str, Kind]:
     """What `host` takes for each of its recorded arguments, by name."""
-    lines = [line.split() for record in reversed(host.records) for line in _lines(record)]
+    records = (NEWER, *reversed(host.records)) if host.records else ()
+    lines = [line.split() for record in records for line in lines_of(record)]
     found: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
     engines = [name for name in found if host.eval_engines and name.startswith("sglang_")]
     repeated: dict[str, Kind] = {f"eval_{name}": found[name] for name in engines}
@@ -38,13 +43,8 @@ def kinds(host: Host) -> Mapping[str, Kind]:
 
 def flags(record: str) -> set[str]:
     """Every flag of the parser that `record` is named after."""
-    rows = [line.split() for line in _lines(record)]
+    rows = [line.split() for line in lines_of(record)]
     return {flag for name, _, *given in rows for flag in given or ["--" + name.replace("_", "-")]}
-
-
-def _lines(record: str) -> list[str]:
-    text = (Path(__file__).parent / "records" / f"{record}.txt").read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
@@ -55,16 +55,32 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
         host: the host whose arguments count; None is every host, the embedded one too.
     """
     hosts = tuple(recorded().values()) if host is None else (host,)
+    odd = list(_odd(keys, hosts, host is None))
+    for key, value, wanted in odd[:TOLD]:
+        if wanted:
+            yield f"{key}: {_taken(value, wanted[0])}"
+        else:
+            yield f"{key}: no argument of {_named(hosts)}{_near(key, hosts)}; only a function of your own would read it"
+    if len(odd) > TOLD:
+        yield f"{len(odd) - TOLD} more keys are no argument of {_named(hosts)}, or have a value of another type"
+
+
+def _odd(
+    keys: Mapping[str, Any], hosts: tuple[Host, ...], embedded: bool
+) -> Iterator[tuple[str, Any, list[Kind]]]:
+    """Keys that no host knows, or whose value has the wrong type: with the value, and what each host takes.
+
+    Args:
+        embedded: whether arguments count that only the embedded host has.
+    """
     blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
     for key, value in keys.items():
         if reading.is_read(key, value) or key in blocks or key == COMPARISON:
             continue
-        unrecorded = host is None and any(key in other.more_arguments() for other in HOSTS.values())
+        unrecorded = embedded and any(key in other.more_arguments() for other in HOSTS.values())
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
-        if not wanted and not unrecorded:
-            yield f"{key}: no argument of {_named(hosts)}{_near(key, hosts)}; only a function of your own would read it"
-        elif wanted and not any(_fits(value, kind) for kind in wanted):
-            yield f"{key}: {_taken(value, wanted[0])}"
+        if not any(_fits(value, kind) for kind in wanted) and (wanted or not unrecorded):
+            yield key, value, wanted
 
 
 def _named(hosts: tuple[Host, ...]) -> str:
@@ -88,13 +104,13 @@ def _fits(value: Any, kind: Kind) -> bool:
 def _taken(value: Any, kind: Kind) -> str:
     """Say how the host takes a value of the wrong type, and how to write the right one."""
     if kind == "switch":
-        return f"got {value!r}; the host expects true or false, and takes any text for true"
+        return f"got {shown(value)}; the host expects true or false, and takes any text for true"
     if kind == "text":
-        return f"YAML reads {value!r}, and the host expects text; put it in quotes"
+        return f"YAML reads {shown(value)}, and the host expects text; put it in quotes"
     number = _as_number(value)
     if number is None:
-        return f"got {value!r}; the host expects a number"
-    return f"YAML reads {value!r} as text, which the host keeps, and it expects a number; write {number}"
+        return f"got {shown(value)}; the host expects a number"
+    return f"YAML reads {shown(value)} as text, which the host keeps, and it expects a number; write {number}"
 
 
 def _as_number(value: Any) -> str | None:

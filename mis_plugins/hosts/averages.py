@@ -13,6 +13,7 @@ from torch import Tensor
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.reducer import valid_tokens
 from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.metrics.token_metrics import Average
 from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks, to_device
@@ -30,7 +31,7 @@ def average(args: Any, step: tuple[int, int] | None = None) -> Average | None:
     Args:
         step: (rollout, step) that trains now, where the step hook said so.
     """
-    counted: Counted | None = getattr(args, "_mis_counted", None)
+    counted = ROLLOUT.counted(args)
     share = None if counted is None else counted.share(step)
     if share is not None:
         return share

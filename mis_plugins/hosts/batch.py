@@ -15,6 +15,17 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.packing.layout import Layout, Placed, whole, zigzag
 from mis_plugins.packing.ragged import Ranks
 
+NO_ROLLOUT_LOG_PROBS = (
+    "rollout_log_probs: None: the samples carry no log-probs of the rollout engine, so that no ratio is known; the "
+    "rollout engine must return one for each sampled token: let the function of --custom-generate-function-path or "
+    "--rollout-function-path set sample.rollout_log_probs (Miles scores samples anew with "
+    "--recompute-logprobs-via-prefill)"
+)
+NO_TRAIN_LOG_PROBS = (
+    "train_log_probs: None: the trainer's log-probs were neither recomputed nor handed on, so that no ratio is known; "
+    "both hosts leave them out with --use-rollout-logprobs: drop it, or give --get-mismatch-metrics beside it, which "
+    "recomputes them"
+)
 Tensors = Sequence[Tensor]
 Handed = Sequence[Tensor | None] | None  # what a host may really pass; HostBatch refuses the None
 
@@ -35,13 +46,9 @@ class HostBatch:
 
     def __post_init__(self) -> None:
         if self.rollout_log_probs is None:
-            raise InputError(
-                "rollout_log_probs: None; the rollout engine must return one for each sampled token"
-            )
+            raise InputError(NO_ROLLOUT_LOG_PROBS)
         if self.train_log_probs is None:
-            raise InputError(
-                "train_log_probs: None; the trainer's log-probs were neither recomputed nor handed on"
-            )
+            raise InputError(NO_TRAIN_LOG_PROBS)
         if not len(self.loss_masks):
             raise InputError("loss_masks: no sequence in this micro-batch")
         _check("loss_masks", self.loss_masks, self.layout.response_lengths, "response tokens")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.host import Host
@@ -173,7 +174,7 @@ def check_weights(args: Any, config: CorrectionConfig, host: Host) -> None:
     Raises:
         ConfigError: it quotes the argument.
     """
-    _refuse(_found(SPOIL_WEIGHTS, vars(args), config, host), host)
+    _refuse(_found(SPOIL_WEIGHTS, view(args), config, host), host)
 
 
 def warnings(keys: Mapping[str, Any], config: CorrectionConfig, host: Host) -> Iterator[str]:

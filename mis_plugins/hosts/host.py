@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 else:
     Ranks = Tensor = Trainer = Any  # `config check` reads these records before every job, and needs no torch
 
+LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROUTES_HOOK = (
     "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.host import Batch, Host
@@ -43,7 +44,7 @@ def read(
     reads_versions = _reads_versions(batch, config, reports_weights)
     _check_present(host, args, batch, config, reads_versions)
     masks = _flat("loss_masks", batch["loss_masks"], layout.response_lengths)
-    log_probs, entropy = host.scores(args, batch, logits)
+    log_probs, entropy = host.scores(original(args), batch, logits)
 
     def constant(name: str) -> Tensor | None:
         return _flat(name, batch[name], layout.local_lengths).detach() if batch.get(name) else None
@@ -193,7 +194,7 @@ def passed_on(batch: Batch, reduce: Reduce) -> dict[str, Tensor]:
 
 def policy_reducer(args: Any, batch: Batch) -> Reduce | None:
     """The user's reducer of the policy loss, built with the masks before rejection; None without one."""
-    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    path = view(args).get("custom_pg_loss_reducer_function_path")
     if path is None:
         return None
     build = pkgutil.resolve_name(path)

@@ -51,8 +51,19 @@ def check_agreement(
         )
 
 
-def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bool, ranks: Ranks) -> bool:
-    """Whether the records of all ranks can be added up: one maximum of five numbers over each group.
+class Uncorrected(Exception):
+    """No rank corrected a step whose arguments ask for a correction."""
+
+
+def can_add_up(
+    recorded: Sequence[CorrectionConfig],
+    began: bool,
+    same_ranks: bool,
+    ranks: Ranks,
+    corrected: bool | None = True,
+    pipeline: dist.ProcessGroup | None = None,
+) -> bool:
+    """Whether the records of all ranks can be added up: one maximum of seven numbers over each group.
 
     False where a rank joined since the step began, or took another rank's place: it has recorded nothing, and
     the groups of the other ranks' records may be gone.
@@ -62,25 +73,36 @@ def can_add_up(recorded: Sequence[CorrectionConfig], began: bool, same_ranks: bo
         began: whether this rank was there when the step began.
         same_ranks: whether this rank recorded among `ranks`.
         ranks: the groups as they are now.
+        corrected: whether a hook corrected on this rank; False where none did and the arguments ask for it; None
+            on a rank that cannot tell, such as one of an earlier pipeline stage.
+        pipeline: the group over which the last stage tells the earlier ones.
 
     Raises:
+        Uncorrected: no rank corrected, and the arguments of one ask for it; every rank raises.
         InputError: all ranks were there and recorded under different configs; every rank raises.
         RANK_LOST: a rank of a group died.
     """
     groups = [group for group in (ranks.cp, ranks.dp) if group is not None]
-    if not groups:
+    if not groups and pipeline is None:
+        if corrected is False:
+            raise Uncorrected
         return same_ranks
     digest = _digest(sorted(map(repr, recorded)))
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    mine = to_device([digest, -digest, began, not began, not same_ranks], device)
+    told = [began, not began, not same_ranks, corrected is True, corrected is False]
+    mine = to_device([digest, -digest, *told], device)
+    if pipeline is not None:
+        dist.all_reduce(mine[-2:], dist.ReduceOp.MAX, group=pipeline)
     for group in groups:
         all_reduce(mine, group, dist.ReduceOp.MAX)
     found = to_host(mine)
     Arrival.of_copies_from(mine).wait()
     raise_if_aborted(groups)
-    largest, negated_smallest, some_began, some_joined, some_moved = found.tolist()
+    largest, negated_smallest, some_began, some_joined, some_moved, some_ran, some_missed = found.tolist()
     if (some_began and some_joined) or some_moved:
         return False
+    if some_missed and not some_ran:
+        raise Uncorrected
     if largest != -negated_smallest:
         raise InputError(
             f"ranks corrected under different mis configs, this rank under {list(recorded) or 'none'}; config "

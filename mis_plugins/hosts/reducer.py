@@ -12,6 +12,7 @@ from torch import Tensor
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.batch import Tensors, host_layout
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.ragged import Ranks, to_device
 
@@ -20,6 +21,7 @@ FLAG = "--custom-pg-loss-reducer-function-path mis_plugins.mis.kept_token_mean"
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 
 
+@Hook
 def kept_token_mean(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.batch import host_layout
@@ -74,7 +75,7 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
             f"mis.resplit_every: no hook of {host.title} reaches its log-prob pass; leave it out"
         )
     ranks, cp = host.parallel()
-    again = host.rescore(args, data, ranks)
+    again = host.rescore(original(args), data, ranks)
     if again is None:
         return
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
@@ -92,7 +93,7 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
 
 def _every(args: Any) -> int | None:
     """`resplit_every`. Without the key no config is read: `count_samples` serves runs without a config."""
-    said = getattr(args, "mis", None)
+    said = view(args).get("mis")
     return reading.from_args(args).resplit_every if isinstance(said, Mapping) and KEY in said else None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RoutingConfig
+from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import InputError, MisError
 from mis_plugins.hosts import conflicts, megatron, replay, tracking
@@ -101,7 +102,7 @@ class Watching:
     def _installed(self, args: Any, model: Sequence[nn.Module]) -> Watch:
         if self.watch is None:
             asked = _asked(args) or RoutingConfig()
-            conflicts.check(vars(args), reading.from_args(args), current(args))
+            conflicts.check(view(args), reading.from_args(args), current(args))
             watch = Watch(replay.source(), _grid(args), asked.experts == "trainer", megatron.pipeline()[1])
             watch.install(model, args.num_layers)
             self.watch = watch

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mis_plugins.errors import InputError
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.shared.notices import warn_once
 
 logger = logging.getLogger("mis_plugins")
@@ -38,6 +39,7 @@ class Fault:
     detail: str
 
 
+@Hook
 def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 

@@ -5,6 +5,8 @@ hook (`report`) checks that all ranks recorded alike, adds up their records and 
 It warns, logs the metrics and, if the config asks for it, stops the job. The check and the copy each wait for
 the device, between two steps, where the hosts have just waited for their own loss and gradient norm.
 
+Where the arguments ask for a correction, and no hook of ours corrected in a step, the check raises on all ranks.
+
 Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a
 step that a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that
 whoever ends the run calls on every rank. Without that call, a process without other ranks reports the last
@@ -31,10 +33,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.hosts import tracking
-from mis_plugins.hosts.rank_agreement import can_add_up, outlives, raise_if_aborted
+from mis_plugins.hosts import megatron, tracking, uncorrected
+from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
 from mis_plugins.metrics.by_age import ByAge
@@ -164,6 +167,9 @@ class Recorder:
     args: the host's arguments, as the hook had them last.
     pending: the sums of the step so far, by config.
     copy: sums on their way to the host, where there is no hook.
+    ran: whether a hook of ours ran in the step so far.
+    rollout: the rollout of the last call of `check_rollout`.
+    ran_in_rollout: whether a hook of ours ran since that call.
     told: names of warnings that are not given again.
     muted: whether `unobserved` is in force.
     """
@@ -172,6 +178,9 @@ class Recorder:
     args: Any = None
     pending: dict[CorrectionConfig, Recorded] = field(default_factory=dict)
     copy: Copy | None = None
+    ran: bool = False
+    rollout: int | None = None
+    ran_in_rollout: bool = False
     told: set[str] = field(default_factory=set)
     muted: bool = False
 
@@ -194,6 +203,7 @@ class Recorder:
         """
         if self.muted or torch._C._current_graph_task_id() != -1:
             return
+        self.ran = self.ran_in_rollout = True
         config, ranks = correction.config, correction.ragged.ranks
         if self.step is None:
             _check_without_hook(config)
@@ -242,18 +252,19 @@ class Recorder:
             MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; every rank
                 that computes a loss raises, which only the last pipeline stage does.
             InputError: ranks recorded under different configs.
+            ConfigError: the arguments ask for a correction, and no hook of ours ran in that step; every rank raises.
         """
         if self.step is None:
             atexit.register(_at_exit, weakref.ref(self))
         ended, self.step, self.args = self.step, (rollout_id, step_id), args
         if ended == self.step:
-            self.pending = {}  # the host threw that attempt at the step away, and repeats it
+            self.pending, self.ran = {}, True  # the host threw that attempt at the step away, and repeats it
         self._report_ended(None if ended is None else Ended(*ended, is_last=ended[0] != rollout_id), ranks)
 
     def _report_ended(self, ended: Ended | None, ranks: Ranks) -> None:
         """Report the pending records, config by config in one order on every rank."""
         pending, self.pending = ({} if ended is None else self.pending), {}
-        apart = self._why_apart(pending, ended is not None, ranks)
+        apart = self._why_apart(pending, ended, ranks)
         for config in sorted(pending, key=repr):
             assert ended is not None
             if apart is None:
@@ -261,13 +272,52 @@ class Recorder:
             else:
                 self._report_alone(pending[config], ranks, apart, ended)
 
+    def check_rollout(self, args: Any, rollout_id: int, ranks: Ranks) -> None:
+        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one.
+
+        Raises:
+            ConfigError: as `report`.
+        """
+        if view(args).get("custom_megatron_before_train_step_hook_path") is not None:
+            return
+        ended, self.rollout, self.args = self.rollout, rollout_id, args
+        ran, self.ran_in_rollout = self.ran_in_rollout, False
+        whole = ended is not None and ended != rollout_id  # else the host repeats the rollout
+        corrected = self._corrected(ran) if whole else None
+        self._add_up_or_why({}, whole, ranks, corrected, f"rollout {ended}")
+
+    def _corrected(self, ran: bool) -> bool | None:
+        """Whether a hook of ours ran; None on a rank that computes no policy loss, or is asked for no correction."""
+        if not megatron.holds_log_probs():
+            return None
+        return ran or (None if uncorrected.asked_for(self.args) is None else False)
+
     def _why_apart(
-        self, pending: Mapping[CorrectionConfig, Recorded], began: bool, ranks: Ranks
+        self, pending: Mapping[CorrectionConfig, Recorded], ended: Ended | None, ranks: Ranks
     ) -> str | None:
         """Why the records of the ranks cannot be added up; None where they can."""
+        ran, self.ran = self.ran, False
+        corrected = None if ended is None else self._corrected(ran)
+        return self._add_up_or_why(pending, ended is not None, ranks, corrected, str(ended))
+
+    def _add_up_or_why(
+        self,
+        pending: Mapping[CorrectionConfig, Recorded],
+        began: bool,
+        ranks: Ranks,
+        corrected: bool | None,
+        ended: str,
+    ) -> str | None:
         same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
+        pipeline = megatron.pipeline()[0]
         try:
-            return None if can_add_up(list(pending), began, same_ranks, ranks) else REGROUPED
+            agreed = can_add_up(list(pending), began, same_ranks, ranks, corrected, pipeline)
+            return None if agreed else REGROUPED
+        except Uncorrected:
+            raise ConfigError(
+                f"{ended}: the arguments ask for a correction, and no hook of mis_plugins corrected: "
+                f"{uncorrected.lacking(self.args)}"
+            ) from None
         except RANK_LOST as error:
             if not outlives(ranks):
                 raise

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from mis_plugins.config.view import original
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.metric import PREFIX, STEP_KEY
 
@@ -21,7 +22,7 @@ def log(args: Any, metrics: Mapping[str, float], step: int) -> None:
     named = {PREFIX + name: value for name, value in metrics.items()} | {STEP_KEY: step}
     log_to_tracker = current(args).tracking()
     if log_to_tracker is not None:
-        log_to_tracker(args, named, step_key=STEP_KEY)
+        log_to_tracker(original(args), named, step_key=STEP_KEY)
     logger.info("step %d: %s", step, named)
 
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from mis_plugins.config import reading
-from mis_plugins.config.file import keys_of
+from mis_plugins.config.file import short
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.registry import current
 from mis_plugins.shared.notices import warn_once
@@ -71,8 +70,17 @@ def warn_where_corrected(args: Any) -> None:
     """Say which of the two switches wins where both are on, and which keys of a flat rule do not act."""
     if getattr(args, "use_tis", False) and getattr(args, "get_mismatch_metrics", False):
         warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
-    if (idle := reading.idle_rule(vars(args))) is not None:
+    if (idle := reading.idle_rule(view(args))) is not None:
         warn_once(idle)
+
+
+def watches(args: Any) -> bool:
+    """Whether the user says that a run with a config only watches, by a flag or in a file.
+
+    Raises:
+        ConfigError: this node cannot read the file.
+    """
+    return _reason(args) is not None
 
 
 def _reason(args: Any) -> Reason | None:
@@ -81,53 +89,38 @@ def _reason(args: Any) -> Reason | None:
         return None
     if getattr(args, "get_mismatch_metrics", False):
         return MISMATCH_METRICS
-    if not hasattr(args, "_mis_file_that_watches"):  # once a job: a host asks for each micro-batch
-        args._mis_file_that_watches = _file_that_watches(args)
-    file = args._mis_file_that_watches
+    file = next((name for name, keys in _files(view(args)) if keys.get("use_tis") is False), None)
     if file is None:
         return None
     return Reason(f"use_tis: false in {file}", "say true there to correct, or drop it")
 
 
-def _file_that_watches(args: Any) -> str | None:
-    """The flag and path of the file in which the user says `use_tis: false`; None without one."""
-    return next((name for name, keys in _files(args) if keys.get("use_tis") is False), None)
+def _files(args: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The files that a host has read into its arguments: the flag and path of each, and their keys."""
+    read = (reading.FILES[0], *current(args).config_files)
+    for argument, path in reading.files_of(args).items():
+        if argument in read:
+            name = f"--{argument.replace('_', '-')} {short(path)}"
+            keys = _keys(args, argument, name)
+            if argument == reading.FILES[0]:
+                _check_unchanged(args, name, keys)
+            yield name, keys
 
 
-def _files(args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The files that a host has read into its arguments: what they are called, and their keys."""
-    path = getattr(args, "custom_config_path", None)
-    if path:
-        name = f"--custom-config-path {_shown(path)}"
-        keys = _keys(name, path)
-        _check_unchanged(args, name, keys)
-        yield name, keys
-    for argument in current(args).config_files:
-        if path := getattr(args, argument, None):
-            name = f"--{argument.replace('_', '-')} {path}"
-            yield name, _keys(name, path)
-
-
-def _shown(path: str) -> str:
-    """A path in full, or the beginning of a file's content, which Miles passes in base64."""
-    return f"{path[:40]}..." if path.startswith("base64:") else path
-
-
-def _keys(name: str, path: str) -> Mapping[str, Any]:
+def _keys(args: View, argument: str, name: str) -> Mapping[str, Any]:
     try:
-        return keys_of(path)
-    except (OSError, yaml.YAMLError, ConfigError) as error:
+        return reading.keys_of_file(args, argument)
+    except ConfigError as error:
         raise ConfigError(
-            f"{name}: whether it says use_tis: false cannot be read by this worker ({error}); give the whole path of a "
-            "file that every node has; or give --use-tis, or say use_tis: true in the file, to correct, and "
-            "--get-mismatch-metrics to watch"
+            f"{name}: whether it says use_tis: false cannot be read by this worker ({error}); or give --use-tis, or "
+            "say use_tis: true in the file, to correct, and --get-mismatch-metrics to watch"
         ) from error
 
 
-def _check_unchanged(args: Any, name: str, keys: Mapping[str, Any]) -> None:
+def _check_unchanged(args: View, name: str, keys: Mapping[str, Any]) -> None:
     """Refuse a file that no longer says what the job was started with."""
     for key, value in keys.items():
-        if reading.is_read(key, value) and getattr(args, key, None) != value:
+        if reading.is_read(key, value) and args.get(key) != value:
             raise ConfigError(
                 f"{name}: {key} has changed since the job read the file, so that nobody knows whether it said use_tis: "
                 "false; leave the file of a starting job alone"

@@ -15,6 +15,7 @@ from mis_plugins.errors import MisError
 from mis_plugins.local.cli.arguments import parse_args
 from mis_plugins.local.folders import SUMMARY, run_folder
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
+from mis_plugins.shared.terminal import print_error
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
 
 
 def _refused(why: MisError | str) -> int:
-    print(f"error: {why}", file=sys.stderr)
+    print_error(f"error: {why}")
     return REFUSED
 
 

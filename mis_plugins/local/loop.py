@@ -129,7 +129,7 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
 
 
 def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
-    console = Console(file=open(os.devnull, "w")) if args.quiet else Console()
+    console = Console(file=open(os.devnull, "w")) if args.quiet else None
     return report.LiveTable(folder.name, args.num_rollout, completed, console)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mis_plugins.local.folders import METRICS
+from mis_plugins.shared.files import replaced, write_text
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.terminal import steered
 
 
 class Record(TypedDict):
@@ -99,14 +101,12 @@ class MetricsLog:
     def truncate(self, after: int) -> None:
         """Forget the rollouts beyond `after`, which a run resumed from its checkpoint will do again."""
         kept = [record for record in self.read() if record["rollout"] <= after]
-        with replaced(self.path) as partial:
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file that is complete whenever it exists."""
-    with replaced(path) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:
@@ -240,7 +240,7 @@ def _name(axis: Axes, ends: Sequence[tuple[float, float, str, str]], panel: Pane
     for place, (x, y, label, shade) in enumerate(heights):
         nudge = 9 * (place - (len(heights) - 1) / 2) if _near(heights, panel) else 0
         axis.annotate(label, (x, y), xytext=(5, nudge), textcoords="offset points", color=shade, fontsize=9,
-                      va="center", annotation_clip=False)  # fmt: skip
+                      va="center", annotation_clip=False, parse_math=False)  # fmt: skip
 
 
 def _near(ends: Sequence[tuple[float, float, str, str]], panel: Panel) -> bool:
@@ -337,9 +337,10 @@ class LiveTable:
 
     def __init__(self, title: str, total: int, completed: int = 0, console: Console | None = None) -> None:
         self._title = title
-        self._console = console or Console()
+        self._console = console or Console(file=steered(sys.stdout))
         self._rows: list[list[str]] = []
-        self._progress = Progress(TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        name = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = self._progress.add_task(title, total=total, completed=completed)
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 SMALLEST = 1e-12  # a KL below this counts as this
 SIDE = 3  # steps that a level needs on either side of a change
@@ -41,7 +45,7 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
     A cut counts where the levels differ by `LEAST_FACTOR` and by `STANDARD_ERRORS` of the noise between neighbours.
     """
     logs = [math.log(max(value, SMALLEST)) for value in values]
-    cuts = sorted(_cuts(logs, 0, len(logs)))[:MOST]
+    cuts = _cuts(torch.tensor(logs, dtype=torch.float64))[:MOST]
     edges = [0, *cuts, len(logs)]
     levels = [sum(logs[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
     spans = list(zip(edges, edges[1:], edges[2:], strict=False))
@@ -68,26 +72,34 @@ def _sudden(logs: Sequence[float], cut: int, distance: float) -> bool:
     return abs(there) >= abs(distance) / 2
 
 
-def _cuts(logs: Sequence[float], start: int, stop: int) -> list[int]:
-    if stop - start < 2 * SIDE:
-        return []
-    scored = [(_score(logs, start, cut, stop), cut) for cut in range(start + SIDE, stop - SIDE + 1)]
-    score, cut = max(scored)
-    if score < STANDARD_ERRORS:
-        return []
-    return [*_cuts(logs, start, cut), cut, *_cuts(logs, cut, stop)]
+def _cuts(logs: Float[Tensor, " S"]) -> list[int]:
+    """All cuts, in order."""
+    spans, found = [(0, len(logs))], []
+    while spans:
+        start, stop = spans.pop()
+        cut = _best_cut(logs[start:stop])
+        if cut is not None:
+            found.append(start + cut)
+            spans += [(start, start + cut), (start + cut, stop)]
+    return sorted(found)
 
 
-def _score(logs: Sequence[float], start: int, cut: int, stop: int) -> float:
-    """Distance of both levels in standard errors; 0 where the levels differ by less than `LEAST_FACTOR`."""
-    before, after = logs[start:cut], logs[cut:stop]
-    distance = abs(sum(after) / len(after) - sum(before) / len(before))
-    if distance < math.log(LEAST_FACTOR):
-        return 0.0
-    return distance / (_noise(logs[start:stop]) * math.sqrt(1 / len(before) + 1 / len(after)))
+def _best_cut(logs: Float[Tensor, " S"]) -> int | None:
+    """The cut with the largest distance of both levels in standard errors; None where no distance counts."""
+    size = len(logs)
+    if size < 2 * SIDE:
+        return None
+    count = torch.arange(SIDE, size - SIDE + 1)
+    sums = logs.cumsum(0)
+    before, after = sums[count - 1] / count, (sums[-1] - sums[count - 1]) / (size - count)
+    distance = (after - before).abs()
+    score = distance / (_noise(logs) * (1 / count + 1 / (size - count)).sqrt())
+    score = torch.where(distance < math.log(LEAST_FACTOR), 0, score)
+    best = int(score.argmax())
+    return None if score[best] < STANDARD_ERRORS else int(count[best])
 
 
-def _noise(logs: Sequence[float]) -> float:
+def _noise(logs: Float[Tensor, " S"]) -> float:
     """Standard deviation from the differences of neighbours, which a single change hardly moves."""
-    differences = [abs(b - a) for a, b in zip(logs, logs[1:], strict=False)]
-    return max(median(differences) / 0.954, 0.02)  # median |difference| of two normal numbers is 0.954 sd
+    median = float(logs.diff().abs().quantile(0.5))
+    return max(median / 0.954, 0.02)  # median |difference| of two normal numbers is 0.954 sd

@@ -17,6 +17,7 @@ from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CANNOT, CAUSES, Cause
 from mis_plugins.report.places import PLACES
 from mis_plugins.report.verdict import LIMITS
+from mis_plugins.shared.budget import BUDGETS, MEGABYTE
 
 # The bound on resident memory that the page states: bytes, and times the file of the largest rollout.
 MEMORY_BESIDE, MEMORY_TIMES = 10**9, 2
@@ -41,6 +42,14 @@ report says whether the config did what its bounds mean.
 `--sweep` takes `own` (the presets of this pack), `all`, names with commas, `none`, or a grid on `--config`:
 `'weight.upper=1.5,2,5;weight.bound=truncate,mask'`. `--watch` reads again every `--every` seconds, and exits with code
 3 at the first cause, alarm or number beyond its limit. Ctrl-C writes what was read before and exits with code 130.
+SIGTERM leaves the earlier report as it was, and ends with 143. `report.html` and `report.json` are always of one run: a
+kill in the midst of their move, which takes microseconds, leaves files of one run alone, and the next report ends the
+move.
+
+Exit code 0 says that the mismatch was measured, in every run that the command names. Tokens with two finite log-probs
+were read, or curves of a number that has a limit. A `kl_k3` of -5, or of NaN alone, measures nothing. Else the exit
+code is 2, the verdict says that nothing was read or measured, and the table of what was not read says why. `--watch`
+reads on where nothing was read yet; Ctrl-C then ends it with code 2.
 
 ## What is read
 
@@ -54,7 +63,7 @@ report says whether the config did what its bounds mean.
 
 A host's dump is one rollout, which counts as one step here; a rollout of several optimizer steps is reported whole.
 Numbers are means over tokens, as `metrics: all` logs them. Dumps are untrusted: no class that a file names is imported,
-and nothing that it asks for is called. A broken file or line is named, and the rest is read.
+and nothing that it asks for is called. A broken file or line is named, and the rest is read; see "What a file may cost".
 
 **Text.** The worst sequences show prompt and response where the dump has them: Miles's and slime's rollout dumps have
 both. Single tokens show their text where the neutral form gives it, and where the folder holds `tokenizer/tokenizer.json`
@@ -113,6 +122,13 @@ with open("run.jsonl", "a") as file:
 ```
 """
 
+COSTS = """## What a file may cost
+
+Files come from strangers. A record that is broken is left out, and a file that asks for more than the table below is
+left out from there on. The terminal, the page and `problems` in `report.json` name file, place and reason. Only
+regular files are read: a pipe, a device or a link to a folder is told and left out. A step is a whole number from 0 to
+2^53; 3.0 counts as 3. A response whose log-probs have a mean above 0 is left out: they are none.
+"""
 CONFIGS = """## What would have happened
 
 Every config of `--sweep` is applied to the same tokens by the functions of the training path, in one pass. The mean
@@ -165,7 +181,8 @@ def main() -> int:
 
 def _page() -> Iterator[str]:
     yield INTRODUCTION
-    yield "## Where\n\n| table | buckets |\n|---|---|"
+    yield from _costs()
+    yield "\n## Where\n\n| table | buckets |\n|---|---|"
     yield from (f"| {name} | {place.what} |" for name, place in PLACES.items())
     yield "\n## How large\n\nA number beyond its limit is told, as `docs/metrics.md` calls it bad:\n"
     yield "| number | limit |\n|---|---|"
@@ -176,6 +193,15 @@ def _page() -> Iterator[str]:
     for name, cause in CAUSES.items():
         yield from _cause(name, cause)
     yield f"# What it cannot tell\n\n{CANNOT}"
+
+
+def _costs() -> Iterator[str]:
+    """The budgets of reading."""
+    yield COSTS
+    yield "| what | any file may ask for | and for each MB of it | else |\n|---|---|---|---|"
+    for one in BUDGETS:
+        more = f"{one.per_byte * MEGABYTE:,.0f}" if one.per_byte else "none"
+        yield f"| {one.what} | {one.base:,.0f} | {more} | {one.why} |"
 
 
 def _ladder() -> Iterator[str]:

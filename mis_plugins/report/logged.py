@@ -63,6 +63,7 @@ class Logged:
         return [
             {"step": step, "optimizer_step": number} | _means(self.sums[step, number])
             for step, number in sorted(self.sums)
+            if self.sums[step, number]["rollouts"] > 0
         ]
 
 

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
+from typing import Any
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
@@ -20,6 +21,7 @@ from mis_plugins.report.sweep import Candidate, judged
 
 RARE = 0.05  # share up to which a bound acts on outliers: docs/metrics.md calls more than a few percent bad
 WORSE = 0.02  # of a cosine, by which a direction counts as further off
+MOST_RULES = 32  # each token is judged by every rule
 LOSS_HOOK = "custom_loss_function_path"
 
 
@@ -29,14 +31,22 @@ def found_config(held: Iterable[Settings], problems: Problems) -> Candidate | No
         said = {name: value for name, value in arguments.items() if name in reading.READ_KEYS}
         if said.get("use_tis") is False and not arguments.get(LOSS_HOOK):
             continue
-        try:
-            config = reading.from_args(Namespace(**said))
-        except ConfigError as error:
-            problems.add(f"{file}: the run's own config cannot be read: {error}")
-            continue
-        if judged(config):
-            return Candidate(f"the config in {file.name}", config)
+        with problems.guarded(file, "the run's own config cannot be read"):
+            if judged(config := _own(said)):
+                return Candidate(f"the config in {file.name}", config)
     return None
+
+
+def _own(said: Mapping[str, Any]) -> CorrectionConfig:
+    """The config that arguments of a stranger's run say.
+
+    Raises:
+        ConfigError: the arguments cannot work, or name more rules than `MOST_RULES`.
+    """
+    config = reading.from_args(Namespace(**said))
+    if len(config.reject) > MOST_RULES:
+        raise ConfigError(f"has {len(config.reject)} rules, more than {MOST_RULES}")
+    return config
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.style import CSS
 from mis_plugins.report.survey import Report
 from mis_plugins.report.written import Document
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.terminal import printable
 
 TILES = {
     FIRST: "k3 estimate of KL(engine ‖ trainer), a token",
@@ -47,22 +47,17 @@ SCALE = 2.0  # |log r| at which a token has its full colour
 SHOWN_SEQUENCES, SHOWN_TOKENS = 6, 20
 
 
-def write_page(documents: Sequence[Document], path: Path) -> None:
-    """Write the page of one document, or of several side by side."""
-    with replaced(path) as partial:
-        partial.write_text(page(documents), encoding="utf-8")
-
-
 def page(documents: Sequence[Document]) -> str:
-    """The whole page."""
+    """The page of one document, or of several side by side. Controls in foreign texts are shown by their escapes."""
     title = escape(" · ".join(document.title for document in documents))
     body = "\n".join(_body(documents))
-    return (
+    whole = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Mismatch: {title}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">\n'
         f"<style>{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+    return printable(whole, keep="\n\t")
 
 
 def _body(documents: Sequence[Document]) -> Iterator[str]:
@@ -401,9 +396,8 @@ def _tokens(report: Report) -> str:
 
 def _read(documents: Sequence[Document]) -> str:
     files = "".join(f"<li>{escape(text)}</li>" for one in documents for text in one.inputs[:200])
-    lost = [text for one in documents for text in one.problems.first()]
-    told = "".join(f"<li>{escape(text)}</li>" for text in lost)
-    broken = f"<h3>Could not be read</h3><ul>{told}</ul>" if lost else ""
+    lost = [(one.file, one.place, one.reason) for each in documents for one in each.problems.first()]
+    broken = f"<h3>Not read</h3>{_table(['file', 'place', 'reason'], lost)}" if lost else ""
     counts = [
         f"{one.title}: {one.report.sequences} sequences, {len(one.report.steps)} steps"
         for one in documents

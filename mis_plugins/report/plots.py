@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import matplotlib
@@ -19,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from mis_plugins.explain.rungs import record
+from mis_plugins.shared.terminal import printable
 
 INK, MUTED, GRID, FIRST, SECOND, WARN = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
 VARIABLES = {
@@ -47,6 +50,7 @@ STYLE: Any = {
     "figure.constrained_layout.use": True,
 }
 SMALLEST = 1e-9
+LONGEST = 40  # letters of a name in a picture
 _numbers = itertools.count()
 
 
@@ -65,7 +69,7 @@ def curve(lines: Sequence[Line], label: str, log: bool = False, marks: Sequence[
         for line, color in zip(lines, itertools.cycle(SERIES), strict=False):
             dots = "o" if len(line.x) < 30 else ""
             values = [max(y, SMALLEST) for y in line.y] if log else line.y
-            axes.plot(line.x, values, color=color, lw=1.8, marker=dots, ms=3.5, label=line.name)
+            axes.plot(line.x, values, color=color, lw=1.8, marker=dots, ms=3.5, label=as_label(line.name))
         for mark in marks:
             axes.axvline(mark, color=WARN, lw=1.2, ls=(0, (4, 3)))
         if log:
@@ -81,10 +85,11 @@ def bars(rows: Sequence[Mapping[str, Any]], label: str) -> str:
     """kl_k3 of each bucket, as bars on a logarithmic axis with the share of the tokens beside."""
     total = sum(float(row["tokens"]) for row in rows) or 1.0
     with _drawn(4.4, 0.9 + 0.24 * len(rows)) as (figure, axes):
-        names = [str(row["bucket"]) for row in rows]
+        places = range(len(rows))
         values = [max(float(row["kl_k3"]), SMALLEST) for row in rows]
         low = min(values) / 2
-        axes.barh(names, [value - low for value in values], left=low, color=FIRST, height=0.72)
+        axes.barh(places, [value - low for value in values], left=low, color=FIRST, height=0.72)
+        axes.set_yticks(places, [as_label(str(row["bucket"])) for row in rows])
         for place, (value, row) in enumerate(zip(values, rows, strict=True)):
             axes.annotate(f"{value:.1e} · {float(row['tokens']) / total:.0%}", (value, place), (4, 0),
                           textcoords="offset points", va="center", fontsize=8.5, color=MUTED)  # fmt: skip
@@ -106,7 +111,7 @@ def ladder(runs: Mapping[str, float], label: str) -> str:
         for place, (name, value) in enumerate(runs.items(), 1):
             color = SERIES[(place - 1) % len(SERIES)]
             axes.plot([max(value, SMALLEST)], [place], marker="D", ms=8, color=color)
-            axes.annotate(f"{name}  {value:.2g}", (max(value, SMALLEST), place), (0, 8),
+            axes.annotate(f"{as_label(name)}  {value:.2g}", (max(value, SMALLEST), place), (0, 8),
                           textcoords="offset points", ha="center", fontsize=9.5, color=INK)  # fmt: skip
         _log(axes.set_xscale, axes.xaxis)
         known = [max(value, SMALLEST) for value in runs.values()]
@@ -120,9 +125,27 @@ def ladder(runs: Mapping[str, float], label: str) -> str:
 
 @contextmanager
 def _drawn(width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
-    with matplotlib.rc_context(STYLE):
+    with _quiet_style():
         figure = Figure(figsize=(width, height))
         yield figure, figure.add_subplot()
+
+
+def as_label(name: str) -> str:
+    """A foreign name as matplotlib draws it: cut, without mathematics between dollars, and with a legend's entry.
+
+    An empty name, or one that begins with an underscore, would have none.
+    """
+    text = printable(name)
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return (f" {text}" if text[:1] in ("", "_") else text).replace("$", r"\$")
+
+
+@contextmanager
+def _quiet_style() -> Iterator[None]:
+    """The page's style, without warnings: they would quote foreign names, and the page's own fonts have all glyphs."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _log(set_scale: Any, axis: Any) -> None:
@@ -131,18 +154,22 @@ def _log(set_scale: Any, axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _adopted(tag: str, prefix: str) -> str:
+    """A tag of matplotlib's with the ids and the colours of the page."""
+    for color, variable in VARIABLES.items():
+        tag = tag.replace(color, variable)
+    return re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, tag)
+
+
 def _svg(figure: Figure, label: str) -> str:
     """The figure as an element of the page: its ids are its own, its colours the page's variables."""
     file = io.StringIO()
-    with matplotlib.rc_context(STYLE):
+    with _quiet_style():
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    prefix = f"p{next(_numbers)}-"
-    text = re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
-    for color, variable in VARIABLES.items():
-        text = text.replace(color, variable)
-    title = label.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return text.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    prefix = f"p{next(_numbers)}-"
+    text = re.sub(r"<[^>]+>", lambda tag: _adopted(tag[0], prefix), text)  # between tags stand foreign names
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

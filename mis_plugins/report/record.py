@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 
 
 @dataclass(frozen=True, order=True)
@@ -88,6 +90,9 @@ class Record:
 
 
 LONGEST_TEXT = 20_000  # letters that are kept of a prompt or a response
+LONGEST_WORD = 200  # letters that are kept of a token's text or of a sample's name
+LARGEST = 2**53  # whole numbers up to here are exact in JSON, and their differences fit in 64 bits
+CERTAIN = 0.1  # a log-probability is at most 0; a mean so much above is no noise of a few tokens
 REQUIRED = ("behavior_log_probs", "proximal_log_probs")
 KINDS: dict[str, torch.dtype] = {
     "behavior_log_probs": torch.float32,
@@ -101,7 +106,7 @@ KINDS: dict[str, torch.dtype] = {
 }
 
 
-def from_mapping(values: Mapping[str, Any], step: int, sample: str) -> Record:
+def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     """A record from lists, arrays or tensors by the names of the neutral form; `null` in a list of log-probs is NaN.
 
     Raises:
@@ -118,51 +123,114 @@ def from_mapping(values: Mapping[str, Any], step: int, sample: str) -> Record:
             raise RecordError(
                 f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}"
             )
+    for name in REQUIRED:
+        _check_possible(name, found[name][found["loss_mask"]])
     return Record(
-        step=step,
-        sample=sample,
+        step=step_of(step),
+        sample=printed(sample, LONGEST_WORD),
         text=_text(values.get("text"), size),
         prompt=_whole_text(values.get("prompt")),
         response=_whole_text(values.get("text")),
-        reward=_number(values.get("reward")),
-        trainer_version=_whole(values.get("trainer_version")),
+        reward=_number("reward", values.get("reward")),
+        trainer_version=_version(values.get("trainer_version")),
         truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
         **found,  # pyright: ignore[reportArgumentType]
     )
 
 
+def step_of(value: Any) -> int:
+    """The number of a step. Writers of JSON that know no whole numbers write 3.0 for 3.
+
+    Raises:
+        RecordError: the value is no whole number from 0 to `LARGEST`.
+    """
+    whole = value if type(value) is int else int(value) if _is_whole_float(value) else -1
+    if not 0 <= whole <= LARGEST:
+        raise RecordError(f"step: got {shortened(value)}; give a whole number from 0 to {LARGEST}")
+    return whole
+
+
+def _is_whole_float(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def printed(text: Any, most: int) -> str:
+    """A foreign value as text of bounded length that can be written as UTF-8: half a surrogate pair becomes `?`."""
+    return str(text)[:most].encode("utf-8", "replace").decode("utf-8")
+
+
 def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
     if isinstance(values, Tensor):
-        return values.detach().reshape(-1).to("cpu", kind)
-    if kind.is_floating_point and isinstance(values, Sequence) and None in values:
-        values = [float("nan") if value is None else value for value in values]
+        found = values.detach().reshape(-1).to("cpu")
+    else:
+        found = _of_list(name, values, kind)
+    if found.is_complex():
+        raise RecordError(f"{name}: holds complex numbers")
+    if kind == torch.int64 and found.numel() and not _are_whole(found):
+        raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
+    return found.to(kind)
+
+
+def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
+    if not isinstance(values, list | tuple):
+        raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     try:
-        return torch.as_tensor(values).reshape(-1).to(kind)
-    except (TypeError, ValueError, RuntimeError) as error:
+        if kind.is_floating_point and None in values:
+            values = [math.nan if value is None else value for value in values]
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise RecordError(f"{name}: no list of numbers: {error}") from error
+    if found.dim() != 1:
+        raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
+    return found
+
+
+def _are_whole(found: Tensor) -> bool:
+    inside = (found >= -LARGEST) & (found <= LARGEST)
+    return bool((inside & (found == found.trunc()) if found.is_floating_point() else inside).all())
+
+
+def _check_possible(name: str, valid: Float[Tensor, " V"]) -> None:
+    """Check the log-probs of valid tokens.
+
+    Raises:
+        RecordError: their mean is above 0, as of probabilities or of negative log-probs.
+    """
+    mean = float(valid[valid.isfinite()].double().mean())
+    if mean > CERTAIN:
+        raise RecordError(f"{name}: the mean is {mean:.3g}, and no log-probability is above 0")
 
 
 def _text(values: Any, size: int) -> tuple[str, ...] | None:
     """The text of each token; None where the source gives one text for the whole response."""
-    if isinstance(values, str) or values is None or len(values) != size:
+    if not isinstance(values, list | tuple) or len(values) != size:
         return None
-    return tuple(map(str, values))
+    return tuple(printed(value, LONGEST_WORD) for value in values)
 
 
 def _whole_text(value: Any) -> str | None:
     """A text, or the messages of a chat one below the other; None of anything else."""
     if isinstance(value, str):
-        return value[:LONGEST_TEXT]
+        return printed(value, LONGEST_TEXT)
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return None
     told = (f"{message.get('role')}: {message.get('content')}" for message in value)
-    return "\n".join(told)[:LONGEST_TEXT] or None
+    return printed("\n".join(told), LONGEST_TEXT) or None
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _number(name: str, value: Any) -> float | None:
+    if not isinstance(value, int | float):
+        return None
+    if abs(value) > LARGEST and not math.isinf(value):
+        raise RecordError(f"{name}: got {shortened(value)}, which is beyond {LARGEST}")
+    return float(value)
 
 
-def _whole(value: Any) -> int | None:
-    return int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdigit()) else None
+def _version(value: Any) -> int | None:
+    """The version of a trainer, which hosts also write as text."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < LONGEST_WORD:
+        value = int(value)
+    if value is not None and (type(value) is not int or abs(value) > LARGEST):
+        raise RecordError(f"trainer_version: got {shortened(value)}; give a whole number")
+    return value

@@ -8,7 +8,8 @@ from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.proposal import Proposal
 from mis_plugins.report.verdict import ALARM, CALM
 from mis_plugins.report.written import Document
-from mis_plugins.shared.table import print_table, printable
+from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import printable
 
 SHOWN = (
     FIRST,
@@ -28,6 +29,10 @@ def print_summary(documents: Sequence[Document]) -> None:
     for document in documents:
         for line in _lines(document):
             print(printable(line))
+    lost = [problem for document in documents for problem in document.problems.first(SHOWN_PROBLEMS)]
+    if lost:
+        print()
+        print_table(["not read", "place", "reason"], [(one.file, one.place, one.reason) for one in lost])
     columns = [document for document in documents if document.report is not None]
     if columns:
         rows = [[name, *(_number(one, name) for one in columns)] for name in SHOWN]
@@ -46,7 +51,6 @@ def _lines(document: Document) -> Iterator[str]:
             yield f"    Fix: {one.cause.fix}"
     if not document.complete:
         yield "  Interrupted: the numbers are those of what was read before."
-    yield from (f"  not read: {text}" for text in document.problems.first(SHOWN_PROBLEMS))
 
 
 def _number(document: Document, name: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Record
 from mis_plugins.report.sweep import Candidate, Sweep
 from mis_plugins.report.worst import Worst
+from mis_plugins.shared.budget import CHANGES, STEPS
 
 Told = Callable[[int, int], None]  # called with bytes done and bytes in all
 
@@ -100,19 +102,35 @@ class Report:
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
     """Read every source; return false where Ctrl-C ended the walk, so that what is done can be written."""
-    total, done = sum(source.size for source in sources), 0
+    total, done, steps = sum(source.size for source in sources), 0, set[int]()
     try:
         for source in sources:
             told(done, total)
-            problems.bytes_read = 0
+            problems.bytes_read, seen, lost = 0, survey.sequences, problems.of_file.total()
+            records = _of_few_steps(source.records(problems), steps, source)
             survey.add_all(
-                source.records(problems), lambda done=done: told(done + problems.bytes_read, total)
+                problems.each(records, source.name, source.size),
+                lambda done=done: told(done + problems.bytes_read, total),
             )
+            if (seen, lost) == (survey.sequences, problems.of_file.total()):
+                problems.add("holds no token", source.name)
             done += source.size
     except KeyboardInterrupt:
         return False
     told(total, total)
     return True
+
+
+def _of_few_steps(records: Iterable[Record], steps: set[int], source: Source) -> Iterator[Record]:
+    """Records of a source, until they are beyond a budget; `steps` are the steps of all sources so far."""
+    size, last, changes = source.size, None, 0
+    for record in records:
+        if record.step != last:
+            last, changes = record.step, changes + 1
+            steps.add(last)
+            CHANGES.check(changes, size, source.name)
+            STEPS.check(len(steps), size, source.name)
+        yield record
 
 
 def report(survey: Survey) -> Report | None:
@@ -122,7 +140,9 @@ def report(survey: Survey) -> Report | None:
     whole = survey.numbers.whole()
     steps = dict(survey.numbers.metrics())
     places = survey.tables.rows()
-    known = [(step, values[FIRST]) for step, values in steps.items() if FIRST in values]
+    known = [
+        (step, values[FIRST]) for step, values in steps.items() if math.isfinite(values.get(FIRST, math.nan))
+    ]
     found = changes([step for step, _ in known], [value for _, value in known])
     facts = Facts(whole.named_sums, survey.evidence, places, found)
     return Report(

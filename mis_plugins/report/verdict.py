@@ -22,7 +22,18 @@ LIMITS: dict[str, tuple[float | None, float | None]] = {
     "prob_correlation": (0.95, None),
     "kept_fraction": (0.5, None),
 }
+# What a number can be at all; what lies outside measures nothing.
+POSSIBLE: dict[str, tuple[float, float]] = {
+    FIRST: (0.0, math.inf),
+    "ratio_mean": (0.0, math.inf),
+    "log_prob_diff_abs_max": (0.0, math.inf),
+    "ess_ratio": (0.0, 1.0),
+    "prob_correlation": (-1.0, 1.0),
+    "kept_fraction": (0.0, 1.0),
+}
+ROUNDING = 1e-5  # of a number of POSSIBLE
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
+TOLD = "No tokens were read, so no cause can be told; name a dump to learn more."
 
 
 @dataclass(frozen=True)
@@ -32,11 +43,13 @@ class Verdict:
     level: calm, watch or alarm.
     headline: one sentence.
     lines: how large, since when, where, and what would have helped.
+    measured: whether a number of the mismatch was read; otherwise the level says nothing of the run.
     """
 
     level: str
     headline: str
     lines: tuple[str, ...]
+    measured: bool = True
 
 
 def beyond(values: Mapping[str, float]) -> list[str]:
@@ -46,11 +59,19 @@ def beyond(values: Mapping[str, float]) -> list[str]:
         value = values.get(name)
         if value is not None and math.isnan(value):
             found.append(f"{name} is NaN")
+        elif value is not None and not possible(name, value):
+            found.append(f"{name} is {value:.3g}, which cannot be")
         elif value is not None and high is not None and value > high:
             found.append(f"{name} is {value:.3g}, above {high:g}")
         elif value is not None and low is not None and value < low:
             found.append(f"{name} is {value:.3g}, below {low:g}")
     return found
+
+
+def possible(name: str, value: float) -> bool:
+    """Whether a number of `POSSIBLE` is finite and lies in its range, but for rounding."""
+    low, high = POSSIBLE[name]
+    return math.isfinite(value) and low - ROUNDING <= value <= high + ROUNDING
 
 
 def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None) -> Verdict:
@@ -83,21 +104,27 @@ def _of_nothing(report: Report) -> Verdict:
         else "the loss mask keeps no token"
     )
     look = "Look at the loss masks and at the log-probs of both sides."
-    return Verdict(ALARM, f"Nothing was measured: {why}.", (look,))
+    return Verdict(ALARM, f"Nothing was measured: {why}.", (look,), measured=False)
 
 
 def of_curves(curves: Sequence[Curve]) -> Verdict:
     """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers."""
     known = [(name, *last[name]) for last in map(_last, curves) for name in LIMITS if name in last]
     limits = [f"{limit}, at step {step}" for name, step, x in known for limit in beyond({name: x})]
-    told = "No tokens were read, so no cause can be told; name a dump to learn more."
+    words = "; ".join(dict.fromkeys(limits))
+    if not any(map(_measures, curves)):
+        why = words if known else "no curve holds a number that has a limit"
+        return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
     if limits:
-        headline = f"Last seen beyond its limit: {'; '.join(dict.fromkeys(limits))}."
-        return Verdict(WATCH, headline, (told,))
-    headline = (
-        "The curves end within their limits." if known else "The curves hold no number that has a limit."
+        return Verdict(WATCH, f"Last seen beyond its limit: {words}.", (TOLD,))
+    return Verdict(CALM, "The curves end within their limits.", (TOLD,))
+
+
+def _measures(curve: Curve) -> bool:
+    """Whether a curve holds a number that has a limit, with a value that can be."""
+    return any(
+        possible(name, row[name]) for row in curve.values.values() for name in POSSIBLE.keys() & row.keys()
     )
-    return Verdict(CALM, headline, (told,))
 
 
 def _last(curve: Curve) -> dict[str, tuple[int, float]]:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from mis_plugins import __version__
@@ -16,7 +15,6 @@ from mis_plugins.report.proposal import Proposal
 from mis_plugins.report.readers.source import Curve, Problems
 from mis_plugins.report.survey import Report
 from mis_plugins.report.verdict import Verdict
-from mis_plugins.shared.storage import replaced
 
 FORMAT = 1
 
@@ -58,7 +56,7 @@ def as_json(document: Document) -> dict[str, Any]:
     if document.proposal is not None:
         found["proposal"] = _of_proposal(document.proposal)
     found["curves"] = [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves]
-    return found | {"problems": document.problems.first(), "cannot_tell": CANNOT}
+    return found | {"problems": list(map(asdict, document.problems.first())), "cannot_tell": CANNOT}
 
 
 def _of_report(report: Report) -> dict[str, Any]:
@@ -102,9 +100,6 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(document: Document, path: Path) -> None:
-    """Write report.json, whole or not at all."""
-    with replaced(path) as partial:
-        partial.write_text(
-            json.dumps(plain(as_json(document)), indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+def as_text(document: Document) -> str:
+    """report.json in ASCII: a lone surrogate of a foreign name is an escape, too."""
+    return json.dumps(plain(as_json(document)), indent=1, allow_nan=False) + "\n"

@@ -1,6 +1,6 @@
 """Budgets: what reading one file of a stranger's may cost. A reader refuses a file beyond its budget, and names both.
 
-A budget grows with the bytes of the file, so that a large honest file is read, and a few bytes cannot ask for gigabytes.
+A budget grows with the bytes of the file: a large honest file is read, and a few bytes cannot ask for gigabytes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,29 @@ class Budget:
             RecordError: the cost is beyond the budget; the message names the file and the budget.
         """
         if amount > self.most(size):
+            whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
             raise RecordError(
-                f"{where}: asks for {amount:,.0f} {self.what}, and a file of {size:,} bytes may ask for "
-                f"{self.most(size):,.0f}"
+                f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {self.most(size):,.0f}"
             )
 
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
 VALUES = Budget("values", 4 * MEGABYTE, 8, "a few bytes would name billions of numbers, entries or letters")
+OBJECTS = Budget(
+    "objects", MEGABYTE, 1 / 8, "an object takes a hundred times the memory of its bytes in a file"
+)
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
+ITEMS = Budget(
+    "values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each"
+)
+STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
+CHANGES = Budget(
+    "changes of the step", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds"
+)
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
-BUDGETS = (INFLATED, VALUES, DEPTH, LINE, SECONDS)
+EXPANDED = Budget("letters of variables", 2**17, 2, "a variable that doubles itself would fill the memory")
+BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS, EXPANDED)
 
 
 class Clock:

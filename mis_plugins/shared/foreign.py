@@ -1,92 +1,91 @@
-"""Read files of `torch.save` that others wrote, which may name any class: nothing that a file names is imported.
-
-Tensors, plain numbers, texts, lists and dicts are read. Every other class that the file names becomes an `Opaque`
-object, which takes whatever the file gives it and does nothing. Tensors are mapped, not read.
-"""
+"""Read files of `torch.save` that others wrote, which may name any class: nothing that a file names is imported."""
 
 from __future__ import annotations
 
-import pickle
-import struct
-import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import _utils
+from torch import Tensor
 
-from mis_plugins.shared.storage import RecordError, read
-
-# Functions that put a tensor together from numbers; each checks that it stays within its storage.
-REBUILDS = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter"}
-NUMBERS = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "b1": "?"}
+from mis_plugins.shared.archive import Archive, Stored
+from mis_plugins.shared.budget import DEPTH, VALUES, RecordError
+from mis_plugins.shared.opened import read
+from mis_plugins.shared.restricted import Opaque, Restricted
 
 
-class Opaque:
-    """What a file holds of a class that is not ours to import."""
+def load_foreign(path: Path, strict: bool = False) -> Any:
+    """Load a file of `torch.save` without importing or calling anything that it names. Tensors stay `Stored`.
 
-    def __init__(self, *arguments: Any, **_: Any):
-        self.arguments = arguments
-
-    def __setstate__(self, _: Any) -> None:
-        """Take the state of a foreign object, and forget it."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Take an entry of a foreign dict, and forget it."""
-
-    def append(self, _: Any) -> None:
-        """Take an entry of a foreign list, and forget it."""
-
-    def extend(self, _: Any) -> None:
-        """Take entries of a foreign list, and forget them."""
-
-
-def scalar(dtype: Any, data: Any = b"") -> Any:
-    """A number of numpy, read from its bytes without numpy; `Opaque` where the kind of number is unknown."""
-    kind = NUMBERS.get(str(dtype.arguments[0])) if isinstance(dtype, Opaque) and dtype.arguments else None
-    fits = kind is not None and isinstance(data, bytes) and len(data) == struct.calcsize(f"<{kind}")
-    return struct.unpack(f"<{kind}", data)[0] if fits else Opaque(dtype, data)
-
-
-def encoded(text: Any, _: Any = None) -> Any:
-    """Bytes, which old protocols of pickle write as a text of latin letters."""
-    return text.encode("latin1") if isinstance(text, str) else Opaque(text)
-
-
-class Restricted(pickle.Unpickler):
-    """An unpickler that knows how to make tensors, and `Opaque` objects of everything else."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name == "torch._utils" and global_name in REBUILDS:
-            return getattr(_utils, global_name)
-        if module_name == "collections" and global_name == "OrderedDict":
-            return dict
-        named = vars(torch).get(global_name) if module_name == "torch" else None
-        if isinstance(named, torch.dtype) or named is torch.Size:
-            return named
-        if (module_name, global_name) == ("_codecs", "encode"):
-            return encoded
-        if global_name == "scalar" and module_name.startswith("numpy."):
-            return scalar
-        return type(str(global_name), (Opaque,), {})
-
-
-def load_foreign(path: Path) -> Any:
-    """Load a file of `torch.save` without importing or calling anything that it names.
+    Args:
+        strict: refuse a file that names a class that is not known.
 
     Raises:
-        RecordError: the file is damaged, or no archive of torch 1.6 or later.
+        RecordError: the file is damaged, or no archive of torch 1.6 or later, or asks for more than its budget.
     """
 
     def load() -> Any:
-        if not zipfile.is_zipfile(path):
-            raise RecordError(f"{path}: no archive of torch.save (torch 1.6 or later)")
-        with zipfile.ZipFile(path) as archive:
-            # torch.load would run such an archive as a program.
-            if any(name.endswith("constants.pkl") for name in archive.namelist()):
-                raise RecordError(f"{path}: a TorchScript program, not a dump")
-        unpickler = SimpleNamespace(__name__="restricted", Unpickler=Restricted)
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickler)
+        archive = Archive(path)
+        found = Restricted(archive, archive.read("data.pkl"), strict).load()
+        values, _ = extent(found, {})
+        VALUES.check(values, archive.opened.size, path)
+        return found
 
     return read(path, load)
+
+
+CONTAINERS = {dict, list, tuple, str, bytes, Tensor, Stored, Opaque}
+
+
+def extent(value: Any, known: dict[int, tuple[int, int]], level: int = 0) -> tuple[int, int]:
+    """Number of values in a tree, and its depth. What stands at several places counts at each of them.
+
+    Args:
+        known: extents by the identity of an object; (-1, 0) while it is being measured.
+
+    Raises:
+        RecordError: the tree holds itself, or is nested too deep.
+    """
+    if isinstance(value, Stored | Tensor):
+        return value.numel if isinstance(value, Stored) else value.numel(), 0
+    if isinstance(value, str | bytes):
+        return 1 + len(value) // 16, 0
+    if id(value) in known:
+        values, depth = known[id(value)]
+        if values < 0:
+            raise RecordError("holds a list or dict that holds itself")
+        DEPTH.check(level + depth, 0, "the pickle")
+        return known[id(value)]
+    DEPTH.check(level, 0, "the pickle")
+    known[id(value)] = (-1, 0)
+    children = _children(value)
+    below = [extent(child, known, level + 1) for child in children if type(child) in CONTAINERS]
+    found = (
+        1 + len(children) + sum(size for size, _ in below),
+        1 + max((deep for _, deep in below), default=0),
+    )
+    known[id(value)] = found
+    return found
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return [value.arguments, value.state] if isinstance(value, Opaque) else [*value]
+
+
+def tensor_of(value: Any) -> Any:
+    """The tensor of a `Stored`, and any other value itself."""
+    return value.read() if isinstance(value, Stored) else value
+
+
+def load_pt(path: Path) -> Any:
+    """Load a file of `torch.save` that holds tensors, numbers, texts, lists, dicts and arrays of numpy alone."""
+    return _with_tensors(load_foreign(path, strict=True))
+
+
+def _with_tensors(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_tensors, value))
+    if type(value) is dict:
+        return {key: _with_tensors(one) for key, one in value.items()}
+    return tensor_of(value)

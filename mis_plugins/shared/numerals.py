@@ -62,8 +62,12 @@ def finite(text: str) -> float:
 
 def shown(value: object) -> str:
     """A user's value as an error shows it: a long value by its beginning and its length."""
-    text = repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+    return cut(repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value))
+
+
+def cut(text: str, most: int = SHOWN) -> str:
+    """A text as an error or a comment shows it: a text longer than `most` by its beginning and its length."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _digits(value: int) -> str:

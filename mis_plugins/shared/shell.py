@@ -1,4 +1,5 @@
-"""How every command of this repository ends in a shell: a reader that left, Ctrl-C, a package that is not installed.
+"""How every command of this repository speaks to a shell, and how it ends there: by a reader that left, by Ctrl-C, by
+SIGTERM, for a package that is not installed.
 
 A command's file starts with the lines below, before its other imports. Imports may take seconds, during which Ctrl-C
 may come.
@@ -17,16 +18,20 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, NoReturn
 
 from mis_plugins import __version__
+from mis_plugins.shared.terminal import Shown, print_error
 
-REFUSED, INTERRUPTED, UNREAD = 2, 130, 141
-"""Exit codes: the command could not do its work; Ctrl-C; nobody reads on, which a shell reports as 128 + SIGPIPE."""
+REFUSED, INTERRUPTED, UNREAD, TERMINATED = 2, 130, 141, 143
+"""Exit codes: the command could not do its work; Ctrl-C; nobody reads on, which a shell reports as 128 + SIGPIPE;
+SIGTERM."""
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 OURS = ("mis_plugins", "true_on_policy")
 
@@ -38,6 +43,10 @@ class Unread(BaseException):
     """
 
 
+class Terminated(BaseException):
+    """Raised at SIGTERM, so that blocks which wrote partial files or started servers clean up."""
+
+
 def run_command(command: str, extra: str | None = None) -> NoReturn:
     """Call `package.module:function` and leave the process with the exit code that it returns.
 
@@ -47,10 +56,16 @@ def run_command(command: str, extra: str | None = None) -> NoReturn:
     sys.stdout, sys.stderr = watched(sys.stdout), watched(sys.stderr)
     # torch warns of a missing numpy, which an extra installs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    os.environ.setdefault(
+        "PYTHON_COLORS", "0"
+    )  # Python colours a traceback by escapes, which the streams show
     try:
-        code = _call(command, extra)
+        with _ended_by_sigterm():
+            code = _call(command, extra)
     except Unread:
         code = _leave_unread()
+    except Terminated:
+        _end_now(signal.SIGTERM)
     sys.exit(code)
 
 
@@ -76,7 +91,7 @@ def _call(command: str, extra: str | None) -> int:
     except ModuleNotFoundError as error:
         if extra is None or not is_foreign(error):
             raise
-        print(f"error: {not_installed(error, extra)}", file=sys.stderr)
+        print_error(f"error: {not_installed(error, extra)}")
         return REFUSED
     finally:  # flushing here still raises `Unread` for a closed pipe
         for stream in (sys.stdout, sys.stderr):
@@ -85,22 +100,62 @@ def _call(command: str, extra: str | None) -> int:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Let Ctrl-C end the process at once while modules are imported.
+def _ended_by_sigterm() -> Iterator[None]:
+    """Raise `Terminated` at SIGTERM. A second one ends the process at once, and so does one in a forked process."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)
+    with _answered(end, (signal.SIGTERM,)):
+        yield
+
+
+def importing() -> AbstractContextManager[None]:
+    """Let Ctrl-C and SIGTERM end the process at once while modules are imported.
 
     An exception in the middle of an import of torch or numpy becomes a crash in C++, an endless recursion or a hang.
     """
-    previous = signal.signal(signal.SIGINT, _end_now)
+    return _answered(_end_now, STOPS)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM while the block runs; they take effect at its end."""
+    came: list[int] = []
     try:
+        with _answered(lambda signum, frame: came.append(signum), STOPS):
+            yield
+    finally:
+        for signum in came:
+            signal.raise_signal(signum)
+
+
+@contextmanager
+def _answered(answer: Callable[[int, FrameType | None], None], signals: Sequence[int]) -> Iterator[None]:
+    """Answer signals by a function while the block runs. Only the main thread may; an ignored signal stays ignored."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {one: signal.getsignal(one) for one in signals if main}
+    before = {one: handler for one, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for one in before:
+            signal.signal(one, answer)
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
-def _end_now(signum: int, frame: FrameType | None) -> None:
+def _end_now(signum: int, frame: FrameType | None = None) -> NoReturn:
+    """End without Python's way out, which would wait for child processes."""
     with suppress(OSError):
-        os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+        os.write(2, b"interrupted\n" if signum == signal.SIGINT else b"terminated\n")
+    os._exit(INTERRUPTED if signum == signal.SIGINT else TERMINATED)
 
 
 def is_foreign(error: ModuleNotFoundError) -> bool:
@@ -120,17 +175,20 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def watched(stream: Any) -> Any:
-    """A standard stream whose writes raise `Unread` where nobody reads on; None, a closed stream, stays None."""
+    """A standard stream that shows foreign text safely, and raises `Unread` where nobody reads on.
+
+    None, a closed stream, stays None.
+    """
     if stream is None:
         return None
     stream.flush()
     raw = _Watched(stream.fileno(), "w", closefd=False)
     # PYTHONUNBUFFERED, which containers set: nothing may stay in a buffer, as in Python's own stream.
     buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
-    return io.TextIOWrapper(
+    return Shown(
         buffer,
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

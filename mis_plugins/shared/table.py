@@ -5,32 +5,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from mis_plugins.shared.terminal import printable, steered
+
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table, one line a row. Plain text cuts off no column."""
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
-    if sys.stdout.isatty() and _print_rich(columns, cells):
+    lines = [[printable(str(cell)) for cell in line] for line in (columns, *rows)]
+    if sys.stdout.isatty() and _print_rich(lines):
         return
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in (columns, *cells):
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def printable(text: str) -> str:
-    """Text without control characters: names come from foreign files and must not steer the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Print a table by rich; false if rich is not installed."""
+def _print_rich(lines: Sequence[Sequence[str]]) -> bool:
+    """Print a table by rich, its first line as titles; false if rich is not installed."""
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ImportError:
         return False
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    table = Table(box=None, pad_edge=False)
+    for title in lines[0]:  # as Text: of a plain string rich would read `[link=...]` as markup
+        table.add_column(Text(title))
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
+    Console(file=steered(sys.stdout)).print(table)
     return True

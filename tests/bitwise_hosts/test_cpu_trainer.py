@@ -6,7 +6,7 @@ import sys
 import types
 from argparse import Namespace
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,8 +75,11 @@ class Launched(types.ModuleType):
 @pytest.mark.parametrize("host", cpu_trainer.aligned())
 def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype: str) -> None:
     launched = Launched(monkeypatch, host)
-    args = Namespace(vocab_size=VOCABULARY, bf16=True, params_dtype=torch.bfloat16)
+    own = Namespace(bf16=True, params_dtype=torch.bfloat16)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", cast(Any, Namespace(_GLOBAL_ARGS=own)))
+    args = Namespace(vocab_size=VOCABULARY)
     cpu_trainer.align(Contract(dtype=dtype), args)
+    assert args == Namespace(vocab_size=VOCABULARY), "the arguments of the hook may be frozen"
     logits, tokens = seeded(2, VOCABULARY), torch.tensor([4, 5])
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     found = launched(logits, tokens, with_entropy=False, log_prob_keep_mask=None)
@@ -84,7 +87,14 @@ def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype:
     rotates = getattr(import_module(rope.MODULE), rope.NAME) is rope.rotated
     assert rotates == (host != "fsdp")
     wanted = (False, torch.float32) if dtype == "fp32" and host != "fsdp" else (True, torch.bfloat16)
-    assert (args.bf16, args.params_dtype) == wanted
+    assert (own.bf16, own.params_dtype) == wanted
+
+
+def test_megatron_without_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contract of fp32 would be one of bf16."""
+    Launched(monkeypatch, "miles")
+    with pytest.raises(ContractError, match="the host must call set_args before"):
+        cpu_trainer.align(Contract(dtype="fp32"), Namespace(vocab_size=VOCABULARY))
 
 
 @pytest.mark.parametrize("host", ["miles", "slime"])

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from mis_plugins.local.train.parallel import EXIT_USER_ERROR
-from mis_plugins.shared.storage import load_safetensors
+from mis_plugins.shared.arrays import load_safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
 from true_on_policy.diff.log_prob_record import LogProbRecord

@@ -7,9 +7,11 @@ import re
 import shutil
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import oracle
 import pytest
+import torch
 import yaml
 from batches import ratio_batch
 from commands import ConfigCommand, ran
@@ -17,6 +19,7 @@ from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
 
+from mis_plugins import mis
 from mis_plugins.__main__ import load, main
 from mis_plugins.config import docs, families, reading, writing
 from mis_plugins.config.model import (
@@ -67,7 +70,7 @@ def test_form(file: Path):
     assert lines[0].startswith("# w") and "=" in lines[0]
     assert max(map(len, lines)) <= LONGEST
     assert len(lines) < 25
-    assert keys_of(file).keys() == {"mis"}
+    assert keys_of(file).keys() <= {"mis", "use_tis"}
 
 
 @each_file
@@ -218,7 +221,7 @@ def test_a_merged_key_may_be_overridden(config_command: ConfigCommand):
         ("use_tis: true\nget_mismatch_metrics: true", "both true: the loss is corrected"),
         ("use_tis: false\nget_mismatch_metrics: true", "use_tis: false wins over --use-tis"),
         ("get_mismatch_metrics: true", "get_mismatch_metrics: true corrects nothing by itself"),
-        ("use_tis: true", "use_tis: true corrects the loss even where the command line has --get-mismatch"),
+        ("use_tis: true", None),
         ("get_mismatch_metrics: false", None),
     ],
 )
@@ -271,6 +274,70 @@ def test_only_show_needs_torch(command: str):
     assert done.returncode == 0, done.stderr
 
 
+@each_file
+def test_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFixture):
+    """The file of the TIS hook corrects by itself; with --watch it never does; the loss hook has neither."""
+    config = load(file)
+    by_tis_hook = config.corrects and not config.needs_loss_hook
+    assert keys_of(file).get("use_tis") == (True if by_tis_hook else None)
+    code = main(["config", "path", file.stem, "--watch"])
+    printed = capsys.readouterr()
+    if config.needs_loss_hook:
+        assert code == 2 and "a preset of the loss hook corrects whatever use_tis says" in printed.err
+        return
+    watched = load(Path(printed.out.strip()))
+    assert code == 0 and "use_tis" not in keys_of(Path(printed.out.strip()))
+    assert watched == CorrectionConfig(metrics=config.metrics), "no metric of the preset is lost"
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "switch: use_tis: true in the file corrects, whatever the command line says" in told
+    ) == by_tis_hook
+
+
+def test_a_file_of_yours_has_no_other_that_watches(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "mine.yaml"
+    file.write_text("tis_upper_bound: 2.0\n")
+    assert main(["config", "path", str(file), "--watch"]) == 2
+    assert "in a file of yours drop use_tis: true" in capsys.readouterr().err
+    assert main(["config", "check", str(file)]) == 0
+    assert (
+        "switch: without use_tis in the file, --use-tis on the command line corrects"
+        in capsys.readouterr().out
+    )
+
+
+FLAGS = [
+    {"use_tis": True},
+    {"get_mismatch_metrics": True},
+    {"use_tis": True, "get_mismatch_metrics": True},
+    {},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "neither")
+@pytest.mark.parametrize("hook", ["compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
+@pytest.mark.parametrize("file", [file for file in FILES if load(file).corrects], ids=lambda file: file.stem)
+def test_the_file_decides_whatever_the_flags_say(
+    file: Path, hook: str, flags: dict, monkeypatch: pytest.MonkeyPatch
+):
+    """What a host does: it sets each key of the file over its flags, and calls the TIS hook where either is on."""
+    config = load(file)
+    if config.needs_loss_hook or config.reads_routes:
+        return
+    batch = ratio_batch([[0.5, 2.5], [1.2, 0.3, 40.0]])
+    for path, corrects in ((file, True), (preset_path("metrics-only"), False)):
+        if not corrects and "use_tis" in flags:
+            continue  # refused: nothing says how to correct
+        flagged = {"use_tis": False, "get_mismatch_metrics": False} | flags
+        args = SimpleNamespace(qkv_format="thd", **(flagged | keys_of(path)))
+        kwargs = batch.hook_kwargs()
+        if hook.endswith("fsdp"):
+            kwargs = {"pg_loss": kwargs["pg_loss"], **batch.lists()}
+        loss, _, _ = getattr(mis, hook)(args, **kwargs)
+        assert torch.equal(loss, kwargs["pg_loss"]) != corrects
+
+
 def test_a_preset_is_found_from_another_folder(tmp_path: Path):
     """What `--custom-config-path $(python -m mis_plugins config path tis)` runs."""
     found = ran("-m", "mis_plugins", "config", "path", "mis", folder=tmp_path)
@@ -319,6 +386,7 @@ WHOLE = """# w_t = min(r_t, 3.5); r = pi_old/mu
 # Nowhere
 # Needs --use-tis.
 # Judged by: nobody
+use_tis: true
 mis: {weight: {upper: 3.5}}
 """
 
@@ -335,6 +403,7 @@ def test_a_new_preset_is_held_to_what_every_preset_is(
     test_formula_names_every_bound(file)
     test_corrects_as_the_oracle_says(file)
     test_check_passes_and_describes(file, capsys)
+    test_one_rule_says_which_file_corrects(file, capsys)
     assert main(["config", "list"]) == main(["config", "show", file.stem]) == 0
     told = capsys.readouterr().out
     assert re.search(rf"^ *{file.stem} .*w_t = min\(r_t, 3\.5\); r = pi_old/mu$", told, re.MULTILINE)

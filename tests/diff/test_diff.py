@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from mis_plugins.shared.storage import RecordError, replaced
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.files import replaced
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
@@ -272,11 +273,6 @@ def as_pt(file: Path, tensors: dict[str, Tensor]) -> Path:
     return file.with_suffix(".pt")
 
 
-def as_old_pt(file: Path, tensors: dict[str, Tensor]) -> Path:
-    torch.save(tensors, file.with_suffix(".pt"), _use_new_zipfile_serialization=False)
-    return file.with_suffix(".pt")
-
-
 def as_safetensors(file: Path, tensors: dict[str, Tensor]) -> Path:
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, file.with_suffix(".safetensors"))
     return file.with_suffix(".safetensors")
@@ -296,7 +292,7 @@ def as_fortran_npz(file: Path, tensors: dict[str, Tensor]) -> Path:
     return as_npz(file, tensors, order="F")
 
 
-WRITERS = [as_pt, as_old_pt, as_safetensors, as_npz, as_compressed_npz, as_fortran_npz]
+WRITERS = [as_pt, as_safetensors, as_npz, as_compressed_npz, as_fortran_npz]
 every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 
 
@@ -464,6 +460,13 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         ),
         (lambda path: (path.mkdir(), torch.save(X.to_sparse(), path / "x.pt")), "without plain bytes"),
         (lambda path: (path.mkdir(), torch.save(X.to("meta"), path / "x.pt")), "without plain bytes"),
+        (
+            lambda path: (
+                path.mkdir(),
+                torch.save(X, path / "x.pt", _use_new_zipfile_serialization=False),
+            ),
+            r"no archive of torch\.save \(torch 1\.6 or later\)",
+        ),
     ],
 )
 def test_what_cannot_be_read_says_why(

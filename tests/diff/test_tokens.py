@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.diff.command import show

@@ -318,7 +318,7 @@ def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert out.count("Connection refused") == 1 and "reason 1" not in out
     (line,) = [line for line in out.splitlines() if line.startswith("engine: ")]
-    assert line.endswith("Connection refused>") and url in line
+    assert line.endswith("Connection refused") and url in line
 
 
 @pytest.mark.parametrize("backend", CONTRACTS)

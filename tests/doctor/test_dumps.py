@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import reduce
+from itertools import product
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from test_settings import CONTRACT, HOST
 
+from mis_plugins.errors import UserError
 from true_on_policy.contract.gpu import gpu_contract, model_contract
 from true_on_policy.engines.server import free_port
 from true_on_policy.errors import ContractError
@@ -205,3 +212,40 @@ def test_an_engine_that_has_ended_is_not_believed(tmp_path: Path) -> None:
 def test_an_engines_file_is_no_trainers(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="states no contract"):
         load(engine(tmp_path, 1))
+
+
+ODD = [None, True, 10**12, "x", [1], {"a": ["b"]}]
+
+
+def places(stated: Any, at: tuple = ()) -> Iterator[tuple]:
+    yield at
+    for name in stated if isinstance(stated, dict) else ():
+        yield from places(stated[name], (*at, name))
+
+
+def test_no_value_of_a_strangers_file_is_more_than_an_error_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.json"
+    dump(file, CONTRACT)
+    text = file.read_text()
+    for place, value in product([*places(json.loads(text))][1:], ODD):
+        stated = json.loads(text)
+        *path, last = place
+        reduce(getitem, path, stated)[last] = value
+        file.write_text(json.dumps(stated))
+        with suppress(UserError):
+            load(file)
+
+
+def test_nested_brackets_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text("[" * 100_000)
+    with pytest.raises(DumpError, match="not written by"):
+        load(tmp_path)
+
+
+def test_a_damaged_file_hides_no_other_engine(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    seen = Observation({"device": "cuda"}, {})
+    write(tmp_path / "engine-a-30000.json", Dump(this_process("http://h:30000"), seen, None))
+    (tmp_path / "engine-b-30001.json").write_text("\x1b[2J")
+    assert load_engine(tmp_path, "http://h:30000").settings["device"] == "cuda"
+    read = capsys.readouterr().err
+    assert read.startswith("not read: ") and "engine-b-30001.json" in read and "\x1b" not in read

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Callable
 from copy import deepcopy
 from threading import Thread
+from typing import Any
 
 import pytest
 from replay import RECORDED, replayed
@@ -113,7 +115,8 @@ def test_answers_of_another_shape_are_not_seen() -> None:
     assert seen.settings["SGLang"] == "0.5.23"
     for row in PROBED:
         assert row not in seen.settings
-        assert seen.why(row) == f"{url}/generate: not an answer of SGLang (KeyError('meta_info'))"
+        wrong = f"{url}/generate: not an answer of SGLang (KeyError('meta_info'))"
+        assert seen.why(row) == f"could not compare: {wrong}"
 
 
 def test_a_port_that_speaks_no_http_is_not_seen() -> None:
@@ -151,7 +154,7 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
     [
         ((-1.5, -0.00390625), "bf16"),
         ((-1.5, -0.1), "fp32"),
-        ((-math.inf, -0.0), "bf16"),
+        ((-0.0,), "bf16"),
         ((-1.5 - 2**-8,), "fp32"),
     ],
 )
@@ -166,8 +169,89 @@ def test_bits_decide_not_numbers() -> None:
     assert engine_http._compared(a, b) == "1 of 1 log-probs differ"
     assert engine_http._compared(a, engine_http._answer(rows)) == "equal"
     assert engine_http._compared(a, engine_http._answer([[0.0, 8, None]])) == "other tokens"
-    nan = engine_http._answer([[math.nan, 7, None]])
-    assert engine_http._compared(nan, nan) == "equal"
+
+
+Change = Callable[[Any], Any]
+
+
+def each_log_prob(value: Any) -> Change:
+    """Every log-prob of every answer becomes `value`."""
+    return lambda answers: changed_rows(answers, lambda rows: [[value, *row[1:]] for row in rows])
+
+
+def each_token(value: Any) -> Change:
+    return lambda answers: changed_rows(answers, lambda rows: [[row[0], value, *row[2:]] for row in rows])
+
+
+def changed_rows(answers: Any, change: Change) -> Any:
+    return [
+        {"meta_info": {name: change(rows) for name, rows in answer["meta_info"].items()}}
+        for answer in answers
+    ]
+
+
+def beside(**told: Any) -> Change:
+    """Every answer states `told` beside its log-probs."""
+    return lambda answers: [{"meta_info": answer["meta_info"] | told} for answer in answers]
+
+
+LIES: dict[str, Change] = {
+    "no answers": lambda answers: [],
+    "one answer too many": lambda answers: [*answers, answers[0]],
+    "eight answers to a prompt": lambda answers: answers * 8 if len(answers) == 1 else answers,
+    "one answer": lambda answers: answers[:1],
+    "a dict": lambda answers: {"0": answers},
+    "null": lambda answers: None,
+    "a text": lambda answers: "equal",
+    "answers of null": lambda answers: [None for _ in answers],
+    "no tokens": lambda answers: changed_rows(answers, lambda rows: []),
+    "one of sixteen": lambda answers: changed_rows(answers, lambda rows: rows[:1]),
+    "one token more": lambda answers: changed_rows(answers, lambda rows: [*rows, *rows[-1:]]),
+    "rows of null": lambda answers: changed_rows(answers, lambda rows: [None for _ in rows]),
+    "rows without tokens": lambda answers: changed_rows(answers, lambda rows: [row[:1] for row in rows]),
+    "log-probs of null": each_log_prob(None),
+    "log-probs of NaN": each_log_prob(math.nan),
+    "log-probs of infinity": each_log_prob(-math.inf),
+    "log-probs above 0": each_log_prob(0.5),
+    "log-probs in words": each_log_prob("-0.5"),
+    "log-probs that are true": each_log_prob(True),
+    "log-probs of many digits": each_log_prob(-(10**4000)),
+    "tokens in words": each_token("7"),
+    "tokens that are true": each_token(True),
+    "tokens below 0": each_token(-1),
+    "tokens of many digits": each_token(10**4000),
+    "an answer to a shorter prompt": beside(prompt_tokens=3),
+    "fewer tokens than it says": beside(completion_tokens=17),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_was_not_answered_is_not_compared(lie: str) -> None:
+    answers = [(asked, LIES[lie](deepcopy(answer))) for asked, answer in RECORDED["pinned"]["generate"]]
+    with replayed("pinned", answers=answers) as url:
+        seen = observe_engine(url)
+    assert seen.settings["SGLang"] == "0.5.23"
+    for row in PROBED:
+        assert row not in seen.settings and seen.why(row).startswith("could not compare: ")
+
+
+def test_scores_of_other_tokens_than_were_asked_for_are_not_compared() -> None:
+    answers = deepcopy(RECORDED["pinned"]["generate"])
+    for asked, answer in answers:
+        if "logprob_start_len" in asked:
+            answer[-1]["meta_info"]["input_token_logprobs"][5][1] += 1
+    with replayed("pinned", answers=answers) as url:
+        assert "other tokens than were asked for" in observe_engine(url).why(SCORED)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"cuda_graph_config": {"decode": 3}}, {"device": ["cuda"]}, {"attention_backend": {}}, {"version": []}],
+)
+def test_settings_of_another_shape_are_not_seen(told: dict) -> None:
+    with replayed("pinned", told) as url:
+        seen = observe_engine(url)
+    assert not seen.settings and seen.why("device").startswith(f"{url}/server_info: ")
 
 
 def test_a_missing_log_prob_is_no_number() -> None:

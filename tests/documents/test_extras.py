@@ -26,6 +26,7 @@ BROUGHT = {
     "transformer_engine",
     "apex",
     "httpx",
+    "pydantic",
 }
 BROUGHT |= {"deep_gemm", "flash_attn", "sgl_kernel", "flash_attn_interface", "flashinfer"}
 # Packages whose absence a command names with the extra that brings them.

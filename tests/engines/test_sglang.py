@@ -34,7 +34,9 @@ from true_on_policy.doctor.engine_http import (
     SEEDS,
     observe_engine,
 )
+from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.environment import interpreter
+from true_on_policy.engines.handover import KEY
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.flags.command import launch_flags
@@ -127,7 +129,8 @@ def test_the_digest_is_of_the_layers_that_ranks_share(engine_dump: Path, tiny: P
     assert seen.settings[PRODUCTS] == shared != alone
 
 
-def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang):
+def test_the_doctor_sees_over_http_that_it_is_invariant(engine: SGLang, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KEY, engine._server.key)
     seen = observe_engine(engine._server.url).settings
     told = dict.fromkeys((ALONE, PREFILLED, SCORED), "equal") | {SEEDS: "one each", LOG_SOFTMAX: "fp32"}
     assert {row: seen[row] for row in PROBED} == told
@@ -251,6 +254,14 @@ def test_a_pin_that_cannot_hold_ends_the_server_with_its_reason(tiny: Path, monk
     monkeypatch.setenv("CC", "false")  # a compiler that compiles nothing
     with pytest.raises(EngineError, match=r"PinError: contract.backend: 'native'"):
         SGLang(tiny, "bf16", Contract(dtype="bf16"))
+
+
+def test_a_stranger_without_the_key_is_refused_and_ps_does_not_show_it(stock: SGLang):
+    for path, body in (("/generate", {}), ("/update_weights_from_disk", {}), ("/server_info", None)):
+        with pytest.raises(EngineError, match=f"{path} answered 401"):
+            answer_of(stock._server.url, path, body, 60)
+    listed = subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, text=True, check=True)
+    assert "--config" in listed.stdout and stock._server.key not in listed.stdout
 
 
 def test_nothing_of_a_closed_server_is_left(stock: SGLang):

@@ -18,7 +18,7 @@ from test_local_async import versions_of_a_run
 
 from mis_plugins.versions.response import spans
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.engines.server import GENERATE_SECONDS, Server, started
+from true_on_policy.engines.server import GENERATE_SECONDS, Private, Server, started
 from true_on_policy.engines.sglang.engine import SGLang, serve
 from true_on_policy.models.tiny import updated
 
@@ -33,8 +33,8 @@ CLOSE = 1e-3
 def engine(tiny: Path) -> Iterator[SGLang]:
     """A server whose steps do not overlap: else the step that an update meets is counted after it."""
 
-    def alone(name: str, command: list[str], environment: dict[str, str]) -> Server:
-        return started(name, [*command, "--disable-overlap-schedule"], environment)
+    def alone(name: str, command: list[str], environment: dict[str, str], private: Private) -> Server:
+        return started(name, [*command, "--disable-overlap-schedule"], environment, private=private)
 
     with patch("true_on_policy.engines.sglang.engine.started", alone):
         engine = serve(tiny, "fp32", None, 8)
@@ -50,7 +50,7 @@ def streamed(engine: SGLang) -> Iterator[dict[str, Any]]:
         "return_logprob": True,
         "stream": True,
     }
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine._server.key}"}
     asked = urllib.request.Request(engine._server.url + "/generate", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(asked, timeout=GENERATE_SECONDS) as stream:
         for line in stream:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import DTYPES
+from true_on_policy.engines.handover import KEY
 from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.models.tiny import checkpoint, read_weights, updated
 from true_on_policy.weights.comparison import compare
@@ -46,7 +49,8 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], ob
 
 
 def asked(engine: SGLang, trainer: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    code = main(["weights", "--engine", engine._server.url, "--trainer", str(trainer)])
+    with patch.dict(os.environ, {KEY: engine._server.key}):
+        code = main(["weights", "--engine", engine._server.url, "--trainer", str(trainer)])
     return code, capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +16,7 @@ import torch
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import GENERATE_SECONDS
 from true_on_policy.engines.vllm.engine import VLLM, Pool
@@ -98,6 +100,14 @@ def test_a_cache_that_stays_in_use_is_an_error(stock: VLLM, source: Path, monkey
     monkeypatch.setattr(stock, "_server", Mock(post=lambda *_: {"success": False}))
     with pytest.raises(EngineError, match="cache of the previous weights is still in use after 0 s"):
         stock.update_weights(source, 2)
+
+
+def test_a_stranger_without_the_key_is_refused_also_where_weights_change(stock: VLLM):
+    for path in ("/inference/v1/generate", "/collective_rpc", "/reset_prefix_cache"):
+        with pytest.raises(EngineError, match=f"{path} answered 401"):
+            answer_of(stock._server.url, path, {}, 60)
+    listed = subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, text=True, check=True)
+    assert "vllm.entrypoints" in listed.stdout and stock._server.key not in listed.stdout
 
 
 def test_a_missing_checkpoint_is_an_error(stock: VLLM, tmp_path: Path):

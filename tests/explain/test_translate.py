@@ -295,7 +295,7 @@ def test_verl_says_which_loss_it_leaves_out(mode: str, told: str):
             "rollout_rs: geometric is of another verl",
         ),
         (dppo(tis_imp_ratio_cap=2), (), "tis_imp_ratio_cap: 2 is of another verl"),
-        (dppo() | {"algorithm": {"rollout_is": True}}, (), "rollout_is: True is of another verl"),
+        (dppo() | {"algorithm": {"rollout_is": True}}, (), "rollout_is: true is of another verl"),
         (dppo(clip_ratio_c=0.5), (), "clip_ratio_c: got 0.5; the hosts' --eps-clip-c lies above 1"),
         (dppo(clip_ratio_low="x"), (), "clip_ratio_low: got 'x'; expected a number"),
         (TOKEN_IS, ("actor_rollout_ref.actor.clip_ratio_low=0.1",), "clip_ratio_low: read with policy_loss.loss_mode"),
@@ -456,7 +456,7 @@ LEVEL = {"rollout_rs_threshold": 1.25}
         ),
         (
             {"rollout_is": True, "rollout_token_veto_threshold": 1e-4},
-            "rollout_token_veto_threshold: of another verl than rollout_is: True, .*rollout_is: token",
+            "rollout_token_veto_threshold: of another verl than rollout_is: true, .*rollout_is: token",
         ),
         (
             {"algorithm": {"gamma": 1.0, "rollout_iss": True}},
@@ -903,8 +903,11 @@ MILES_YAML = {
 def test_miles_flat_keys_mean_the_same(flat: dict):
     translation = miles.translate(flat)
     assert translation.config() == from_flat(flat)
-    under_mis = yaml.safe_load(translation.text())["mis"]
-    assert under_mis == translation.mis
+    written = yaml.safe_load(translation.text())
+    assert written["mis"] == translation.mis
+    assert written.get("use_tis", False) == bool(flat.get("use_tis")), (
+        "nobody loses the correction with the file"
+    )
 
 
 def test_miles_default_is_our_preset(tmp_path: Path):

@@ -11,6 +11,7 @@ from batches import Batch, host_args, ratio_batch
 from tolerances import normalized_rtol
 
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import rollout_store
 from mis_plugins.local.cli.loading import load_function
 
 hook = load_function("mis_plugins.mis.normalize_rollout", "--rollout-data-postprocess-path")
@@ -65,10 +66,10 @@ def slime_as_documented(args: SimpleNamespace) -> None:
 def test_the_mean_of_the_rollout_is_left_for_the_hook(call: Any):
     args = host_args(mis=ROLLOUT)
     call(args)
-    assert args._mis_counted.rollout_id == 3
-    torch.testing.assert_close(
-        args._mis_rollout_mean, torch.tensor(2.0).double(), rtol=normalized_rtol(5.0), atol=0
-    )
+    held = rollout_store.ROLLOUT.held
+    assert held is not None and held.rollout_id == 3 and held.counted is not None
+    torch.testing.assert_close(held.mean, torch.tensor(2.0).double(), rtol=normalized_rtol(5.0), atol=0)
+    assert args == host_args(mis=ROLLOUT), "nothing is written on the host's arguments"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_what_others_hand_is_not_enough(call: Any, said: str):
     args = host_args(mis=ROLLOUT)
     with pytest.raises(InputError, match=said):
         call(args)
-    assert not hasattr(args, "_mis_rollout_mean")
+    assert rollout_store.ROLLOUT.held is None
 
 
 def test_slime_with_one_step_a_rollout_is_told_the_ways_out():

@@ -101,9 +101,10 @@ def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
         (f"--use-tis --use-rollout-logprobs --custom-tis-function-path {MIS}", "--use-tis with --use-rollout-logprobs"),
         (f"--custom-tis-function-path {MIS}", "--custom-tis-function-path has no effect without --use-tis"),
         (
-            f"--custom-config-path {preset_path('mis')}",
+            f"--custom-config-path {preset_path('metrics-only')}",
             "--custom-config-path: `mis:` in the file has no effect without a hook",
         ),
+        (f"--custom-config-path {preset_path('mis')}", "--use-tis needs --custom-tis-function-path"),
         ("--lr -1", "--lr: got -1.0; give a finite number, at least 0"),
         ("--lr nan", "--lr: got nan"),
         ("--eps-clip -0.2", "--eps-clip: got -0.2"),
@@ -130,6 +131,12 @@ def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
 def test_settings_that_cannot_work_are_refused_by_their_flags(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_args(flags.split())
+
+
+def test_the_loss_hook_takes_a_preset_of_the_tis_hook() -> None:
+    """The file says `use_tis: true`, which asks for no TIS hook where the loss hook corrects."""
+    flags = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+    assert parse_args([*flags.split(), "--custom-config-path", str(preset_path("tis"))]).use_tis
 
 
 def test_torchrun_decides_the_data_parallel_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,7 +451,8 @@ def test_a_run_whose_mask_keeps_nothing_is_reported_and_gets_no_proposal(
     """A kl_k3 of no token is 0, and must not read as a mismatch too small to correct."""
     masked = [replace(one, loss_mask=torch.zeros_like(one.loss_mask)) for one in some_records()]
     write_lines(tmp_path / "run.jsonl", masked)
-    assert main(["report", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "made")]) == 0
+    assert main(["report", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "made")]) == 2
+    assert "nothing was read that measures the mismatch" in capsys.readouterr().err
     assert "Nothing was measured" in (tmp_path / "made" / "report.html").read_text()
     assert main(["config", "suggest", str(tmp_path / "run.jsonl")]) == 2
     assert "so there is nothing to propose" in capsys.readouterr().err
@@ -511,13 +512,30 @@ def test_the_step_of_an_early_number_is_told() -> None:
     assert found.headline == "Last seen beyond its limit: ess_ratio is 0.1, below 0.5, at step 0."
 
 
-def test_a_number_that_is_nan_is_beyond_its_limit() -> None:
-    found = of_curves([curve({"kl_k3": math.nan})])
-    assert found.level == WATCH and "kl_k3 is NaN" in found.headline
+def test_a_number_that_turns_nan_is_beyond_its_limit() -> None:
+    found = of_curves([curve({"kl_k3": 1e-3}, {"kl_k3": math.nan})])
+    assert found.level == WATCH and "kl_k3 is NaN, at step 1" in found.headline
 
 
-def test_curves_without_a_limited_number_are_not_called_calm_in_words() -> None:
-    assert of_curves([curve({"loss": 0.1})]).headline == "The curves hold no number that has a limit."
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ({"loss": 0.1}, "no curve holds a number that has a limit"),
+        ({"kl_k3": math.nan}, "kl_k3 is NaN"),
+        ({"kl_k3": -5.0}, "kl_k3 is -5, which cannot be"),
+        ({"ess_ratio": 1.5}, "ess_ratio is 1.5, which cannot be"),
+        ({"prob_correlation": math.inf}, "prob_correlation is inf, which cannot be"),
+        ({"kept_fraction": -0.1}, "kept_fraction is -0.1, which cannot be"),
+    ],
+)
+def test_what_cannot_be_measures_nothing(numbers: dict[str, float], why: str) -> None:
+    found = of_curves([curve(numbers)])
+    assert not found.measured and found.level == ALARM
+    assert found.headline.startswith(f"Nothing was read that measures the mismatch: {why}")
+
+
+def test_rounding_below_zero_is_a_measurement() -> None:
+    assert of_curves([curve({"kl_k3": -1e-8, "ess_ratio": 1 + 1e-7})]).level == CALM
 
 
 def test_curves_alone_make_a_page(tmp_path: Path) -> None:

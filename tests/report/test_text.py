@@ -43,7 +43,8 @@ def test_a_broken_tokenizer_is_named_and_ids_stay(tmp_path: Path) -> None:
     write_slime(run, some_records())
     tokenizer(run).write_text("{")
     found = told(run)
-    assert "tokenizer.json: no tokenizer" in found["problems"][0]
+    (lost,) = found["problems"]
+    assert lost["file"].endswith("tokenizer.json") and "line 1 column 2" in lost["reason"]
     assert all("text" not in token and "token" in token for token in found["worst_tokens"])
 
 

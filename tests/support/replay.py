@@ -44,7 +44,7 @@ def replayed(
             """Quiet."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # seconds until it sees `shutdown`
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.stated import CONTRACT
 from true_on_policy.engines import sglang_plugin, vllm_plugin
 from true_on_policy.engines.environment import inherited, interpreter
+from true_on_policy.engines.handover import KEY
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import Server, _telling, free_port, started
@@ -30,6 +33,7 @@ from true_on_policy.engines.sglang import plugin
 from true_on_policy.engines.sglang.stand_in import sgl_kernel
 from true_on_policy.engines.vllm import engine as vllm
 from true_on_policy.engines.vllm.engine import VLLM
+from true_on_policy.engines.vllm.guard import Guard
 from true_on_policy.errors import PinError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
@@ -48,6 +52,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/slow": time.sleep(600)
         if self.path == "/refuse": return self.send_error(400, "no such model")
         if self.path == "/die": raise SystemExit
+        if self.path == "/key": return self.answer(self.headers["Authorization"].encode())
+        if self.path == "/nan": return self.answer(b"[NaN]")
         self.answer(self.rfile.read(int(self.headers["Content-Length"])))
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
@@ -89,6 +95,48 @@ def test_a_server_that_is_slow_is_an_error_not_a_hang(server: Server):
 def test_a_refusal_is_quoted(server: Server):
     with pytest.raises(EngineError, match=r"fake: /refuse answered 400: [^$]*no such model"):
         server.post("/refuse", {}, SOON)
+
+
+def test_a_server_gets_the_key_of_its_run_beside_its_command_line(server: Server):
+    assert server._ask("/key", SOON, {}) == f"Bearer {server.key}".encode()
+    process = Path(f"/proc/{server._process.pid}")
+    assert f"{KEY}={server.key}".encode() in (process / "environ").read_bytes()
+    assert server.key.encode() not in (process / "cmdline").read_bytes()
+
+
+def test_sglang_reads_its_key_from_a_file_of_this_user_alone(tmp_path: Path):
+    arguments, variables = sglang._private(tmp_path, "k")
+    assert Path(arguments[1]).read_text() == "api-key: k\n" and "k" not in arguments
+    assert list(variables.values()) == [f"file://{tmp_path}/ranks"]
+    server = start("import time; time.sleep(600)")
+    assert Path(server._scratch.name).stat().st_mode & 0o077 == 0
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "status"),
+    [("http", b"Bearer k", 200), ("http", b"Bearer l", 401), ("http", None, 401), ("websocket", None, 401)],
+)
+def test_vllms_guard_asks_each_request_for_the_key(
+    kind: str, given: bytes | None, status: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(KEY, "k")
+    sent = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append({"status": 200})
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    headers = [] if given is None else [(b"authorization", given)]
+    asyncio.run(Guard(app)({"type": kind, "headers": headers}, cast(Any, None), send))
+    assert sent[0]["status"] == status
+
+
+def test_an_answer_that_is_no_json_is_an_error_of_the_server(server: Server):
+    with pytest.raises(EngineError, match=r"fake: /nan: the answer is no JSON: NaN is no number"):
+        server.post("/nan", {}, SOON)
 
 
 def test_a_server_that_dies_while_starting_tells_its_last_words():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 from true_on_policy.contract.pretrained import PRETRAINED, cache_folder
 from true_on_policy.errors import ModelError
 from true_on_policy.models import pretrained as module

@@ -272,6 +272,82 @@ def test_an_engine_without_our_plugin_is_not_compared() -> None:
         compare(refuses, checkpoint())
 
 
+PLACE = {"tp_rank": 0, "tp_size": 1, "dp_size": 1, "pp_size": 1}
+HASH = "0" * 64
+
+
+def told(digest: Any, name: str = "lm_head.weight", **place: Any) -> dict[str, Any]:
+    return {"ranks": [{"parallelism_info": [PLACE | place], "checksums": {name: digest}}]}
+
+
+LIES: dict[str, Any] = {
+    "a list": [],
+    "null": None,
+    "a text": "equal",
+    "a number": 1,
+    "no ranks": {"ranks": []},
+    "ranks of null": {"ranks": [None]},
+    "ranks in words": {"ranks": "0"},
+    "no place": {"ranks": [{"checksums": {}}]},
+    "no tensors": {"ranks": [{"parallelism_info": [PLACE], "checksums": {}}]},
+    "tensors without names": {"ranks": [{"parallelism_info": [PLACE], "checksums": [HASH]}]},
+    "a rank twice": {"ranks": told(f"float32 10x8 {HASH}", tp_size=2)["ranks"] * 2},
+    "a rank too few": told(f"float32 10x8 {HASH}", tp_size=2),
+    "a rank beyond": told(f"float32 10x8 {HASH}", tp_rank=1),
+    "a rank that is true": told(f"float32 10x8 {HASH}", tp_size=True),
+    "a rank in words": told(f"float32 10x8 {HASH}", tp_rank="0"),
+    "no digest": told(None),
+    "a number for a digest": told(3),
+    "an empty digest": told(""),
+    "a digest that is not hex": told(f"float32 10x8 {'z' * 64}"),
+    "a short digest": told(f"float32 10x8 {HASH[1:]}"),
+    "a negative size": told(f"float32 -10x8 {HASH}"),
+    "a size of many digits": told(f"float32 {'9' * 5000} {HASH}"),
+    "a dtype that is none": told(f"__class__ 10x8 {HASH}"),
+    "a name without end": told(f"float32 10x8 {HASH}", "x" * 10_000),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_of_another_shape_is_not_compared(lie: str) -> None:
+    with pytest.raises(
+        NotSeenError, match=r"could not compare: the engine's weight checker: |quantized form"
+    ):
+        compare(lambda body: LIES[lie], checkpoint())
+
+
+def test_a_rank_that_tells_fewer_tensors_is_not_compared() -> None:
+    weights = checkpoint()
+    engine = Engine([loaded(weights, rank, 2) for rank in range(2)])
+    del engine.ranks[1]["lm_head.weight"]
+    with pytest.raises(NotSeenError, match=r"ranks 0 and 1 tell other tensors, the first lm_head\.weight"):
+        compare(engine, weights)
+
+
+@pytest.mark.parametrize("shape", ["", "1", "999999999999x8", "0x0", "8x999999999999", "1x1x1x1x1"])
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.weight", f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight",
+     f"{LAYER}.mlp.down_proj.weight", f"{LAYER}.mlp.experts.w13_weight", f"{LAYER}.mlp.experts.w2_weight"],
+)  # fmt: skip
+def test_a_shape_that_no_cut_has_differs_and_takes_no_memory(name: str, shape: str) -> None:
+    answer = told(f"float32 {shape} {HASH}", name)
+    weights = checkpoint(experts="experts" in name)
+    assert compare(lambda body: answer, weights).differences[0].name == name
+
+
+@pytest.mark.parametrize("values", [None, 3, "", "!", "AAAA", {"a": 1}])
+def test_values_that_are_none_are_not_compared(values: Any) -> None:
+    engine = Engine([loaded(checkpoint())])
+    engine.ranks[0]["lm_head.weight"] += 1
+
+    def asked(body: Mapping[str, Any]) -> Any:
+        return engine(body) if body["action"] == DIGESTS else told(values)
+
+    with pytest.raises(NotSeenError, match="could not compare: the engine's weight checker"):
+        compare(asked, checkpoint())
+
+
 # ------------------------------------------------------------------------------------------------ digests and plugin
 
 

@@ -51,6 +51,7 @@ MODELS = {
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
+MOST_COLUMNS = 1 << 20  # the order of a sum is a tree over columns, which must fit into memory
 # Numbers of tensor-parallel ranks in one machine. On 1 rank, Megatron and SGLang add in different orders.
 RANKS = (2, 4, 8)
 
@@ -312,6 +313,10 @@ def _check_layout(contract: GpuContract) -> None:
 
 def _check_row_sums(contract: GpuContract, size: Size) -> None:
     for name, columns in _cut(size).items():
+        if not 0 < columns <= MOST_COLUMNS:
+            raise ContractError(
+                f"the {name} product has {columns} columns; a model's has 1 to {MOST_COLUMNS}"
+            )
         ours = (
             fsdp_order(columns)
             if contract.backend == "fsdp"

@@ -13,8 +13,9 @@ import argparse
 import json
 from pathlib import Path
 
-from mis_plugins.shared.storage import check_writable, replaced
-from mis_plugins.shared.table import print_table, printable
+from mis_plugins.shared.files import check_writable, write_text
+from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import printable
 from true_on_policy.diff.names import Heads, correspondence
 from true_on_policy.diff.records import engine_and_trainer, read_recording
 from true_on_policy.diff.tensors import Report, Row, compare
@@ -135,8 +136,7 @@ def write_json(report: Report, file: Path) -> None:
         },
         "rows": [_as_json(row) for row in report.rows],
     }  # fmt: skip
-    with replaced(file) as partial:
-        partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    write_text(file, json.dumps(document, indent=1))
 
 
 def _as_json(row: Row) -> dict:

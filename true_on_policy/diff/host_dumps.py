@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.foreign import tensor_of
 from true_on_policy.diff.log_prob_record import LogProbRecord
 
 LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs
@@ -61,7 +62,7 @@ def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
 
 def _record(name: str, samples: Samples) -> LogProbRecord:
     tokens = [_response(one) for one in samples]
-    given = [one.get(name) for one in samples]
+    given = [tensor_of(one.get(name)) for one in samples]
     log_probs = [
         [None] * len(response) if values is None else _plain(values)
         for values, response in zip(given, tokens, strict=True)
@@ -79,7 +80,7 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
 
 def _response(sample: Mapping[str, Any]) -> list[int]:
     """Return the tokens of the response, which end the sample's tokens."""
-    length = next((int(sample[name]) for name in LENGTHS if name in sample), None)
+    length = next((int(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
     if length is None:
         raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
     tokens = _plain(sample["tokens"])
@@ -87,4 +88,5 @@ def _response(sample: Mapping[str, Any]) -> list[int]:
 
 
 def _plain(values: Any) -> list:
+    values = tensor_of(values)
     return values.tolist() if isinstance(values, Tensor) else list(values)

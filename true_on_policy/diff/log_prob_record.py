@@ -24,8 +24,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.arrays import Safetensors, save_safetensors
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.provenance import environment
-from mis_plugins.shared.storage import RecordError, load_safetensors, safetensors_names, save_safetensors
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import packages
@@ -118,11 +119,12 @@ class LogProbRecord:
             RecordError: the file is not a log-prob record, or a tensor has another SHA-256 than the header
                 states.
         """
-        names, header = safetensors_names(path)
+        file = Safetensors(Path(path))
+        header = file.metadata
         if header.get("format") != FORMAT:
             raise RecordError(f"{path}: not a log-prob record (format {header.get('format')!r})")
         try:
-            record = cls(**{name: load_safetensors(path, name) for name in names}, metadata=header)
+            record = cls(**{name: file.tensor(name) for name in file.names}, metadata=header)
             hashes = dict(json.loads(header["sha256"]))
         except (TypeError, KeyError, ValueError) as error:
             raise RecordError(f"{path}: {error}") from error

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mis_plugins.shared.storage import RecordError, replaced
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.files import replaced
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.records import LOG_PROBS, NON_INTRUSIVE
 

@@ -20,7 +20,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mis_plugins.config.file import parsed
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 
 # Tensors that identify requests: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
@@ -83,8 +83,19 @@ class Heads:
             config = json.loads(file.read_text(encoding="utf-8"))
             query = int(config["num_attention_heads"])
             size = config.get("head_dim") or int(config["hidden_size"]) // query
-            return cls(query, int(config.get("num_key_value_heads") or query), int(size))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            heads = cls(query, int(config.get("num_key_value_heads") or query), int(size))
+            if min(heads.query, heads.key_value, heads.size) < 1:
+                raise ValueError(heads)
+            return heads
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise RecordError(
                 f"--model {checkpoint}: no config.json with the attention heads: {error!r}"
             ) from error
@@ -240,7 +251,7 @@ def _from_file(file: Path) -> Correspondence:
     """Read a correspondence from YAML or JSON: a name in A -> its name in B, or null to leave it out on both sides."""
     try:
         lines = parsed(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RecordError(f"--map {file}: cannot be read: {error}") from error
     if not isinstance(lines, dict) or not all(isinstance(line, str) for line in lines):
         raise RecordError(f"--map {file}: expected lines of `name in A: name in B`")
@@ -258,4 +269,7 @@ def _pattern(text: str | None) -> Pattern:
     pattern = Pattern(text or "")
     if pattern.part is not None and pattern.part not in PARTS:
         raise RecordError(f"{text}: no part {pattern.part!r}; choose one of {', '.join(PARTS)}")
+    for notation in ("*", "(.0)"):  # a search for several of them may never end
+        if pattern.text.count(notation) > 1:
+            raise RecordError(f"{text}: holds {notation} twice; a pattern holds it once")
     return pattern

@@ -20,21 +20,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_plugins.shared.storage import (
-    RecordError,
-    load_npz,
-    load_pt,
-    load_safetensors,
-    npz_names,
-    safetensors_names,
-)
+from mis_plugins.shared.archive import Stored
+from mis_plugins.shared.arrays import Safetensors, load_npz, npz_names
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.foreign import load_foreign, tensor_of
+from mis_plugins.shared.opened import read
 from true_on_policy.diff.host_dumps import host_samples, log_prob_records
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
@@ -73,7 +70,7 @@ class Key:
 class Entry:
     """An entry is one recorded value that is not loaded yet.
 
-    `load` returns a tensor in a mapped file, a log-prob record, or a text or number. An unreadable value raises
+    `load` returns a tensor, a log-prob record, or a text or number. An unreadable value raises
     RecordError.
     """
 
@@ -163,7 +160,7 @@ def _files(path: Path) -> list[Path]:
 def _items(file: Path, alone: bool) -> list[_Item]:
     """List the items of a file; an unreadable file is one item that fails to load, so it hides no other file."""
     try:
-        return list(_listed(file, alone))
+        return read(file, lambda: list(_listed(file, alone)))
     except RecordError as error:
         return [_Item((1, _natural(file.name)), Key(file.stem), partial(_raise, error))]
 
@@ -176,7 +173,8 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
     for name, load in READERS[file.suffix](file):
         prefix = "" if alone or not name else f"{file.stem}."
         order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
-        yield _Item(order, Key(prefix + name or ("value" if alone else file.stem)), load)
+        key = Key(prefix + name or ("value" if alone else file.stem))
+        yield _Item(order, key, partial(read, file, load))
 
 
 def parse_tags(file: Path) -> dict[str, str]:
@@ -205,38 +203,35 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return _Item((0, index, rank), key, partial(DUMPED[file.suffix], file))
+    return _Item((0, index, rank), key, partial(read, file, partial(DUMPED[file.suffix], file)))
 
 
 def _dumped_pt(file: Path) -> Value:
     """Load the value of a dump, with or without the `{"value": ..., "meta": ...}` around it."""
-    value = load_pt(file)
+    value = load_foreign(file, strict=True)
     if isinstance(value, dict) and "value" in value:
         value = value["value"]
-    if isinstance(value, Tensor):
-        return _comparable(value, file)
+    if isinstance(value, Tensor | Stored):
+        return _comparable(tensor_of(value), file)
     if any(True for _ in _tensors(value)):
         raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
     return value
 
 
 def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
-    loaded = load_pt(file)
+    loaded = load_foreign(file, strict=True)
     samples = host_samples(loaded)
     if samples is not None:
         for name, record in log_prob_records(samples):
             yield name, lambda record=record: record
         return
-    del loaded
-    # The loaded file is cached, so that a file of a thousand tensors is not unpickled a thousand times.
-    tree = lru_cache(maxsize=1)(lambda: dict(_tensors(load_pt(file))))
-    for name in list(tree()):
-        yield name, lambda name=name: _comparable(tree()[name], file)
+    for name, tensor in _tensors(loaded):
+        yield name, lambda tensor=tensor: _comparable(tensor_of(tensor), file)
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored]]:
     """Yield every tensor of nested dicts and lists, with its dotted name."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Stored):
         yield name, value
     children = (
         value.items()
@@ -249,13 +244,13 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(child, f"{name}.{key}" if name else str(key))
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
-    names, header = safetensors_names(file)
-    if header.get("format") == FORMAT:
-        yield LOG_PROBS, partial(LogProbRecord.load, file)
+def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
+    file = Safetensors(path)
+    if file.metadata.get("format") == FORMAT:
+        yield LOG_PROBS, partial(LogProbRecord.load, path)
         return
-    for name in names:
-        yield name, lambda name=name: _comparable(load_safetensors(file, name), file)
+    for name in file.names:
+        yield name, lambda name=name: _comparable(file.tensor(name), path)
 
 
 def _dumped_alone(reader: Reader, file: Path) -> Value:
@@ -282,8 +277,9 @@ def _raise(error: RecordError) -> Value:
 
 
 def _natural(name: str) -> tuple:
-    """Return a sort key that puts layers.2 before layers.10."""
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
+    """Return a sort key that puts layers.2 before layers.10; a number may have more digits than Python converts."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
 READERS: dict[str, Reader] = {

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.progress import told
-from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, regrouped
@@ -22,6 +22,7 @@ from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value,
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 LOG_PROBS_KEY = Key(LOG_PROBS)
+EMPTY = "no values"
 NEAREST = 5  # at most this many equal tensors are named as inputs of an operation
 
 Status = Literal[
@@ -35,7 +36,7 @@ class Row:
     """The outcome for one tensor, which both sides recorded or only one side.
 
     Attributes:
-        detail: why the tensor was not compared.
+        detail: why the tensor was not compared; EMPTY where both sides are equal and hold no value.
     """
 
     key: Key
@@ -81,10 +82,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: a difference outweighs what was not compared; no row at all is not equal."""
+        """Return the exit code: a difference outweighs what was not compared; no value at all is not equal."""
         if self.counts["different"]:
             return DIFFERENT
-        return EQUAL if 0 < len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
+        seen = any(row.status == "equal" and row.detail != EMPTY for row in self.rows)
+        return EQUAL if seen and len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
 
     @property
     def first(self) -> Row | None:
@@ -166,7 +168,12 @@ def renamed(recording: Recording, renaming: Renaming, heads: Heads | None) -> di
 
 def _part(entry: Entry, part: str | None, heads: Heads | None) -> Value:
     value = entry.load()
-    return PARTS[part](value, heads) if part and isinstance(value, Tensor) else value
+    if not part or not isinstance(value, Tensor):
+        return value
+    try:
+        return PARTS[part](value, heads)
+    except (IndexError, RuntimeError) as error:
+        raise RecordError(f"{entry.key}: shape {list(value.shape)} has no part {part}") from error
 
 
 def row_of(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | None:
@@ -186,7 +193,8 @@ def _compared(key: Key, a: Value, b: Value, regroup: bool) -> Row:
     if isinstance(a, LogProbRecord) and isinstance(b, LogProbRecord):
         return compare_log_probs(a, b, key)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
+        row = verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
+        return row if a.numel() or row.mismatch else replace(row, detail=EMPTY)
     kinds = " against ".join(type(value).__name__ for value in (a, b))
     return Row(key, "not comparable", detail=kinds)
 

@@ -22,8 +22,9 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.opened import read
 from mis_plugins.shared.progress import told
-from mis_plugins.shared.storage import RecordError
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.diff.names import Correspondence, Heads, Renaming
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value
@@ -97,7 +98,9 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     Raises:
         RecordError: a recording does not tell which row is which token.
     """
-    left, right = (_side(a, names.a, heads), _side(b, names.b, heads))
+    left, right = (
+        read(one.path, partial(_side, one, naming, heads)) for one, naming in ((a, names.a), (b, names.b))
+    )
     pairs = _pairs(left, right)
     keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
     rows = [_row(key, left, right, pairs) for key in told(keys, "tensors compared")]
@@ -243,7 +246,7 @@ def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
         return Row(key, "missing in B" if key in a.keys else "missing in A")
     try:
         left, right = (_gathered(key, side, [pair[i] for pair in pairs]) for i, side in enumerate((a, b)))
-    except RecordError as error:
+    except (RecordError, IndexError, RuntimeError) as error:
         return Row(key, "not comparable", detail=str(error))
     if left is None or right is None:
         lacking, other = ("A", b) if left is None else ("B", a)

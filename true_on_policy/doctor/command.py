@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mis_plugins.shared.shell import importing
 from true_on_policy.contract.gpu import GpuContract
+from true_on_policy.engines.asking import HELP, url_of_engine
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.command import CONTRACT_ARGUMENTS, add_contract_arguments, contract_of
@@ -24,9 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "doctor", help="what trainer and engine really run, and what to set", description=__doc__
     )
-    parser.add_argument(
-        "--engine", metavar="URL", type=_url, help="a running SGLang, for example http://127.0.0.1:30000"
-    )
+    parser.add_argument("--engine", metavar="URL", type=url_of_engine, help=HELP)
     parser.add_argument(
         "--engine-dump",
         metavar="PATH",
@@ -42,13 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
-
-
-def _url(given: str) -> str:
-    """Accept the URL of a server by HTTP or HTTPS; other schemes could name a file of this machine."""
-    if not given.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"got {given!r}; give http://HOST:PORT")
-    return given
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.table import print_table, printable
 from true_on_policy.contract.gpu import DEEP_GEMM, GpuContract
 from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, SCORED, VERSION, observe_engine
 from true_on_policy.errors import PinError
@@ -349,7 +349,7 @@ def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> in
     shown, notes = noted(shown)
     print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in shown])
     for note in (*unasked, *notes):
-        print(f"\n{note}")
+        print("\n" + "\n".join(map(printable, note.splitlines())))
     return _conclude(rows)
 
 

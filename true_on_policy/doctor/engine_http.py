@@ -14,8 +14,9 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
+from true_on_policy.engines.answers import check_counts, list_of, reading, sglang_rows, short
 from true_on_policy.engines.asking import answer_of
-from true_on_policy.engines.protocol import EngineError
+from true_on_policy.errors import EngineError
 from true_on_policy.observe.process import ALL, Observation
 
 SECONDS = 60
@@ -23,6 +24,8 @@ SECONDS = 60
 PROMPT = tuple(range(11, 51))
 COMPANY = tuple(tuple(range(20 + n, 40 + 9 * n)) for n in range(7))
 LENGTH = 16
+LONGEST = 100  # letters of a setting
+TOKENS = "log-probs of tokens"
 
 # Rows of the doctor and their names in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
 VERSION = "SGLang"  # the only row of ROWS that is not an argument of the server
@@ -45,34 +48,35 @@ def observe_engine(url: str) -> Observation:
     """Observe and probe the engine behind `url`; each row that could not be seen has a reason."""
     client = _Client(url.rstrip("/"))
     try:
-        told = client.server_info()
+        settings = client.server_info()
     except EngineError as error:
         return Observation({}, {ALL: str(error)})
-    settings = _told(told)
     unseen = {row: f"/server_info tells no {name}" for row, name in ROWS.items() if row not in settings}
     configured = tuple(settings.keys() - {VERSION})
     try:
         settings |= _probed(client)
     except EngineError as error:
-        unseen |= dict.fromkeys(PROBED, str(error))
-    except (LookupError, TypeError, ValueError) as error:
-        unseen |= dict.fromkeys(PROBED, f"{client.url}/generate: not an answer of SGLang ({error!r})")
+        unseen |= dict.fromkeys(PROBED, f"could not compare: {error}")
     return Observation(settings, unseen, configured)
 
 
-def _told(told: Mapping[str, Any]) -> dict[str, str]:
+def _told(told: Any) -> dict[str, str]:
     settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
     settings.setdefault("contract", "not in this release")
     if phases := told.get("cuda_graph_config"):
-        settings["CUDA graph"] = ", ".join(f"{name} {phase['backend']}" for name, phase in phases.items())
+        settings["CUDA graph"] = ", ".join(
+            f"{name} {_plain('backend', phase['backend'])}" for name, phase in phases.items()
+        )
     names = {told.get(name) or told.get("attention_backend") for name in ATTENTION}
-    return settings | {"attention": " and ".join(sorted(map(str, names)))}
+    return settings | {"attention": " and ".join(sorted(_plain("attention", name) for name in names))}
 
 
 def _plain(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value != name.startswith("disable_") else "off"
-    return str(value)
+    if not isinstance(value, str | int | float | None):
+        raise EngineError(f"{name}: expected a text or a number; got {short(value)}")
+    return str(value)[:LONGEST]
 
 
 ALONE = "decode alone and in a batch"
@@ -88,9 +92,9 @@ def _probed(client: _Client) -> dict[str, str]:
     alone = client.generate([PROMPT])[0]
     together = client.generate([PROMPT, *COMPANY])[0]
     sequence = (*PROMPT, *alone[0])
-    scored = client.score([sequence])[0]
+    scored = client.score([sequence])
     # The sequence goes last: an engine may start the first request before the others arrive.
-    *_, among = client.score([*COMPANY, sequence])
+    among = client.score([*COMPANY, sequence])
     return {
         ALONE: _compared(alone, together),
         PREFILLED: _compared(scored, among),
@@ -133,25 +137,26 @@ class _Client:
     def __init__(self, url: str):
         self.url = url
 
-    def server_info(self) -> dict[str, Any]:
+    def server_info(self) -> dict[str, str]:
         told = self._ask("/server_info")
-        if not isinstance(told, dict) or "version" not in told:
-            raise EngineError(f"{self.url}/server_info: not an answer of SGLang")
-        return told
+        with reading(f"{self.url}/server_info", "SGLang"):
+            if "version" not in told:
+                raise EngineError("not an answer of SGLang")
+            return _told(told)
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
         """Generate LENGTH tokens for each prompt: greedily without a seed, at temperature 1 with a seed."""
         sampling: dict[str, Any] = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
         if seed is not None:
             sampling |= {"temperature": 1, "sampling_seed": seed}
-        answers = self._ask(
-            "/generate",
-            {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True},
-        )
-        return [_answer(answer["meta_info"]["output_token_logprobs"]) for answer in answers]
+        body = {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True}
+        answers = self._ask("/generate", body)
+        with reading(f"{self.url}/generate", "SGLang"):
+            list_of(answers, len(prompts), "answers")
+            return [_sampled(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Answer]:
-        """Score every token of each sequence but the first, all by prefill: no cached prefix is used."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> Answer:
+        """Score every token of the last sequence but its first, by prefill of all sequences without a cache."""
         body = {
             "input_ids": [*map(list, sequences)],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
@@ -159,15 +164,38 @@ class _Client:
             "logprob_start_len": 0,
         }
         answers = self._ask("/generate", body)
-        return [_answer(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
+        with reading(f"{self.url}/generate", "SGLang"):
+            return _scored(sequences[-1], list_of(answers, len(sequences), "answers")[-1])
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return answer_of(self.url + path, body, SECONDS)
+        return answer_of(self.url, path, body, SECONDS)
 
 
-def _answer(rows: Sequence[Sequence[Any]]) -> Answer:
+def _sampled(prompt: Sequence[int], answer: Any) -> Answer:
+    meta = answer["meta_info"]
+    check_counts(meta, len(prompt), LENGTH)
+    found = _answer(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
+    if answer.get("output_ids", [*found[0]]) != [*found[0]]:
+        raise EngineError("log-probs of other tokens than were sampled")
+    return found
+
+
+def _scored(sequence: Sequence[int], answer: Any) -> Answer:
+    meta = answer["meta_info"]
+    check_counts(meta, len(sequence))
+    (_, first, *_), *rows = list_of(meta["input_token_logprobs"], len(sequence), TOKENS)
+    told, log_probs = _answer(rows)
+    # SGLang reports the last id of its vocabulary as 0.
+    if any(
+        found != token and (found or token != max(sequence))
+        for found, token in zip((first, *told), sequence, strict=True)
+    ):
+        raise EngineError("log-probs of other tokens than were asked for")
+    return tuple(sequence[1:]), log_probs
+
+
+def _answer(rows: Any) -> Answer:
     """Convert SGLang's rows (log-prob, token id, text) to token ids and log-probs."""
-    if any(row[0] is None for row in rows):
-        raise EngineError("a token without a log-prob in SGLang's answer")
+    tokens, log_probs = sglang_rows(rows)
     # JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return tuple(row[1] for row in rows), torch.tensor([row[0] for row in rows], dtype=torch.float32)
+    return tokens, torch.tensor(log_probs, dtype=torch.float32)

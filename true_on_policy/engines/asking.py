@@ -1,30 +1,233 @@
-"""Ask a running engine over HTTP, whoever started it."""
+"""Ask a running engine over HTTP, whoever started it: the one client of this package.
+
+An answer has one deadline and a limit of bytes. No proxy stands between, and no redirect is followed. Every fault of an
+answer is an `EngineError` in words.
+"""
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
-from typing import Any
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import (
+    BadStatusLine,
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+    RemoteDisconnected,
+)
+from socket import SHUT_RDWR, socket
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
-from true_on_policy.engines.protocol import EngineError
+from true_on_policy.engines.answers import LIMIT, parsed, reading
+from true_on_policy.engines.handover import KEY
+from true_on_policy.errors import EngineError
+
+T = TypeVar("T")
+
+BLOCK = 1 << 16  # bytes read at once
+TOLD = 500  # letters of an error's body that are quoted
+SCHEMES: Mapping[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
 
 
-def answer_of(address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-    """Return the JSON answer to a GET, or to a POST of `body`.
+@dataclass(frozen=True)
+class Address:
+    """The address of an engine's server: `http://HOST:PORT`, with or without a path before the engine's own."""
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """Read a URL.
+
+        Raises:
+            EngineError: the URL is not that of an HTTP server.
+        """
+        if not url.isascii() or not url.isprintable() or " " in url:
+            _refuse(url, "a URL holds no such letters")
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            _refuse(url, str(error))
+        if parts.scheme not in SCHEMES or not host:
+            _refuse(url, "http or https, and a host")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            _refuse(url, "no user, no query and no fragment")
+        return cls(parts.scheme, host, port, parts.path.rstrip("/"))
+
+    def connection(self, seconds: float) -> HTTPConnection:
+        return SCHEMES[self.scheme](self.host, self.port, timeout=seconds)
+
+
+def _refuse(url: str, why: str) -> NoReturn:
+    raise EngineError(f"got {url!r}; give http://HOST:PORT ({why})")
+
+
+HELP = f"a running SGLang, for example http://127.0.0.1:30000; its --api-key comes from ${KEY}"
+
+
+def url_of_engine(given: str) -> str:
+    """Accept the URL of an engine on a command line; other schemes could name a file of this machine."""
+    try:
+        Address.of(given)
+    except EngineError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return given
+
+
+def key_of_user() -> str | None:
+    """Return the key of an engine that somebody else started with `--api-key`, from the environment."""
+    return os.environ.get(KEY) or None
+
+
+def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: float, limit: int = LIMIT) -> Any:
+    """Return the JSON answer of the server at `url` to a GET of `path`, or to a POST of `body`.
 
     Raises:
-        EngineError: no JSON comes back within `seconds`, or the engine refuses the request.
+        EngineError: no JSON comes back within `seconds` and `limit` bytes, or the engine refuses the request.
     """
-    data = None if body is None else json.dumps(body).encode()
+    where = f"{url.rstrip('/')}{path}"
+    with reading(where, "an engine"):
+        address = Address.of(url)
+    answer = exchanged(where, address, path, body, seconds, limit, key_of_user())
+    with reading(where, "an engine"):
+        return parsed(answer, limit)
+
+
+def exchanged(
+    where: str,
+    address: Address,
+    path: str,
+    body: Mapping[str, Any] | None,
+    seconds: float,
+    limit: int = LIMIT,
+    key: str | None = None,
+) -> bytes:
+    """Send one request and return the body of its answer.
+
+    Args:
+        where: what an error calls the server.
+        seconds: the deadline of the whole answer, from the name of the host to the last byte.
+        limit: the most bytes that the answer may have.
+
+    Raises:
+        EngineError: no answer came in time and within the limit, or the server refuses the request.
+    """
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
+    sent = None if body is None else json.dumps(body).encode()
+    wire = _Wire(address.connection(seconds))
+
+    def exchange() -> bytes:
+        wire.connect()
+        wire.connection.request("GET" if sent is None else "POST", address.path + path, sent, headers)
+        return _body(where, wire.connection.getresponse(), limit)
+
     try:
-        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as refused:
-        told = refused.read().decode(errors="replace")[:200]
-        raise EngineError(f"{address} answered {refused.code}: {told}") from refused
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise EngineError(f"{address}: {str(error) or repr(error)}") from error
+        return _within(seconds, exchange)
+    except EngineError:
+        raise
+    except (OSError, ValueError, HTTPException) as error:
+        raise EngineError(f"{where}{_words(error, seconds)}") from error
+    finally:
+        wire.cut()
+
+
+class _Wire:
+    """A connection that another thread may cut, whatever the thread that uses it waits for."""
+
+    def __init__(self, connection: HTTPConnection):
+        self.connection = connection
+        self._sockets: list[socket] = []
+        self._is_cut = False
+
+    def connect(self) -> None:
+        self.connection.connect()
+        # http.client forgets its socket before it has read the body.
+        self._sockets.append(self.connection.sock)
+        if self._is_cut:
+            self.cut()
+
+    def cut(self) -> None:
+        self._is_cut = True
+        for one in (*self._sockets, self.connection.sock):
+            if one is not None:
+                with suppress(OSError):
+                    one.shutdown(SHUT_RDWR)
+        self.connection.close()
+
+
+def _words(error: Exception, seconds: float) -> str:
+    """Say in words, behind the name of the server, why no answer came."""
+    if isinstance(error, TimeoutError):
+        return f" did not answer within {seconds:g} s"
+    if isinstance(error, IncompleteRead):
+        return ": the answer breaks off"
+    if isinstance(error, BadStatusLine) and not isinstance(error, RemoteDisconnected):
+        return f": speaks no HTTP: {str(error)[:TOLD]}"
+    return f": {str(error)[:TOLD] or repr(error)}"
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """Run `work` in a thread, and return its result or raise its error.
+
+    A socket's own timeout begins anew with each byte, and the search for a host's address has none.
+
+    Raises:
+        TimeoutError: the work took longer than `seconds`.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done.result(seconds)
+
+
+def _body(where: str, response: HTTPResponse, limit: int) -> bytes:
+    """Read the body of an answer.
+
+    Raises:
+        EngineError: the server refuses the request, or its answer is longer than `limit` or packed.
+    """
+    if not 200 <= response.status < 300:
+        told = b""
+        with suppress(HTTPException):
+            told = _read(response, TOLD)
+        target = response.getheader("Location")
+        hint = f"redirects to {target[:TOLD]}; name the engine's own address: " if target else ""
+        raise EngineError(f"{where} answered {response.status}: {hint}{told.decode(errors='replace')}")
+    packing = response.getheader("Content-Encoding", "identity")
+    if packing != "identity":
+        raise EngineError(f"{where} answers in {packing[:TOLD]}, which nobody asked for")
+    body = _read(response, limit + 1)
+    if len(body) > limit:
+        raise EngineError(f"{where} answers with more than {limit:,} bytes")
+    if response.length:  # http.client itself is silent about a body that ends before its length
+        raise IncompleteRead(b"", response.length)
+    return body
+
+
+def _read(response: HTTPResponse, most: int) -> bytes:
+    # Where a chunk's size is negative, http.client's `read` goes on without a limit; its `read1` gives a block.
+    read = response.read1 if response.chunked else response.read
+    body = bytearray()
+    while len(body) < most and (part := read(min(BLOCK, most - len(body)))):
+        body += part
+    return bytes(body)

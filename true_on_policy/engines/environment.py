@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
-from true_on_policy.engines.protocol import EngineError
+from mis_plugins.shared.loopback import on_loopback
+from true_on_policy.errors import EngineError
 
 HERE = Path(__file__).parent
 
@@ -40,7 +41,9 @@ WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables that an engine inherits from this process, with torch.compile off: it changes bits."""
+    """Return the variables of an engine on this machine: this process's, with torch.compile off, which changes bits."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD)}
     eager = {"TORCH_COMPILE_DISABLE": "1"}
-    return kept | eager | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    return (
+        kept | eager | on_loopback() | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    )

@@ -10,11 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float32
 from torch import Tensor
 
-from true_on_policy.errors import TrueOnPolicyError
-
-
-class EngineError(TrueOnPolicyError):
-    """An engine did not start, died, was too slow, or gave an answer that does not fit the request."""
+from true_on_policy.errors import EngineError as EngineError
 
 
 @dataclass(frozen=True)

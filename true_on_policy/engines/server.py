@@ -5,26 +5,27 @@ from __future__ import annotations
 import atexit
 import ctypes
 import itertools
-import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.engines.handover import ACTIVE
+from true_on_policy.engines.answers import parsed
+from true_on_policy.engines.asking import Address, exchanged
+from true_on_policy.engines.handover import ACTIVE, KEY
 from true_on_policy.engines.protocol import EngineError, Request
 
 START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on overloaded cores
 GENERATE_SECONDS = 300
+LARGEST = 1 << 30  # bytes of an answer: a batch of a training loop, with the tokens that each cut kept
 TOKEN_SECONDS = 0.1  # a token took 0.02 s in a batch of 32, on an overloaded core
 LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -38,6 +39,13 @@ LOWEST_PORT = 20_000
 PORTS_LOOKED_AT = 100
 STARTS = 3
 TAKEN = "address already in use"
+
+Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
+"""Gives the arguments and variables that an engine takes from the folder and the key of its run."""
+
+
+def _nothing(folder: Path, key: str) -> tuple[Sequence[str], Mapping[str, str]]:
+    return (), {}
 
 
 def free_port() -> int:
@@ -67,17 +75,24 @@ def patience(requests: Sequence[Request]) -> float:
 
 
 def started(
-    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    starts: int = STARTS,
+    private: Private = _nothing,
 ) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
 
     A port that another process takes before the server binds it is replaced by another port.
 
+    Args:
+        private: what the engine takes from its run, beside the variable KEY, which holds the key.
+
     Raises:
         EngineError: the server did not become healthy; its processes have been ended.
     """
     port = free_port()
-    server = Server(name, [*command, "--port", str(port)], environment, port)
+    server = Server(name, [*command, "--port", str(port)], environment, port, private)
     try:
         server.wait_until_ready("/health", START_SECONDS)
         return server
@@ -86,21 +101,35 @@ def started(
         server.close()
         if not is_taken or starts == 1:
             raise
-    return started(name, command, environment, starts - 1)
+    return started(name, command, environment, starts - 1, private)
 
 
 class Server:
-    """A child process that speaks HTTP on loopback; every error quotes what the process printed."""
+    """A child process that speaks HTTP on loopback; every error quotes what the process printed.
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int):
+    Attributes:
+        key: the key of this run, which the server may ask of each request. It stands in no command line, because
+            every user of the machine can list these.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        port: int,
+        private: Private = _nothing,
+    ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
+        self.key = secrets.token_hex()
         # A killed engine leaves its sockets in TMPDIR; a folder of our own is removed with them.
         self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
         self._log = Path(self._scratch.name, "log").open("wb")
+        arguments, variables = private(Path(self._scratch.name), self.key)
         self._process = subprocess.Popen(
-            command,
-            env={**environment, "TMPDIR": self._scratch.name},
+            [*command, *arguments],
+            env={**environment, "TMPDIR": self._scratch.name, KEY: self.key, **variables},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -120,9 +149,9 @@ class Server:
             if self._process.poll() is not None:
                 raise self._error(f"ended with exit code {self._process.returncode} while starting")
             try:
-                with urllib.request.urlopen(self.url + path, timeout=min(seconds, PROBE_SECONDS)):
-                    return
-            except OSError:
+                self._exchanged(path, min(seconds, PROBE_SECONDS))
+                return
+            except EngineError:
                 time.sleep(POLL_SECONDS)
         raise self._error(f"not ready within {seconds:g} s")
 
@@ -144,7 +173,11 @@ class Server:
         Raises:
             EngineError: the process died, refused the request, or did not answer within `seconds`.
         """
-        return json.loads(self._ask(path, seconds, json.dumps(body).encode()))
+        answer = self._ask(path, seconds, body)
+        try:
+            return parsed(answer, LARGEST)
+        except EngineError as error:
+            raise self._error(f"{path}: {error}") from error
 
     def get(self, path: str, seconds: float) -> str:
         """Return the text at `path`.
@@ -152,23 +185,20 @@ class Server:
         Raises:
             EngineError: the process died, refused the request, or did not answer within `seconds`.
         """
-        return self._ask(path, seconds).decode()
+        return self._ask(path, seconds).decode(errors="replace")
 
-    def _ask(self, path: str, seconds: float, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+    def _ask(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as refused:
-            raise self._error(f"{path} answered {refused.code}: {refused.read().decode()[:500]}") from refused
-        except TimeoutError as late:
-            raise self._error(f"{path} did not answer within {seconds:g} s") from late
-        except OSError as gone:
-            raise self._error(f"{path} failed: {gone}") from gone
+            return self._exchanged(path, seconds, body)
+        except EngineError as error:
+            raise self._error(str(error)) from error
+
+    def _exchanged(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
+        return exchanged(path, Address.of(self.url), path, body, seconds, LARGEST, self.key)
 
     def output(self) -> str:
-        """Return everything that the process has printed."""
-        return Path(self._log.name).read_text(errors="replace")
+        """Return everything that the process has printed, but for the key."""
+        return Path(self._log.name).read_text(errors="replace").replace(self.key, "KEY")
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"{self.name}: {what}; from what it printed:\n{_telling(self.output())}")

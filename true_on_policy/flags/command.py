@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from mis_plugins.shared.numerals import whole
 from true_on_policy.contract.gpu import (
@@ -219,9 +219,7 @@ def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
 _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
-def check_host(
-    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
-) -> GpuContract | Contract:
+def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract | Contract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
     The contract is a CPU contract with our layers (`--spec`), or on FSDP where the environment states a CPU
@@ -246,7 +244,7 @@ def check_host(
     return contract
 
 
-def _asked_contract(args: argparse.Namespace, environment: Mapping[str, str]) -> GpuContract:
+def _asked_contract(args: Any, environment: Mapping[str, str]) -> GpuContract:
     family, size = checkpoint_family(Path(args.hf_checkpoint) / "config.json")
     backend = args.train_backend
     megatron = backend == "megatron"

@@ -5,10 +5,9 @@ The environment states the contract, and Ray hands the environment to the traine
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from true_on_policy.contract.families import IMAGES
 from true_on_policy.contract.sides import TRAINERS
@@ -116,13 +115,13 @@ def _fsdp(contract: Contract) -> tuple[Flag, ...]:
     )
 
 
-def asked_for(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+def asked_for(args: Any, environment: Mapping[str, str]) -> bool:
     """Whether a launch is under a CPU contract: by our layers, or on FSDP by what the environment states."""
     on_fsdp = getattr(args, "train_backend", MEGATRON) == FSDP
     return CONTRACT in environment if on_fsdp else getattr(args, "spec", None) == list(LAYERS)
 
 
-def check(args: argparse.Namespace, environment: Mapping[str, str]) -> Contract:
+def check(args: Any, environment: Mapping[str, str]) -> Contract:
     """Return the contract that the environment states, after checking that every argument keeps it.
 
     Raises:

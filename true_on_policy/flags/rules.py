@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +49,7 @@ class Refusal:
     why: str
 
 
-def faults(args: argparse.Namespace, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> list[str]:
+def faults(args: Any, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> list[str]:
     """List what keeps a contract from holding with a host's parsed arguments, one line each."""
     found = [_refused(args, rule) for rule in refusals] + [_unset(args, flag) for flag in flags]
     return [fault for fault in found if fault]
@@ -67,12 +66,12 @@ def refuse(found: Iterable[str]) -> None:
         raise ContractError(f"true-on-policy cannot hold:{lines}")
 
 
-def _refused(args: argparse.Namespace, rule: Refusal) -> str:
+def _refused(args: Any, rule: Refusal) -> str:
     found = getattr(args, rule.attribute, rule.allowed[0])
     return "" if found in rule.allowed else f"{rule.attribute} is {found!r}: {rule.why}"
 
 
-def _unset(args: argparse.Namespace, flag: Flag) -> str:
+def _unset(args: Any, flag: Flag) -> str:
     words = " ".join(flag.words)
     if not hasattr(args, flag.attribute):
         seen = ", ".join(releases_with(flag.owner, flag.name))

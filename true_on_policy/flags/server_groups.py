@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
+from mis_plugins.config.file import parsed, text_of
+from mis_plugins.config.view import view
+from mis_plugins.shared.numerals import cut, shown
 
 logger = logging.getLogger("true_on_policy")
 
 
-def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
+def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
     """Yield (place in the file, arguments) for each group of engines that samples from the trained model.
 
     The arguments are the host's, overridden by the group's settings.
@@ -25,32 +26,34 @@ def groups(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]
     if path is None:
         return
     try:
-        stated = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        stated = parsed(text_of(path))
         found = [
-            (f"{path}, model {model['name']!r}, group {number}", _arguments(args, model, group))
+            (f"{path}, model {shown(model['name'])}, group {number}", _arguments(args, model, group))
             for model in stated["sglang"]
             if _is_trained(args, model)
             for number, group in enumerate(model.get("server_groups") or model.get("engine_groups") or ())
             if group["worker_type"] != "placeholder"
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        logger.warning("sglang_config: %s cannot be read here (%r): the groups are not checked", path, error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning(
+            "sglang_config: %s cannot be read here (%s): the groups are not checked",
+            path,
+            cut(repr(error), 200),
+        )
         return
     yield from found
 
 
-def _is_trained(args: argparse.Namespace, model: Mapping[str, Any]) -> bool:
+def _is_trained(args: Any, model: Mapping[str, Any]) -> bool:
     """Whether a model gets the trainer's weights and serves training: engines of `eval` sample nothing to train on."""
     same = model.get("model_path") in (None, args.hf_checkpoint)
     updated = model.get("update_weights")
     return model["name"] != "eval" and (same if updated is None else updated)
 
 
-def _arguments(
-    args: argparse.Namespace, model: Mapping[str, Any], group: Mapping[str, Any]
-) -> argparse.Namespace:
+def _arguments(args: Any, model: Mapping[str, Any], group: Mapping[str, Any]) -> argparse.Namespace:
     own = group.get("overrides") or {}
     ranks = [own.get("tp_size"), group.get("num_gpus_per_engine"), model.get("num_gpus_per_engine")]
     stated = {f"sglang_{name}": value for name, value in own.items()}
     engine = next(filter(None, ranks), args.rollout_num_gpus_per_engine)
-    return argparse.Namespace(**vars(args) | stated | {"rollout_num_gpus_per_engine": engine})
+    return argparse.Namespace(**dict(view(args)) | stated | {"rollout_num_gpus_per_engine": engine})

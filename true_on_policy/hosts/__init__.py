@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.layout import Layout
 from true_on_policy.hosts.config import BitwiseConfig
@@ -29,6 +30,7 @@ Batch = Mapping[str, Any]
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
+@Hook
 def policy_loss(
     args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> Loss:
@@ -57,6 +59,7 @@ def policy_loss(
     return loss, {**metrics, "true_on_policy_compared": compared, "true_on_policy_different": different}
 
 
+@Hook
 def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
     """Report the comparison of the previous step; `bitwise.step_hook`, if set, runs first.
 
@@ -70,6 +73,7 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
     COMPARISON.report(args, config, (rollout_id, step_id))
 
 
+@Hook
 def miles_init(args: Any) -> None:
     """Pin the trainer's kernels in the init hook of Miles or slime on Megatron, or keep the trainer from starting.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mis_plugins.config.view import view
 from true_on_policy.errors import HostConfigError
 
 OnDifference = Literal["warn", "raise"]
@@ -43,7 +44,7 @@ class BitwiseConfig:
     @classmethod
     def from_args(cls, args: Any) -> BitwiseConfig:
         """Read the config from a host's arguments; every default holds where the file has no key `bitwise:`."""
-        given = getattr(args, "bitwise", None)
+        given = view(args).get("bitwise")
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
@@ -59,7 +60,8 @@ class BitwiseConfig:
         """Return the folder for differing samples."""
         if self.folder:
             return Path(self.folder)
-        return Path(getattr(args, "output", None) or getattr(args, "save", None) or ".") / "bitwise"
+        said = view(args)
+        return Path(said.get("output") or said.get("save") or ".") / "bitwise"
 
     def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
         """Load the function that our hook calls; None where the key is not set.

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from mis_plugins.hosts import megatron
 from mis_plugins.hosts.registry import HOSTS, current
 from true_on_policy.contract import rope
 from true_on_policy.errors import ContractError
@@ -43,7 +44,7 @@ def align(contract: Contract, args: Any) -> None:
         ),
     )
     if host.megatron:
-        _align_megatron(contract, args)
+        _align_megatron(contract)
 
 
 def aligned() -> list[str]:
@@ -60,10 +61,25 @@ def _vocabulary(args: Any) -> int:
     return args.vocab_size
 
 
-def _align_megatron(contract: Contract, args: Any) -> None:
+def _align_megatron(contract: Contract) -> None:
     _replace(rope.MODULE, rope.NAME, lambda own: rope.rotated)
     if contract.dtype == "fp32":  # both hosts choose bf16 wherever fp16 is not asked for
-        args.bf16, args.params_dtype = False, torch.float32
+        build_in_float32()
+
+
+def build_in_float32() -> None:
+    """Have Megatron build parameters in float32: it reads its own arguments, which a host sets before its init hook.
+
+    Raises:
+        ContractError: Megatron has no arguments yet.
+    """
+    own = megatron.arguments()
+    if own is None:
+        raise ContractError(
+            "megatron.training.global_vars holds no arguments, so that an fp32 contract cannot set its parameters' "
+            "dtype: the host must call set_args before the function of --custom-megatron-init-path"
+        )
+    own.bf16, own.params_dtype = False, torch.float32
 
 
 def _replace(module: str, name: str, made: Callable[[Any], Any]) -> None:

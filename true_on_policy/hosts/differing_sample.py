@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.shared.storage import optional, save_safetensors
+from mis_plugins.shared.arrays import save_safetensors
+from mis_plugins.shared.opened import optional
 from true_on_policy.diff.log_prob_record import LogProbRecord, provenance
 from true_on_policy.hosts.micro_batch import MicroBatch
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mis_plugins import mis
 from mis_plugins.config import reading
+from mis_plugins.config.view import view
 from mis_plugins.hosts import loss_flags
 from mis_plugins.hosts.registry import current
 from true_on_policy.contract.cpu import Contract
@@ -36,6 +37,7 @@ def start(args: Any) -> GpuContract | Contract:
     Returns:
         The contract that holds in this process from now on.
     """
+    args = view(args)
     path = dump_path(args)
     dumps.remove(path)
     contract = check_host(args)
@@ -59,6 +61,7 @@ def check_configs(args: Any) -> None:
     Raises:
         HostConfigError, ConfigError: a setting cannot work; the message quotes the key or the flag.
     """
+    args = view(args)
     config = BitwiseConfig.from_args(args)
     for name in ("loss", "step_hook"):
         config.hook(name)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mis_plugins.packing.ragged import to_device
 from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from mis_plugins.shared.storage import optional
+from mis_plugins.shared.opened import optional
 from true_on_policy.contract.pretrained import PRETRAINED, Pretrained, cache_folder
 from true_on_policy.errors import ModelError
 from true_on_policy.models.tiny import checkpoint, weights_hash

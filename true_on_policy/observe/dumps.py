@@ -6,25 +6,29 @@ reads all files of a side as one.
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from mis_plugins.shared.storage import replaced
+from mis_plugins.errors import UserError
+from mis_plugins.shared.files import replaced
+from mis_plugins.shared.table import printable
 from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.observe.process import Observation, observe
 
 FORMAT = 2
+MOST_RANKS = 1 << 20
 RANKS = "ranks that were seen"
 CONTRACT = "contract"
 TRAINER = "trainer.json"
@@ -76,7 +80,7 @@ def place(path: Path, process: Process) -> Path:
     return path if process.rank == 0 else path.with_stem(f"{path.stem}.rank{process.rank}")
 
 
-def dump(path: Path, contract: GpuContract, args: argparse.Namespace | None = None) -> Path:
+def dump(path: Path, contract: GpuContract, args: Any = None) -> Path:
     """Write the dump of this rank of the trainer after its pin, and return the file."""
     return write(path, Dump(this_process(), observe(contract, args), contract))
 
@@ -142,8 +146,8 @@ def load_engine(path: Path, url: str | None) -> Observation:
 
 def _one_engine(folder: Path, url: str | None) -> Path:
     firsts = [file for file in sorted(folder.glob("engine-*.json")) if ".rank" not in file.name]
-    processes = {file: read(file).process for file in firsts}
-    meant = [file for file in firsts if url is None or _port(processes[file].url) == _port(url)]
+    processes = {file: dump.process for file in firsts if (dump := _readable(file))}
+    meant = [file for file in processes if url is None or _port(processes[file].url) == _port(url)]
     if url is not None and len(meant) > 1:  # hosts give their engines the same ports on each machine
         meant = [file for file in meant if _same_host(processes[file], url)]
     if len(meant) != 1:
@@ -152,6 +156,15 @@ def _one_engine(folder: Path, url: str | None) -> Path:
             f"{folder}: {len(meant)} engines at {url or 'any URL'}; there are: {named}; name one file"
         )
     return meant[0]
+
+
+def _readable(file: Path) -> Dump | None:
+    """Read a file of a folder; None, and a sentence on stderr, where it cannot be read, so that it hides no other."""
+    try:
+        return read(file)
+    except (UserError, OSError) as error:
+        print(printable(f"not read: {error}"), file=sys.stderr)
+        return None
 
 
 def _port(url: str) -> str:
@@ -183,29 +196,49 @@ def read(path: Path) -> Dump:
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
         if stated["format"] != FORMAT:
-            raise DumpError(f"{path}: format {stated['format']}, this version reads {FORMAT}")
-        seen = Observation(
-            dict(stated["settings"]),
-            dict(stated["unseen"]),
-            configured=tuple(stated["configured"]),
-            split=tuple(stated["split"]),
-        )
-        process, contract = Process(**stated["process"]), _parts(stated["contract"])
+            raise DumpError(f"{path}: format {short(stated['format'])}, this version reads {FORMAT}")
+        process, contract = _process(stated["process"]), _parts(stated["contract"])
+        return Dump(process, _seen(stated), contract and gpu_contract(*contract[0], **contract[1]))
     except FileNotFoundError as error:
         raise DumpError(
             f"{path}: no such file; true_on_policy.hosts.miles_init writes a trainer's, our plugin that of an engine "
             "which is started with TRUE_ON_POLICY_ENGINE_DUMP"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DumpError):
-            raise
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise DumpError(
             f"{path}: not written by true_on_policy.observe.dumps ({type(error).__name__}: {error})"
         ) from error
-    return Dump(process, seen, contract and gpu_contract(*contract[0], **contract[1]))
 
 
-def _parts(stated: dict[str, Any] | None) -> tuple[tuple[str, str], dict[str, Any]] | None:
+def _process(stated: Any) -> Process:
+    process = Process(**stated)
+    for name, kind in (("rank", int), ("ranks", int), ("url", str), ("host", str), ("pid", int)):
+        if type(getattr(process, name)) is not kind:
+            raise TypeError(f"{name} is {short(getattr(process, name))}")
+    if not 0 <= process.rank < process.ranks <= MOST_RANKS:
+        raise ValueError(f"rank {process.rank} of {process.ranks}")
+    urlsplit(process.url)
+    return process
+
+
+def _seen(stated: Any) -> Observation:
+    texts = (stated["settings"], stated["unseen"])
+    names = (*stated["configured"], *stated["split"])
+    if not all(
+        isinstance(text, str) for text in (*names, *(value for row in texts for value in row.values()))
+    ):
+        raise TypeError("a setting that is no text")
+    return Observation(
+        dict(stated["settings"]),
+        dict(stated["unseen"]),
+        configured=tuple(stated["configured"]),
+        split=tuple(stated["split"]),
+    )
+
+
+def _parts(stated: Any) -> tuple[tuple[str, str], dict[str, Any]] | None:
     """Split a stored contract into its names (family, backend) and its other arguments; None where there is none."""
     if stated is None:
         return None

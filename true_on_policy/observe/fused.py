@@ -6,12 +6,11 @@ doctor says both.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mis_plugins.config.view import view
 from true_on_policy.kernels.provider import findable
 
 TE = "transformer_engine"
@@ -90,9 +89,9 @@ CHOSEN = (
 )
 
 
-def of_host(args: argparse.Namespace) -> dict[str, str]:
+def of_host(args: Any) -> dict[str, str]:
     """Read the state of each fused kernel that the host's parsed arguments mention, by its row."""
-    stated: Mapping[str, Any] = vars(args)
+    stated = view(args)
     return {
         fused.row: fused.value(_plain(stated[fused.attribute]))
         for fused in FUSED

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mis_plugins.config.view import original, view
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
@@ -74,7 +74,7 @@ class Observation:
 Look = Callable[[], str]  # returns the value of one row, or raises NotSeenError
 
 
-def observe(contract: GpuContract, args: argparse.Namespace | None = None) -> Observation:
+def observe(contract: GpuContract, args: Any = None) -> Observation:
     """Observe this process: the trainer's, or one that pinned the trainer's contract.
 
     Args:
@@ -120,9 +120,9 @@ def surviving(look: Look) -> Look:
     return survived
 
 
-def of_host(args: argparse.Namespace) -> dict[str, str]:
+def of_host(args: Any) -> dict[str, str]:
     """Read from a host's parsed arguments the rows that they decide."""
-    stated = {name: getattr(args, name) for name in vars(args)}
+    stated = view(args)
     rows = {row: stated[name] for row, name in _HOST_ROWS.items() if name in stated}
     seeded = stated.get("sglang_enable_deterministic_inference")
     return {row: _text(value) for row, value in rows.items()} | {
@@ -231,7 +231,7 @@ def _parallel() -> dict[str, str]:
 
 
 @torch.no_grad()
-def _log_softmax(args: argparse.Namespace) -> str:
+def _log_softmax(args: Any) -> str:
     """Name the dtypes that Miles's functions give to fp32 logits for the log-softmax, and to the log-probs.
 
     Miles scores a sequence with four tokens for each context-parallel rank. No rank waits for another, because its
@@ -246,7 +246,7 @@ def _log_softmax(args: argparse.Namespace) -> str:
     length = 4 * parallel_state().cp.size
     ((logits, tokens),) = MILES.responses.get()(
         torch.zeros(1, 4, 8),
-        args=args,
+        args=original(args),
         unconcat_tokens=[torch.zeros(length, dtype=torch.int64)],
         total_lengths=[length],
         response_lengths=[length - 1],

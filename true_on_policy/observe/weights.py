@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +18,9 @@ from torch import Tensor
 
 DIGESTS, VALUES = "true_on_policy.digests", "true_on_policy.values"
 BLOCK = 1 << 26  # bytes hashed at once
+_TEXT = re.compile(
+    r"(?P<dtype>\w{1,40}) (?P<shape>(?:\d{1,12}(?:x\d{1,12}){0,15})?) (?P<sha256>[0-9a-f]{64})", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,15 @@ class Digest:
 
     @classmethod
     def read(cls, text: str) -> Digest:
-        """Read a digest from its `text`."""
-        dtype, shape, sha256 = text.split(" ")
-        return cls(dtype, tuple(map(int, filter(None, shape.split("x")))), sha256)
+        """Read a digest from its `text`.
+
+        Raises:
+            ValueError: the text is not that of a digest.
+        """
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text[:100]!r} is no digest")
+        return cls(found["dtype"], tuple(map(int, re.findall(r"\d+", found["shape"]))), found["sha256"])
 
     @property
     def text(self) -> str:
@@ -61,8 +72,16 @@ def values(tensor: Shaped[Tensor, "..."]) -> str:
 
 
 def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
-    """Read a tensor from the text of `values` and the tensor's digest."""
-    flat = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    """Read a tensor from the text of `values` and the tensor's digest.
+
+    Raises:
+        ValueError: the text is no base64, or holds another number of bytes than the digest tells.
+    """
+    decoded = bytearray(base64.b64decode(text, validate=True))
+    size = math.prod(digest.shape) * getattr(torch, digest.dtype).itemsize
+    if len(decoded) != size:
+        raise ValueError(f"{len(decoded)} bytes of values, and the digest tells {size}")
+    flat = torch.frombuffer(decoded, dtype=torch.uint8) if decoded else torch.empty(0, dtype=torch.uint8)
     return flat.view(getattr(torch, digest.dtype)).view(digest.shape)
 
 

@@ -6,6 +6,7 @@ run autograd holds threads, and its forks may hang.
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import traceback
@@ -22,6 +23,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from mis_plugins.shared.loopback import on_loopback
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.engines.protocol import Sample
@@ -146,5 +148,6 @@ def _join(rank: int, ranks: int, store: Path) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
+    os.environ |= on_loopback()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from mis_plugins.shared.files import write_text
 from mis_plugins.shared.provenance import cpu_name
-from mis_plugins.shared.storage import replaced
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.diff.log_prob_record import digest, provenance
@@ -72,8 +72,7 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         """Write the certificate as JSON, whole or not at all."""
-        with replaced(path) as partial:
-            partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
         return {

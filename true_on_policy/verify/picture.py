@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from mis_plugins.shared.opened import optional
 from mis_plugins.shared.palette import color
-from mis_plugins.shared.storage import optional
 from true_on_policy.verify.links import Evidence
 
 ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0

@@ -20,8 +20,10 @@ from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.files import check_writable
+from mis_plugins.shared.opened import optional
 from mis_plugins.shared.provenance import commit
-from mis_plugins.shared.storage import RecordError, check_writable, optional
 from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.norm_order import NormOrder, agreed_order

@@ -10,9 +10,13 @@ Exit codes: 0 equal; 1 different, and the first tensor that differs is named; 2 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mis_plugins.shared.shell import importing
+from mis_plugins.shared.table import printable
+from true_on_policy.engines.asking import HELP, answer_of, url_of_engine
 
 SECONDS = 600
 
@@ -23,9 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="are the weights of a running engine those of a checkpoint?",
         description=__doc__,
     )
-    parser.add_argument(
-        "--engine", required=True, metavar="URL", help="a running SGLang, for example http://127.0.0.1:30000"
-    )
+    parser.add_argument("--engine", required=True, metavar="URL", type=url_of_engine, help=HELP)
     parser.add_argument(
         "--trainer", required=True, metavar="FOLDER", type=Path, help="a Hugging Face checkpoint"
     )
@@ -34,11 +36,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with importing():  # torch: seconds
-        from true_on_policy.engines.asking import answer_of
         from true_on_policy.models.tiny import read_weights
-        from true_on_policy.weights.comparison import compare
+        from true_on_policy.weights.comparison import LIMITS, compare
 
-    address = f"{arguments.engine.rstrip('/')}/weights_checker"
-    found = compare(lambda body: answer_of(address, body, SECONDS), read_weights(arguments.trainer))
-    print(found)
+    def ask(body: Mapping[str, Any]) -> Any:
+        return answer_of(arguments.engine, "/weights_checker", body, SECONDS, LIMITS[body["action"]])
+
+    found = compare(ask, read_weights(arguments.trainer))
+    print("\n".join(map(printable, str(found).splitlines())))
     return 0 if found.equal else 1

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from true_on_policy.bitwise import FLOATS, first_mismatch
+from true_on_policy.engines.answers import LIMIT, reading, whole
 from true_on_policy.engines.handover import ASKED
-from true_on_policy.engines.protocol import EngineError
-from true_on_policy.errors import NotSeenError
+from true_on_policy.errors import EngineError, NotSeenError
 from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.weights.held import Lacking, Weights
 
+T = TypeVar("T")
 Ask = Callable[[Mapping[str, Any]], Any]
 """Posts a body to the engine's `/weights_checker` and returns its answer; raises EngineError."""
 
 SHOWN = 8
-LARGEST = 1 << 28  # bytes; a larger tensor is not fetched to say by how much it differs
+LARGEST = 1 << 28  # bytes over all ranks; a larger tensor is not fetched to say by how much it differs
+LIMITS = {DIGESTS: LIMIT, VALUES: 2 * LARGEST}  # bytes of an answer; base64 makes 4 of 3
+LONGEST = 500  # letters of a tensor's name
 ROUNDED = {str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype.itemsize > 1}
 
 
@@ -104,24 +107,80 @@ def told(ask: Ask) -> list[Part]:
         NotSeenError: the engine does not answer the question, runs pipeline or data parallel, or holds a
             quantized tensor.
     """
-    answer = _asked(ask, {"action": DIGESTS, "selector": "target"})
-    parts = []
-    for told in answer["ranks"]:
-        (place,) = told["parallelism_info"]
-        for axis in ("pp_size", "dp_size"):
-            if place[axis] > 1:
-                raise NotSeenError(
-                    f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone"
-                )
-        digests = {name: Digest.read(text) for name, text in told["checksums"].items()}
-        parts.append(Part(place["tp_rank"], place["tp_size"], digests))
-    strange = [f"{name} ({one.dtype})" for name, one in parts[0].digests.items() if one.dtype not in ROUNDED]
+    parts = _answered(ask, {"action": DIGESTS, "selector": "target"}, _parts)
+    digests = [digest for part in parts for digest in part.digests.items()]
+    strange = [f"{name} ({one.dtype})" for name, one in digests if one.dtype not in ROUNDED]
     if strange:
         raise NotSeenError(
             f"the engine holds {len(strange)} tensors in a quantized form, the first {strange[0]}, and quantized bits "
             "are not the trainer's by design"
         )
-    return sorted(parts, key=lambda part: part.rank)
+    return parts
+
+
+def _parts(answer: Any) -> list[Part]:
+    """Read the digests of every rank.
+
+    Raises:
+        EngineError: a rank is missing or told twice, or tells other tensors than rank 0.
+    """
+    found = _by_rank(answer)
+    parts = [
+        Part(rank, len(found), {_name(name): Digest.read(text) for name, text in found[rank].items()})
+        for rank in range(len(found))
+    ]
+    for part in parts:
+        if odd := sorted(part.digests.keys() ^ parts[0].digests.keys()):
+            raise EngineError(f"ranks 0 and {part.rank} tell other tensors, the first {odd[0]}")
+    if not parts[0].digests:
+        raise EngineError("no tensor is told")
+    return parts
+
+
+def _name(name: str) -> str:
+    if len(name) > LONGEST:
+        raise EngineError(f"a tensor's name of {len(name)} letters")
+    return name
+
+
+def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
+    """Return what the engine's weight checker tells of each tensor-parallel rank, from 0 on.
+
+    Raises:
+        NotSeenError: the engine runs pipeline or data parallel.
+        EngineError: a rank is missing or told twice.
+    """
+    ranks: dict[int, Mapping[str, str]] = {}
+    sizes = set()
+    for one in answer["ranks"]:
+        (place,) = one["parallelism_info"]
+        for axis in ("pp_size", "dp_size"):
+            if whole(place[axis], axis) != 1:
+                raise NotSeenError(
+                    f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone"
+                )
+        rank = whole(place["tp_rank"], "tp_rank")
+        if rank in ranks:
+            raise EngineError(f"rank {rank} is told twice")
+        ranks[rank] = one["checksums"]
+        sizes.add(whole(place["tp_size"], "tp_size"))
+    if sizes != {len(ranks)} or max(ranks) >= len(ranks):
+        raise EngineError(f"ranks {sorted(ranks)[:SHOWN]} are told, of {sorted(sizes)[:SHOWN]}")
+    return ranks
+
+
+def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+    """Ask the engine, and read its answer.
+
+    Raises:
+        NotSeenError: the engine does not answer, or not as our plugin does.
+    """
+    answer = _asked(ask, body)
+    try:
+        with reading("could not compare: the engine's weight checker", "our plugin"):
+            return read(answer)
+    except EngineError as error:
+        raise NotSeenError(str(error)) from error
 
 
 def _asked(ask: Ask, body: Mapping[str, Any]) -> Any:
@@ -142,6 +201,11 @@ def _of(part: Part, weights: Weights) -> Iterator[Difference]:
         except Lacking as lacking:
             yield Difference(name, rank, f"the trainer holds no {lacking}")
             continue
+        except (LookupError, ArithmeticError, ValueError, RuntimeError):
+            yield Difference(
+                name, rank, f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
+            )
+            continue
         if tuple(ours.shape) != digest.shape:
             yield Difference(
                 name, rank, f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
@@ -161,11 +225,14 @@ def _by_how_much(ask: Ask, first: Difference, parts: list[Part], weights: Weight
     if digest is None or first.why != "other values":
         return first
     ours = _rounded(weights.held(first.name, digest.shape, part.rank, part.ranks), digest)
-    if ours.nbytes > LARGEST:
+    if ours.nbytes * part.ranks > LARGEST:
         return first
-    answer = _asked(ask, {"action": VALUES, "skip_tensor_list": [first.name], "selector": "target"})
-    texts = {one["parallelism_info"][0]["tp_rank"]: one["checksums"] for one in answer["ranks"]}
-    theirs = read_values(texts[part.rank][first.name], digest)
+
+    def read(answer: Any) -> Tensor:
+        return read_values(_by_rank(answer)[part.rank][first.name], digest)
+
+    asked = {"action": VALUES, "skip_tensor_list": [first.name], "selector": "target"}
+    theirs = _answered(ask, asked, read)
     mismatch = first_mismatch(ours, theirs)
     if mismatch is None:
         return Difference(first.name, first.rank, "other values, which were the trainer's when asked again")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EXPERTS = {"w13_weight": GATE_UP, "w2_weight": ("down_proj",)}
+MOST_PADDING = 4096  # rows
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VOCABULARY = (HEAD, EMBEDDING)
 # Parts of the names of a vision-language model's weights: Hugging Face's, each with SGLang's.
@@ -131,7 +132,12 @@ def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
     """Return a rank's share of `mine` rows or columns, padded with zeros where the weight ends first.
 
     SGLang pads the vocabulary and, on a CPU, the width of an MLP.
+
+    Raises:
+        ValueError: more rows would be zeros than any padding adds.
     """
+    if mine > 2 * whole.shape[dim] + MOST_PADDING:
+        raise ValueError(f"{mine} rows of {whole.shape[dim]}")
     start = 0 if mine >= whole.shape[dim] else min(rank * mine, whole.shape[dim])
     share = whole.narrow(dim, start, min(mine, whole.shape[dim] - start))
     zeros = [*whole.shape]

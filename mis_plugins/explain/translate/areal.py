@@ -16,7 +16,8 @@ from mis_plugins.config import reading, writing
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.translation import Translation, choice, load
+from mis_plugins.explain.translate.translation import Translation, as_written, choice, listed, load
+from mis_plugins.shared.numerals import shown
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
 DECOUPLED, REJECTION = "use_decoupled_loss", "rejection_sampling"
@@ -69,7 +70,7 @@ def translate(text: str) -> Translation:
     """
     tree = load(text)
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"got {tree!r}; expected a mapping with AReaL's actor: and rollout:")
+        raise ConfigError(f"got {shown(tree)}; expected a mapping with AReaL's actor: and rollout:")
     places = reading.areal_places(tree)
     if not places:
         raise ConfigError(
@@ -110,7 +111,7 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
 def _rejection(block: Any) -> dict[str, Any]:
     """`rejection_sampling` as it stands under `mis:`."""
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{REJECTION}: got {block!r}; expected a mapping of {', '.join(DEFAULTS)}")
+        raise ConfigError(f"{REJECTION}: got {shown(block)}; expected a mapping of {', '.join(DEFAULTS)}")
     for key in block:
         if key not in DEFAULTS:
             raise ConfigError(f"{REJECTION}.{key}: unknown key; known are {', '.join(DEFAULTS)}")
@@ -210,18 +211,19 @@ def notes(tree: Mapping[str, Any]) -> Iterator[str]:
     )
     bound, places = rollout.get("max_head_offpolicyness"), rollout.get("max_concurrent_rollouts")
     if bound is not None:
+        told = as_written(bound)
         yield (
-            f"rollout.max_head_offpolicyness: {bound} bounds the rollout, not the loss: --max-head-offpolicyness "
-            f"{bound} with --async of mis_plugins.local; Miles and slime have bounds of their own (docs/async.md)."
+            f"rollout.max_head_offpolicyness: {told} bounds the rollout, not the loss: --max-head-offpolicyness "
+            f"{told} with --async of mis_plugins.local; Miles and slime have bounds of their own (docs/async.md)."
         )
     if places is not None:
         yield (
-            f"rollout.max_concurrent_rollouts: {places} counts prompts in AReaL; --max-concurrent-rollouts counts "
-            "responses, so multiply by the samples of a prompt."
+            f"rollout.max_concurrent_rollouts: {as_written(places)} counts prompts in AReaL; "
+            "--max-concurrent-rollouts counts responses, so multiply by the samples of a prompt."
         )
     for key, (default, why) in UNSERVED.items():
         if actor.get(key) not in (None, default):
-            yield f"actor.{key}: {actor[key]}: {why}"
+            yield f"actor.{key}: {as_written(actor[key])}: {why}"
 
 
 def warnings(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -233,6 +235,6 @@ def warnings(tree: Mapping[str, Any]) -> Iterator[str]:
         ]
         if others:
             yield (
-                f"a host makes an argument of every top-level key, of {', '.join(others)} too, and may have one of the "
+                f"a host makes an argument of every top-level key, of {listed(others)} too, and may have one of the "
                 "same name: `config from-areal` writes a file of the correction alone"
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mis_plugins.config import reading, writing
+from mis_plugins.config.file import as_arguments
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.translation import Translation
+from mis_plugins.explain.translate.translation import Translation, listed
 
 SWITCHES = ("use_tis", "use_rs")
 SOURCES = {
@@ -34,13 +34,18 @@ def translate(keys: Mapping[str, Any]) -> Translation:
             "the file is in our spelling already" if "mis" in keys else "no key of Miles's mis.yaml in it"
         )
         raise ConfigError(f"nothing to translate: {spelled}")
-    config = reading.from_args(argparse.Namespace(**{**keys, "use_tis": True}))
+    config = reading.from_args(as_arguments({**keys, "use_tis": True}))
     rules = [reading.RULE_KEYS] * bool(keys.get("use_rs") or keys.get("use_mask")) + [VETO] * (
         keys.get("rs_veto_threshold") is not None
     )
     sources = SOURCES | {f"reject[{i}]": rule for i, rule in enumerate(rules)}
     return Translation(
-        "Miles's flat keys", keys, writing.as_mapping(config), sources, tuple(_notes(keys, config))
+        "Miles's flat keys",
+        keys,
+        writing.as_mapping(config),
+        sources,
+        tuple(_notes(keys, config)),
+        switched_on=bool(keys.get("use_tis")),
     )
 
 
@@ -48,7 +53,7 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     if not keys.get("use_tis"):
         yield "use_tis is not set: nothing is corrected until --use-tis is passed."
     else:
-        yield "use_tis: pass --use-tis itself; the hosts check their flags before they read this file."
+        yield "use_tis: true stands in this file too; pass --use-tis itself, since the hosts check their flags first."
     if config.weight and not config.weight.record.has_floor and keys.get("tis_lower_bound") is not None:
         yield "tis_lower_bound bounds no weight with tis_mode: truncate; use_rs falls back to it."
     if (idle := reading.idle_rule(keys)) is not None:
@@ -71,4 +76,4 @@ def _notes(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
         )
     others = [str(key) for key in keys if key not in (*reading.FLAT_KEYS, *SWITCHES, "mis")]
     if others:
-        yield f"not of the correction, keep them in your file: {', '.join(others)}."
+        yield f"not of the correction, keep them in your file: {listed(others)}."

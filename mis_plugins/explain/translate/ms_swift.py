@@ -10,7 +10,15 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.script import commands, without_comments
-from mis_plugins.explain.translate.translation import OVER_RESPONSES, OVER_TOKENS, Translation, choice, load
+from mis_plugins.explain.translate.translation import (
+    OVER_RESPONSES,
+    OVER_TOKENS,
+    Translation,
+    as_written,
+    choice,
+    load,
+)
+from mis_plugins.shared.numerals import cut, shown
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
@@ -62,7 +70,7 @@ def translate(text: str) -> Translation:
     keys = _keys(text)
     for key in keys:
         if key not in KEYS and str(key).startswith(FAMILIES):
-            raise ConfigError(f"{key}: no key of ms-swift's; known are {', '.join(KEYS)}")
+            raise ConfigError(f"{cut(str(key))}: no key of ms-swift's; known are {', '.join(KEYS)}")
     given = {key: keys[key] for key in (*KEYS, *OF_KL, *OF_CLIP) if key in keys}
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
@@ -107,10 +115,14 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
     for key, words in BESIDE.items():
         if key in given:
-            yield f"{key}: {given[key]} {words.get(str(given[key]), 'has no flag in the hosts; their loss stays')}."
+            means = words.get(str(given[key]), "has no flag in the hosts; their loss stays")
+            yield f"{key}: {as_written(given[key])} {means}."
     for key, clips in OF_CLIP.items():
         if masks and _weighs_kl(given) and given.get(key, clips[0]) not in clips:
-            yield f"{key}: {given[key]} is another policy loss than the objective written, PPO's clip of token ratios."
+            yield (
+                f"{key}: {as_written(given[key])} is another policy loss than the objective written, PPO's clip of "
+                "token ratios."
+            )
 
 
 def _weighs_kl(given: Mapping[str, Any]) -> bool:
@@ -137,7 +149,7 @@ def _keys(text: str) -> Mapping[str, Any]:
     if isinstance(loaded, str):
         return {}  # a script without these flags
     if not isinstance(loaded, Mapping):
-        raise ConfigError(f"got {loaded!r}; expected a yaml mapping or a launch script with --key value")
+        raise ConfigError(f"got {shown(loaded)}; expected a yaml mapping or a launch script with --key value")
     return {_underscored(str(key).lstrip("-")): value for key, value in loaded.items()}
 
 
@@ -159,5 +171,5 @@ def _truth(value: Any, key: str) -> bool:
     """Truth value of a text, as ms-swift's parser reads it."""
     text = str(value).lower()
     if text not in TRUE + FALSE:
-        raise ConfigError(f"{key}: got {value!r}; expected true or false")
+        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
     return text in TRUE

@@ -11,13 +11,15 @@ import shlex
 from collections.abc import Iterator
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.shared.budget import EXPANDED
+from mis_plugins.shared.numerals import cut, shown
 
 COMMENT = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
 CONTINUED = re.compile(r"\\\r?\n")
 ASSIGNMENT = re.compile(
-    r"\s*(?:(?:export|readonly|declare)\s+)?(?P<name>\w+)=(?P<value>\"[^\"`\\]*\"|'[^']*'|[^\s\"'`\\;&|()<>]*)\s*;?\s*"
+    r"\s*(?:(?:export|readonly|declare)\s+)?(?P<name>\w+)=(?P<value>\"[^\"`\\]*\"|'[^']*'|[^\s\"'`\\;&|()<>]*)\s*+;?\s*+"
 )
-ASSIGNED = re.compile(r"(?<![\w.$/{-])(\w+)(?:\[[^\]]*\])?(?:[-+*/%]?=(?!=)|\+\+|--)")
+ASSIGNED = re.compile(r"(?<![\w.$/{-])(\w+)(?:\[[^\]]{0,80}\])?(?:[-+*/%]?=(?!=)|\+\+|--)")
 BY_DEFAULT = re.compile(r"\$\{(\w+):?=")
 BY_COMMAND = re.compile(r"\b(?:for|select|read|unset|mapfile|readarray|getopts|let|printf\s+-v)\b([^;|&\n]*)")
 READS_ANOTHER = re.compile(r"(?:^|[;&|])\s*(?:source|\.|eval)\s")
@@ -39,24 +41,52 @@ def commands(script: str, relevant: re.Pattern[str]) -> Iterator[list[str]]:
 
     Raises:
         ConfigError: a line that says something relevant and cannot be split.
+        RecordError: the variables are longer than the script's budget.
     """
     lines = CONTINUED.sub(" ", without_comments(script)).splitlines()
     sure = _sure(lines)
-    known: dict[str, str] = {}
+    variables = Variables(len(script))
     for line, plain in zip(lines, sure, strict=True):
         if READS_ANOTHER.search(line):
-            known.clear()
+            variables.known.clear()
         if plain is not None:
-            _assign(known, *plain)
-        yield _words(_expanded(line, known), relevant)
+            variables.assign(*plain)
+        yield _words(variables.expand(line), relevant)
 
 
-def _assign(known: dict[str, str], name: str, value: str) -> None:
-    """Keep the value of a variable, or forget it where another variable in it is not known."""
-    literal = value[1:-1] if value.startswith("'") else _expanded(value, known).strip('"')
-    known.pop(name, None)
-    if PLAIN.fullmatch(literal):
-        known[name] = literal
+class Variables:
+    """The variables of a script whose values are known."""
+
+    def __init__(self, size: int):
+        """`size` is the length of the script, by which `EXPANDED` bounds what all its expansions put in."""
+        self.known: dict[str, str] = {}
+        self.size, self.letters = size, 0
+
+    def assign(self, name: str, value: str) -> None:
+        """Keep the value of a variable, or forget it where another variable in it is not known."""
+        literal = value[1:-1] if value.startswith("'") else self.expand(value).strip('"')
+        self.known.pop(name, None)
+        if PLAIN.fullmatch(literal):
+            self.known[name] = literal
+
+    def expand(self, line: str) -> str:
+        """The line with the values of known variables, but within single quotes, where a shell leaves them.
+
+        Raises:
+            RecordError: all lines so far expand to more letters than the budget.
+        """
+        return QUOTED.sub(self._piece, line)
+
+    def _piece(self, found: re.Match[str]) -> str:
+        inner = found["inner"]
+        return self._value(found) if inner is None else '"' + IN_QUOTES.sub(self._value, inner) + '"'
+
+    def _value(self, found: re.Match[str]) -> str:
+        name = found["braced"] or found["bare"]
+        value = self.known.get(name, found[0]) if name else found[0]
+        self.letters += len(value) if name else 0
+        EXPANDED.check(self.letters, self.size, f"the variable {cut(name or '')}")
+        return value
 
 
 def _sure(lines: list[str]) -> list[tuple[str, str] | None]:
@@ -83,26 +113,12 @@ def _set_somehow(line: str) -> set[str]:
     return {*ASSIGNED.findall(line), *BY_DEFAULT.findall(line), *re.findall(r"\w+", by_command)}
 
 
-def _expanded(line: str, known: dict[str, str]) -> str:
-    """The line with the values of known variables, but within single quotes, where a shell leaves them."""
-
-    def value(found: re.Match[str]) -> str:
-        name = found["braced"] or found["bare"]
-        return known.get(name, found[0]) if name else found[0]
-
-    def piece(found: re.Match[str]) -> str:
-        inner = found["inner"]
-        return value(found) if inner is None else '"' + IN_QUOTES.sub(value, inner) + '"'
-
-    return QUOTED.sub(piece, line)
-
-
 def _words(line: str, relevant: re.Pattern[str]) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
         if relevant.search(line):
             raise ConfigError(
-                f"{line.strip()!r}: {error}; give the flags of this line without the rest"
+                f"{shown(line.strip())}: {error}; give the flags of this line without the rest"
             ) from None
         return []  # one line of a quotation that spans several lines

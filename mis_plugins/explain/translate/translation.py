@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,12 @@ from mis_plugins.config.file import StrictLoader, parsed
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.words import flags
+from mis_plugins.shared.numerals import cut, shown
+from mis_plugins.shared.table import printable
 
 COLUMNS = 100
+LONGEST_VALUE = 80  # letters of a value within a comment
+MOST_NAMES = 20  # within a sentence
 OVER_RESPONSES = "averages each response and then all, as the hosts do without --calculate-per-token-loss"
 OVER_TOKENS = "averages over all tokens, as the hosts do with --calculate-per-token-loss"
 """A foreign framework's way to average a loss, in the hosts' flags."""
@@ -31,6 +35,7 @@ class Translation:
         key that the user did not give has the framework's default.
     notes: what differs, what has no counterpart, what to pass beside the file.
     remarks: by the path of a setting, a comment in place of the one made from `sources`.
+    switched_on: whether the user's file itself switches the correction on, as `use_tis: true` does.
     """
 
     origin: str
@@ -39,6 +44,7 @@ class Translation:
     sources: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
+    switched_on: bool = False
 
     def config(self) -> CorrectionConfig:
         """The config, checked.
@@ -53,17 +59,20 @@ class Translation:
 
     def text(self) -> str:
         """The file: notes, then the settings, each with the user's own key and value."""
-        wrapped = [textwrap.wrap(note, COLUMNS, break_on_hyphens=False) for note in self.notes]
+        notes = map(printable, self.notes)  # a line break within a value would end the comment
+        wrapped = [textwrap.wrap(note, COLUMNS, break_on_hyphens=False) for note in notes]
         header = [
             f"from {self.origin}",
             f"needs: {flags(self.config())}",
             *(line for note in wrapped for line in note),
         ]
         comments = {path: self._said(keys) for path, keys in self.sources.items()} | dict(self.remarks)
-        return "\n".join([*(f"# {line}" for line in header), writing.to_yaml(self.mis, comments)])
+        comments = {path: printable(comment) for path, comment in comments.items()}
+        switch = ["use_tis: true"] * self.switched_on
+        return "\n".join([*(f"# {line}" for line in header), *switch, writing.to_yaml(self.mis, comments)])
 
     def _said(self, keys: tuple[str, ...]) -> str:
-        return ", ".join(f"{key}: {said(self.given[key])}" for key in keys if key in self.given)
+        return ", ".join(f"{key}: {as_written(self.given[key])}" for key in keys if key in self.given)
 
     def _quoted(self, message: str) -> str:
         for path in sorted(self.sources, key=len, reverse=True):
@@ -94,22 +103,26 @@ def load(text: str) -> Any:
     return parsed(text, _Loader)
 
 
-def said(value: Any) -> str:
-    """A value as the user wrote it, or nearly."""
-    return yaml.safe_dump(
-        value if type(value) is not Unquoted else str(value), default_flow_style=True
-    ).split("\n")[0]
+def as_written(value: Any) -> str:
+    """A value as the user wrote it, or nearly; a long one by its beginning."""
+    return cut(writing.flow(value), LONGEST_VALUE)
+
+
+def listed(names: Sequence[object]) -> str:
+    """Keys of the user in one sentence, of many keys the first."""
+    told = ", ".join(map(str, names[:MOST_NAMES]))
+    return told if len(names) <= MOST_NAMES else f"{told} and {len(names) - MOST_NAMES} more"
 
 
 def switch(given: Mapping[str, Any], key: str) -> bool:
     """Whether a switch is on; unset or null is off. Text, be it `${...}` or "false", is a ConfigError."""
     value = given.get(key)
     if not isinstance(value, bool | None):
-        raise ConfigError(f"{key}: got {value!r}; expected true or false")
+        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
     return bool(value)
 
 
 def choice(value: Any, key: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise ConfigError(f"{key}: got {value!r}; choose one of {', '.join(choices)}")
+        raise ConfigError(f"{key}: got {shown(value)}; choose one of {', '.join(choices)}")
     return value

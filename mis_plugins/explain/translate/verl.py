@@ -26,10 +26,12 @@ from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
     Unquoted,
+    as_written,
     choice,
     load,
     switch,
 )
+from mis_plugins.shared.numerals import cut, shown
 
 SECTION = ("algorithm", "rollout_correction")
 COMMON = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
@@ -55,7 +57,7 @@ OVERRIDE = re.compile(
     re.DOTALL,
 )
 IN_SCRIPT = re.compile(
-    r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp_ratio_cap\b|\.policy_loss\.loss_mode\b)[\w.]*\s*="
+    r"(?:algorithm\.rollout_|\.rollout_correction\b|\.tis_imp_ratio_cap\b|\.policy_loss\.loss_mode\b)[\w.]{0,80}\s*="
 )
 BESIDE_IT = re.compile(
     r"\+{0,2}(?P<path>actor_rollout_ref\.(?:actor\.loss_agg_mode|rollout\.calculate_log_probs)|trainer\.use_v1)"
@@ -258,14 +260,14 @@ def _of_script(text: str, said: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             if word["mark"] == "~" or word["value"] is None:
                 raise ConfigError(
-                    f"{word[0]}: cannot be translated; drop it and give each key behind the file"
+                    f"{cut(word[0])}: cannot be translated; drop it and give each key behind the file"
                 )
             if path.rpartition(".")[2] in WIDTHS and not reads_widths:
                 continue
             value = _of_hydra(word["value"])
             if path.rpartition(".")[2] not in said and found.get(path, value) != value:
                 raise ConfigError(
-                    f"{path}: got {found[path]!r} and {value!r}; put the one that counts behind the file"
+                    f"{cut(path)}: got {shown(found[path])} and {shown(value)}; put the one that counts behind the file"
                 )
             found[path] = value
     return _nested(found)
@@ -279,7 +281,9 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{path}: stands beside a value for all of {parent}; give one of them")
+                raise ConfigError(
+                    f"{cut(path)}: stands beside a value for all of {cut(parent)}; give one of them"
+                )
         node[last] = value
     return tree
 
@@ -294,7 +298,7 @@ def _merged(tree: Any, over: Any) -> Any:
 def _section(tree: Any) -> dict[str, Any]:
     """The settings of the correction, from wherever a release of verl keeps them."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"got {tree!r}; expected a mapping with {'.'.join(SECTION)}")
+        raise ConfigError(f"got {shown(tree)}; expected a mapping with {'.'.join(SECTION)}")
     actor = _actor(tree)
     cap = {CAP: actor[CAP]} if isinstance(actor, Mapping) and CAP in actor else {}
     section, in_loss = _of_algorithm(tree, bool(cap)), _at(actor, *IN_LOSS[2:])
@@ -313,7 +317,7 @@ def _left_out(tree: Any, said: Mapping[str, Any]) -> list[str]:
     mode = said.get(LOSS_MODE, _at(_actor(tree), "policy_loss", LOSS_MODE))
     if mode in (None, *OTHER_LOSSES, *BY_DIVERGENCE) or "$" in str(mode):
         return []
-    return [f"policy_loss.loss_mode: {mode} is not translated{BESIDE.get(mode, '')}."]
+    return [f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."]
 
 
 def _dppo_of(actor: Any) -> dict[str, Any]:
@@ -345,23 +349,25 @@ def _check_loss(given: dict[str, Any], said: Mapping[str, Any]) -> None:
     if mode is not None and "$" not in str(mode):
         del given[LOSS_MODE]
     if not given:
-        raise ConfigError(f"nothing to translate: no {'.'.join(SECTION)}, and {LOSS_MODE}: {mode}")
+        raise ConfigError(
+            f"nothing to translate: no {'.'.join(SECTION)}, and {LOSS_MODE}: {as_written(mode)}"
+        )
     if given.keys() == {LOSS_MODE}:
-        raise ConfigError(f"{LOSS_MODE}: got {mode!r}{_by_launch(LOSS_MODE)}")
+        raise ConfigError(f"{LOSS_MODE}: got {shown(mode)}{_by_launch(LOSS_MODE)}")
 
 
 def _of_algorithm(tree: Mapping[str, Any], has_cap: bool) -> dict[str, Any]:
     """`algorithm.rollout_correction` of a whole file, the earliest keys under `algorithm`, or the file itself."""
     algorithm = tree.get("algorithm") or {}
     if not isinstance(algorithm, Mapping):
-        raise ConfigError(f"algorithm: got {algorithm!r}; expected a mapping with {SECTION[1]}")
+        raise ConfigError(f"algorithm: got {shown(algorithm)}; expected a mapping with {SECTION[1]}")
     for holder in (algorithm, tree):
         section = holder.get("rollout_correction")
         if isinstance(section, Mapping):
             return dict(section)
         if isinstance(section, str):
             if "$" in section or not verl_presets.is_call(section):
-                raise ConfigError(f"rollout_correction: got {section!r}; write its keys behind the file")
+                raise ConfigError(f"rollout_correction: got {shown(section)}; write its keys behind the file")
             return verl_presets.keys_of(section)
     if "algorithm" in tree:
         ours = [key for key in algorithm if key in KNOWN or str(key).startswith("rollout_")]
@@ -376,9 +382,11 @@ def _with_loss(section: dict[str, Any], in_loss: Any, mode: Any) -> dict[str, An
     """The settings with those that the bypass loss reads itself."""
     key = ".".join(IN_LOSS[1:])
     if not isinstance(in_loss, Mapping):
-        raise ConfigError(f"{key}: got {in_loss!r}; expected a mapping")
+        raise ConfigError(f"{key}: got {shown(in_loss)}; expected a mapping")
     if mode not in (None, "bypass_mode"):
-        raise ConfigError(f"{key}: verl reads it with policy_loss.loss_mode: bypass_mode alone; got {mode!r}")
+        raise ConfigError(
+            f"{key}: verl reads it with policy_loss.loss_mode: bypass_mode alone; got {shown(mode)}"
+        )
     if section.get("bypass_mode", True) is not True:
         raise ConfigError(
             f"{key}: without algorithm.rollout_correction.bypass_mode: true verl compares with pi_old there, and "
@@ -387,8 +395,8 @@ def _with_loss(section: dict[str, Any], in_loss: Any, mode: Any) -> dict[str, An
     for name, value in in_loss.items():
         if name not in ("_target_", "bypass_mode") and section.get(name, value) != value:
             raise ConfigError(
-                f"{name}: got {section[name]!r} under {'.'.join(SECTION)} and {value!r} under {key}; verl's trainers "
-                "differ in which they read, so keep one"
+                f"{name}: got {shown(section[name])} under {'.'.join(SECTION)} and {shown(value)} under {key}; "
+                "verl's trainers differ in which they read, so keep one"
             )
     return {**section, **in_loss, "bypass_mode": True}
 
@@ -398,11 +406,11 @@ def _overridden(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         found = OVERRIDE.fullmatch(override)
         if found is None:
-            raise ConfigError(f"override {override!r}: expected algorithm.rollout_correction.KEY=VALUE")
+            raise ConfigError(f"override {shown(override)}: expected algorithm.rollout_correction.KEY=VALUE")
         if ".".join(IN_LOSS[2:]) in override.partition("=")[0]:
             raise ConfigError(
-                f"override {override!r}: verl reads this block in bypass mode alone; put the key into the file, or "
-                "give the whole launch script"
+                f"override {shown(override)}: verl reads this block in bypass mode alone; put the key into the file, "
+                "or give the whole launch script"
             )
         keys[found["key"]] = _of_hydra(found["value"])
     return keys
@@ -420,7 +428,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         if key not in KNOWN:
             close = difflib.get_close_matches(str(key), KNOWN, n=1)
             hint = f"did you mean {close[0]}?" if close else f"those of 0.9.1 are {', '.join(OF_0_9)}"
-            raise ConfigError(f"{key}: no key of verl's rollout correction; {hint}")
+            raise ConfigError(f"{cut(str(key))}: no key of verl's rollout correction; {hint}")
     given.pop("_target_", None)
     if not given:
         raise ConfigError(f"nothing to translate: no {'.'.join(SECTION)}, and no key of it")
@@ -437,8 +445,8 @@ def _check_release(given: Mapping[str, Any]) -> None:
     earlier += ["rollout_is"] if isinstance(given.get("rollout_is"), bool) else []
     for key in earlier:
         raise ConfigError(
-            f"{key}: {given[key]} is of another verl than policy_loss.loss_mode: {given[LOSS_MODE]}, which 0.7.1 "
-            "brought; drop one of them"
+            f"{key}: {as_written(given[key])} is of another verl than policy_loss.loss_mode: {given[LOSS_MODE]}, "
+            "which 0.7.1 brought; drop one of them"
         )
 
 
@@ -523,7 +531,9 @@ def _translate_rejection(draft: Draft) -> None:
     elif names:
         _reject_options(draft, list(dict.fromkeys(names)), given.get("rollout_rs_threshold"))
     elif given.get("rollout_rs") is not None:
-        raise ConfigError(f"rollout_rs: got {given['rollout_rs']!r}; choose of {', '.join(OPTIONS)}, or null")
+        raise ConfigError(
+            f"rollout_rs: got {shown(given['rollout_rs'])}; choose of {', '.join(OPTIONS)}, or null"
+        )
     _veto(draft, given.get("rollout_token_veto_threshold"), "rollout_token_veto_threshold")
 
 
@@ -555,11 +565,11 @@ def _reject_options(draft: Draft, names: list[str], threshold: Any) -> None:
         rule = {"over": AGGREGATION[unit]} | (_ratio_rule(spec) if k == "k1" else _divergence_rule(k, spec))
         draft.reject(rule, "rollout_rs_threshold")
         path = f"reject[{len(draft.mis['reject']) - 1}]"
-        draft.remarks[path] = f"rollout_rs: {name}, rollout_rs_threshold: {spec}"
+        draft.remarks[path] = f"rollout_rs: {name}, rollout_rs_threshold: {cut(str(spec))}"
         if k == "k1":
             draft.notes.append(
-                f"{name}: verl bounds k1 = -log r, so {spec} keeps ratios in [1/upper, 1/lower], written out below. "
-                "verl clamps each log ratio to +-20 before it adds them up, here the sum is clamped."
+                f"{name}: verl bounds k1 = -log r, so {cut(str(spec))} keeps ratios in [1/upper, 1/lower], written out "
+                "below. verl clamps each log ratio to +-20 before it adds them up, here the sum is clamped."
             )
 
 
@@ -572,7 +582,7 @@ def _ratio_rule(spec: Any) -> dict[str, float]:
 
 def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
     if "_" in str(spec):
-        raise ConfigError(f"rollout_rs_threshold: got {spec!r}; {k} has an upper bound only")
+        raise ConfigError(f"rollout_rs_threshold: got {shown(spec)}; {k} has an upper bound only")
     return {"statistic": k, "upper": number(spec, "rollout_rs_threshold")}
 
 
@@ -641,7 +651,7 @@ def _translate_cap(draft: Draft) -> None:
     for key, value in draft.given.items():
         if key != CAP and value not in (None, False):
             raise ConfigError(
-                f"{CAP}: of another verl than {key}: {value}, which has no such key; drop one of them"
+                f"{CAP}: of another verl than {key}: {as_written(value)}, which has no such key; drop one of them"
             )
     cap = number(draft.given[CAP], CAP)
     if cap > 0:
@@ -662,8 +672,8 @@ def _translate_boolean(draft: Draft) -> None:
         ):
             sign = next(name for name in given if name in BOOLEAN_DIALECT or name == "rollout_is")
             raise ConfigError(
-                f"{key}: of another verl than {sign}: {given[sign]}, whose release would ignore it; write rollout_is: "
-                f"token | sequence, as since, or drop {key}"
+                f"{key}: of another verl than {sign}: {as_written(given[sign])}, whose release would ignore it; write "
+                f"rollout_is: token | sequence, as since, or drop {key}"
             )
     if given.get("rollout_is_threshold") is None:
         return
@@ -705,12 +715,12 @@ def _finish(draft: Draft, tree: Any) -> None:
         draft.notes.append(NO_LOG_PROBS)
     if "$" in str(draft.given.get(LOSS_MODE, "")):
         draft.notes.append(
-            f"policy_loss.loss_mode: {draft.given[LOSS_MODE]} is for the launch to decide; where it is "
+            f"policy_loss.loss_mode: {as_written(draft.given[LOSS_MODE])} is for the launch to decide; where it is "
             f"{' or '.join(BY_DIVERGENCE)}, put it behind the file, as {'.'.join(PLACES[LOSS_MODE])}.{LOSS_MODE}=VALUE."
         )
     mode = _at(_actor(tree), "loss_agg_mode")
     how = REDUCTIONS.get(str(mode), NO_REDUCTION)
-    draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {mode} {how}")
+    draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {as_written(mode)} {how}")
     mis["metrics"] = "full"
     draft.notes = list(dict.fromkeys(draft.notes))
 

@@ -12,6 +12,7 @@ from typing import Any
 from mis_plugins.errors import ConfigError
 
 CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\(.*\))?\s*", re.DOTALL)
+LONGEST_CALL = 500  # letters; Python's parser can end the process on what is far longer
 RULES = {"seq_sum_k1": "0.5_2.0", "seq_mean_k1": "0.999_1.001", "seq_mean_k3": 0.01}  # default thresholds
 NOTE = (
     "read as the preset of verl 0.9.1; the presets on ratios of 0.6.1 and 0.7.0 have other bounds, and a veto: give "
@@ -74,7 +75,7 @@ PRESETS = {
 
 def is_call(text: str) -> bool:
     """Whether the text names a preset, or calls something as one calls a preset."""
-    found = CALL.fullmatch(text)
+    found = CALL.fullmatch(text) if len(text) <= LONGEST_CALL else None
     return found is not None and (found["name"] in PRESETS or found["arguments"] is not None)
 
 

@@ -296,7 +296,8 @@ def _check_correction(args: argparse.Namespace) -> None:
             "--use-tis with --use-rollout-logprobs: "
             "the first corrects the proximal policy that the second bypasses; drop one"
         )
-    if asked and args.custom_tis_function_path is None:
+    by_loss_hook = args.custom_loss_function_path == "mis_plugins.mis.policy_loss"
+    if asked and args.custom_tis_function_path is None and not by_loss_hook:
         raise ConfigError(
             f"{asked} needs --custom-tis-function-path; "
             "give mis_plugins.mis.compute_mis_weights_with_cp or a function of your own"

@@ -14,7 +14,7 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.local.folders import CHECKPOINT
 from mis_plugins.local.model.decoder import ModelConfig
 from mis_plugins.local.train.trainer import Trainer
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.files import replaced
 
 
 def save(folder: str, trainer: Trainer, config: ModelConfig, next_rollout: int) -> None:

@@ -23,6 +23,7 @@ from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import UserError
+from mis_plugins.shared.loopback import on_loopback
 from mis_plugins.shared.shell import INTERRUPTED as EXIT_INTERRUPTED
 from mis_plugins.shared.shell import REFUSED as EXIT_USER_ERROR
 from mis_plugins.shared.shell import UNREAD as EXIT_UNREAD
@@ -150,6 +151,7 @@ def _forward_interrupts(ranks: Sequence[Any]) -> Callable[[int, FrameType | None
 def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
     signal.signal(signal.SIGINT, _interrupt_once)
     torch.set_num_threads(1)
+    os.environ |= on_loopback()
     dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
     code = _run_rank(main, scratch, rank)
     if code in (EXIT_INTERRUPTED, EXIT_UNREAD):

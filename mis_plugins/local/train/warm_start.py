@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 from torch import Tensor
 
 from mis_plugins.local.model.checkpoint import read_weights
@@ -20,7 +19,8 @@ from mis_plugins.local.rollout.tasks import Problem, Task
 from mis_plugins.local.train.loss import of_log_probs, supervised_loss
 from mis_plugins.local.train.parallel import ParallelState
 from mis_plugins.local.train.trainer import RolloutData, Trainer
-from mis_plugins.shared.storage import replaced
+from mis_plugins.shared.files import replaced
+from mis_plugins.shared.progress import tracked
 
 BATCH = 64
 
@@ -78,7 +78,7 @@ def supervise(
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
     mine = training_order(BATCH, BATCH, state.effective_dp.rank, state.effective_dp.size)
     silent = args.quiet or dist.get_rank() != 0
-    for step in track(range(args.warmup_steps), "warm start", disable=silent):
+    for step in tracked(range(args.warmup_steps), "warm start", silent):
         problems = draw_problems(task, BATCH, derive_seed(args.seed, "warm start", step), excluded)
         data = answers([problems[index] for index in mine])
         trainer.accumulate(settings, data, range(len(mine)), of_log_probs(supervised_loss))

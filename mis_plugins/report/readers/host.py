@@ -12,7 +12,9 @@ from torch import Tensor
 
 from mis_plugins.report.record import Record, from_mapping
 from mis_plugins.shared import runs
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.foreign import tensor_of
+from mis_plugins.shared.numerals import LARGEST, shown
 
 # What a host calls the columns of the neutral form.
 NAMES = {
@@ -21,6 +23,10 @@ NAMES = {
     "loss_mask": "loss_masks",
     "advantages": "advantages",
 }
+
+# What is read of a sample; a dump may hold gigabytes of experts' routes beside it.
+BESIDE = {"tokens", "raw_reward", "reward", "rewards", "truncated", "prompt", "response", "weight_versions"}
+READ = {*NAMES.values(), *BESIDE}
 
 # What the rollout's dump tells of its samples, by index. Samples may share an index: copies of one prompt do.
 Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
@@ -32,8 +38,21 @@ def has_samples(content: Any) -> bool:
         isinstance(content, dict)
         and isinstance(content.get("samples"), list)
         and all(isinstance(sample, dict) for sample in content["samples"])
-        and isinstance(content.get("rollout_id"), int | str)
+        and "rollout_id" in content
     )
+
+
+def rollout_id(content: Mapping[str, Any]) -> int:
+    """The number of the rollout of a dump.
+
+    Raises:
+        RecordError: the dump names no number.
+    """
+    given = content.get("rollout_id")
+    number = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 19 else given
+    if type(number) is not int or abs(number) > LARGEST:
+        raise RecordError(f"rollout_id: got {shown(given)}; expected the number of a rollout")
+    return number
 
 
 def rollout_extra(content: Mapping[str, Any]) -> Extra:
@@ -46,7 +65,7 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
             "truncated": {"truncated": True, "completed": False}.get(str(sample.get("status"))),
             "reward": sample.get("reward"),
             "weight_versions": sample.get("weight_versions"),
-            "rollout_log_probs": sample.get("rollout_log_probs"),
+            "rollout_log_probs": tensor_of(sample.get("rollout_log_probs")),
             "prompt": sample.get("prompt"),
             "response": sample.get("response"),
         }
@@ -67,7 +86,9 @@ def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _digest(tokens: Any) -> bytes | None:
-    return None if tokens is None else blake2b(torch.as_tensor(tokens).long().numpy().tobytes()).digest()
+    if tokens is None:
+        return None
+    return blake2b(torch.as_tensor(tensor_of(tokens)).long().numpy().tobytes()).digest()
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -80,6 +101,7 @@ def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra)
     Raises:
         RecordError: columns are missing or do not fit together.
     """
+    sample = {name: tensor_of(value) for name, value in sample.items() if name in READ}
     told = _told(extra, index, sample)
     values = {name: sample.get(theirs) for name, theirs in NAMES.items()}
     if values["behavior_log_probs"] is None:

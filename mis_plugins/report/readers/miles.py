@@ -24,10 +24,14 @@ from mis_plugins.report.readers import host
 from mis_plugins.report.readers.packing import Packings, in_order, packings
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.foreign import tensor_of
+from mis_plugins.shared.numerals import shown
 
 PIECES = ("rollout_log_probs", "log_probs", "advantages")  # cut over context-parallel ranks
 WHOLE = ("tokens", "loss_masks", "rewards", "truncated", "weight_versions")
+LISTED = ("response_lengths", "total_lengths", "max_seq_lens", "sample_indices", "rollout_mask_sums")
+COLUMNS = (*PIECES, *WHOLE, *LISTED, "num_microbatches", "micro_batch_indices", "num_rollouts")
 
 # A digest, equal on all ranks that hold equal samples; without indices a number, and each rank's samples are its own.
 Shard = bytes | int
@@ -43,11 +47,8 @@ class Held:
     def column(self, name: str) -> Any:
         """The sample's entry of a column; None where the rank has no such column."""
         column = self.rank["rollout_data"].get(name)
-        return (
-            column[self.place]
-            if isinstance(column, list | tuple | Tensor) and len(column) > self.place
-            else None
-        )
+        holds = isinstance(column, list | tuple | Tensor) and len(column) > self.place
+        return tensor_of(column[self.place]) if holds else None
 
     @property
     def cp_rank(self) -> int:
@@ -71,23 +72,35 @@ def records(
     """Records of one rollout from the files of all its ranks."""
     held: dict[tuple[Shard, int], list[Held]] = defaultdict(list)
     shards: dict[Shard, Mapping[str, Any]] = {}
-    for number, rank in enumerate(sorted(ranks, key=lambda rank: int(rank["rank"]))):
-        digest = _digest(rank["rollout_data"])
-        shard = number if digest is None else digest
+    for number, rank in enumerate(_in_order(ranks, label, problems)):
+        shard: Shard = number
+        with problems.guarded(label, f"rank {rank['rank']}"):
+            digest = _digest(rank["rollout_data"])
+            shard = number if digest is None else digest
         shards[shard] = rank["rollout_data"]
         for place in range(len(rank["rollout_data"]["response_lengths"])):
             held[shard, place].append(Held(rank, place))
     found: list[tuple[Any, Record]] = []
     for name, parts in held.items():
-        index = parts[0].column("sample_indices")
-        index = (int(parts[0].rank["rank"]), parts[0].place) if index is None else index
-        try:
-            found.append(
-                (name, host.record(_joined(index, parts), int(ranks[0]["rollout_id"]), index, extra))
-            )
-        except RecordError as error:
-            problems.add(f"{label}: {error}")
-    return in_order(found, _packings(shards))
+        rank, place = parts[0].rank, parts[0].place
+        with problems.guarded(label, f"rank {rank['rank']}, sample {place}"):
+            index = parts[0].column("sample_indices")
+            index = (rank["rank"], place) if index is None else index
+            found.append((name, host.record(_joined(index, parts), host.rollout_id(rank), index, extra)))
+    packed: Packings = {}
+    with problems.guarded(label, "micro-batches"):
+        packed = _packings(shards)
+    return in_order(found, packed)
+
+
+def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems) -> list[Mapping[str, Any]]:
+    """The files of all ranks by their number, each with the columns that are read; stacked columns are tensors."""
+    known = []
+    for rank in ranks:
+        with problems.guarded(label, f"rank {shown(rank['rank'])}"):
+            columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in COLUMNS}
+            known.append({**rank, "rank": int(rank["rank"]), "rollout_data": columns})
+    return sorted(known, key=lambda rank: rank["rank"])
 
 
 def _digest(data: Mapping[str, Any]) -> bytes | None:
@@ -98,7 +111,9 @@ def _digest(data: Mapping[str, Any]) -> bytes | None:
     for name in ("tokens", "loss_masks"):
         column = data.get(name)
         for value in () if column is None else column:
-            digest.update(b"" if value is None else torch.as_tensor(value).contiguous().numpy().tobytes())
+            digest.update(
+                b"" if value is None else torch.as_tensor(tensor_of(value)).contiguous().numpy().tobytes()
+            )
     return digest.digest()
 
 
@@ -139,6 +154,10 @@ def _from_pieces(index: Any, name: str, pieces: Mapping[int, tuple[Held, Tensor]
     part, value = next(iter(pieces.values()))
     total, response = int(part.column("total_lengths")), int(part.column("response_lengths"))
     padded = part.column("max_seq_lens") if part.rank.get("qkv_format") == "bshd" else None
+    if response > sum(piece.numel() for _, piece in pieces.values()):
+        raise RecordError(
+            f"sample {index}: {name} of all context-parallel ranks is shorter than its response"
+        )
     whole = value.new_zeros(response)
     for rank, (_, piece) in pieces.items():
         layout = zigzag([total], [response], part.cp_size, rank, None if padded is None else [int(padded)])

@@ -5,91 +5,107 @@ A line is read on its own and forgotten, so that memory holds one line, or one g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.files import limited_memory, objects, opened
+from mis_plugins.report.readers.source import Problems, size_of
 from mis_plugins.report.record import KINDS, Record, from_mapping
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, VALUES, RecordError
 
-LONGEST_LINE = 256 * 1024 * 1024
 ROWS_AT_ONCE = 64
 COLUMNS = (*KINDS, "step", "sample", "text", "prompt", "reward", "trainer_version", "truncated")
 
 
-def is_jsonl(path: Path) -> bool:
-    """Whether the first line of a file is an object of the neutral form."""
-    return "behavior_log_probs" in first_object(path)
-
-
-def first_object(path: Path) -> Mapping[str, Any]:
-    """The object in the first line of a file; an empty one where there is none."""
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.readline(LONGEST_LINE))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def jsonl(path: Path, problems: Problems) -> Iterator[Record]:
     """Records of a jsonl file, one a line."""
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(LONGEST_LINE):
-            number += 1
-            problems.bytes_read += len(line)
-            if line.isspace():
-                continue
-            try:
-                yield _record(_object(line), number)
-            except (RecordError, ValueError) as error:
-                problems.add(f"{path}:{number}: {error}")
+    for place, found in objects(path, problems):
+        yield from _record(found, path, place, problems)
 
 
 def parquet(path: Path, problems: Problems) -> Iterator[Record]:
-    """Records of a parquet file, one a row, a group of rows at a time.
+    """Records of a parquet file, one a row, a few rows at a time; a group of rows that is broken is told.
 
     Raises:
-        RecordError: pyarrow is not installed.
+        RecordError: pyarrow is not installed, or the file is beyond a budget.
     """
-    number = 0
-    for row in _rows(path, problems):
-        number += 1
-        try:
-            yield _record(row, number)
-        except (RecordError, ValueError) as error:
-            problems.add(f"{path}: row {number}: {error}")
-
-
-def _rows(path: Path, problems: Problems) -> Iterator[Mapping[str, Any]]:
     try:
         from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         lacking = "pip install 'mis-plugins[report]'"
         raise RecordError(f"{path}: parquet needs pyarrow, which is not installed; {lacking}") from error
-    try:
-        file = ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name in COLUMNS]
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
-            yield from batch.to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these two kinds
-        problems.add(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}")
+    with opened(path) as content:
+        size = size_of(path)
+        with limited_memory(size):
+            file = ParquetFile(content)
+            columns = _columns(file.schema_arrow, path)
+        for group in range(file.num_row_groups):
+            with problems.guarded(path, f"row group {group + 1}"):
+                yield from _group(file, group, columns, path, size, problems)
 
 
-def _object(line: bytes) -> Mapping[str, Any]:
-    if len(line) >= LONGEST_LINE:
-        raise RecordError(f"a line longer than {LONGEST_LINE // 1024**2} MB; write one sequence a line")
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise RecordError("no object; write one object a line")
-    return found
+def _columns(schema: Any, path: Path) -> list[str]:
+    """Columns of the neutral form.
+
+    Raises:
+        RecordError: a column holds lists of entries of a dictionary, each of which may be as long as the file.
+    """
+    columns = [name for name in COLUMNS if name in schema.names]
+    for name in columns:
+        kind = schema.field(name).type
+        if kind.num_fields and "dictionary" in str(kind):
+            raise RecordError(f"{path}: {name} is of type {kind}; write plain lists")
+    return columns
 
 
-def _record(values: Mapping[str, Any], number: int) -> Record:
-    step = values.get("step", 0)
-    if not isinstance(step, int):
-        raise RecordError(f"step: got {step!r}; give a whole number")
-    return from_mapping(values, step, str(values.get("sample", number)))
+def _group(
+    file: Any, group: int, columns: list[str], path: Path, size: int, problems: Problems
+) -> Iterator[Record]:
+    """Records of one group of rows. The footer may lie, so that its sizes and those of the rows are checked."""
+    held = file.metadata.row_group(group)
+    chunks = [held.column(number) for number in range(held.num_columns)]
+    chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
+    VALUES.check(sum(chunk.num_values for chunk in chunks), size, path)
+    INFLATED.check(sum(chunk.total_uncompressed_size for chunk in chunks), size, path)
+    batches, number = file.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False), 0
+    while True:
+        with limited_memory(size):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        INFLATED.check(batch.nbytes, size, path)
+        for row in range(batch.num_rows):
+            number += 1
+            place, found = f"row {number}" if not group else f"row group {group + 1}, row {number}", None
+            with problems.guarded(path, place):
+                found = _values(batch.slice(row, 1), path)
+            if found is not None:
+                yield from _record(found, path, place, problems)
+
+
+def _values(row: Any, path: Path) -> Mapping[str, Any]:
+    """The values of one row by column.
+
+    Raises:
+        RecordError: the row is beyond a budget.
+    """
+    LINE.check(row.nbytes, row.nbytes, path)
+    ITEMS.check(sum(map(_count, row.columns)), row.nbytes, path)
+    return row.to_pylist()[0]
+
+
+def _count(array: Any) -> int:
+    """Number of values in an array and in the arrays within it."""
+    inner = array.flatten() if array.type.num_fields else []
+    return len(array) + sum(map(_count, inner if isinstance(inner, list) else [inner]))
+
+
+def _record(values: Mapping[str, Any], path: Path, place: str, problems: Problems) -> Iterator[Record]:
+    """The record of a line or a row; none where it does not fit together, which is told."""
+    found = None
+    with problems.guarded(path, place):
+        name = values.get("sample", place.rpartition(" ")[2])
+        found = from_mapping(values, values.get("step", 0), str(name))
+    if found is not None:
+        yield found

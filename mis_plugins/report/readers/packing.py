@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mis_plugins.report.record import Packing, Record
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.numerals import shown
 
 Packings = dict[Any, Packing]  # by a name of the response
 
@@ -21,15 +23,22 @@ def packings(
         rollouts: rollouts of each optimizer step.
         valid: valid tokens of the rollout of each response.
         names: name of each response of this rank.
+
+    Raises:
+        RecordError: the optimizer steps promise another number of micro-batches than are listed.
     """
     counts, indices, names = data.get("num_microbatches"), data.get("micro_batch_indices"), [*names]
     if not (isinstance(counts, list) and isinstance(indices, list) and isinstance(rollouts, list)):
         return {}
     if len(counts) != len(rollouts):
         return {}
+    if sum(map(int, counts)) != len(indices):
+        raise RecordError(
+            f"num_microbatches promises {shown(sum(counts))} and micro_batch_indices has {len(indices)}"
+        )
     steps = [step for step, count in enumerate(counts) for _ in range(int(count))]
     found: Packings = {}
-    for number, (step, places) in enumerate(zip(steps, indices, strict=False)):
+    for number, (step, places) in enumerate(zip(steps, indices, strict=True)):
         for place in places:
             if not 0 <= place < min(len(names), len(valid)):
                 return {}

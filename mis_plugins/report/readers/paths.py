@@ -6,21 +6,21 @@ before they are used.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.errors import InputError
-from mis_plugins.report.readers import curves, host, miles, neutral, slime
+from mis_plugins.report.readers import curves, neutral
+from mis_plugins.report.readers.dumps import dumps
+from mis_plugins.report.readers.files import IRREGULAR, first_objects, opened
 from mis_plugins.report.readers.settings import Settings, settings
-from mis_plugins.report.readers.source import Curve, Problems, Source
-from mis_plugins.report.record import Record
-from mis_plugins.shared.foreign import load_foreign
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.report.readers.source import Curve, Problems, Source, natural, size_of
+from mis_plugins.shared.budget import RecordError
 
 VERL = (
     "verl's rollout_data_dir (read: releases 0.4.1 to 0.7.0 and 0.8.0.dev b178a3c) holds texts and scores, and no "
@@ -39,39 +39,46 @@ class Found:
     curves: files of curves with their formats.
     settings: arguments of runs, each with its file.
     tokenizer: the tokenizer that a host wrote beside its dump.
+    others: files of no format that is read.
     """
 
     sources: tuple[Source, ...]
     curves: tuple[tuple[Path, str], ...]
     settings: tuple[Settings, ...] = ()
     tokenizer: Path | None = None
+    others: tuple[Path, ...] = ()
 
     def read_curves(self, problems: Problems) -> tuple[Curve, ...]:
-        return tuple(curves.curve(path, kind, problems) for path, kind in self.curves)
+        """Curves of all files that hold a step."""
+        found = (curves.curve(path, kind, problems) for path, kind in self.curves)
+        return tuple(curve for curve in found if curve.values)
 
 
 def find(paths: Sequence[Path], problems: Problems) -> Found:
     """Sources of all paths, in the order of rollouts.
 
     Raises:
-        InputError: a path does not exist, or nothing that it holds can be read.
+        InputError: a path does not exist.
     """
-    files = [file for path in paths for file in _files(path)]
-    dumps = [file for file in files if file.suffix == ".pt"]
-    sources = list(_dumps(dumps, problems))
-    lines = []
+    files = [file for path in paths for file in _files(path, problems)]
+    sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
+    lines, others = [], []
     for file in files:
-        if file.suffix == ".pt" or file in {part for source in sources for part in source.files}:
+        if file.suffix == ".pt":
             continue
-        kind = curves.kind_of(file)
-        if kind is not None and not (kind == "metrics.jsonl" and _is_verl(file)):
+        kind = format_of(file)
+        if kind in curves.READERS:
             lines.append((file, kind))
+        elif kind in NEUTRAL:
+            sources.append(Source(kind, (file,), partial(NEUTRAL[kind], file)))
+        elif kind == "verl":
+            problems.add(VERL, file)
+        elif file in paths or file.suffix == ".jsonl":
+            problems.add(NOTHING, file)
         else:
-            sources += _neutral(file, problems, named=file in paths)
-    if not sources and not lines:
-        raise InputError("; ".join(problems.told) or f"{', '.join(map(str, paths))}: {NOTHING}")
+            others.append(file)
     held = tuple(settings(files, problems))
-    return Found(tuple(sources), tuple(lines), held, _tokenizer(paths))
+    return Found(tuple(sources), tuple(lines), held, _tokenizer(paths), tuple(others))
 
 
 def _tokenizer(paths: Sequence[Path]) -> Path | None:
@@ -83,91 +90,72 @@ def _tokenizer(paths: Sequence[Path]) -> Path | None:
 BESIDE = {"policy_loss_debug", "dashboard_columns", "dashboard", "events", "trajectory", "tokenizer"}
 
 
-def _files(path: Path) -> Iterable[Path]:
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        return [path]
-    return sorted(
-        (file for file in path.rglob("*") if file.is_file() and not _beside(file, path)), key=_natural
-    )
+def check_exists(path: Path) -> None:
+    """Check a path that the user named.
 
-
-def _beside(file: Path, folder: Path) -> bool:
-    return bool(BESIDE & set(file.relative_to(folder).parts[:-1]))
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key by which rollout 9 stands before rollout 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
-
-
-def _is_verl(file: Path) -> bool:
-    return {"input", "output", "score"} <= neutral.first_object(file).keys()
-
-
-def _neutral(file: Path, problems: Problems, named: bool) -> Iterator[Source]:
-    if file.suffix == ".parquet":
-        yield Source("parquet", (file,), partial(neutral.parquet, file))
-    elif neutral.is_jsonl(file):
-        yield Source("jsonl", (file,), partial(neutral.jsonl, file))
-    elif _is_verl(file):
-        problems.add(f"{file}: {VERL}")
-    elif named:
-        problems.add(f"{file}: {NOTHING}")
-
-
-EVALUATION = "eval_"  # names a host's dump of an evaluation, beside a rollout's dump with the same number
-
-
-def _dumps(files: Sequence[Path], problems: Problems) -> Iterator[Source]:
-    """Sources of dumps of Miles and slime: training data joined over ranks, and what rollouts' dumps add to them."""
-    trained: dict[tuple[str, str], list[Path]] = defaultdict(list)
-    rolled: dict[str, Path] = {}
-    for file in files:
-        try:
-            kind, rollout = _kind(load_foreign(file))
-        except RecordError as error:
-            problems.add(str(error))
-            continue
-        if kind == "rollout" and file.stem.startswith(EVALUATION):
-            continue
-        if kind == "rollout":
-            rolled[rollout] = file
-        elif kind:
-            trained[kind, rollout].append(file)
-        else:
-            problems.add(f"{file}: no dump of training or rollout data by Miles or slime")
-    for (kind, rollout), parts in sorted(trained.items(), key=lambda item: _natural(Path(item[0][1]))):
-        both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())
-        yield Source(f"{kind} rollout {rollout}", both, partial(_records, kind, parts, rolled.get(rollout)))
-    if rolled and not trained:
-        problems.add(
-            f"{next(iter(rolled.values()))}: a rollout's dump holds the engine's log-probs alone; name the folder of "
-            "the training data too (--save-debug-train-data, --dump-details)"
-        )
-
-
-def _kind(content: Any) -> tuple[str, str]:
-    """Format of a loaded dump, empty where it is none, and the name of its rollout."""
-    if miles.is_train_dump(content):
-        return "Miles", str(content["rollout_id"])
-    if slime.is_train_dump(content):
-        return "slime", str(content["rollout_id"])
-    return ("rollout", str(content["rollout_id"])) if host.has_samples(content) else ("", "")
-
-
-def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: Problems) -> Iterator[Record]:
-    extra: host.Extra = {}
-    loaded: list[Mapping[str, Any]] = []
+    Raises:
+        InputError: the path does not exist, or cannot be looked at.
+    """
     try:
-        extra = {} if rollout is None else host.rollout_extra(load_foreign(rollout))
-        loaded = [load_foreign(file) for file in files]
-    except RecordError as error:
-        problems.add(str(error))
-    if kind == "Miles":
-        if loaded:
-            yield from miles.records(loaded, f"{files[0].parent}", extra, problems)
-        return
-    for file, content in zip(files, loaded, strict=False):
-        yield from slime.records(content, str(file), extra, problems)
+        path.stat()
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file or folder") from error
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+
+
+def _files(path: Path, problems: Problems) -> list[Path]:
+    """The regular files of a path in natural order; everything else in a folder is told."""
+    check_exists(path)
+    found = _within(path, problems) if path.is_dir() else [path]
+    return sorted((file for file in found if _is_regular(file, problems)), key=natural)
+
+
+def _within(folder: Path, problems: Problems) -> Iterator[Path]:
+    """Everything in a folder but folders. Links to folders may form a loop, and are not followed."""
+
+    def unreadable(error: OSError) -> None:
+        problems.add(f"{error.strerror}", error.filename)
+
+    for where, folders, files in os.walk(folder, onerror=unreadable):
+        links = [name for name in folders if Path(where, name).is_symlink()]
+        for name in links:
+            problems.add("a link to a folder is not followed; name the folder", Path(where, name))
+        folders[:] = set(folders) - BESIDE
+        yield from (Path(where, name) for name in files)
+
+
+def _is_regular(file: Path, problems: Problems) -> bool:
+    with problems.guarded(file):
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise RecordError(IRREGULAR)
+        opened(file).close()
+        return True
+    return False
+
+
+NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
+
+
+def format_of(file: Path) -> str | None:
+    """Name of the format of a file that is no dump; None where it has none."""
+    if file.suffix == ".wandb":
+        return "wandb"
+    if "tfevents" in file.name:
+        return "tensorboard"
+    if file.suffix == ".parquet":
+        return "parquet"
+    return next(filter(None, (_shown_by(found, file) for found in _first_objects(file))), None)
+
+
+def _first_objects(file: Path) -> Iterator[Mapping[str, Any]]:
+    return Problems().each(first_objects(file), file, size_of(file))
+
+
+def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
+    """Name of the format that an object in the first lines of a file shows; None where it shows none."""
+    if "behavior_log_probs" in found:
+        return "jsonl"
+    if {"input", "output", "score"} <= found.keys():
+        return "verl"
+    return "metrics.jsonl" if file.suffix in (".jsonl", ".json") and curves.has_step(found) else None

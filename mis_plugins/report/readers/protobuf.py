@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
+
+from mis_plugins.shared.budget import ITEMS
 
 Field = tuple[int, int | bytes]
 
@@ -13,9 +16,13 @@ def fields(message: bytes) -> Iterator[Field]:
 
     Raises:
         ValueError: the message is cut or no protobuf.
+        RecordError: the message has more fields than the budget.
     """
     place = 0
-    while place < len(message):
+    for count in itertools.count(1):
+        if place >= len(message):
+            return
+        ITEMS.check(count, len(message), "a message")
         key, place = _varint(message, place)
         kind = key & 7
         if kind == 0:

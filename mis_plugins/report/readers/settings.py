@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.report.readers import curves
+from mis_plugins.report.readers.files import opened, parsed
 from mis_plugins.report.readers.source import Problems
+from mis_plugins.shared.budget import LINE
 
 SUMMARY = "summary.json"  # of the embedded host, under `arguments`
-LARGEST = 16 * 1024 * 1024  # bytes of a summary
 Settings = tuple[Path, Mapping[str, Any]]
 
 
 def settings(files: Iterable[Path], problems: Problems) -> Iterator[Settings]:
     """Each file that holds arguments, with them: summaries of the embedded host, and offline wandb runs."""
     for file in files:
-        try:
-            found = _of_summary(file) if file.name == SUMMARY else {}
-            if file.suffix == ".wandb":
-                found = curves.wandb_settings(file)
-        except (OSError, ValueError) as error:
-            problems.add(f"{file}: the run's arguments cannot be read: {error}")
-            continue
+        found: Mapping[str, Any] = {}
+        with problems.guarded(file, "the run's arguments"):
+            if file.name == SUMMARY:
+                found = _of_summary(file)
+            elif file.suffix == ".wandb":
+                found = curves.wandb_settings(file, problems)
         if found:
             yield file, found
 
 
 def _of_summary(file: Path) -> Mapping[str, Any]:
-    if file.stat().st_size > LARGEST:
-        return {}
-    held = json.loads(file.read_text(encoding="utf-8"))
+    with opened(file) as content:
+        held = parsed(content.read(int(LINE.base) + 1), file)
     found = held.get("arguments") if isinstance(held, dict) else None
     return found if isinstance(found, dict) else {}

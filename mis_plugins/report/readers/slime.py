@@ -13,7 +13,9 @@ from mis_plugins.report.readers import host
 from mis_plugins.report.readers.packing import Packings, in_order, packings
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record
-from mis_plugins.shared.storage import RecordError
+from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.foreign import tensor_of
+from mis_plugins.shared.numerals import shown
 
 
 def is_train_dump(content: Any) -> bool:
@@ -28,20 +30,26 @@ def records(
     found: list[tuple[Any, Record]] = []
     for place, sample in enumerate(content["samples"]):
         index = sample.get("sample_index", sample.get("rollout_position", place))
-        try:
-            found.append((_name(sample), host.record(sample, int(content["rollout_id"]), index, extra)))
-        except RecordError as error:
-            problems.add(f"{label}: {error}")
-    return in_order(found, _packings(content))
+        with problems.guarded(label, f"sample {shown(index)}"):
+            found.append((_name(sample), host.record(sample, host.rollout_id(content), index, extra)))
+    packed: Packings = {}
+    with problems.guarded(label, "micro-batches"):
+        packed = _packings(content)
+    return in_order(found, packed)
 
 
 def _name(sample: Mapping[str, Any]) -> tuple[Any, Any]:
-    return sample.get("data_parallel_rank"), sample.get("rollout_position")
+    name = sample.get("data_parallel_rank"), sample.get("rollout_position")
+    if not all(isinstance(number, int | None) for number in name):
+        raise RecordError(
+            f"data_parallel_rank and rollout_position: got {shown(name)}; expected whole numbers"
+        )
+    return name
 
 
 def _packings(content: Mapping[str, Any]) -> Packings:
     """Packing of every response of which the dump tells the place in the rollout."""
-    valid = {_name(sample): sample.get("rollout_mask_sums") for sample in content["samples"]}
+    valid = {_name(sample): tensor_of(sample.get("rollout_mask_sums")) for sample in content["samples"]}
     found: Packings = {}
     for number, shard in enumerate(content["dp_shards"]):
         names = [(shard.get("data_parallel_rank"), place) for place in shard.get("partition") or ()]

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from mis_plugins.report.record import Record
+from mis_plugins.shared.budget import Clock
+
+T = TypeVar("T")
+LONGEST = 300  # letters of a reason
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file, or a record of it, that was not read.
+
+    place: the line, row, sample or step within the file; empty of a whole file.
+    """
+
+    file: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.file, self.place, self.reason) if part)
 
 
 @dataclass
 class Problems:
-    """What could not be read, in words. The first `MOST` are kept, the others are counted.
+    """What could not be read. The first `EACH` of a file and `MOST` of all are kept, the others are counted.
 
     bytes_read: how far the reader of a long file has come.
     """
 
-    MOST = 100
+    MOST, EACH = 100, 10
     bytes_read: int = 0
-    told: list[str] = field(default_factory=list)
-    more: int = 0
+    kept: list[Problem] = field(default_factory=list)
+    of_file: Counter[str] = field(default_factory=Counter)
 
-    def add(self, what: str) -> None:
-        if len(self.told) < self.MOST:
-            self.told.append(what)
-        else:
-            self.more += 1
+    def add(self, reason: str, file: object = "", place: object = "") -> None:
+        """Tell what was not read, and why."""
+        told = Problem(str(file), str(place), reason)
+        self.of_file[told.file] += 1
+        if self.of_file[told.file] <= self.EACH and len(self.kept) < self.MOST:
+            self.kept.append(told)
+
+    @property
+    def told(self) -> list[str]:
+        """All that is kept, in words."""
+        return list(map(str, self.kept))
 
     @contextmanager
     def guarded(self, file: object, place: object = "") -> Iterator[None]:
@@ -37,15 +65,40 @@ class Problems:
         """
         try:
             yield
-        except Exception as error:
-            where = f"{file}: {place}" if place != "" else f"{file}"
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.add(reason if reason.startswith(where) else f"{where}: {reason}")
+        except BaseException as error:
+            # A library in Rust raises a `PanicException`, which is no `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            self.add(_reason(error, file, place), file, place)
 
-    def first(self, most: int = MOST) -> list[str]:
+    def each(self, items: Iterator[T], file: object, size: int) -> Iterator[T]:
+        """Items that a reader makes of a file of `size` bytes, until the reader ends, fails, or takes too long.
+
+        Errors of whoever takes the items pass: they are no fault of the file.
+        """
+        clock, end = Clock(size, file), object()
+        while True:
+            item: object = end
+            with self.guarded(file):
+                clock.check()
+                item = next(items, end)
+            if item is end:
+                return
+            yield item  # pyright: ignore[reportReturnType]
+
+    def first(self, most: int = MOST) -> list[Problem]:
         """The first `most` of them, and how many more there are."""
-        more = len(self.told) + self.more - most
-        return [*self.told[:most], *([f"and {more} more"] if more > 0 else [])]
+        more = self.of_file.total() - min(most, len(self.kept))
+        return [*self.kept[:most], *([Problem("", "", f"and {more} more")] if more > 0 else [])]
+
+
+def _reason(error: BaseException, file: object, place: object) -> str:
+    """An error in one line of bounded length, without the file and the place, which stand beside it."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    said = said.strip().partition("\n")[0] or type(error).__name__
+    for known in (file, place):
+        said = said.removeprefix(f"{known}: ")
+    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 @dataclass(frozen=True)
@@ -74,4 +127,24 @@ class Source:
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(file.stat().st_size for file in self.files if file.exists())
+        return sum(map(size_of, self.files))
+
+    @property
+    def name(self) -> str:
+        """The file, or the kind of several files and the first one's folder."""
+        first, *others = self.files or (Path(self.kind),)
+        return f"{first.parent}: {self.kind}" if others else str(first)
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a file; 0 where the file is gone."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def natural(path: Path) -> list[tuple[int, str]]:
+    """Sort key by which rollout 9 stands before rollout 10."""
+    parts = enumerate(re.split(r"(\d+)", str(path)))
+    return [(len(digits := part.lstrip("0")), digits) if place % 2 else (-1, part) for place, part in parts]

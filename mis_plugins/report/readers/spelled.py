@@ -1,49 +1,83 @@
 """The text of tokens, from the tokenizer that a host wrote beside its dump.
 
-`tokenizers` reads one file of data; no code of a checkpoint is run.
+`tokenizers` reads one file of data; no code of a checkpoint is run. It is handed the vocabulary and a plain decoder
+alone: an expression of a normalizer or a decoder can be made to run for hours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mis_plugins.report.readers.files import opened, parsed
 from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.record import LONGEST_WORD, printed
+from mis_plugins.shared.budget import LINE, RecordError
 
-LARGEST = 256 * 1024 * 1024  # bytes of a tokenizer
 CUT = "\ufffd"  # stands for a part of a character
+KEPT = ("version", "added_tokens")  # beside the model, whose merges only cut texts into tokens
+PLAIN = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "CTC", "Strip"}
+ADDED = 100_000  # added tokens, whose texts `tokenizers` joins into one search
 Token = dict[str, Any]
 
 
 def spell(tokens: Iterable[Token], file: Path | None, problems: Problems) -> None:
     """Give each token that has an id and no text the text that the tokenizer has for the id."""
     wanted = [token for token in tokens if "text" not in token and "token" in token]
-    tokenizer = _load(file, problems) if file is not None and wanted else None
-    if tokenizer is None:
+    if file is None or not wanted:
         return
-    for token in wanted:
-        if 0 <= token["token"] < tokenizer.get_vocab_size(with_added_tokens=True):
-            token["text"] = _text(tokenizer, token["token"])
+    with problems.guarded(file):
+        tokenizer = _load(file)
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        known = {token["token"] for token in wanted if 0 <= token["token"] < size}
+        texts = {number: _text(tokenizer, number) for number in known}
+        for token in wanted:
+            if token["token"] in texts:
+                token["text"] = texts[token["token"]]
 
 
 def _text(tokenizer: Any, token: int) -> str:
     """Text of an id; the vocabulary's spelling where the id decodes to nothing or to part of a character."""
     text = tokenizer.decode([token], skip_special_tokens=False)
-    return text if text and CUT not in text else tokenizer.id_to_token(token) or text
+    return printed(text if text and CUT not in text else tokenizer.id_to_token(token) or text, LONGEST_WORD)
 
 
-def _load(file: Path, problems: Problems) -> Any:
+def _load(file: Path) -> Any:
+    """The tokenizer of a file, which decodes and does nothing else.
+
+    Raises:
+        RecordError: `tokenizers` is not installed, or the file is no tokenizer that is read.
+    """
     try:
         from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        problems.add(f"{file}: tokens have no text without tokenizers; pip install 'mis-plugins[report]'")
+    except ModuleNotFoundError as error:
+        lacking = "tokens have no text without tokenizers; pip install 'mis-plugins[report]'"
+        raise RecordError(f"{file}: {lacking}") from error
+    with opened(file) as content:
+        held = parsed(content.read(int(LINE.base) + 1), file)
+    if not isinstance(held, dict) or not isinstance(held.get("model"), dict):
+        raise RecordError(f"{file}: no tokenizer")
+    if len(held.get("added_tokens") or ()) > ADDED:
+        raise RecordError(f"{file}: adds more than {ADDED:,} tokens")
+    model = held["model"] | ({"merges": []} if "merges" in held["model"] else {})
+    kept = {name: held[name] for name in KEPT if name in held}
+    return Tokenizer.from_str(json.dumps(kept | {"model": model, "decoder": _plain(held.get("decoder"))}))
+
+
+def _plain(decoder: Any) -> Mapping[str, Any] | None:
+    """A decoder without expressions, and without replacements that make a text longer; None where nothing is left."""
+    if not isinstance(decoder, dict):
         return None
-    if file.stat().st_size > LARGEST:
-        problems.add(f"{file}: larger than a tokenizer")
-        return None
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no other kind
-        problems.add(f"{file}: no tokenizer: {str(error).partition(chr(10))[0]}")
-        return None
+    if decoder.get("type") == "Sequence":
+        parts = [part for part in map(_plain, decoder.get("decoders") or ()) if part is not None]
+        return decoder | {"decoders": parts} if parts else None
+    return decoder if decoder.get("type") in PLAIN or _replaces_a_letter(decoder) else None
+
+
+def _replaces_a_letter(decoder: Mapping[str, Any]) -> bool:
+    """Whether a decoder puts at most one letter in place of a text, as of `▁` a space."""
+    pattern, content = decoder.get("pattern"), decoder.get("content")
+    plain = isinstance(pattern, dict) and pattern.keys() == {"String"} and bool(pattern["String"])
+    return decoder.get("type") == "Replace" and plain and isinstance(content, str) and len(content) <= 1

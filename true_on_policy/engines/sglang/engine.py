@@ -17,6 +17,7 @@ from true_on_policy.contract.model_config import text_of
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
+from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, sglang_rows, short, whole
 from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
 from true_on_policy.engines.handover import ASKED
 from true_on_policy.engines.protocol import Cut, EngineError, Request, Sample
@@ -105,7 +106,7 @@ class SGLang:
         self._last_id = text_of(json.loads((checkpoint / "config.json").read_text()))["vocab_size"] - 1
         own = named({"weight-version": 0})
         command = [str(python), "-m", "sglang.launch_server", *arguments, *own]
-        self._server = started(self.name, command, environment)
+        self._server = started(self.name, command, environment, private=_private)
 
     def versions(self) -> dict[str, str]:
         return versions(self.name, ENGINES[self.name].packages)
@@ -118,7 +119,8 @@ class SGLang:
             {"return_sampling_mask": cut} if any(cut) else {},
             patience(requests),
         )
-        return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        with reading("/generate", self.name):
+            return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _sampling(self, request: Request) -> dict[str, Any]:
         seed = {"sampling_seed": request.seed} if self._seeded else {}
@@ -134,9 +136,10 @@ class SGLang:
         """Build SGLang's arguments of a cut: SGLang returns the kept tokens only where top-k is finite."""
         return {"top_p": cut.top_p, "top_k": cut.top_k or self._last_id + 1}
 
-    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+    def _sample(self, request: Request, answer: Any) -> Sample:
         meta = answer["meta_info"]
-        tokens = tuple(answer["output_ids"])
+        check_counts(meta, len(request.prompt))
+        tokens = tuple(whole(token, "token id", self._last_id) for token in answer["output_ids"])
         log_probs = _log_probs(meta["output_token_logprobs"], tokens)
         kept = None
         if request.cut is not None:
@@ -148,21 +151,22 @@ class SGLang:
             tokens,
             log_probs,
             int(meta["weight_version"]),
-            meta["cached_tokens"],
-            meta["num_retractions"],
+            whole(meta["cached_tokens"], "cached_tokens"),
+            whole(meta["num_retractions"], "num_retractions"),
             kept,
         )
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
         answers = self._generate([sample.sequence for sample in samples], sampling, {"logprob_start_len": 0})
-        return [
-            _log_probs(
-                answer["meta_info"]["input_token_logprobs"][-len(sample.tokens) :],
-                self._reported(sample.tokens),
-            )
-            for sample, answer in zip(samples, answers, strict=True)
-        ]
+        with reading("/generate", self.name):
+            return [self._score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+
+    def _score(self, sample: Sample, answer: Any) -> Float32[Tensor, "_"]:
+        rows = list_of(
+            answer["meta_info"]["input_token_logprobs"], len(sample.sequence), "log-probs of tokens"
+        )
+        return _log_probs(rows[-len(sample.tokens) :], self._reported(sample.tokens))
 
     def _reported(self, tokens: Sequence[int]) -> list[int]:
         """Return input ids as SGLang reports them: this version reports the vocabulary's last id as 0."""
@@ -170,7 +174,7 @@ class SGLang:
 
     def _generate(
         self, prompts: list, sampling: list, more: Mapping[str, Any], seconds: float = GENERATE_SECONDS
-    ) -> list[dict[str, Any]]:
+    ) -> Any:
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
         return self._server.post("/generate", body, seconds)
 
@@ -179,8 +183,9 @@ class SGLang:
             "/update_weights_from_disk",
             {"model_path": str(checkpoint), "flush_cache": False, "weight_version": str(version)},
         )
-        if not answer["success"]:
-            raise EngineError(f"sglang: refused the weights of {checkpoint}: {answer['message']}")
+        with reading("/update_weights_from_disk", self.name):
+            if answer["success"] is not True:
+                raise EngineError(f"refused the weights of {checkpoint}: {answer['message']}")
         if not keep_cache:
             self._flush_cache()
 
@@ -213,6 +218,13 @@ def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
             "log-level": "info",
         }
     )
+
+
+def _private(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
+    """Name SGLang a file with its key, and one over which its ranks meet: torch's store would listen to the network."""
+    file = folder / "key.yaml"
+    file.write_text(f"api-key: {key}\n")
+    return ["--config", str(file)], {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks"}
 
 
 def _cpu_arguments(ranks: int) -> list[str]:
@@ -258,8 +270,9 @@ def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[
         raise EngineError(
             f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
         )
+    _, log_probs = sglang_rows(rows)
     # SGLang's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return torch.tensor([row[0] for row in rows], dtype=torch.float32)
+    return torch.tensor(log_probs, dtype=torch.float32)
 
 
 def _over_kept(
@@ -272,9 +285,16 @@ def _over_kept(
     Raises:
         EngineError: a token has no set, or is not in its set.
     """
-    kept = tuple(tuple(row) for row in meta["output_token_sampling_mask"])
+    kept = tuple(map(_ids, meta["output_token_sampling_mask"]))
     if len(kept) != len(tokens) or any(token not in row for token, row in zip(tokens, kept, strict=True)):
         raise EngineError(
             f"sglang: kept sets {kept[:3]} that are not those of the sampled tokens {tokens[:3]}"
         )
-    return torch.tensor(meta["output_token_sampling_logprobs"], dtype=torch.float32), kept
+    values = list_of(meta["output_token_sampling_logprobs"], len(tokens), "log-probs of tokens")
+    return torch.tensor([*map(log_prob, values)], dtype=torch.float32), kept
+
+
+def _ids(row: Sequence[Any]) -> tuple[int, ...]:
+    if {*map(type, row)} != {int}:  # one look at each id: a set may hold the whole vocabulary
+        raise EngineError(f"sglang: expected the ids of a kept set; got {short(row)}")
+    return tuple(row)

@@ -17,6 +17,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import handed_over
+from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, short, whole
 from true_on_policy.engines.environment import inherited, interpreter, versions
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import (
@@ -29,7 +30,9 @@ from true_on_policy.engines.server import (
     started,
 )
 
+PATH = "/inference/v1/generate"
 ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
+GUARD = "true_on_policy.engines.vllm.guard.Guard"
 BLOCK = 32  # slots of a block of the key-value cache
 
 
@@ -101,7 +104,8 @@ class VLLM:
         ]
         seconds = patience(requests)
         answers = self._senders.map(lambda body: self._ask(*body, seconds=seconds), bodies)
-        return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        with reading(PATH, self.name):
+            return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _ask(
         self,
@@ -109,28 +113,30 @@ class VLLM:
         wanted: Mapping[str, Any],
         request: Request,
         seconds: float = GENERATE_SECONDS,
-    ) -> Mapping[str, Any]:
+    ) -> Any:
         # No seed: with a seed, vLLM 0.32 on CPU crashes on a prompt that is prefilled in chunks.
         sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
         body = {"token_ids": list(tokens), "sampling_params": sampling}
-        return self._server.post("/inference/v1/generate", body, seconds)
+        return self._server.post(PATH, body, seconds)
 
-    def _sample(self, request: Request, answer: Mapping[str, Any]) -> Sample:
+    def _sample(self, request: Request, answer: Any) -> Sample:
         [choice] = answer["choices"]
-        rows = choice["logprobs"]["content"]
-        if [row["token_id"] for row in rows] != choice["token_ids"] or not request.over(choice["token_ids"]):
-            raise EngineError(
-                f"vllm: {request.length} tokens asked, got {choice['token_ids']} and {rows[:3]}"
-            )
+        rows, tokens = choice["logprobs"]["content"], choice["token_ids"]
+        if [row["token_id"] for row in rows] != tokens or not request.over(tokens):
+            raise EngineError(f"vllm: {request.length} tokens asked, got {short(tokens)} and {short(rows)}")
+        ids = tuple(whole(token, "token id") for token in tokens)
         log_probs = _log_probs([row["logprob"] for row in rows])
-        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Sample(request, tuple(choice["token_ids"]), log_probs, self._version, cached)
+        usage = answer["usage"]
+        check_counts(usage, len(request.prompt), len(ids))
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Sample(request, ids, log_probs, self._version, whole(cached, "cached_tokens"))
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         bodies = [(sample.sequence, wanted, sample.request) for sample in samples]
         answers = self._senders.map(lambda body: self._ask(*body), bodies)
-        return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+        with reading(PATH, self.name):
+            return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         self._call("reload_weights", weights_path=str(checkpoint))
@@ -141,12 +147,17 @@ class VLLM:
     def _drop_cache(self) -> None:
         # While a request runs, vLLM keeps its cache and answers 200.
         deadline = time.monotonic() + GENERATE_SECONDS
-        while not self._server.post("/reset_prefix_cache", {})["success"]:
+        while not self._dropped():
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s"
                 )
             time.sleep(POLL_SECONDS)
+
+    def _dropped(self) -> bool:
+        answer = self._server.post("/reset_prefix_cache", {})
+        with reading("/reset_prefix_cache", self.name):
+            return answer["success"] is True
 
     def _call(self, method: str, **kwargs: str) -> None:
         self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs})
@@ -161,8 +172,9 @@ def _until(request: Request) -> dict[str, Any]:
     return {"max_tokens": request.length, **end}
 
 
-def _scored(sample: Sample, answer: Mapping[str, Any]) -> Float32[Tensor, "N"]:
-    rows = answer["prompt_logprobs"][-len(sample.tokens) :]
+def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
+    told = list_of(answer["prompt_logprobs"], len(sample.sequence), "log-probs of tokens")
+    rows = told[-len(sample.tokens) :]
     found = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
     return _log_probs([None if row is None else row["logprob"] for row in found])
 
@@ -179,6 +191,7 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
         "logprobs-mode": "processed_logprobs",  # log-probs of the sampled distribution, after temperature
         "generation-config": "vllm",
         "host": "127.0.0.1",
+        "middleware": GUARD,
     }
     flags = [
         "--tokens-only",
@@ -197,6 +210,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_API_KEY": "",  # of the user's other servers; Guard asks for the key of the run
         "VLLM_LOGGING_LEVEL": "INFO",
     }
     # vLLM's own norm may be a compiled kernel: a pinned engine always takes our norm, even in vLLM's order.
@@ -207,9 +221,9 @@ def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
     """Convert vLLM's log-probs to a tensor, without rounding.
 
     Raises:
-        EngineError: a token has no log-prob.
+        EngineError: a token has no log-prob, or one that is none.
     """
     if any(value is None or value == ABSENT for value in values):
         raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
     # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor([*map(log_prob, values)], dtype=torch.float32)

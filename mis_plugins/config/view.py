@@ -1,0 +1,145 @@
+"""One read-only view of a host's arguments, whatever object the host hands to its hooks.
+
+A host may hand a Namespace, a frozen pydantic model, a dataclass, an object with `__slots__` or a mapping. `vars` reads
+the first alone: it finds nothing in a model whose arguments are extra fields.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from types import NoneType, SimpleNamespace
+from typing import Any
+
+from mis_plugins.errors import InputError
+
+NAMESPACES = (Namespace, SimpleNamespace)
+PLAIN = frozenset({str, int, float, bool, NoneType, list, tuple, set})
+EXTRAS = "__pydantic_extra__"
+HOOK = {"path", "config"}  # what a hook's argument holds where a host gives a hook its own config
+
+
+class View(Mapping[str, Any]):
+    """The arguments by name, as attributes and as items.
+
+    An argument that holds a hook's path and its config reads as the path. The keys of the config read as arguments
+    where no argument of that name has a value.
+
+    Attributes of the host's object that are no arguments, such as properties, are reached as attributes alone.
+    """
+
+    __slots__ = ("_given", "_stated", "_hooks")
+
+    def __init__(self, given: Any, stated: Mapping[str, Any], hooks: tuple[str, ...]) -> None:
+        for name, value in zip(self.__slots__, (given, stated, hooks), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._stated[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stated)
+
+    def __len__(self) -> int:
+        return len(self._stated)
+
+    def items(self) -> Any:  # the base class looks each of a thousand names up by itself
+        return self._stated.items()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._stated.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stated
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._stated:
+            return self._stated[name]
+        if not isinstance(self._given, Mapping) and hasattr(self._given, name):
+            return getattr(self._given, name)
+        raise AttributeError(
+            f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name}: the host's arguments are read, and never written")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: the host's arguments are read, and never written")
+
+
+def view(args: Any) -> View:
+    """The arguments of a host as a read-only mapping; a view is returned as it is.
+
+    Raises:
+        InputError: no argument can be read from the object.
+    """
+    if isinstance(args, View):
+        return args
+    stated = _stated(args)
+    if not stated and type(args) not in NAMESPACES and not isinstance(args, Mapping):
+        raise InputError(
+            f"the host's arguments are a {type(args).__module__}.{type(args).__qualname__}, in which no argument can "
+            "be read: neither attributes, fields, slots nor items; hand on a Namespace, a dataclass or a mapping"
+        )
+    hooks = tuple(name for name, value in stated.items() if type(value) not in PLAIN and _is_hook(value))
+    return View(args, _with_configs(stated, hooks) if hooks else stated, hooks)
+
+
+def original(args: Any) -> Any:
+    """The object that the host handed over, for a function of the host's own."""
+    return args._given if isinstance(args, View) else args
+
+
+def is_untyped(args: View) -> bool:
+    """Whether anybody may have written any name on the arguments: a typed object has the names of its class."""
+    return type(args._given) in NAMESPACES or isinstance(args._given, Mapping)
+
+
+def kind(args: View) -> str:
+    """What the host's arguments are, in words."""
+    return f"{len(args)} arguments in a {type(args._given).__name__}"
+
+
+def hooks_of(args: View) -> tuple[str, ...]:
+    """Names of the arguments that hold a hook's path beside the hook's own config."""
+    return args._hooks
+
+
+def _stated(args: Any) -> Mapping[str, Any]:
+    if type(args) in NAMESPACES:
+        return vars(args)
+    if isinstance(args, Mapping):
+        return args
+    slots = (name for kind in type(args).__mro__ for name in _slots(kind))
+    held = {name: getattr(args, name) for name in slots if name[:1] != "_" and hasattr(args, name)}
+    extras = (getattr(args, EXTRAS) if hasattr(type(args), EXTRAS) else None) or {}
+    return {**held, **getattr(args, "__dict__", {}), **extras}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_hook(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.keys() == HOOK
+    return isinstance(getattr(value, "path", None), str) and hasattr(value, "config")
+
+
+def _with_configs(stated: Mapping[str, Any], hooks: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments with the path of each hook in place of the hook's object, and the keys of its config."""
+    values = dict(stated)
+    for name in hooks:
+        hook = stated[name]
+        path, config = (
+            (hook["path"], hook["config"]) if isinstance(hook, Mapping) else (hook.path, hook.config)
+        )
+        values[name] = path
+        for key, value in ({} if config is None else _stated(config)).items():
+            if values.get(key) is None:
+                values[key] = value
+    return values

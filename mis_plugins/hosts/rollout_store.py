@@ -1,0 +1,114 @@
+"""What the rollout-data hooks leave in this process for the hooks of the steps that follow: numbers of one rollout.
+
+Nothing is left on the host's arguments, which may be frozen, and made anew for each call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import view
+from mis_plugins.errors import InputError
+from mis_plugins.shared.notices import warn_once
+
+if TYPE_CHECKING:
+    from mis_plugins.hosts.averages import Counted
+
+HOOK = "rollout_data_postprocess_path"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The numbers of one rollout.
+
+    counted: shares of the steps that train; None on a rank without log-probs.
+    config: the config of `normalize_rollout`; None where the mean was not asked for.
+    mean: the mean weight under `config`; None on a rank without log-probs.
+    """
+
+    rollout_id: int
+    counted: Counted | None
+    config: CorrectionConfig | None = None
+    mean: Float[Tensor, ""] | None = None
+
+
+@dataclass
+class RolloutStore:
+    """The numbers of the rollout that the last rollout-data hook saw.
+
+    training: the rollout that trains, where the step hook has said so since.
+    """
+
+    held: Held | None = None
+    training: int | None = None
+
+    def keep(self, held: Held) -> None:
+        """Hold the numbers of a rollout in place of those of the one before, or of an earlier attempt at it."""
+        self.held, self.training = held, None
+
+    def begin(self, rollout_id: int) -> None:
+        """Note which rollout trains; the step hook calls it on every rank.
+
+        Raises:
+            InputError: the mean is that of an older rollout; every rank raises.
+        """
+        self.training = rollout_id
+        if self._is_older() and self.held and self.held.config:
+            raise InputError(
+                f"mis.weight.normalize.scope: rollout: rollout {rollout_id} trains, and the mean is that of rollout "
+                f"{self.held.rollout_id}: the host did not call --{HOOK.replace('_', '-')} for this rollout"
+            )
+
+    def mean(self, args: Any, config: CorrectionConfig) -> Tensor | None:
+        """The mean weight of the rollout; None without one, or where `config` reads none.
+
+        Raises:
+            InputError: the mean was computed under another config.
+        """
+        normalize = config.weight and config.weight.normalize
+        held = self._of_this_run(args)
+        if not normalize or normalize.scope != "rollout" or held is None or held.mean is None:
+            return None
+        assert held.config is not None
+        if held.config.segment_wise_on == config.segment_wise_on and _parts(held.config) != _parts(config):
+            raise InputError(
+                "mis.weight.normalize.scope: rollout: the mean was computed under another config than this "
+                f"micro-batch has: weight {held.config.weight}, reject {held.config.reject}; hand one config to both"
+            )
+        return held.mean
+
+    def mean_is_segment_wise(self) -> bool:
+        """Whether the mean is that of segment-wise weights."""
+        return bool(self.held and self.held.config and self.held.config.segment_wise_on)
+
+    def counted(self, args: Any) -> Counted | None:
+        """Shares of the steps that train; None where they are not known for the rollout that trains."""
+        held = self._of_this_run(args)
+        if held is not None and self._is_older():
+            warn_once(
+                f"rollout {self.training} trains, and samples were counted for rollout {held.rollout_id} alone: the "
+                "host has not called the rollout-data hook since, and metrics are averaged as without it"
+            )
+            return None
+        return held and held.counted
+
+    def _is_older(self) -> bool:
+        return self.held is not None and self.training is not None and self.training > self.held.rollout_id
+
+    def _of_this_run(self, args: Any) -> Held | None:
+        """What is held, unless the arguments name no rollout-data hook: an earlier run of this process left it."""
+        given = view(args)
+        return None if HOOK in given and given[HOOK] is None else self.held
+
+
+def _parts(config: CorrectionConfig) -> tuple[object, ...]:
+    """The parts of a config on which a mean weight depends."""
+    return config.weight, config.reject, config.aggregate
+
+
+ROLLOUT = RolloutStore()

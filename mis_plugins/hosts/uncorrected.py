@@ -1,0 +1,62 @@
+"""Runs that ask for a correction and do not get one, since the host calls no hook of ours that corrects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import View, view
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts import watching
+from mis_plugins.hosts.host import LOSS_HOOK
+from mis_plugins.hosts.registry import current
+
+OURS = ("mis_plugins.", "true_on_policy.")
+
+
+def asked_for(args: Any) -> CorrectionConfig | None:
+    """The correction that the arguments of an actor ask us for; None for a critic, and for a run that watches.
+
+    None too where another package's hook reads flat keys, which are Miles's own, and where the arguments cannot be
+    read: the hook that corrects refuses them in words.
+    """
+    given = view(args)
+    is_critic = given.get("loss_type") == "value_loss" or given.get("trainer_role") == "critic"
+    if is_critic or (given.get("mis") is None and _names_another_hook(given)):
+        return None
+    try:
+        config = reading.from_args(given)
+        corrects = config.corrects or config.needs_loss_hook
+        return config if corrects and not watching.watches(given) else None
+    except ConfigError:
+        return None
+
+
+def _names_another_hook(args: View) -> bool:
+    paths = (args.get(name) for name in ("custom_tis_function_path", "custom_loss_function_path"))
+    return any(path and not str(path).startswith(OURS) for path in paths)
+
+
+def lacking(args: Any) -> str:
+    """What to change so that a hook of ours corrects: the flags that are missing, or the hook that is not called."""
+    given, config = view(args), asked_for(args)
+    if config is None:
+        return "see the logs of the ranks of the last pipeline stage"
+    by_loss = given.get("loss_type") == "custom_loss"
+    if by_loss or config.needs_loss_hook:
+        path = given.get("custom_loss_function_path") if by_loss else None
+        return f"give {LOSS_HOOK}" if path is None else f"{path} corrects nothing; give {LOSS_HOOK}"
+    return _lacking_of_tis(given)
+
+
+def _lacking_of_tis(given: View) -> str:
+    path = given.get("custom_tis_function_path")
+    missing = ["--use-tis"] * (not given.get("use_tis"))
+    missing += [f"--custom-tis-function-path {current(given).tis_hook}"] * (path is None)
+    if missing:
+        return f"give {' '.join(missing)}"
+    return (
+        f"the host does not call --custom-tis-function-path {path} with --loss-type {given.get('loss_type')}, or the "
+        f"function calls no hook of ours; give --loss-type policy_loss, or {LOSS_HOOK}"
+    )

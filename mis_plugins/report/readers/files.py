@@ -1,0 +1,124 @@
+"""Open a stranger's file and parse its JSON, within the budgets of `shared/budget.py`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mis_plugins.report.readers.source import Problems
+from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, RecordError
+
+IRREGULAR = "no regular file; a pipe or a device is not read"
+HEAD = 64  # lines in which a file shows what it is
+SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe or a device could block, or never end.
+
+    Raises:
+        RecordError: the path is no regular file.
+        OSError: the file cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RecordError(f"{path}: {IRREGULAR}")
+    return file
+
+
+def parsed(text: bytes, path: Path) -> Any:
+    """What a line of JSON holds.
+
+    Raises:
+        RecordError: the line is beyond a budget.
+        ValueError: the line is no JSON.
+    """
+    LINE.check(len(text), len(text), path)
+    ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), len(text), path)
+    return json.loads(text)
+
+
+def objects(path: Path, problems: Problems) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Place and object of each line of a file; a line without an object is told and left out."""
+    with opened(path) as file:
+        for number in itertools.count(1):
+            line, goes_on = _line(file)
+            place, found = f"line {number}", None
+            with problems.guarded(path, place):
+                found = _object(line, path)
+            problems.bytes_read = file.tell()
+            if found is not None:
+                yield place, found
+            if not goes_on:
+                return
+
+
+def first_objects(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Objects in the first lines of a file, by which it is known; none where the file cannot be read."""
+    problems = Problems()
+    with opened(path) as file:
+        for _ in range(HEAD):
+            line, goes_on = _line(file)
+            with problems.guarded(path):
+                found = _object(line, path)
+                if found is not None:
+                    yield found
+            if not goes_on or file.tell() > SKIPPED * LINE.base:
+                return
+
+
+def _line(file: BinaryIO) -> tuple[bytes, bool]:
+    """The next line, of which an overlong one is cut, and whether another may follow."""
+    line = file.readline(int(LINE.base) + 1)
+    if len(line) <= LINE.base:
+        return line, bool(line)
+    rests = (file.readline(int(LINE.base)) for _ in range(SKIPPED))
+    return line, any(rest.endswith(b"\n") for rest in rests)
+
+
+def _object(line: bytes, path: Path) -> Mapping[str, Any] | None:
+    """The object of a line; None of a blank line."""
+    if not line.strip():
+        return None
+    found = parsed(line, path)
+    if not isinstance(found, dict):
+        raise RecordError(f"holds {type(found).__name__}, no object; write one object a line")
+    return found
+
+
+@contextmanager
+def limited_memory(size: int) -> Iterator[None]:
+    """Let the process allocate no more than twice the inflated bytes that a file of `size` bytes may ask for.
+
+    A library that reads a format by itself checks no budget: its allocation fails, and the library raises an error.
+    """
+    held, (soft, hard) = _held_memory(), resource.getrlimit(resource.RLIMIT_DATA)
+    if held is None:
+        yield
+        return
+    most = held + 2 * int(INFLATED.most(size))
+    resource.setrlimit(resource.RLIMIT_DATA, (most if soft < 0 else min(soft, most), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _held_memory() -> int | None:
+    """Bytes of the process's own memory; None where the system does not tell."""
+    try:
+        told = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return next(
+        (1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmData")), None
+    )

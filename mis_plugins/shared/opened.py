@@ -1,0 +1,140 @@
+"""A file that is opened once and read at places of its own, never mapped.
+
+A mapped file that another process cuts short ends a reader by a signal (SIGBUS), which no code can catch. A read that
+comes back short is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import mmap
+import os
+import resource
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mis_plugins.shared.budget import MEGABYTE, RecordError
+from mis_plugins.shared.shell import not_installed
+
+T = TypeVar("T")
+IN_MEMORY = (
+    256 * MEGABYTE
+)  # bytes of a tensor; a larger tensor is copied to a temporary file, which is mapped
+PIECE = 16 * MEGABYTE
+
+
+def read(path: Path, function: Callable[[], T]) -> T:
+    """Call `function`, and turn whatever it raises into a `RecordError` that names the file.
+
+    The libraries raise a dozen kinds of errors on damaged files: the kind depends on the place of the damage.
+    """
+    try:
+        return function()
+    except RecordError as error:
+        raise error if str(error).startswith(str(path)) else RecordError(f"{path}: {error}") from error
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise RecordError(f"{path}: cannot be read: {reason}") from error
+
+
+def optional(module: str) -> ModuleType:
+    """Import a library of the extra `verify`, or raise an error that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RecordError(not_installed(error, "verify")) from error
+
+
+class Opened:
+    """A regular file, opened for reading.
+
+    Raises:
+        RecordError: the path is a folder, a pipe or a device, or cannot be opened.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            descriptor = _descriptor(path)
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise RecordError(f"{path}: is no regular file")
+        self.file = os.fdopen(descriptor, "rb")
+        self.size = status.st_size
+
+    def bytes_at(self, offset: int, count: int) -> bytearray:
+        """The `count` bytes at `offset`.
+
+        Raises:
+            RecordError: the file ends before them.
+        """
+        self._check(offset, count)
+        found = bytearray(count)
+        self._fill(offset, memoryview(found))
+        return found
+
+    def tensor_at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes.
+
+        Raises:
+            RecordError: the file ends before them, or the copy finds no place on the disk.
+        """
+        size = count * dtype.itemsize
+        if not size:
+            return torch.empty(count, dtype=dtype)
+        self._check(offset, size)
+        return torch.frombuffer(
+            self.bytes_at(offset, size) if size <= IN_MEMORY else self._copied(offset, size), dtype=dtype
+        )
+
+    def _check(self, offset: int, count: int) -> None:
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise RecordError(f"{self.path}: names bytes beyond its end")
+
+    def _fill(self, offset: int, room: memoryview) -> None:
+        done = 0
+        while done < len(room):
+            got = os.preadv(self.file.fileno(), [room[done : done + PIECE]], offset + done)
+            if not got:
+                raise RecordError(f"{self.path}: became shorter while it was read")
+            done += got
+
+    def _copied(self, offset: int, size: int) -> mmap.mmap:
+        try:
+            with TemporaryFile() as copy:
+                copy.truncate(size)
+                for done in range(0, size, PIECE):
+                    copy.write(self.bytes_at(offset + done, min(PIECE, size - done)))
+                copy.flush()
+                return mmap.mmap(copy.fileno(), size, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise RecordError(
+                f"{self.path}: a tensor of {size:,} bytes needs as much room in a temporary file: "
+                f"{error.strerror}; TMPDIR names its folder"
+            ) from error
+
+
+def _descriptor(path: Path) -> int:
+    """A descriptor of the file. A run of a thousand ranks has more files than a process may have open at first."""
+    flags = (
+        os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # without O_NONBLOCK opening a pipe would wait for a writer
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return os.open(path, flags)

@@ -1,0 +1,70 @@
+"""Foreign text for terminal and page: names and texts of strangers' files are shown, and steer nothing."""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode's categories of what steers or hides: controls, bidi and zero width, surrogates, private use, unassigned,
+and separators of lines and paragraphs."""
+BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0" + "".join(map(chr, range(0xE0100, 0xE01F0)))
+"""Letters and marks without a glyph, which hide text in a name."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text in which every character is seen: one that steers a terminal, or has no glyph, becomes its escape.
+
+    ESC becomes `\\x1b`, a bidi override `\\u202e`, a lone surrogate `\\udcff`, and a line break `\\n`. So the text is
+    one line, can be encoded, and stays what it is when escaped twice.
+
+    Args:
+        keep: control characters that stay, such as the line breaks of a text of several lines.
+    """
+    return text.translate(_escapes(keep))
+
+
+def print_error(message: str) -> None:
+    """Print an error on stderr. Lines after the first are indented, so that no name in it passes for another error."""
+    print(printable(message.rstrip("\n"), keep="\n").replace("\n", "\n  "), file=sys.stderr)
+
+
+class Shown(io.TextIOWrapper):
+    """A standard stream in which whatever a command or a library prints is `printable`: no print can forget it."""
+
+    def write(self, text: str, /) -> int:
+        super().write(printable(text, keep="\n\t"))
+        return len(text)
+
+
+def steered(stream: Any) -> Any:
+    """A standard stream for rich, which colours and redraws by escapes. Foreign text goes there as `Text` alone."""
+    return _Steered(stream) if isinstance(stream, Shown) else stream
+
+
+class _Steered:
+    def __init__(self, stream: Shown):
+        self.write: Callable[[str], int] = functools.partial(io.TextIOWrapper.write, stream)
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Escapes(dict[int, str]):
+    """What `str.translate` writes for each character, made when a text first holds the character."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        unseen = unicodedata.category(character) in UNSEEN or character in BLANK
+        self[code] = character.encode("unicode_escape").decode() if unseen else character
+        return self[code]
+
+
+@functools.cache
+def _escapes(keep: str) -> _Escapes:
+    return _Escapes((ord(character), character) for character in keep)

@@ -1,0 +1,235 @@
+"""Texts of strangers that were made to hang a command, to fill the memory, or to steer what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import ConfigCommand
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mis_plugins.__main__ import main
+from mis_plugins.config import reading
+from mis_plugins.config.file import LARGEST_FILE, keys_of, parsed, text_of
+from mis_plugins.errors import ConfigError, UserError
+from mis_plugins.explain.translate import areal, ms_swift, script, verl
+from true_on_policy.flags.server_groups import groups
+
+VERL = "main_ppo algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2\n"
+SWIFT = "swift rlhf --rollout_importance_sampling_mode token_mask\n"
+DOUBLED = "A=xxxxxxxx\n" + "A=$A$A\n" * 60
+CHAINED = "A0=xxxxxxxx\n" + "".join(f'A{i}="${{A{i - 1}}}${{A{i - 1}}}"\n' for i in range(1, 60))
+GROWN = "A=" + "x" * 30_000 + "\n" + "echo $A\n" * 8000
+DEEP = "a0: &a0 x\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)) + "mis: *a2999\n"
+LONG = f"a: &a {'x' * 1000}\nmis: [{'*a,' * 5000}]\n"
+REFUSED = {
+    "a key of 60,000 letters": ("? " + "k" * 60_000 + "\n: 1\nmis: {}", "line 1: 'kkk.*longer key"),
+    "a tag of 60,000 letters": ("mis: !!" + "t" * 60_000 + " x", "line 1, column .*no YAML: .*characters"),
+    "a value of 60,000 letters": ("mis: " + "v" * 60_000, "mis: got 'vvv.*60002 characters"),
+    "a hexadecimal": ("mis: {weight: {upper: 0x" + "f" * 6000 + "}}", "line 1: '0xfff.* reads as YAML's int"),
+    "an empty int": ("mis: {weight: {upper: !!int ''}}", "line 1: '' reads as YAML's int"),
+    "an alias within itself": ("mis: &a {weight: *a}", "an alias .* stands within its own value"),
+    "levels behind aliases": (DEEP, "line 66: nested more than 64 levels"),
+    "letters behind aliases": (LONG, "aliases .* repeat more than"),
+    "a number of 64 bits": ("mis: {weight: {upper: 1e+308}}", "upper: got .*1e.308.*32 bits"),
+    "rules": (f"mis: {{weight: null, reject: [{'{upper: 2}, ' * 4000}]}}", "mis.reject: got 4000 items"),
+    "python/object": ("mis: !!python/object/apply:os.system [x]", "no YAML: could not determine"),
+}
+ODD_KEYS = "self: 1\n__class__: 1\n__dict__: 1\n? 1\n: 1\nnull: 1\n"
+BREAKS = ["\n", "\r", "\r\n", "\x85", "\u2028", "\x00", "\x1b[31m", "\u202e", "' # ", "]\n"]
+
+
+def ended(text: str, command: str, file: Path, *options: str) -> int:
+    """The exit code of `config COMMAND` on a file with this text, which took no ten seconds."""
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    began = time.process_time()
+    code = main(["config", command, str(file), *options])
+    assert time.process_time() - began < 10
+    return code
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_hostile_yaml_is_refused_in_words(name: str, config_command: ConfigCommand):
+    text, message = REFUSED[name]
+    for command in ("from-verl", "from-areal", "check"):
+        told = config_command(text, command=command, code=2).err
+        assert len(told) < 600
+    with pytest.raises(ConfigError, match=message):
+        reading.from_mapping(parsed(text)["mis"])
+
+
+@pytest.mark.parametrize("spelling", ["mis: {weight: {upper: 2}}\n", "tis_upper_bound: 2\n"])
+def test_keys_that_python_owns_are_keys(spelling: str, config_command: ConfigCommand):
+    told = config_command(ODD_KEYS + spelling).out
+    assert "self: no argument of" in told
+    assert "__class__: no argument of" in told
+    config_command(ODD_KEYS + "tis_upper_bound: 2\n", command="from-miles")
+
+
+def test_of_hundreds_of_unknown_keys_twenty_are_told(config_command: ConfigCommand):
+    keys = "".join(f"k{i}: 1\n" for i in range(300))
+    told = config_command(keys + "mis: {weight: {upper: 2}}\n").out
+    assert "280 more keys" in told
+    assert "and 280 more" in config_command(keys + "tis_upper_bound: 2\n", command="from-miles").out
+
+
+@pytest.mark.parametrize("text", [DOUBLED, CHAINED, GROWN], ids=["doubled", "chained", "grown"])
+@pytest.mark.parametrize(
+    ("command", "line"), [("from-verl", VERL), ("from-ms-swift", SWIFT)], ids=["verl", "swift"]
+)
+def test_variables_that_grow_are_refused(
+    text: str, command: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert ended(text[: LARGEST_FILE - 200] + "\n" + line, command, tmp_path / "run.sh") == 2
+    assert "run.sh: the variable A" in (told := capsys.readouterr().err)
+    assert "letters of variables, and a file of" in told
+
+
+def test_honest_variables_are_expanded():
+    text = "A=" + "x" * 200 + "\n" + "run --flag $A\n" * 500
+    assert list(script.commands(text, ms_swift.FLAG))[-1] == ["run", "--flag", "x" * 200]
+
+
+@pytest.mark.parametrize(
+    ("reads", "piece"),
+    [
+        (script.ASSIGNMENT.fullmatch, " "),
+        (script.ASSIGNED.findall, "a["),
+        (script.QUOTED.findall, "'\\\""),
+        (script.OPENS.findall, "( "),
+        (verl.IN_SCRIPT.search, "algorithm.rollout_"),
+        (verl.WORD.fullmatch, "a.a"),
+        (ms_swift.FLAG.search, "--rollout_importance_sampling_"),
+    ],
+    ids=["assignment", "assigned", "quoted", "opens", "verl", "word", "swift"],
+)
+def test_no_pattern_takes_more_than_linear_time(reads: Callable[[str], object], piece: str):
+    began = time.process_time()
+    reads('A="x"' + piece * (LARGEST_FILE // len(piece)) + "y")
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("call", ["decoupled_token_is(" + "-" * 90_000 + "1)", "a" + " " * 90_000 + "!"])
+def test_a_preset_of_verl_is_no_program(call: str, tmp_path: Path):
+    assert ended(call, "from-verl", tmp_path / "call.txt") == 2
+
+
+@pytest.mark.parametrize("value", BREAKS, ids=ascii)
+def test_what_is_written_reads_back(value: str):
+    """No value of a stranger ends the comment in which it stands."""
+    said = yaml.safe_dump(f"x{value}mis: 1")
+    loss = f"loss_agg_mode: {said}      policy_loss: {{loss_mode: {said.strip()}}}"
+    section = "{rollout_correction: {rollout_is: token, rollout_is_threshold: 2}}"
+    swift = "rollout_importance_sampling_mode: token_mask"
+    block = (
+        f"actor:\n  behav_imp_weight_cap: 5\n  m2_threshold: {said}rollout:\n  max_head_offpolicyness: {said}"
+    )
+    for made in (
+        verl.translate(f"algorithm: {section}\nactor_rollout_ref:\n  actor:\n      {loss}"),
+        ms_swift.translate(f"{swift}\nloss_type: {said}"),
+        areal.translate(block),
+    ):
+        assert yaml.safe_load(made.text()) == {"mis": made.mis}
+        assert made.text().isprintable() or set(made.text()) - {"\n"} <= set(
+            filter(str.isprintable, made.text())
+        )
+
+
+@pytest.mark.parametrize("payload", ["\xe9", "A", "x!"])
+def test_a_path_that_is_no_base64_is_refused(payload: str):
+    with pytest.raises(ConfigError, match="no base64 behind it"):
+        text_of(f"base64:{payload}")
+
+
+def test_a_path_that_holds_more_than_a_config_is_refused():
+    payload = base64.b64encode(b"x" * (LARGEST_FILE + 1)).decode()
+    with pytest.raises(ConfigError, match="which no config has"):
+        keys_of(f"base64:{payload}")
+
+
+@pytest.mark.parametrize("command", ["check", "from-verl", "from-areal"])
+def test_a_path_of_100_kilobytes_is_cut_in_the_error(command: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["config", command, "base64:" + "A/" * 50_000]) == 2
+    assert len(capsys.readouterr().err) < 2500
+
+
+@pytest.mark.parametrize("text", ["sglang: &a [*a]", "sglang: " + "[" * 90_000, "sglang: 0x" + "f" * 6000])
+def test_groups_of_engines_that_cannot_be_read_are_told(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "engines.yaml").write_text(text)
+    args = argparse.Namespace(sglang_config=str(tmp_path / "engines.yaml"))
+    assert list(groups(args)) == []
+    assert "cannot be read here" in caplog.text
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=9),
+    st.dates(),
+    st.binary(max_size=3),
+    st.sampled_from(["token", "sequence", "0.5_2.0", "seq_mean_k1", "${x}", "{lower}"]),
+)
+TREES = st.recursive(VALUES, lambda x: st.lists(x, max_size=3) | st.dictionaries(VALUES, x, max_size=3))
+PLACES = {
+    "check": [
+        *(f"mis.{name}" for name in ("weight.upper", "weight", "reject", "opsm.delta", "a")),
+        "use_tis",
+    ],
+    "from-miles": [*reading.FLAT_KEYS, "use_tis", "a"],
+    "from-verl": [
+        *(f"algorithm.rollout_correction.{name}" for name in verl.KNOWN),
+        *(
+            f"actor_rollout_ref.actor.{name}"
+            for name in (*verl.WIDTHS, "policy_loss.loss_mode", "loss_agg_mode")
+        ),
+        "trainer.use_v1",
+    ],
+    "from-ms-swift": [*ms_swift.KEYS, *ms_swift.OF_KL, *ms_swift.OF_CLIP],
+    "from-areal": [
+        *(f"actor.{name}" for name in (*areal.KNOWN, *areal.UNSERVED)),
+        *(f"actor.rejection_sampling.{name}" for name in areal.DEFAULTS),
+        "rollout.max_head_offpolicyness",
+    ],
+}
+
+
+@pytest.mark.parametrize("command", PLACES)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_value_gives_a_config_or_an_error_in_words(
+    command: str, data: st.DataObject, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tree: dict = {}
+    for place, value in data.draw(
+        st.dictionaries(st.sampled_from(PLACES[command]), TREES, min_size=1, max_size=4)
+    ).items():
+        *parents, last = place.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {}) if isinstance(node.get(parent, {}), dict) else {}
+        node[last] = value
+    code = ended(yaml.safe_dump(tree, allow_unicode=True), command, tmp_path / "f.yaml")
+    told = capsys.readouterr()
+    assert code in (0, 2)
+    assert len(told.err) < 900
+    if code == 0 and command != "check":
+        reading.from_mapping(yaml.safe_load(told.out)["mis"])
+
+
+@given(text=st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str):
+    for read in (parsed, verl.translate, ms_swift.translate, areal.translate):
+        try:
+            read(text)
+        except UserError as error:
+            assert str(error)

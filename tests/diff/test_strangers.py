@@ -1,0 +1,142 @@
+"""The diff command on strangers' files: names, layouts and values that mean harm, or nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_diff import Capture, X, diff, dump, dump_all
+
+from true_on_policy.diff.names import Heads, correspondence
+from true_on_policy.diff.records import read_recording
+from true_on_policy.diff.tensors import EQUAL, NOT_COMPARABLE, compare
+
+NAMES = (
+    "step=..___nonsense.pt", "___=___.pt", "name=___dump_index=1.pt", "dump_index=___name=.pt",
+    "step=0___rank=x___dump_index=1___name=x.pt", f"step=0___rank=0___dump_index={'9' * 200}___name=x.pt",
+    f"step=0___rank={'9' * 150}___dump_index=1___name=y.pt", "\x1b[2J.pt", "a\nb.pt", "\u202etxt.pt", "$\\x$.pt",
+    os.fsdecode(b"\xff\xfe.pt"), os.fsdecode(b"step=0___rank=0___dump_index=2___name=\xff.pt"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_a_strangers_hides_no_other_file_and_steers_no_terminal(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    for file in ("good.pt", name):
+        (folder / file).write_bytes(bytes_of(X))
+    diff(folder, folder, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {"z.output", "good"} <= {row["name"] for row in rows if row["status"] == "equal"} and len(
+        rows
+    ) == 3
+    read = capsys.readouterr()
+    assert "Traceback" not in read.err
+    assert all(character.isprintable() or character == "\n" for character in read.out + read.err)
+
+
+def bytes_of(value: object) -> bytes:
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
+
+
+NESTED: list = []
+for _ in range(300):
+    NESTED = [NESTED]
+ODD: dict[str, object] = {
+    "columns of numbers": {
+        "rollout_data": {"tokens": [1, 2], "log_probs": [1, 2], "response_lengths": [1, "x"]}
+    },
+    "tokens that are a number": {"samples": [{"tokens": 5, "log_probs": 3, "response_length": 1}]},
+    "tokens of many digits": {"samples": [{"tokens": [10**30], "log_probs": [-1.0], "response_length": 1}]},
+    "log-probs in words": {"samples": [{"tokens": [1], "log_probs": ["a"], "response_length": 1}]},
+    "a dict of log-probs": {"samples": [{"tokens": [1], "log_probs": {"a": 1}, "response_length": 1}]},
+    "a length of many digits": {
+        "samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": 10**400}]
+    },
+    "a length in words": {"samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": "one"}]},
+    "matrices": {"samples": [{"tokens": X, "log_probs": X, "response_length": X}]},
+    "names that are numbers": {"samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": 1, 3: 4}]},
+    "lists in lists": NESTED,
+    "a text": "x",
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_file_of_odd_values_hides_no_other(case: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (folder / "odd.pt").write_bytes(bytes_of(ODD[case]))
+    code = diff(folder, folder, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert ("z.output", "equal") in {(row["name"], row["status"]) for row in rows}
+    assert (code == EQUAL) == all(row["status"] == "equal" for row in rows)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_tensors_without_values_are_nothing_compared(tmp_path: Path) -> None:
+    a = dump_all(tmp_path / "a", {"z.output": torch.zeros(0, 3)})
+    assert diff(a, a) == NOT_COMPARABLE
+    both = dump_all(tmp_path / "b", {"z.output": torch.zeros(0, 3), "x.output": X})
+    assert diff(both, both) == EQUAL
+
+
+def test_a_tensors_name_may_hold_a_number_of_many_digits(tmp_path: Path) -> None:
+    save_file({"9" * 6000: X}, tmp_path / "a.safetensors")
+    assert diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors") == EQUAL
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["[" * 100_000, "null", "[]", '{"num_attention_heads": 0, "hidden_size": 4}',
+     '{"num_attention_heads": 4, "head_dim": -3}', '{"num_attention_heads": 1e400, "head_dim": 3}',
+     f'{{"num_attention_heads": {"9" * 5000}}}'],
+)  # fmt: skip
+def test_a_config_without_heads_is_refused(config: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (tmp_path / "config.json").write_text(config)
+    assert diff(folder, folder, "--model", tmp_path) == NOT_COMPARABLE
+    assert "no config.json with the attention heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["*.*", "x(.0)(.0)"])
+def test_a_pattern_whose_search_may_never_end_is_refused(
+    pattern: str, tmp_path: Path, capsys: Capture
+) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (tmp_path / "map.yaml").write_text(json.dumps({pattern: "x"}))
+    assert diff(folder, folder, "--map", tmp_path / "map.yaml") == NOT_COMPARABLE
+    assert "a pattern holds it once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("part", "shape"), [("q", ()), ("gate", ()), ("grouped k", ())])
+def test_a_part_of_a_tensor_without_that_part_hides_no_other(part: str, shape: tuple, tmp_path: Path) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X, "y.output": torch.zeros(shape)})
+    (tmp_path / "map.yaml").write_text(json.dumps({"z.output": "z.output", f"y.output[{part}]": "y.output"}))
+    left = read_recording(folder)
+    names = correspondence(left.names, left.names, tmp_path / "map.yaml")
+    found = {row.key.name: row.status for row in compare(left, left, names, Heads(1, 1, 1)).rows}
+    assert found == {"z.output": "equal", "y.output": "not comparable"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"rids": ["a"], "positions": torch.tensor([0]), "seq_lens": torch.tensor([10**15])},
+     {"rids": 5, "positions": X, "seq_lens": X},
+     {"rids": ["HEALTH_CHECK"] * 3, "positions": torch.tensor([0, 1, 2]), "seq_lens": torch.tensor([2**62] * 3)},
+     {"positions": "x", "rids": ["a"], "seq_lens": torch.tensor([3])},
+     {"input_ids": torch.tensor([0.5, 1.5])},
+     {"input_ids": "x"}],
+)  # fmt: skip
+def test_a_layout_that_is_none_is_refused_in_words(layout: dict, tmp_path: Path, capsys: Capture) -> None:
+    values = {"input_ids": torch.tensor([1, 2, 3])} | layout
+    for index, (name, value) in enumerate((values | {"z.output": X}).items()):
+        dump(tmp_path / "a", index, name, value)
+    assert diff(tmp_path / "a", tmp_path / "a", "--by-token") == NOT_COMPARABLE
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,259 @@
+"""Every kind of object that a host may hand as its arguments is read through one view, and the hooks answer alike."""
+
+from __future__ import annotations
+
+import base64
+import socket
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import make_dataclass
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from batches import host_args, ratio_batch
+from pydantic import BaseModel, ConfigDict, create_model
+
+from mis_plugins import mis
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig, WeightConfig
+from mis_plugins.config.view import original, view
+from mis_plugins.errors import ConfigError, InputError
+
+KEYS: dict[str, Any] = {
+    "use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd", "mis": {"weight": {"upper": 1.5}},
+    "tis_binary_kl_threshold": 5e-3,
+}  # fmt: skip
+
+
+class Extra(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+Frozen: Any = Extra
+
+
+class Behind:
+    """Slots alone, and a `__dict__` that is a property."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "_values", MappingProxyType(values))
+
+    @property
+    def __dict__(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return self._values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+def of_fields(**values: Any) -> BaseModel:
+    """Declared fields, one of them extra."""
+    make: Any = create_model
+    fields = {name: (Any, None) for name in list(values)[1:]}
+    return make("Arguments", __config__=ConfigDict(frozen=True, extra="allow"), **fields)(**values)
+
+
+def of_dataclass(slots: bool) -> Any:
+    def made(**values: Any) -> Any:
+        fields = [(name, Any) for name in values]
+        return make_dataclass("Arguments", fields, frozen=True, slots=slots)(**values)
+
+    return made
+
+
+def of_slots(**values: Any) -> Any:
+    kind = type("Arguments", (), {"__slots__": tuple(values)})
+    made = kind()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+KINDS = {
+    "Namespace": Namespace,
+    "SimpleNamespace": SimpleNamespace,
+    "extra fields of pydantic": Frozen,
+    "fields of pydantic": of_fields,
+    "dataclass": of_dataclass(False),
+    "dataclass with slots": of_dataclass(True),
+    "slots": of_slots,
+    "property": Behind,
+    "dict": dict,
+    "mapping": lambda **values: MappingProxyType(values),
+}
+
+
+def weights(args: Any) -> torch.Tensor:
+    batch = ratio_batch([[0.5, 2.0], [1.2]])
+    kwargs = batch.hook_kwargs()
+    loss, _, _ = mis.compute_mis_weights_with_cp(args, **kwargs)
+    return loss / kwargs["pg_loss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hook_corrects_with_every_kind_of_arguments(kind: str):
+    args = KINDS[kind](**KEYS)
+    torch.testing.assert_close(weights(args), torch.tensor([0.5, 1.5, 1.2]))
+    seen = view(args)
+    assert dict(seen) == KEYS and seen.qkv_format == "thd" and original(seen) is args
+    assert view(seen) is seen and not hasattr(seen, "absent")
+    with pytest.raises(AttributeError, match="^use_tis: the host's arguments are read, and never written$"):
+        seen.use_tis = False
+
+
+class Unreadable:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("args", [None, Unreadable(), object(), 3])
+def test_what_cannot_be_read_is_refused_in_words(args: Any):
+    with pytest.raises(InputError, match="in which no argument can be read"):
+        view(args)
+
+
+class Hook(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    path: str
+    config: Any = None
+
+
+@pytest.mark.parametrize("made", [Hook, SimpleNamespace, dict])
+def test_a_hook_may_carry_its_own_config(made: Any):
+    """The path reads as text, and the keys of the config as arguments that have no value otherwise."""
+    config = Frozen(mis={"weight": {"upper": 1.5}}, tis_level=None)
+    hook = made(path="mis_plugins.mis.compute_mis_weights_with_cp", config=config)
+    reducer = made(path="mis_plugins.mis.kept_token_mean", config=None)
+    flags = {"use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd", "mis": None}
+    args = Frozen(**flags, custom_tis_function_path=hook, custom_pg_loss_reducer_function_path=reducer)
+    torch.testing.assert_close(weights(args), torch.tensor([0.5, 1.5, 1.2]))
+    seen = view(args)
+    assert seen.custom_tis_function_path == "mis_plugins.mis.compute_mis_weights_with_cp"
+    assert seen["custom_pg_loss_reducer_function_path"] == "mis_plugins.mis.kept_token_mean"
+    kept = Frozen(**dict(args) | {"mis": {"weight": None, "reject": [{"upper": 2}], "denominator": "kept"}})
+    with pytest.raises(ConfigError, match="path mis_plugins.mis.kept_token_mean both divide"):
+        weights(kept)
+
+
+# ------------------------------------------------------------------------------------------------- whose a key is
+
+TYPO = "rs_levle"
+CORRECTS = CorrectionConfig(WeightConfig(upper=1.5))
+
+
+def from_file(folder: Path, said: dict[str, Any], inline: bool = False, **flags: Any) -> Namespace:
+    """The arguments of a host that has read a file."""
+    text = yaml.safe_dump(said)
+    (folder / "mis.yaml").write_text(text)
+    path = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(folder / "mis.yaml")
+    return Namespace(**{"use_tis": True, "custom_config_path": path, **flags, **said})
+
+
+@pytest.mark.parametrize("value", [5e-3, None])
+@pytest.mark.parametrize("path", [{}, {"custom_config_path": None}])
+def test_a_recorded_argument_of_a_host_is_none_of_ours(value: float | None, path: dict):
+    args = Namespace(use_tis=True, mis=KEYS["mis"], tis_binary_kl_threshold=value, **path)
+    assert reading.from_args(args) == CORRECTS
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize(
+    "name", ["tis_of_the_next_host", "rs_of_the_next_host", "behav_imp_next", "use_riss"]
+)
+def test_a_name_is_ours_where_the_file_says_it(name: str, inline: bool, tmp_path: Path):
+    assert reading.from_args(from_file(tmp_path, {"mis": KEYS["mis"]}, inline, **{name: 1.0})) == CORRECTS
+    with pytest.raises(ConfigError, match=f"^{name}: unknown key"):
+        reading.from_args(from_file(tmp_path, {"mis": KEYS["mis"], name: 1.0}, inline))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_file_a_typo_is_an_error_where_anybody_may_have_written_it(kind: str):
+    args = KINDS[kind](use_tis=True, mis=KEYS["mis"], **{TYPO: "token"})
+    if kind in ("Namespace", "SimpleNamespace", "dict", "mapping"):
+        with pytest.raises(ConfigError, match=f"^{TYPO}: unknown key; did you mean rs_level"):
+            reading.from_args(args)
+    else:
+        assert reading.from_args(args) == CORRECTS
+
+
+def test_a_host_without_a_file_made_each_name_itself():
+    args = Namespace(
+        use_tis=True, mis=KEYS["mis"], custom_config_path=None, rejection_sampling=True, **{TYPO: 1}
+    )
+    assert reading.from_args(args) == CORRECTS
+
+
+def test_a_file_that_this_node_lacks_is_named_with_the_node(tmp_path: Path):
+    args = from_file(tmp_path, {"mis": KEYS["mis"]}, tis_of_the_next_host=1)
+    (tmp_path / "mis.yaml").unlink()
+    with pytest.raises(ConfigError, match=rf"^node {socket.gethostname()} cannot read .*mis\.yaml"):
+        reading.from_args(args)
+
+
+def test_a_file_is_read_once_and_again_for_another_job(tmp_path: Path):
+    first = from_file(tmp_path, {"mis": KEYS["mis"]}, tis_of_the_next_host=1)
+    assert reading.from_args(first) == CORRECTS
+    second = from_file(tmp_path, {"tis_upper_bound": 1.5, "tis_of_the_next_host": 1})
+    assert reading.from_args(first) == CORRECTS, "a job goes on with the file that it has read"
+    with pytest.raises(ConfigError, match="^tis_of_the_next_host: unknown key"):
+        reading.from_args(second)
+
+
+def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: Path):
+    hook = Hook(path="a.b", config=None)
+    lost = from_file(tmp_path, {"lr": 1e-6})
+    with pytest.raises(
+        ConfigError, match="nothing says how.*arguments in a Namespace.*mis.yaml, which says none"
+    ):
+        weights(Namespace(**vars(lost), get_mismatch_metrics=False))
+    typed = Frozen(use_tis=True, custom_tis_function_path=hook)
+    with pytest.raises(
+        ConfigError, match="in a Extra.*beside custom_tis_function_path; no --custom-config-path"
+    ):
+        weights(typed)
+    (tmp_path / "mis.yaml").write_text(yaml.safe_dump({"mis": KEYS["mis"]}))
+    dropped = Frozen(use_tis=True, custom_config_path=str(tmp_path / "mis.yaml"))
+    with pytest.raises(ConfigError, match="which says mis, and the host has not made arguments of it"):
+        weights(dropped)
+
+
+def test_a_switch_of_the_class_is_no_silent_one():
+    """Attributes of a class are no arguments of the object: its `mis` is not found, and its `use_tis` holds."""
+    kind = type("Arguments", (), {"use_tis": True, "qkv_format": "thd", "mis": KEYS["mis"]})
+    args = kind()
+    args.lr = 1e-6
+    with pytest.raises(ConfigError, match="nothing says how to correct.*1 arguments in a Arguments"):
+        weights(args)
+
+
+def test_a_loss_hook_whose_keys_the_host_lost_is_refused(tmp_path: Path):
+    """The loss hook needs no use_tis, and would leave the loss as it is."""
+    file = tmp_path / "mis.yaml"
+    file.write_text(yaml.safe_dump({"mis": {"opsm": {"delta": 1e-4}}}))
+    with pytest.raises(ConfigError, match="mis.yaml says mis, and the host has not made arguments of it"):
+        reading.from_args(Frozen(use_tis=False, custom_config_path=str(file)))
+    file.write_text(yaml.safe_dump({"lr": 1e-6}))
+    assert reading.from_args(Frozen(use_tis=False, custom_config_path=str(file))) == CorrectionConfig()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("rollout_log_probs", "samples carry no log-probs of the rollout engine.*--custom-generate-function-path"),
+     ("train_log_probs", "neither recomputed nor handed on.*--use-rollout-logprobs: drop it, or give --get-mismatch")],
+)  # fmt: skip
+def test_log_probs_that_are_none_are_said_plainly(lacks: str, said: str):
+    kwargs: dict[str, Any] = ratio_batch([[0.5]]).hook_kwargs() | {lacks: None}
+    with pytest.raises(InputError, match=f"^{lacks}: None: .*{said}"):
+        mis.compute_mis_weights_with_cp(host_args(mis=KEYS["mis"]), **kwargs)
