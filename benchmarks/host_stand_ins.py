@@ -160,7 +160,7 @@ def main() -> int:
 
 
 def _write(path: Path, host: str, rows: list[Any], figures: list[Any], measured: dict[str, str]) -> None:
-    content = {"measured": measured, "signatures": rows, "apart": dict(figures)}
+    content = {"measured with": measured, "signatures": rows, "apart": dict(figures)}
     told = f"# The stand-ins of {host} beside the real one\n\n{as_markdown(measured)}\n"
     losses = markdown_table((f"{len(SEEDS)} random micro-batches, relative", "apart"), figures)
     write_record(path, content, f"{told}\n{losses}\n{markdown_table(SIGNATURES, rows)}")

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(f"error: {not_installed(error, 'report')}")
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
-        target = getattr(arguments, "target", getattr(arguments, "checkout", arguments.group))
+        target = str(getattr(arguments, "target", getattr(arguments, "checkout", arguments.group)))
         target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
         print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
