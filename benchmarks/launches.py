@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +43,7 @@ import torch
 from host_arguments import STOOD_IN
 from host_checkout import stand_in_for_missing_packages
 from in_host.weighing import weights
-from provenance import parser_of, target
-
-from mis_plugins.shared.provenance import commit
+from provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30)
@@ -138,13 +136,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(_row(launch, arguments))
         print("{result:<8} {launch}  {said}".format(**rows[-1]), flush=True)
     if arguments.json:
-        sources = {
-            "host": commit(arguments.checkout),
-            "megatron": commit(arguments.megatron),
-            "pack": commit(ROOT),
-        }
-        arguments.json.write_text(json.dumps({"sources": sources, "rows": rows}, indent=1) + "\n")
+        trees = {arguments.host: arguments.checkout, "Megatron": arguments.megatron}
+        write(arguments.json, rows, provenance(trees))
     return int(any(row["result"] != "good" for row in rows))
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, str]) -> None:
+    """Write the rows as JSON, and a table of them beside it."""
+    shown = [(row["launch"], row["model"], row["result"], row["said"]) for row in rows]
+    table = markdown_table(["launch", "model", "result", "what was seen"], shown)
+    write_record(
+        path, {"measured with": measured, "rows": rows}, f"# Launches\n\n{as_markdown(measured)}\n{table}"
+    )
 
 
 def _row(launch: Launch, arguments: Namespace) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_the_hosts_own_launchers_are_corrected_as_the_oracle_says() -> None:
 def test_the_record_is_of_the_words_that_a_launch_passes_today(launched: str, tmp_path: Path) -> None:
     *environment, script = launched.split()
     assert launch(script, tmp_path, **dict(one.split("=") for one in environment)).returncode == 0
-    words = Counter(word for word in trainer_arguments(tmp_path) if "/" not in word) 
+    words = Counter(word for word in trainer_arguments(tmp_path) if "/" not in word)
     words.subtract(FAKE_SHAPE)
     assert +words - Counter(shlex.split(ROWS[launched]["words"])) == Counter()
 

@@ -181,7 +181,7 @@ def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:
     [
         ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
         ('d = {"H": 8}\nU.execute_train(f"--n {d[chr(72)]} --m {d[\'H\']}")', ["--n", HOLE, "--m", "8"]),
-        ('match "b":\n    case "a" | "c":\n        t = 1\n    case _:\n        t = "--o"\nU.execute_train(t)', ["--o"]),
+        ('match "b":\n  case "a" | "c":\n    t = "--a"\n  case _:\n    t = "--o"\nU.execute_train(t)', ["--o"]),
         ('U.execute_train(" ".join([f"--{n}" for n in ("a", "b")]))', ["--a", "--b"]),
         ('def f(n, k="--k"):\n    if n > 1:\n        return k\n    raise ValueError\nU.execute_train(f(2))', ["--k"]),
         ('import subprocess\nsubprocess.run(["python", "train.py", "--a", "b c"])', ["--a", "b c"]),
@@ -198,6 +198,25 @@ def test_the_launchers_own_arguments_decide(tmp_path: Path, capsys) -> None:
     given = ("--", "--extra-args", "--use-tis --custom-tis-function-path x.y", "--upper", "3", "--enable-mis")
     code, told = check(capsys, tmp_path, "run.py", PYTHON, *given)
     assert code == 1 and "capped at 3" in told and "x.y (given on the command line" in told
+
+
+def test_an_option_that_the_launcher_cannot_take_is_refused(tmp_path: Path, capsys) -> None:
+    code, told = check(capsys, tmp_path, "run.py", PYTHON, "--", "--upper", "high")
+    assert code == 2 and "high: no number, as 2.0 is" in told
+
+
+def test_a_loss_of_the_users_own_is_unsure(tmp_path: Path, capsys) -> None:
+    loss = "--loss-type custom_loss\n--custom-loss-function-path mine.loss"
+    code, told = check(capsys, tmp_path, "run.sh", shell("--use-tis", f"{OURS}\n{loss}"))
+    assert code == 2 and "mine.loss runs in place of the host's policy loss" in told
+
+
+def test_a_variable_of_the_scripts_environment_decides(tmp_path: Path, capsys) -> None:
+    script = shell("", OURS).replace(
+        "ray job", "if [ $MODE = watch ]; then GRPO_ARGS+=(--get-mismatch-metrics); fi\nray job"
+    )
+    assert check(capsys, tmp_path, "run.sh", script, "--", "MODE=watch")[0] == 0
+    assert check(capsys, tmp_path, "run.sh", script, "--", "MODE=train")[0] == 1
 
 
 def test_a_flag_of_a_branch_that_is_not_known_names_it() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.words import COMMAND_LINE, Piece, Text, known, literal
 
 LARGEST = 2**63  # of a number; a power would fill the memory
@@ -40,7 +41,10 @@ def typed(said: str | None, default: ast.expr | None) -> Any:
     if said is None:
         return True
     if isinstance(plain, int | float) and not isinstance(plain, bool):
-        return type(plain)(said)
+        try:
+            return type(plain)(said)
+        except ValueError:
+            raise ConfigError(f"{said}: no number, as {plain} is") from None
     return literal(said, (COMMAND_LINE, COMMAND_LINE))
 
 
