@@ -232,7 +232,7 @@ def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: 
 def test_a_switch_of_the_class_is_no_silent_one():
     """Attributes of a class are no arguments of the object: its `mis` is not found, and its `use_tis` holds."""
     kind = type("Arguments", (), {"use_tis": True, "qkv_format": "thd", "mis": KEYS["mis"]})
-    args = kind()
+    args: Any = kind()
     args.lr = 1e-6
     with pytest.raises(ConfigError, match="nothing says how to correct.*1 arguments in a Arguments"):
         weights(args)
