@@ -56,7 +56,7 @@ from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_data import rollout_data
-from mis_plugins.hosts.rollout_store import ROLLOUT, Held
+from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
@@ -186,7 +186,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     RECORDER.check_rollout(args, rollout_id, current(args).parallel()[0])
     resplit.compare(args, rollout_id, data)
     if not _has_log_probs(data):
-        ROLLOUT.keep(Held(rollout_id, None, config))
+        ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
         return
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
@@ -199,7 +199,8 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
     check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
     mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    ROLLOUT.keep(Held(rollout_id, averages.count(args, rollout_id, data, ranks), config, mean))
+    counted = averages.count(args, rollout_id, data, ranks)
+    ROLLOUT.keep(Held(rollout_id, asked(args), counted, config, mean))
 
 
 @Hook
@@ -226,7 +227,7 @@ def count_samples(args: Any, *rest: Any) -> None:
     RECORDER.check_rollout(args, rollout_id, ranks)
     resplit.compare(args, rollout_id, data)
     counted = averages.count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
-    ROLLOUT.keep(Held(rollout_id, counted))
+    ROLLOUT.keep(Held(rollout_id, asked(args), counted))
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:
@@ -269,9 +270,9 @@ def policy_loss(
     """
     args = view(args)
     host = current(args, sum_of_sample_mean)
-    asked = reading.from_args(args)
-    resplit.check_hook(args, asked)
-    config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
+    config_asked = reading.from_args(args)
+    resplit.check_hook(args, config_asked)
+    config = loss_flags.config_in_force(args, config_asked, loss_batch.knows_versions(batch))
     conflicts.check_weights(args, config, host)
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))

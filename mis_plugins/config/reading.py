@@ -34,7 +34,7 @@ from mis_plugins.config.model import (
     check_ratio_bounds,
 )
 from mis_plugins.config.terms.bounds import BOUNDS
-from mis_plugins.config.view import View, hooks_of, is_untyped, kind, view
+from mis_plugins.config.view import View, hooks_of, is_untyped, kind, once, view
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import shown
 
@@ -331,7 +331,10 @@ def from_args(args: Any) -> CorrectionConfig:
         ConfigError: a key of the user's that looks like ours and is not; two spellings at once; `--use-tis` with no
             config.
     """
-    stated = view(args)
+    return once(view(args), _from_view)
+
+
+def _from_view(stated: View) -> CorrectionConfig:
     said = {name: value for name, value in stated.items() if is_ours(name)}
     for name in said.keys() - OWN_KEYS:
         if _is_the_hosts(stated, name):

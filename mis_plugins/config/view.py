@@ -7,12 +7,13 @@ the first alone: it finds nothing in a model whose arguments are extra fields.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from mis_plugins.errors import InputError
 
+Made = TypeVar("Made")
 NAMESPACES = (Namespace, SimpleNamespace)
 PLAIN = frozenset({str, int, float, bool, NoneType, list, tuple, set})
 EXTRAS = "__pydantic_extra__"
@@ -28,10 +29,10 @@ class View(Mapping[str, Any]):
     Attributes of the host's object that are no arguments, such as properties, are reached as attributes alone.
     """
 
-    __slots__ = ("_given", "_stated", "_hooks")
+    __slots__ = ("_given", "_stated", "_hooks", "_made")
 
     def __init__(self, given: Any, stated: Mapping[str, Any], hooks: tuple[str, ...]) -> None:
-        for name, value in zip(self.__slots__, (given, stated, hooks), strict=True):
+        for name, value in zip(self.__slots__, (given, stated, hooks, {}), strict=True):
             object.__setattr__(self, name, value)
 
     def __getitem__(self, name: str) -> Any:
@@ -86,6 +87,13 @@ def view(args: Any) -> View:
         )
     hooks = tuple(name for name, value in stated.items() if type(value) not in PLAIN and _is_hook(value))
     return View(args, _with_configs(stated, hooks) if hooks else stated, hooks)
+
+
+def once(args: View, make: Callable[[View], Made]) -> Made:
+    """What a function makes of a view, made once: a hook makes a view for each of its calls, and hands it on."""
+    if make not in args._made:
+        args._made[make] = make(args)
+    return args._made[make]
 
 
 def original(args: Any) -> Any:

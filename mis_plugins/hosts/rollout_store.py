@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Float
 from torch import Tensor
 
+from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
-from mis_plugins.errors import InputError
+from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ HOOK = "rollout_data_postprocess_path"
 class Held:
     """The numbers of one rollout.
 
+    asked: the config that the arguments carry; None where they carry none that can be read.
     counted: shares of the steps that train; None on a rank without log-probs.
     config: the config of `normalize_rollout`; None where the mean was not asked for.
     mean: the mean weight under `config`; None on a rank without log-probs.
     """
 
     rollout_id: int
+    asked: CorrectionConfig | None
     counted: Counted | None
     config: CorrectionConfig | None = None
     mean: Float[Tensor, ""] | None = None
@@ -89,13 +92,15 @@ class RolloutStore:
     def counted(self, args: Any) -> Counted | None:
         """Shares of the steps that train; None where they are not known for the rollout that trains."""
         held = self._of_this_run(args)
-        if held is not None and self._is_older():
+        if held is None or held.asked not in (None, asked(args)):  # an earlier run of this process left it
+            return None
+        if self._is_older():
             warn_once(
                 f"rollout {self.training} trains, and samples were counted for rollout {held.rollout_id} alone: the "
                 "host has not called the rollout-data hook since, and metrics are averaged as without it"
             )
             return None
-        return held and held.counted
+        return held.counted
 
     def _is_older(self) -> bool:
         return self.held is not None and self.training is not None and self.training > self.held.rollout_id
@@ -104,6 +109,14 @@ class RolloutStore:
         """What is held, unless the arguments name no rollout-data hook: an earlier run of this process left it."""
         given = view(args)
         return None if HOOK in given and given[HOOK] is None else self.held
+
+
+def asked(args: Any) -> CorrectionConfig | None:
+    """The config that the arguments carry; None where they carry none that can be read."""
+    try:
+        return reading.from_args(args)
+    except ConfigError:
+        return None
 
 
 def _parts(config: CorrectionConfig) -> tuple[object, ...]:

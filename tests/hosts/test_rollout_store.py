@@ -65,6 +65,12 @@ def test_older_counts_are_not_used_and_this_is_said(said_once: Callable[[], list
     assert "rollout 4 trains, and samples were counted for rollout 3 alone" in said_once()[0]
 
 
+def test_counts_of_another_run_of_this_process_are_not_used():
+    mis.count_samples(host_args(mis={"weight": {}}), 3, rollout_data(BATCH))
+    assert mis.ROLLOUT.counted(host_args(mis={"weight": {}})) is not None
+    assert mis.ROLLOUT.counted(host_args(mis={"weight": {"upper": 3.0}})) is None
+
+
 class Extra(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
