@@ -54,8 +54,8 @@ def modules() -> dict[str, Path]:
 
 @cache
 def beside() -> set[str]:
-    """What a script of benchmarks/ imports from its own folder."""
-    return {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    """What a script of benchmarks/ imports from its own folder, and from the stand-ins of the tests."""
+    return {path.stem for folder in ("benchmarks", "tests/support") for path in (ROOT / folder).iterdir()}
 
 
 def imported(file: Path) -> Iterator[str]:

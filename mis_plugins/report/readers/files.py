@@ -44,7 +44,7 @@ def parsed(text: bytes, path: Path) -> Any:
     """
     LINE.check(len(text), len(text), path)
     ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), len(text), path)
-    return json.loads(text)
+    return json.loads(text.decode("utf-8-sig", "surrogatepass"))
 
 
 def objects(path: Path, problems: Problems) -> Iterator[tuple[str, Mapping[str, Any]]]:
