@@ -12,14 +12,16 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mis_plugins.config import recorded
+from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
     LEVEL_OVER,
@@ -34,8 +36,9 @@ from mis_plugins.config.model import (
     check_ratio_bounds,
 )
 from mis_plugins.config.terms.bounds import BOUNDS
-from mis_plugins.config.view import View, hooks_of, is_untyped, kind, once, view
+from mis_plugins.config.view import View, contradicted, hooks_of, is_untyped, kind, of_hooks, once, view
 from mis_plugins.errors import ConfigError
+from mis_plugins.shared.notices import warn_once
 from mis_plugins.shared.numerals import shown
 
 FLAT_KEYS = (
@@ -340,34 +343,80 @@ def _from_view(stated: View) -> CorrectionConfig:
         if _is_the_hosts(stated, name):
             del said[name]
     said |= {key: value for key, value in areal_keys(stated).items() if key in said or key not in stated}
+    if not is_untyped(stated):  # an attribute of the class, or a property, is an argument too
+        others = {name: getattr(stated, name, None) for name in OWN_KEYS - said.keys()}
+        said |= {name: value for name, value in others.items() if value is not None}
+    if beside := of_hooks(stated).keys() & BESIDE:
+        raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
+    _check_one_value(stated)
+    said = {name: plain(value) for name, value in said.items()}
     key = repr(said)
     if key not in _READ_BEFORE:
         _READ_BEFORE[key] = _of_said(said)
     config = _READ_BEFORE[key]
-    if not (config.corrects or config.needs_loss_hook):
-        if getattr(stated, "use_tis", False):  # as an attribute of the class too
-            raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
-        _check_handed_on(stated)
+    corrects = config.corrects or config.needs_loss_hook
+    if not corrects and getattr(stated, "use_tis", False):
+        raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
+    if FILES[0] in files_of(stated):
+        _check_handed_on(stated, corrects)
     return config
 
 
-def _check_handed_on(args: View) -> None:
-    """Refuse arguments without the keys of a file that this node can read: the loss hook would correct nothing."""
+def _check_one_value(args: View) -> None:
+    """Refuse a key of ours to which the configs of two hooks give two values."""
+    for name in filter(is_ours, contradicted(args)):
+        raise ConfigError(f"{name}: two hooks' configs give it two values; say it in one of them")
+
+
+def _check_handed_on(args: View, corrects: bool) -> None:
+    """Refuse arguments that lack what the user's file says: the run would be corrected by a part of it, or not at all.
+
+    Raises:
+        ConfigError: the host made no argument of a key; the file cannot be read, and nothing corrects without it; the
+            file says what no config may.
+    """
+    name = f"--custom-config-path {short(str(args[FILES[0]]))}"
     try:
-        lost = FILES[0] in files_of(args) and _lost(args, keys_of_file(args, FILES[0]))
-    except ConfigError:
-        return  # a file that says nothing is needed by nobody
-    if lost:
+        keys = keys_of_file(args, FILES[0])
+    except ConfigError as error:
+        if corrects and isinstance(error.__cause__, OSError):
+            return  # a file that is gone since the job read it
+        raise
+    if lost := _lost(args, keys):
+        raise ConfigError(f"{name} says {', '.join(lost)}, and the host has not made arguments of it")
+    differs = [key for key, value in keys.items() if is_read(key, value) and not equal(args.get(key), value)]
+    if differs and not corrects:
         raise ConfigError(
-            f"--custom-config-path {short(str(args[FILES[0]]))} says {', '.join(lost)}, and the host has not made "
-            "arguments of it, so that nothing would be corrected"
+            f"{name} says another {', '.join(differs)} than the arguments, with which nothing corrects"
+        )
+    if differs := [key for key in differs if key not in HOST_KEYS]:
+        warn_once(
+            f"{name} says another {', '.join(differs)} than the job's arguments, which hold: the file has changed "
+            "since the job read it, or the host has put another value in its place"
         )
 
 
 def _lost(args: View, keys: Mapping[str, Any]) -> list[str]:
     """The keys of a file that are read here, and that the arguments lack."""
     said = [key for key, value in keys.items() if value is not None and is_read(key, value)]
-    return [key for key in said if args.get(key) is None]
+    lost = [key for key in said if key != "use_tis" and args.get(key) is None]
+    return lost + ["use_tis: true"] * bool(keys.get("use_tis") and not getattr(args, "use_tis", False))
+
+
+def plain(value: Any) -> Any:
+    """A value of a config in the types of YAML, whatever mapping or sequence a host has made of it."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values of a config say one thing: YAML leaves `2e1` a text, and a typed host makes a number of it."""
+    one, other = plain(one), plain(other)
+    if isinstance(one, str) != isinstance(other, str):
+        with suppress(TypeError, ValueError):
+            return float(one) == float(other)
+    return bool(one == other)
 
 
 NOTHING_SAID = (
@@ -385,6 +434,8 @@ def _is_the_hosts(args: View, name: str) -> bool:
     """
     if _resembles_a_switch(name) and not args[name]:
         return True
+    if name in of_hooks(args):
+        return False
     files = files_of(args)
     if files:
         return all(name not in keys_of_file(args, argument) for argument in files)
@@ -393,25 +444,33 @@ def _is_the_hosts(args: View, name: str) -> bool:
 
 def files_of(args: View) -> dict[str, str]:
     """The files of keys that a host was given, by the argument that names each."""
-    given = {name: args.get(name) for name in FILES}
-    return {name: str(path) for name, path in given.items() if path and isinstance(path, str | Path)}
+    read = FILES if args.get("train_backend") == "fsdp" else FILES[:1]
+    given = {name: args.get(name) for name in read}
+    return {
+        name: os.fsdecode(path)
+        for name, path in given.items()
+        if path and isinstance(path, str | bytes | os.PathLike)
+    }
 
 
 def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
-    """The keys of the file that an argument names: of its newest version whose keys the arguments have.
+    """The keys of the file that an argument names: of the version that says most of what the arguments have.
 
-    A file may change while a job runs, and a process may start a second job.
+    A file may be edited for the next job while a job runs, so that of equal versions the oldest counts.
 
     Raises:
         ConfigError: this node cannot read the file.
     """
-    versions = keys_given(str(args[argument]))
-    return next((keys for keys in versions if is_handed_on(args, keys)), versions[0])
+    versions = keys_given(files_of(args)[argument])
+    handed_on = [keys for keys in reversed(versions) if is_handed_on(args, keys)]
+    ours = lambda keys: sum(is_read(key, value) and key != "use_tis" for key, value in keys.items())  # noqa: E731
+    return max(handed_on, key=ours, default=versions[0])  # of equals the first
 
 
 def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
     """Whether the arguments have what a file says in keys that are read here."""
-    return all(args.get(key) == value for key, value in keys.items() if is_read(key, value))
+    read = ((key, value) for key, value in keys.items() if is_read(key, value) and key not in HOST_KEYS)
+    return all(equal(args.get(key), value) for key, value in read)
 
 
 def _looked_at(args: View) -> Iterator[str]:
@@ -428,7 +487,7 @@ def _looked_at(args: View) -> Iterator[str]:
 
 def _found_in(args: View, argument: str) -> str:
     try:
-        keys = keys_given(str(args[argument]))[0]
+        keys = keys_given(files_of(args)[argument])[0]
     except ConfigError as error:
         return str(error)
     said, lost = [key for key, value in keys.items() if is_read(key, value)], _lost(args, keys)

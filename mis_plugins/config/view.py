@@ -7,7 +7,8 @@ the first alone: it finds nothing in a model whose arguments are extra fields.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -29,10 +30,16 @@ class View(Mapping[str, Any]):
     Attributes of the host's object that are no arguments, such as properties, are reached as attributes alone.
     """
 
-    __slots__ = ("_given", "_stated", "_hooks", "_made")
+    __slots__ = ("_given", "_stated", "_hooks", "_configs", "_made")
 
-    def __init__(self, given: Any, stated: Mapping[str, Any], hooks: tuple[str, ...]) -> None:
-        for name, value in zip(self.__slots__, (given, stated, hooks, {}), strict=True):
+    def __init__(
+        self,
+        given: Any,
+        stated: Mapping[str, Any],
+        hooks: tuple[str, ...],
+        configs: Sequence[Mapping[str, Any]],
+    ) -> None:
+        for name, value in zip(self.__slots__, (given, stated, hooks, configs, {}), strict=True):
             object.__setattr__(self, name, value)
 
     def __getitem__(self, name: str) -> Any:
@@ -86,7 +93,8 @@ def view(args: Any) -> View:
             "be read: neither attributes, fields, slots nor items; hand on a Namespace, a dataclass or a mapping"
         )
     hooks = tuple(name for name, value in stated.items() if type(value) not in PLAIN and _is_hook(value))
-    return View(args, _with_configs(stated, hooks) if hooks else stated, hooks)
+    configs = tuple(_config(stated[name]) for name in hooks)
+    return View(args, _with_configs(stated, hooks, configs) if hooks else stated, hooks, configs)
 
 
 def once(args: View, make: Callable[[View], Made]) -> Made:
@@ -111,6 +119,17 @@ def kind(args: View) -> str:
     return f"{len(args)} arguments in a {type(args._given).__name__}"
 
 
+def of_hooks(args: View) -> dict[str, Any]:
+    """What the configs beside hooks' paths say."""
+    return {name: value for config in args._configs for name, value in config.items()}
+
+
+def contradicted(args: View) -> set[str]:
+    """Names to which the configs of two hooks give two values."""
+    last = of_hooks(args)
+    return {name for config in args._configs for name, value in config.items() if value != last[name]}
+
+
 def hooks_of(args: View) -> tuple[str, ...]:
     """Names of the arguments that hold a hook's path beside the hook's own config."""
     return args._hooks
@@ -124,7 +143,8 @@ def _stated(args: Any) -> Mapping[str, Any]:
     slots = (name for kind in type(args).__mro__ for name in _slots(kind))
     held = {name: getattr(args, name) for name in slots if name[:1] != "_" and hasattr(args, name)}
     extras = (getattr(args, EXTRAS) if hasattr(type(args), EXTRAS) else None) or {}
-    return {**held, **getattr(args, "__dict__", {}), **extras}
+    shown = {name: value for name, value in getattr(args, "__dict__", {}).items() if name[:1] != "_"}
+    return {**held, **shown, **extras}
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -134,20 +154,24 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def _is_hook(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return value.keys() == HOOK
-    return isinstance(getattr(value, "path", None), str) and hasattr(value, "config")
+        return value.keys() >= HOOK
+    return isinstance(getattr(value, "path", None), str | PurePath) and hasattr(value, "config")
 
 
-def _with_configs(stated: Mapping[str, Any], hooks: tuple[str, ...]) -> dict[str, Any]:
+def _config(hook: Any) -> Mapping[str, Any]:
+    config = hook["config"] if isinstance(hook, Mapping) else hook.config
+    return {} if config is None else _stated(config)
+
+
+def _with_configs(
+    stated: Mapping[str, Any], hooks: tuple[str, ...], configs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """The arguments with the path of each hook in place of the hook's object, and the keys of its config."""
     values = dict(stated)
-    for name in hooks:
+    for name, config in zip(hooks, configs, strict=True):
         hook = stated[name]
-        path, config = (
-            (hook["path"], hook["config"]) if isinstance(hook, Mapping) else (hook.path, hook.config)
-        )
-        values[name] = path
-        for key, value in ({} if config is None else _stated(config)).items():
+        values[name] = str(hook["path"] if isinstance(hook, Mapping) else hook.path)
+        for key, value in config.items():
             if values.get(key) is None:
                 values[key] = value
     return values

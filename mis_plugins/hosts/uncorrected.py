@@ -7,7 +7,6 @@ from typing import Any
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
-from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import watching
 from mis_plugins.hosts.host import LOSS_HOOK
 from mis_plugins.hosts.registry import current
@@ -18,24 +17,25 @@ OURS = ("mis_plugins.", "true_on_policy.")
 def asked_for(args: Any) -> CorrectionConfig | None:
     """The correction that the arguments of an actor ask us for; None for a critic, and for a run that watches.
 
-    None too where another package's hook reads flat keys, which are Miles's own, and where the arguments cannot be
-    read: the hook that corrects refuses them in words.
+    None too where another package's hook reads flat keys, which are Miles's own.
+
+    Raises:
+        ConfigError: the arguments cannot be read.
     """
     given = view(args)
     is_critic = given.get("loss_type") == "value_loss" or given.get("trainer_role") == "critic"
     if is_critic or (given.get("mis") is None and _names_another_hook(given)):
         return None
-    try:
-        config = reading.from_args(given)
-        corrects = config.corrects or config.needs_loss_hook
-        return config if corrects and not watching.watches(given) else None
-    except ConfigError:
-        return None
+    config = reading.from_args(given)
+    corrects = config.corrects or config.needs_loss_hook
+    return config if corrects and not watching.watches(given) else None
 
 
 def _names_another_hook(args: View) -> bool:
-    paths = (args.get(name) for name in ("custom_tis_function_path", "custom_loss_function_path"))
-    return any(path and not str(path).startswith(OURS) for path in paths)
+    """Whether the hook that the host calls with this loss is another package's."""
+    by_loss = args.get("loss_type") == "custom_loss"
+    path = args.get("custom_loss_function_path" if by_loss else "custom_tis_function_path")
+    return bool(path) and not str(path).startswith(OURS)
 
 
 def lacking(args: Any) -> str:

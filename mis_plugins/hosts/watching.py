@@ -13,7 +13,7 @@ from typing import Any
 from mis_plugins.config import reading
 from mis_plugins.config.file import short
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.view import View, view
+from mis_plugins.config.view import View, of_hooks, view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.registry import current
 from mis_plugins.shared.notices import warn_once
@@ -27,6 +27,7 @@ class Reason:
     way_out: str
 
 
+NO_UPPER = "no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
 WITHOUT_USE_TIS = Reason("--use-tis is not set", "give --use-tis to correct")
 MISMATCH_METRICS = Reason("--get-mismatch-metrics without --use-tis", "give --use-tis to correct")
 
@@ -58,12 +59,24 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
         return metrics_alone(args, config, reason)
     warn_where_corrected(args)
     if not asked:
+        _check_flat(args, config)
         return config
     if not (config.corrects or config.needs_loss_hook):
-        raise ConfigError(
-            f"{', '.join(asked)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
-        )
+        raise ConfigError(f"{', '.join(asked)}: {NO_UPPER}")
     return config
+
+
+def _check_flat(args: Any, config: CorrectionConfig) -> None:
+    """Refuse flat keys of the user's file that nothing reads; a host's parser may have defaults for some of them.
+
+    Raises:
+        ConfigError: the file says them without a `tis_upper_bound`.
+    """
+    said = {key for _, keys in _files(view(args)) for key in keys if keys[key] is not None} & {
+        *reading.FLAT_KEYS
+    }
+    if said and not (config.corrects or config.needs_loss_hook):
+        raise ConfigError(f"{', '.join(sorted(said))}: {NO_UPPER}")
 
 
 def warn_where_corrected(args: Any) -> None:
@@ -89,6 +102,8 @@ def _reason(args: Any) -> Reason | None:
         return None
     if getattr(args, "get_mismatch_metrics", False):
         return MISMATCH_METRICS
+    if of_hooks(view(args)).get("use_tis") is False:
+        return Reason("use_tis: false in a hook's config", "say true there to correct, or drop it")
     file = next((name for name, keys in _files(view(args)) if keys.get("use_tis") is False), None)
     if file is None:
         return None
@@ -120,7 +135,11 @@ def _keys(args: View, argument: str, name: str) -> Mapping[str, Any]:
 def _check_unchanged(args: View, name: str, keys: Mapping[str, Any]) -> None:
     """Refuse a file that no longer says what the job was started with."""
     for key, value in keys.items():
-        if reading.is_read(key, value) and args.get(key) != value:
+        if (
+            reading.is_read(key, value)
+            and key not in reading.HOST_KEYS
+            and not reading.equal(args.get(key), value)
+        ):
             raise ConfigError(
                 f"{name}: {key} has changed since the job read the file, so that nobody knows whether it said use_tis: "
                 "false; leave the file of a starting job alone"

@@ -6,7 +6,7 @@ import base64
 import socket
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, WeightConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import watching
 
 KEYS: dict[str, Any] = {
     "use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd", "mis": {"weight": {"upper": 1.5}},
@@ -229,13 +230,105 @@ def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: 
         weights(dropped)
 
 
-def test_a_switch_of_the_class_is_no_silent_one():
-    """Attributes of a class are no arguments of the object: its `mis` is not found, and its `use_tis` holds."""
+def test_attributes_of_a_class_are_arguments_too():
     kind = type("Arguments", (), {"use_tis": True, "qkv_format": "thd", "mis": KEYS["mis"]})
     args: Any = kind()
     args.lr = 1e-6
+    assert reading.from_args(args) == CORRECTS
+    without: Any = type("Arguments", (), {"use_tis": True})()
+    without.lr = 1e-6
     with pytest.raises(ConfigError, match="nothing says how to correct.*1 arguments in a Arguments"):
-        weights(args)
+        reading.from_args(without)
+
+
+CAPPED = {"weight": {"upper": 100.0}}
+
+
+def handed(tmp_path: Path, text: str, **given: Any) -> Namespace:
+    """Arguments beside a file, of which the host may have made other arguments."""
+    (tmp_path / "mis.yaml").write_text(text)
+    return Namespace(
+        **{"use_tis": True, "custom_config_path": str(tmp_path / "mis.yaml"), "mis": CAPPED, **given}
+    )
+
+
+LOST: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a rule beside mis": ("mis: {weight: {upper: 100}}\nreject: []\n", {}, "stands beside"),
+    "a key twice": ("mis: {weight: {upper: 100}}\nmis:\n", {}, "again in line 2"),
+    "a key that the host lost": ("mis: {weight: {upper: 100}}\ntis_clip: 2.0\n", {}, "says tis_clip"),
+    "a switch that the host lost": (
+        "use_tis: true\nmis: {}\n",
+        {"use_tis": False, "mis": {}},
+        "says use_tis",
+    ),
+    "another config": (
+        "mis: {weight: {upper: 1.2}}\n",
+        {"use_tis": False, "mis": {"metrics": "core"}},
+        "another mis",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_file_says_and_the_arguments_lack_is_refused(name: str, tmp_path: Path):
+    text, given, message = LOST[name]
+    with pytest.raises(ConfigError, match=message):
+        reading.from_args(handed(tmp_path, text, **given))
+
+
+def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    args = handed(tmp_path, "mis: {weight: {upper: 1.2}}\n")
+    assert reading.from_args(args) == reading.from_mapping(CAPPED)
+    assert "says another mis than the job's arguments" in caplog.text
+
+
+def test_a_file_edited_for_the_next_job_switches_no_running_job_off(tmp_path: Path):
+    args = handed(tmp_path, "mis: {weight: {upper: 100}}\n", use_tis=False)
+    assert not watching.watches(args)
+    (tmp_path / "mis.yaml").write_text("mis: {weight: {upper: 100}}\nuse_tis: false\n")
+    assert not watching.watches(args)
+
+
+def test_a_typed_host_may_make_numbers_and_tuples_of_a_files_values(tmp_path: Path):
+    rules = {"weight": {"upper": 2.0}, "reject": ({"over": "token", "upper": 3.0},)}
+    text = "tis_clip: 2e1\nmis: {weight: {upper: 2.0}, reject: [{over: token, upper: 3.0}]}\n"
+    args = handed(tmp_path, text, mis=rules, tis_clip=20.0, use_tis=False)
+    assert not watching.watches(args) and reading.from_args(args).rejects
+
+
+@dataclass
+class HookOf:
+    path: str
+    config: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"mis": KEYS["mis"], "tis_uper_bound": 1.2}, "tis_uper_bound: unknown key"),
+        ({"mis_weight": {"upper": 1.2}}, "mis_weight: unknown key"),
+        ({"mis": KEYS["mis"], "reject": []}, "reject: stands beside `mis:`"),
+    ],
+)
+def test_the_config_beside_a_hook_is_judged_as_a_file_is(config: dict[str, Any], message: str):
+    args = Namespace(use_tis=True, custom_config_path=None, custom_tis_function_path=HookOf("a.b", config))
+    with pytest.raises(ConfigError, match=message):
+        reading.from_args(args)
+
+
+def test_two_hooks_with_two_configs_are_refused():
+    hooks = {"a_path": HookOf("a.b", {"mis": KEYS["mis"]}), "b_path": HookOf("c.d", {"mis": CAPPED})}
+    with pytest.raises(ConfigError, match="mis: two hooks' configs give it two values"):
+        reading.from_args(Namespace(use_tis=True, **hooks))
+
+
+def test_an_object_that_hides_its_arguments_is_refused():
+    class Proxy:
+        def __init__(self, held: Namespace):
+            self._held = held
+
+    with pytest.raises(InputError, match="in which no argument can be read"):
+        reading.from_args(Proxy(Namespace(use_tis=False, mis=KEYS["mis"])))
 
 
 def test_a_loss_hook_whose_keys_the_host_lost_is_refused(tmp_path: Path):
