@@ -41,7 +41,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.report.readers.paths import find
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, report
-from mis_plugins.shared.arrays import Safetensors, load_npz, npz_names
+from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.foreign import load_pt
 from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 
@@ -291,8 +291,9 @@ def opened(path: Path) -> None:
     if path.suffix == ".pt":
         load_pt(path)
     elif path.suffix == ".npz":
-        for name in npz_names(path):
-            load_npz(path, name)
+        npz = Npz(path)
+        for name in npz.names:
+            npz.tensor(name)
     else:
         file = Safetensors(path)
         for name in file.names:

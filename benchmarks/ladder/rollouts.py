@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ladder.statistics import Pair
-from mis_plugins.shared.arrays import safetensors_names, save_safetensors
+from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine, Request, Sample
@@ -47,7 +47,7 @@ class Rollouts:
 
     @classmethod
     def load(cls, path: Path) -> Rollouts:
-        tensors, (_, words) = load_file(path), safetensors_names(path)
+        tensors, words = load_file(path), Safetensors(path).metadata
         named = {
             name.removeprefix("trainer "): tensors[name] for name in tensors if name.startswith("trainer ")
         }

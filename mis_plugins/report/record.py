@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.budget import ITEMS, RecordError
 
 
 @dataclass(frozen=True, order=True)
@@ -162,11 +162,12 @@ def printed(text: Any, most: int) -> str:
 def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
     if isinstance(values, Tensor):
+        ITEMS.check(values.numel(), 0, name)
         found = values.detach().reshape(-1).to("cpu")
     else:
         found = _of_list(name, values, kind)
-    if found.is_complex():
-        raise RecordError(f"{name}: holds complex numbers")
+    if found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
+        raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")
     if kind == torch.int64 and found.numel() and not _are_whole(found):
         raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
     return found.to(kind)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins.shared.budget import INFLATED, LINE, RecordError
+from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, RecordError
 from mis_plugins.shared.files import replaced
 from mis_plugins.shared.opened import Opened, optional, read
 
@@ -58,7 +58,9 @@ class Safetensors:
         (length,) = LENGTH.unpack(self.opened.bytes_at(0, LENGTH.size))
         LINE.check(length, self.opened.size, f"{self.path}: its header")
         self._begin = LENGTH.size + length
-        found = json.loads(self.opened.bytes_at(LENGTH.size, length).decode("utf-8"))
+        text = self.opened.bytes_at(LENGTH.size, length)
+        ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), self.opened.size, f"{self.path}: its header")
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
         if not isinstance(found, dict):
             raise RecordError(f"{self.path}: has no header of a safetensors file")
         return found
@@ -79,14 +81,16 @@ class Safetensors:
         return self.opened.tensor_at(self._begin + begin, math.prod(shape), dtype).reshape(shape)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a header, in which a name stands once: another reader may take the other of two tensors."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise RecordError("a name stands twice in the header")
+    return found
+
+
 def _is_text(metadata: Any) -> bool:
     return isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
-
-
-def safetensors_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
-    """Names of the tensors of a safetensors file, and its header."""
-    file = Safetensors(path)
-    return file.names, file.metadata
 
 
 def load_safetensors(path: Path, name: str) -> Tensor:
@@ -94,31 +98,36 @@ def load_safetensors(path: Path, name: str) -> Tensor:
     return Safetensors(path).tensor(name)
 
 
-def npz_names(path: Path) -> list[str]:
-    """Names of the arrays of an npz file, in the order in which they were written."""
+class Npz:
+    """An npz file: the names of its arrays, in the order in which they were written, and each array.
 
-    def names() -> list[str]:
-        with zipfile.ZipFile(Opened(path).file) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
+    Raises:
+        RecordError: the file is damaged, or two arrays have one name.
+    """
 
-    return read(path, names)
+    def __init__(self, path: Path):
+        self.path, self.opened = path, Opened(path)
+        self._archive = read(path, lambda: zipfile.ZipFile(self.opened.file))
+        self.names = [name.removesuffix(".npy") for name in self._archive.namelist()]
+        if len(set(self.names)) != len(self.names):
+            raise RecordError(f"{path}: two arrays have one name")
 
+    def tensor(self, name: str) -> Tensor:
+        """One array.
 
-def load_npz(path: Path, name: str) -> Tensor:
-    """One array of an npz file."""
+        Raises:
+            RecordError: there is no such array, or it is damaged.
+        """
+        return read(self.path, lambda: self._tensor(name))
 
-    def array() -> Tensor:
-        opened = Opened(path)
-        with zipfile.ZipFile(opened.file) as archive:
-            member = archive.getinfo(f"{name}.npy")
-            if member.compress_type not in WRITTEN:
-                raise RecordError(f"{path}: {name}: is compressed in a way that numpy does not write")
-            if member.compress_type != zipfile.ZIP_STORED:
-                INFLATED.check(member.file_size, opened.size, f"{path}: {name}")
-            with archive.open(member) as file:
-                return _array(file, member.file_size)
-
-    return read(path, array)
+    def _tensor(self, name: str) -> Tensor:
+        member = self._archive.getinfo(f"{name}.npy")
+        if member.compress_type not in WRITTEN:
+            raise RecordError(f"{self.path}: {name}: is compressed in a way that numpy does not write")
+        if member.compress_type != zipfile.ZIP_STORED:
+            INFLATED.check(member.file_size, self.opened.size, f"{self.path}: {name}")
+        with self._archive.open(member) as file:
+            return _array(file, member.file_size)
 
 
 def _array(file: Any, size: int) -> Tensor:
@@ -134,6 +143,7 @@ def _array(file: Any, size: int) -> Tensor:
     flat = numpy.frombuffer(bytearray(file.read(count * dtype.itemsize)), dtype=dtype)
     if flat.size != count or file.read(1):
         raise RecordError(f"an array of shape {shape} has other bytes than its shape needs")
+    flat = flat.astype(dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(flat.reshape(shape, order="F" if by_columns else "C"))
 
 

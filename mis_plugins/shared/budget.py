@@ -48,7 +48,7 @@ class Budget:
 
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
-VALUES = Budget("values", 4 * MEGABYTE, 8, "a few bytes would name billions of numbers, entries or letters")
+VALUES = Budget("values", 4 * MEGABYTE, 2, "a few bytes would name billions of numbers, entries or letters")
 OBJECTS = Budget(
     "objects", MEGABYTE, 1 / 8, "an object takes a hundred times the memory of its bytes in a file"
 )

@@ -13,11 +13,14 @@ from io import BytesIO
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mis_plugins.shared.archive import Archive, Storage, Stored
 from mis_plugins.shared.budget import OBJECTS, VALUES, Clock, RecordError
 
 MOST_DIMENSIONS = 64
+LONGEST_KEY = 100  # letters
+DICT = 4  # objects that a dict counts for, with the entry that makes it larger
 NAME = 64  # objects that a name of a class counts for; a pickler writes each name once
 # The numbers of torch's classes of storages, and of numpy's kinds of numbers.
 STORAGES: Mapping[str, torch.dtype] = {
@@ -44,6 +47,9 @@ class Opaque:
     def __init__(self, name: str, arguments: tuple[Any, ...] = ()):
         self.name, self.arguments = name, arguments
         self.state: Any = None
+
+    def __repr__(self) -> str:
+        return self.name
 
     def __call__(self, *arguments: Any) -> Any:
         """An object of the class."""
@@ -88,15 +94,26 @@ def _number(dtype: Any, data: Any = b"") -> Any:
     """A number of numpy, read from its bytes without numpy; `Opaque` where the kind of number is unknown."""
     kind = _kind(dtype)
     if kind is None or not isinstance(data, bytes) or len(data) != kind.itemsize:
-        return Opaque("numpy.scalar")
-    return torch.frombuffer(bytearray(data), dtype=kind).item()
+        return Opaque("a number of numpy")
+    return _flat(data, dtype, kind).item()
+
+
+def _flat(data: bytes, dtype: Any, kind: torch.dtype) -> Tensor:
+    """The numbers of numpy's bytes, of which a dtype may say that the largest part of a number comes first."""
+    if not data:
+        return torch.empty(0, dtype=kind)
+    found = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if dtype.state[1] == ">":
+        part = kind.itemsize // (2 if kind.is_complex else 1)
+        found = found.reshape(-1, part).flip(1).reshape(-1)
+    return found.view(kind)
 
 
 def _kind(dtype: Any) -> torch.dtype | None:
-    """The kind of numbers that a dtype of numpy names; None where it is no plain one in this machine's order."""
+    """The kind of numbers that a dtype of numpy names; None where it is no plain one."""
     known = isinstance(dtype, Opaque) and dtype.name == "numpy.dtype" and isinstance(dtype.state, tuple)
     order = dtype.state[1] if known and len(dtype.state) > 1 else None
-    return NUMPYS.get(dtype.arguments[0]) if order in ("<", "|") and dtype.arguments else None
+    return NUMPYS.get(dtype.arguments[0]) if order in ("<", ">", "|") and dtype.arguments else None
 
 
 def array_of(array: Opaque) -> Any:
@@ -111,7 +128,7 @@ def array_of(array: Opaque) -> Any:
         return array
     if len(data) != math.prod(shape) * known.itemsize:
         raise RecordError(f"an array of numpy has {len(data)} bytes, and its shape {shape} needs others")
-    flat = torch.frombuffer(bytearray(data), dtype=known) if data else torch.empty(0, dtype=known)
+    flat = _flat(data, dtype, known)
     return flat.reshape(shape[::-1]).permute(*range(len(shape))[::-1]) if by_columns else flat.reshape(shape)
 
 
@@ -161,6 +178,7 @@ class Restricted(pickle._Unpickler):
         super().__init__(BytesIO(content), encoding="utf-8")
         self.archive, self.strict = archive, strict
         self.objects = self.copied = self.next_look = 0
+        self.size = len(content)
         self.clock = Clock(archive.opened.size, archive.opened.path)
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -191,13 +209,13 @@ class Restricted(pickle._Unpickler):
         self.objects += weight
         if self.objects >= self.next_look:
             self.next_look = self.objects + 4096
-            OBJECTS.check(self.objects, self.archive.opened.size, self.archive.opened.path)
+            OBJECTS.check(self.objects, self.size, self.archive.opened.path)
             self.clock.check()
 
     def copy(self, letters: int) -> None:
         """Count letters of a copy: a file may ask for any number of copies of one text."""
         self.copied += letters
-        VALUES.check(self.copied, self.archive.opened.size, self.archive.opened.path)
+        VALUES.check(self.copied, self.size, self.archive.opened.path)
 
     def encoded(self, text: str, _: Any = None) -> bytes:
         """Bytes, which old protocols of pickle write as a text of latin letters."""
@@ -237,12 +255,20 @@ class Restricted(pickle._Unpickler):
 
 
 def _key(key: Any) -> Any:
-    """A key of a dict. Only texts, and whole numbers of 64 bits, cannot be made to have one hash all of them."""
+    """A key of a dict; an `Opaque` in place of a key of a kind of which all can be made to have one hash."""
+    if isinstance(key, tuple) and len(key) <= MOST_DIMENSIONS and all(map(_is_short, key)):
+        return Opaque(repr(key))
+    if isinstance(key, float | bytes):
+        return Opaque(repr(key)[:LONGEST_KEY])
     if not isinstance(key, str | int | None | Opaque) or (isinstance(key, int) and key.bit_length() > 63):
-        raise RecordError(
-            f"holds a dict with a {type(key).__name__} as a key; expected a text or a whole number"
-        )
+        raise RecordError(f"holds a dict with a {type(key).__name__} as a key, which is not read")
     return key
+
+
+def _is_short(part: Any) -> bool:
+    if isinstance(part, str | bytes):
+        return len(part) <= LONGEST_KEY
+    return isinstance(part, float | None) or (isinstance(part, int) and part.bit_length() <= 63)
 
 
 Step = Callable[[Any], None]
@@ -280,8 +306,9 @@ def _steps() -> dict[int, Step]:
         pickle.NEWOBJ_EX, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.MARK,
     )  # fmt: skip
     counted = {opcode[0]: _counted(plain[opcode[0]], 1) for opcode in large}
+    dicts = {opcode[0]: _counted(plain[opcode[0]], DICT) for opcode in (pickle.EMPTY_DICT, pickle.DICT)}
     names = {opcode[0]: _counted(plain[opcode[0]], NAME) for opcode in (pickle.GLOBAL, pickle.STACK_GLOBAL)}
-    return plain | counted | names
+    return plain | counted | dicts | names
 
 
 Restricted.dispatch = _steps()

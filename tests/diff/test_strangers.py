@@ -7,10 +7,11 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_diff import Capture, X, diff, dump, dump_all
+from test_diff import Capture, X, diff, dump, dump_all, report
 
 from true_on_policy.diff.names import Heads, correspondence
 from true_on_policy.diff.records import read_recording
@@ -80,7 +81,7 @@ def test_a_file_of_odd_values_hides_no_other(case: str, tmp_path: Path, capsys: 
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_tensors_without_values_are_nothing_compared(tmp_path: Path) -> None:
+def test_tensors_without_values_are_nothing_report(tmp_path: Path) -> None:
     a = dump_all(tmp_path / "a", {"z.output": torch.zeros(0, 3)})
     assert diff(a, a) == NOT_COMPARABLE
     both = dump_all(tmp_path / "b", {"z.output": torch.zeros(0, 3), "x.output": X})
@@ -140,3 +141,25 @@ def test_a_layout_that_is_none_is_refused_in_words(layout: dict, tmp_path: Path,
         dump(tmp_path / "a", index, name, value)
     assert diff(tmp_path / "a", tmp_path / "a", "--by-token") == NOT_COMPARABLE
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [torch.conj(torch.tensor([1 + 1j])), np.longdouble(1), np.array(["a"])])
+def test_a_value_that_is_not_read_is_never_equal(value: object, tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2), "odd": value}, tmp_path / "a.pt")
+    found = report(tmp_path / "a.pt", tmp_path / "a.pt")
+    assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == 2
+
+
+@pytest.mark.parametrize("column", [torch.full((3, 5), -9.0), [torch.full((5,), -9.0)] * 2])
+def test_a_column_of_log_probs_is_compared_or_refused(column: object, tmp_path: Path) -> None:
+    for name, log_probs in (("a", [torch.full((5,), -1.0)] * 3), ("b", column)):
+        engine = {
+            "tokens": [torch.arange(7)] * 3,
+            "response_lengths": [5] * 3,
+            "rollout_log_probs": [-torch.ones(5)] * 3,
+        }
+        torch.save(
+            {"rollout_id": 1, "rank": 0, "rollout_data": engine | {"log_probs": log_probs}},
+            tmp_path / f"{name}.pt",
+        )
+    assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code in (1, 2)

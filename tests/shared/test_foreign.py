@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mis_plugins.shared import restricted
-from mis_plugins.shared.arrays import Safetensors, load_npz
+from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import OBJECTS, RecordError
 from mis_plugins.shared.foreign import load_foreign, load_pt, tensor_of
 
@@ -139,6 +139,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "copies of a text": (lambda path: archive(path, COPIES + b"h\x02(h\x01tR" * 2000 + b"e."), "values"),
     "keys of one hash": (lambda path: archive(path, _one_hash(30_000)), "whole number"),
     "a list as a key": (lambda path: archive(path, b"}]K\x01s."), "as a key"),
+    "dicts alone": (lambda path: archive(path, b"(" + b"}K\x00Ns" * 20_000 + b"l."), "objects"),
     "a shape of a list": (lambda path: archive(path, b"ctorch\nSize\n(](" + b"K\x01" * 99 + b"etR."), "dimensions"),
     "no pickle": (lambda path: archive(path, b""), "cannot be read"),
     "another order of bytes": (lambda path: archive(path, b"]."  , records={"byteorder": b"big"}), "order of bytes"),
@@ -181,6 +182,34 @@ def test_a_hostile_file_is_refused_soon(name: str, tmp_path: Path, monkeypatch: 
     else:
         load_foreign(made)
     assert time.monotonic() - begun < LIMIT
+
+
+def test_keys_of_other_kinds_hide_no_other_entry(tmp_path: Path) -> None:
+    torch.save({"a": 1, "b": {(1, "x"): 2, 0.5: 3, b"c": 4}}, tmp_path / "a.pt")
+    found = load_foreign(tmp_path / "a.pt")
+    assert found["a"] == 1
+    assert {str(key): value for key, value in found["b"].items()} == {"(1, 'x')": 2, "0.5": 3, "b'c'": 4}
+
+
+def test_numbers_in_another_order_of_bytes_are_read(tmp_path: Path) -> None:
+    wanted = np.array([[1.5, -2.0]])
+    torch.save({"a": wanted.astype(">f4"), "b": np.array(2 + 1j, ">c16")[()]}, tmp_path / "a.pt")
+    found = load_pt(tmp_path / "a.pt")
+    assert (found["a"].numpy() == wanted).all() and found["b"] == 2 + 1j
+    np.savez(tmp_path / "a.npz", x=wanted.astype(">f8"))
+    assert (Npz(tmp_path / "a.npz").tensor("x").numpy() == wanted).all()
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as made, pytest.warns(UserWarning, match="Duplicate"):
+        for value in (b"1", b"2"):
+            made.writestr("x.npy", npy_of("|u1", "(1,)", value))
+    with pytest.raises(RecordError, match="two arrays have one name"):
+        Npz(tmp_path / "a.npz")
+    one = b'"x":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    header = b"{" + one % (0, 1) + b"," + one % (1, 2) + b"}"
+    with pytest.raises(RecordError, match="a name stands twice"):
+        Safetensors(safetensors(tmp_path / "a.safetensors", header, b"12"))
 
 
 def test_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
@@ -255,4 +284,4 @@ def test_a_hostile_npz_file_is_refused(name: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w", compression) as made:
         made.writestr("x.npy", content)
     with pytest.raises(RecordError, match=message):
-        load_npz(tmp_path / "a.npz", "x")
+        Npz(tmp_path / "a.npz").tensor("x")

@@ -120,7 +120,14 @@ LONG = "-m mis_plugins.local --warmup-steps 100000 --context-parallel-size 2 --o
 def interrupted(words: str, after: float) -> tuple[int, str]:
     """Exit code and stderr of a command that gets Ctrl-C, as a terminal sends it: to every process of it."""
     process = subprocess.Popen(
-        command(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command(words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background job of a script ignores it
     )
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)

@@ -34,13 +34,21 @@ def host_samples(value: Any) -> Samples | None:
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
-    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
+    """Turn columns into one dict a sample; a column without a value for each sample is left out.
+
+    Raises:
+        RecordError: a column of log-probs has other samples than the tokens.
+    """
     count = len(columns["tokens"])
+    opened = {name: tensor_of(column) for name, column in columns.items() if name.endswith(LOG_PROBS_END)}
     per_sample = {
         name: column
-        for name, column in columns.items()
-        if isinstance(column, list | tuple) and len(column) == count
+        for name, column in {**columns, **opened}.items()
+        if isinstance(column, list | tuple | Tensor) and len(column) == count
     }
+    for name, column in opened.items():
+        if column is not None and name not in per_sample:
+            raise RecordError(f"{name}: not one entry for each of {count} samples")
     return [{name: column[index] for name, column in per_sample.items()} for index in range(count)]
 
 

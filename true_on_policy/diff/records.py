@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from mis_plugins.shared.archive import Stored
-from mis_plugins.shared.arrays import Safetensors, load_npz, npz_names
+from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign, tensor_of
 from mis_plugins.shared.opened import read
+from mis_plugins.shared.restricted import Opaque
 from true_on_policy.diff.host_dumps import host_samples, log_prob_records
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
@@ -211,8 +212,8 @@ def _dumped_pt(file: Path) -> Value:
     value = load_foreign(file, strict=True)
     if isinstance(value, dict) and "value" in value:
         value = value["value"]
-    if isinstance(value, Tensor | Stored):
-        return _comparable(tensor_of(value), file)
+    if isinstance(value, Tensor | Stored | Opaque):
+        return _known(value, file)
     if any(True for _ in _tensors(value)):
         raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
     return value
@@ -226,12 +227,19 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
             yield name, lambda record=record: record
         return
     for name, tensor in _tensors(loaded):
-        yield name, lambda tensor=tensor: _comparable(tensor_of(tensor), file)
+        yield name, partial(_known, tensor, file)
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored]]:
-    """Yield every tensor of nested dicts and lists, with its dotted name."""
-    if isinstance(value, Tensor | Stored):
+def _known(tensor: Tensor | Stored | Opaque, file: Path) -> Tensor:
+    """The tensor, if numbers of its kind are read."""
+    if isinstance(tensor, Opaque):
+        raise RecordError(f"{file}: holds {tensor}, of a kind that is not read")
+    return _comparable(tensor_of(tensor), file)
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored | Opaque]]:
+    """Yield every tensor of nested dicts and lists, and what may be one of another kind, with its dotted name."""
+    if isinstance(value, Tensor | Stored | Opaque):
         yield name, value
     children = (
         value.items()
@@ -262,8 +270,9 @@ def _dumped_alone(reader: Reader, file: Path) -> Value:
 
 
 def _npz(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
-    for name in npz_names(file):
-        yield name, partial(load_npz, file, name)
+    npz = Npz(file)
+    for name in npz.names:
+        yield name, partial(npz.tensor, name)
 
 
 def _comparable(x: Tensor, file: Path) -> Tensor:

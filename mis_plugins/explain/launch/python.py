@@ -370,15 +370,18 @@ class Launcher(ast.NodeVisitor):
                     return Bound(statement)
         return None
 
-    def lineage(self, node: ast.ClassDef | None, depth: int = 0) -> Iterator[ast.ClassDef]:
-        """A class and its bases in the launcher, the class first."""
-        if node is None or depth > DEEPEST:
-            return
-        yield node
-        for base in node.bases:
-            found = self.globals.get(base.id) if isinstance(base, ast.Name) else None
-            if isinstance(found, Bound) and isinstance(found.node, ast.ClassDef):
-                yield from self.lineage(found.node, depth + 1)
+    def lineage(self, node: ast.ClassDef | None) -> Iterator[ast.ClassDef]:
+        """A class and its bases in the launcher, the class first, each of them once."""
+        waiting, met = [] if node is None else [node], set()
+        while waiting:
+            part = waiting.pop(0)
+            if part in met:
+                continue
+            met.add(part)
+            yield part
+            bases = [self.globals.get(base.id) for base in part.bases if isinstance(base, ast.Name)]
+            found = (base.node for base in bases if isinstance(base, Bound))
+            waiting[:0] = [base for base in found if isinstance(base, ast.ClassDef)]
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         truth = truth_of(self.visit(node.test))

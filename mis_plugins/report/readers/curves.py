@@ -114,7 +114,7 @@ def _of_tensor(tensor: object) -> bytes | None:
 
 
 def _wandb(path: Path, problems: Problems) -> Iterator[Row]:
-    for place, record in _wandb_records(path):
+    for place, record in problems.each(_wandb_records(path), path, size_of(path)):
         rows: list[Row] = []
         with problems.guarded(path, place):
             rows = [row for name, content in record if name == 2 and (row := _history(content, path))]
@@ -158,7 +158,7 @@ def _item(message: bytes, path: Path) -> tuple[str, Any]:
 
 def _logged(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """Records of a log in LevelDB's layout: blocks of 32 KB, and pieces that are whole (1), first, middle or last."""
-    record = bytearray()
+    record, begun = bytearray(), False
     while True:
         left = BLOCK - file.tell() % BLOCK
         if left < HEADER:
@@ -171,10 +171,13 @@ def _logged(file: BinaryIO, path: Path) -> Iterator[bytes]:
         if len(piece) < size:
             raise RecordError(f"{path}: the end of the file is cut")
         if kind in (1, 2):
-            record.clear()
+            record, begun = bytearray(), True
+        elif kind and not begun:
+            raise RecordError(f"{path}: holds the end of a record without its beginning")
         record += piece
         LINE.check(len(record), len(record), path)
         if kind in (1, 4):
+            begun = False
             yield bytes(record)
 
 

@@ -24,6 +24,7 @@ from mis_plugins.report.readers import host
 from mis_plugins.report.readers.packing import Packings, in_order, packings
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record
+from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
 from mis_plugins.shared.numerals import shown
@@ -63,7 +64,8 @@ def is_train_dump(content: Any) -> bool:
     """Whether a loaded file is one rank's part of Miles's training data."""
     if not isinstance(content, dict) or not isinstance(content.get("rollout_data"), dict):
         return False
-    return isinstance(content["rollout_data"].get("response_lengths"), list | tuple) and "rank" in content
+    lengths = content["rollout_data"].get("response_lengths")
+    return isinstance(lengths, list | tuple | Tensor | Stored) and "rank" in content
 
 
 def records(
@@ -98,8 +100,9 @@ def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems
     known = []
     for rank in ranks:
         with problems.guarded(label, f"rank {shown(rank['rank'])}"):
+            number = int(tensor_of(rank["rank"]))
             columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in COLUMNS}
-            known.append({**rank, "rank": int(rank["rank"]), "rollout_data": columns})
+            known.append({**rank, "rank": number, "rollout_data": columns})
     return sorted(known, key=lambda rank: rank["rank"])
 
 
