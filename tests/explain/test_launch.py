@@ -18,6 +18,9 @@ from mis_plugins.explain.launch.words import HOLE, Reading, Word
 
 PRESET = '"$(python -m mis_plugins config path tis)"'
 OURS = f"--custom-tis-function-path {HOOK}\n--custom-config-path {PRESET}"
+UNSWITCHED = (
+    f"--custom-tis-function-path {HOOK}\n--custom-config-path unswitched.yaml"  # a file without use_tis
+)
 NEVER = "called: never: neither --use-tis nor --get-mismatch-metrics is set"
 ORACLE = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
 
@@ -60,7 +63,7 @@ CASES = {
     "a config that does not exist": (
         "run.sh", shell("--use-tis", f"--custom-config-path missing.yaml\n--custom-tis-function-path {HOOK}"), ()
     ),
-    "neither flag": ("run.sh", shell("", OURS), ()),
+    "neither flag": ("run.sh", shell("", UNSWITCHED), ()),
     "a launcher with nothing": ("run.py", PYTHON, ()),
     "a launcher with its own config": ("run.py", PYTHON, ("--enable-mis",)),
 }  # fmt: skip
@@ -73,6 +76,7 @@ def test_the_changed_script_starts_a_job_that_corrects(
     monkeypatch.chdir(tmp_path)
     name, script, given = CASES[case]
     (tmp_path / "mis.yaml").write_text(FLAT)
+    (tmp_path / "unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
     code, told = check(capsys, tmp_path, name, script, *(("--", *given) if given else ()))
     assert code == 1
     done = subprocess.run(["patch", "-p0", "-d/"], input=told, capture_output=True, text=True)
@@ -84,14 +88,24 @@ def test_the_changed_script_starts_a_job_that_corrects(
     assert_corrects(started(tmp_path / name, tmp_path, *given))
 
 
-@pytest.mark.parametrize(("name", "script"), [("run.sh", shell("", OURS)), ("run.py", PYTHON)])
-def test_a_hook_that_is_never_called_is_told(name: str, script: str, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(("name", "script"), [("run.sh", shell("", UNSWITCHED)), ("run.py", PYTHON)])
+def test_a_hook_that_is_never_called_is_told(
+    name: str, script: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
     code, told = check(capsys, tmp_path, name, script)
     assert code == 1 and NEVER in told and "nothing is corrected, and its log has no mis_ metric" in told
 
 
-def test_watching_is_enough_of_a_switch(tmp_path: Path, capsys) -> None:
-    code, told = check(capsys, tmp_path, "run.sh", shell("--get-mismatch-metrics", OURS))
+def test_a_preset_switches_the_correction_on_by_itself(tmp_path: Path, capsys) -> None:
+    assert check(capsys, tmp_path, "run.sh", shell("", OURS))[0] == 0
+
+
+def test_watching_is_enough_of_a_switch(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
+    code, told = check(capsys, tmp_path, "run.sh", shell("--get-mismatch-metrics", UNSWITCHED))
     assert (code, "by --get-mismatch-metrics (line 7)" in told) == (0, True)
 
 
@@ -211,8 +225,10 @@ def test_a_loss_of_the_users_own_is_unsure(tmp_path: Path, capsys) -> None:
     assert code == 2 and "mine.loss runs in place of the host's policy loss" in told
 
 
-def test_a_variable_of_the_scripts_environment_decides(tmp_path: Path, capsys) -> None:
-    script = shell("", OURS).replace(
+def test_a_variable_of_the_scripts_environment_decides(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
+    script = shell("", UNSWITCHED).replace(
         "ray job", "if [ $MODE = watch ]; then GRPO_ARGS+=(--get-mismatch-metrics); fi\nray job"
     )
     assert check(capsys, tmp_path, "run.sh", script, "--", "MODE=watch")[0] == 0
