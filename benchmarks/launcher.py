@@ -7,14 +7,22 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("launcher:main")
+
 import runpy
 import sys
 
 from host_arguments import STOOD_IN
 from host_checkout import stand_in_for_missing_packages
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """Run the script as a program."""
     sys.path.insert(0, ".")
     stand_in_for_missing_packages(STOOD_IN)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 import mis_plugins
 from mis_plugins import mis
+from mis_plugins.hosts.ownership import Hook
 
 PACKAGE = Path(mis_plugins.__file__).parent
 PRESETS = PACKAGE.parent / "yaml"
@@ -155,7 +156,8 @@ def _running() -> list[CodeType]:
     """List the functions of the package that the followed call is running, from the outermost on."""
     found, frame = list[CodeType](), sys._getframe().f_back
     while frame is not None and frame.f_code is not follow.__code__:
-        if _is_ours(frame.f_code) and frame.f_code.co_name not in GENERATED:
+        wraps = frame.f_code is Hook.__call__.__code__  # what a host sees of a hook, and no step of the walk
+        if _is_ours(frame.f_code) and not wraps and frame.f_code.co_name not in GENERATED:
             found.append(frame.f_code)
         frame = frame.f_back
     return found[::-1]

@@ -156,7 +156,7 @@ def _is_whole_float(value: Any) -> bool:
 
 def printed(text: Any, most: int) -> str:
     """A foreign value as text of bounded length that can be written as UTF-8: half a surrogate pair becomes `?`."""
-    return str(text)[:most].encode("utf-8", "replace").decode("utf-8")
+    return str(text)[:most].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _tensor(name: str, values: Any) -> Tensor:

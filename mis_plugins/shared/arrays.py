@@ -158,8 +158,9 @@ def save_safetensors(
     """
     save_file = optional("safetensors.torch").save_file
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with replaced(path) as partial:
+    size = sum(tensor.nbytes for tensor in plain.values())
+    with replaced(path, size) as partial:
         try:
             save_file(plain, partial, None if header is None else dict(header))
         except Exception as error:
-            raise RecordError(f"{path}: cannot be written: {error}") from error
+            raise RecordError(f"{path}: {size:,} bytes of tensors cannot be written: {error}") from error
