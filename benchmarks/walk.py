@@ -156,7 +156,9 @@ def _running() -> list[CodeType]:
     """List the functions of the package that the followed call is running, from the outermost on."""
     found, frame = list[CodeType](), sys._getframe().f_back
     while frame is not None and frame.f_code is not follow.__code__:
-        wraps = frame.f_code is Hook.__call__.__code__  # what a host sees of a hook, and no step of the walk
+        wraps = (
+            frame.f_code.co_qualname == Hook.__call__.__qualname__
+        )  # what a host sees, and no step of the walk
         if _is_ours(frame.f_code) and not wraps and frame.f_code.co_name not in GENERATED:
             found.append(frame.f_code)
         frame = frame.f_back

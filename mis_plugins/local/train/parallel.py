@@ -27,7 +27,7 @@ from mis_plugins.shared.loopback import on_loopback
 from mis_plugins.shared.shell import INTERRUPTED as EXIT_INTERRUPTED
 from mis_plugins.shared.shell import REFUSED as EXIT_USER_ERROR
 from mis_plugins.shared.shell import UNREAD as EXIT_UNREAD
-from mis_plugins.shared.shell import Unread
+from mis_plugins.shared.shell import Unread, undisturbed
 
 EXIT_FAILURE = 1
 
@@ -113,12 +113,15 @@ def _torchrun_rank(main: Callable[[], None], scratch: Path) -> int:
 
 
 def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int:
-    ranks = start_processes(
-        _forked_rank, args=(world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
-    )
-    assert ranks is not None  # join=False gives a context
-    previous = signal.signal(signal.SIGINT, _forward_interrupts(ranks.processes))
+    started: list[Any] = []
+    forward = _forward_interrupts(started)
+    previous = signal.signal(signal.SIGINT, forward)
     try:
+        ranks = start_processes(
+            _forked_rank, args=(world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
+        )
+        assert ranks is not None  # join=False gives a context
+        started += ranks.processes
         while not ranks.join():
             pass
     except ProcessExitedException:
@@ -152,8 +155,13 @@ def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: 
     signal.signal(signal.SIGINT, _interrupt_once)
     torch.set_num_threads(1)
     os.environ |= on_loopback()
-    dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
-    code = _run_rank(main, scratch, rank)
+
+    def joined() -> None:
+        with undisturbed():  # a rank that leaves here would let the others wait for it in C++
+            dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
+        main()
+
+    code = _run_rank(joined, scratch, rank)
     if code in (EXIT_INTERRUPTED, EXIT_UNREAD):
         (scratch / STOPPED).write_text(str(code))
     if code not in (0, EXIT_INTERRUPTED):
