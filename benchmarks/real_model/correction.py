@@ -41,7 +41,9 @@ def arguments(correction: Mapping[str, Any] | None) -> Namespace:
         file = Path(folder, "mis.yaml")
         file.write_text(yaml.safe_dump(dict(correction)), encoding="utf-8")
         words = [flag, "--custom-tis-function-path", HOOK, "--custom-config-path", str(file)]
-        return parse_args(["--advantage-estimator", "grpo", *words])
+        args = parse_args(["--advantage-estimator", "grpo", *words])
+    args.custom_config_path = None  # the file is gone, and the arguments hold what it said
+    return args
 
 
 NONE = arguments(preset("metrics-only"))

@@ -687,7 +687,7 @@ def test_log_probs_of_a_rollout_in_arrays_of_numpy(tmp_path: Path):
     assert main(["diff", str(a), str(b)]) == EQUAL
 
 
-@pytest.mark.parametrize("order", [">f4", object, "U3"])
+@pytest.mark.parametrize("order", ["longdouble", object, "U3"])
 def test_an_array_of_anything_else_stays_inert(order: Any, tmp_path: Path):
     file = saved(
         tmp_path / "step=0___rank=0___dump_index=1___name=x.pt", {"value": np.array([1, 2]).astype(order)}

@@ -204,7 +204,7 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
         yield f"{where[REJECTION]}: a log-prob that is not finite weighs 1 in AReaL, and 0 here."
 
 
-def notes(tree: Mapping[str, Any]) -> Iterator[str]:
+def notes(tree: Mapping[Any, Any]) -> Iterator[str]:
     """Notes on keys of AReaL's blocks that bound the rollout or that nothing here reads."""
     actor, rollout = (
         block if isinstance(block := tree.get(name), Mapping) else {} for name in reading.AREAL_BLOCKS
@@ -226,7 +226,7 @@ def notes(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"actor.{key}: {as_written(actor[key])}: {why}"
 
 
-def warnings(tree: Mapping[str, Any]) -> Iterator[str]:
+def warnings(tree: Mapping[Any, Any]) -> Iterator[str]:
     """Warnings for a user who gives AReaL's yaml itself to --custom-config-path."""
     if any(place != key for key, (place, _) in reading.areal_places(tree).items()):
         yield from notes(tree)

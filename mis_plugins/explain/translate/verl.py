@@ -356,7 +356,7 @@ def _check_loss(given: dict[str, Any], said: Mapping[str, Any]) -> None:
         raise ConfigError(f"{LOSS_MODE}: got {shown(mode)}{_by_launch(LOSS_MODE)}")
 
 
-def _of_algorithm(tree: Mapping[str, Any], has_cap: bool) -> dict[str, Any]:
+def _of_algorithm(tree: Mapping[Any, Any], has_cap: bool) -> dict[str, Any]:
     """`algorithm.rollout_correction` of a whole file, the earliest keys under `algorithm`, or the file itself."""
     algorithm = tree.get("algorithm") or {}
     if not isinstance(algorithm, Mapping):
