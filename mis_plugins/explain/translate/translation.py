@@ -99,8 +99,14 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
 
 
 def load(text: str) -> Any:
-    """YAML, with numbers that hold an underscore as `Unquoted` text."""
-    return parsed(text, _Loader)
+    """YAML, with numbers that hold an underscore as `Unquoted` text, and with texts as the keys of every mapping."""
+    return _by_text(parsed(text, _Loader))
+
+
+def _by_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _by_text(inner) for key, inner in value.items()}
+    return [_by_text(inner) for inner in value] if isinstance(value, list) else value
 
 
 def as_written(value: Any) -> str:
