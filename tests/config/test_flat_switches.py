@@ -209,7 +209,11 @@ def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss(by_fsdp: boo
     file = tmp_path / "fsdp.yaml"
     file.write_text("lr: 1.0e-6\n")
     args = Namespace(
-        use_tis=False, use_hf=True, custom_config_path=None, config=str(file) if by_fsdp else None
+        use_tis=False,
+        use_hf=True,
+        custom_config_path=None,
+        config=str(file) if by_fsdp else None,
+        train_backend="fsdp" if by_fsdp else "megatron",
     )
     assert reading.from_args(args) == CorrectionConfig()
     file.write_text("use_hf: true\n")
