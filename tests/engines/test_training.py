@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,4 +118,5 @@ def kill_engine(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
 def test_an_engine_that_dies_ends_the_run_with_a_clear_error(tmp_path: Path):
     done = train(f"{ON} --rollout-data-postprocess-path {__name__}.kill_engine", tmp_path / "run")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: sglang: /update_weights_from_disk failed"), done.stderr
+    told = r"error: sglang: /update_weights_from_disk: .*(reset|refused)"
+    assert re.match(told, done.stderr), done.stderr
