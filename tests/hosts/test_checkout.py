@@ -139,7 +139,7 @@ def git(root: Path, *command: str, day: str = "2026-04-01") -> None:
 
 
 def test_the_commit_at_which_a_need_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It breaks on the 2nd of April, comes back on the 3rd, and a request of the 4th breaks another need."""
+    """A need breaks on 2 April and is back on 3 April; a pull request of 4 April breaks another need."""
     root = write(tmp_path, MILES, RAN)
     git(root, "init", "-q", "-b", "main")
     file = root / LOSSES

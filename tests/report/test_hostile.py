@@ -91,8 +91,9 @@ def test_a_bad_line_is_told_and_hides_no_good_one(tmp_path: Path, line: str) -> 
 
 
 def write_parquet(folder: Path, **columns: object) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
     parquet.write_table(pyarrow.table(columns), folder / "run.parquet")
 
 
@@ -294,8 +295,9 @@ def test_hostile_arguments_leave_the_numbers(tmp_path: Path, arguments: str) -> 
 
 def bomb(path: Path, lies: bool) -> None:
     """A parquet of 1 KB with two columns of 3 million numbers each, of which the footer may say 64."""
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
     size = 3_000_000
     values = pyarrow.array(torch.full((size,), -0.5).numpy())
     column = pyarrow.ListArray.from_arrays(pyarrow.array([0, size], type=pyarrow.int32()), values)

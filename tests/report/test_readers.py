@@ -249,8 +249,9 @@ def test_a_broken_line_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
     write_lines(tmp_path / "run.jsonl", some_records())
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "run.parquet")
