@@ -163,3 +163,5 @@ def test_a_column_of_log_probs_is_compared_or_refused(column: object, tmp_path: 
             tmp_path / f"{name}.pt",
         )
     assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code in (1, 2)
+    alike = report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code
+    assert alike == (EQUAL if isinstance(column, torch.Tensor) else NOT_COMPARABLE)

@@ -276,6 +276,12 @@ def test_what_a_file_says_and_the_arguments_lack_is_refused(name: str, tmp_path:
         reading.from_args(handed(tmp_path, text, **given))
 
 
+def test_flat_keys_that_nothing_reads_are_refused_by_the_loss_hook(tmp_path: Path):
+    args = handed(tmp_path, "tis_level: token\n", mis=None, tis_level="token", use_tis=False)
+    with pytest.raises(ConfigError, match="^tis_level: no effect without a tis_upper_bound"):
+        watching.for_loss_hook(args, reading.from_args(args))
+
+
 def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     args = handed(tmp_path, "mis: {weight: {upper: 1.2}}\n")
     assert reading.from_args(args) == reading.from_mapping(CAPPED)

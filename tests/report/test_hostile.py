@@ -18,7 +18,7 @@ from test_readers import event, field, read, some_records, varint, wandb_record
 from mis_plugins.__main__ import main
 from mis_plugins.report import plots, survey
 from mis_plugins.report.changes import changes
-from mis_plugins.report.readers import files, neutral
+from mis_plugins.report.readers import curves, files, neutral
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.readers.spelled import spell
 from mis_plugins.report.record import from_mapping
@@ -398,3 +398,17 @@ def test_records_of_other_kinds_of_numbers_are_refused_by_name() -> None:
     ):
         with pytest.raises(budget.RecordError, match=name):
             from_mapping(vars(good) | {name: value}, 0, "a")
+
+
+def test_truth_values_are_no_log_probs() -> None:
+    with pytest.raises(budget.RecordError, match="behavior_log_probs: holds numbers of another kind"):
+        from_mapping({"behavior_log_probs": [False], "proximal_log_probs": [-1.0]}, 0, "a")
+
+
+def test_the_end_of_a_wandb_record_without_its_beginning_is_told(tmp_path: Path) -> None:
+    """A reader that kept the record before would hand it out once more for each such piece."""
+    pieces = b"".join(struct.pack("<IHB", 0, 2, kind) + b"\x08\x00" for kind in (2, 4, 4, 4))
+    (tmp_path / "a.wandb").write_bytes(b":W&B\0\0\0" + pieces)
+    problems = Problems()
+    curves.curve(tmp_path / "a.wandb", "wandb", problems)
+    assert "without its beginning" in str(problems.first()[0])
