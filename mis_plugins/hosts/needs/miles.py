@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_plugins.hosts.needs import record
-from mis_plugins.hosts.needs.record import Need
+from mis_plugins.hosts.needs.record import CARRY, CONVERT, GENERATE, TIS, Need
 
 TRAINING, MEGATRON = "miles.backends.training_utils", "miles.backends.megatron_utils"
 ACTOR = f"{MEGATRON}.actor:MegatronTrainRayActor"
 ENDPOINT = "miles.rollout.generate_utils.generate_endpoint_utils"
 SEQUENCES = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
 FSDP = "compute_mis_weights_fsdp"
-CARRY, CONVERT, GENERATE = ("carry_versions",), ("convert_with_versions",), ("generate_with_versions",)
 ON_GROUPS = (
     "policy_loss",
     *record.ROLLOUT_HOOKS,
@@ -41,17 +40,7 @@ class Miles:
         "the call of the TIS hook",
         ("compute_mis_weights_with_cp", FSDP),
         *_loss("losses:policy_loss_function"),
-        hands=(
-            "args",
-            "pg_loss",
-            "train_log_probs",
-            "rollout_log_probs",
-            "loss_masks",
-            "total_lengths",
-            "response_lengths",
-            "parallel_state",
-            "max_seq_lens",
-        ),
+        hands=(*TIS, "parallel_state", "max_seq_lens"),
     )
     parallel: Need = _need("its process groups", ON_GROUPS, f"{TRAINING}.parallel:get_parallel_state")
     tracking: Need = _need(

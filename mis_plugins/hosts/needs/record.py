@@ -13,6 +13,16 @@ from mis_plugins.errors import MisError
 from mis_plugins.hosts.frames import held_by
 
 LOSS_HOOKS = ("compute_mis_weights_with_cp", "policy_loss")
+CARRY, CONVERT, GENERATE = ("carry_versions",), ("convert_with_versions",), ("generate_with_versions",)
+TIS = (  # the arguments of the TIS hook that every host hands over
+    "args",
+    "pg_loss",
+    "train_log_probs",
+    "rollout_log_probs",
+    "loss_masks",
+    "total_lengths",
+    "response_lengths",
+)
 ROLLOUT_HOOKS = ("normalize_rollout", "count_samples")
 VERSION_HOOKS = ("generate_with_versions", "convert_with_versions", "carry_versions")
 ROUTES = ("watch_routes",)

@@ -6,18 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_plugins.hosts.needs import record
-from mis_plugins.hosts.needs.record import Need
-
-CARRY, CONVERT, GENERATE = ("carry_versions",), ("convert_with_versions",), ("generate_with_versions",)
-TIS = (
-    "args",
-    "pg_loss",
-    "train_log_probs",
-    "rollout_log_probs",
-    "loss_masks",
-    "total_lengths",
-    "response_lengths",
-)
+from mis_plugins.hosts.needs.record import CARRY, CONVERT, GENERATE, TIS, Need
 
 
 @dataclass(frozen=True)
