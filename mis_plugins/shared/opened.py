@@ -63,14 +63,14 @@ class Opened:
     def __init__(self, path: Path):
         self.path = path
         try:
-            descriptor = _descriptor(path)
+            _check_regular(
+                path, os.stat(path)
+            )  # before the opening, which is an act of its own on some devices
+            self.file = os.fdopen(_descriptor(path), "rb")
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            raise RecordError(f"{path}: is no regular file")
-        self.file = os.fdopen(descriptor, "rb")
+        status = os.fstat(self.file.fileno())
+        _check_regular(path, status)
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:
@@ -123,6 +123,11 @@ class Opened:
                 f"{self.path}: a tensor of {size:,} bytes needs as much room in a temporary file: "
                 f"{error.strerror}; TMPDIR names its folder"
             ) from error
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise RecordError(f"{path}: is no regular file; a pipe or a device is not read")
 
 
 def _descriptor(path: Path) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import resource
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import Any, BinaryIO
 
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, RecordError
+from mis_plugins.shared.opened import Opened
 
-IRREGULAR = "no regular file; a pipe or a device is not read"
 HEAD = 64  # lines in which a file shows what it is
 SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
 
@@ -24,15 +22,9 @@ def opened(path: Path) -> BinaryIO:
     """Open a regular file for reading; a pipe or a device could block, or never end.
 
     Raises:
-        RecordError: the path is no regular file.
-        OSError: the file cannot be opened.
+        RecordError: the path is no regular file, or cannot be opened.
     """
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise RecordError(f"{path}: {IRREGULAR}")
-    return file
+    return Opened(path).file
 
 
 def parsed(text: bytes, path: Path) -> Any:

@@ -7,7 +7,6 @@ before they are used.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +16,9 @@ from typing import Any
 from mis_plugins.errors import InputError
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
-from mis_plugins.report.readers.files import IRREGULAR, first_objects, opened
+from mis_plugins.report.readers.files import first_objects, opened
 from mis_plugins.report.readers.settings import Settings, settings
 from mis_plugins.report.readers.source import Curve, Problems, Source, natural, size_of
-from mis_plugins.shared.budget import RecordError
 
 VERL = (
     "verl's rollout_data_dir (read: releases 0.4.1 to 0.7.0 and 0.8.0.dev b178a3c) holds texts and scores, and no "
@@ -127,8 +125,6 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
 
 def _is_regular(file: Path, problems: Problems) -> bool:
     with problems.guarded(file):
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise RecordError(IRREGULAR)
         opened(file).close()
         return True
     return False
