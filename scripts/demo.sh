@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
 
-exec python benchmarks/demo.py "$@"
+exec python -m lab.demo "$@"

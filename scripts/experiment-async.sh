@@ -7,10 +7,10 @@
 #   bash scripts/experiment-async.sh --only "clip against next"   rewards of one method, put into the results that are there
 #   bash scripts/experiment-async.sh --smoke --seeds 0    minutes, shows only that it works, in runs/async-smoke
 #   bash scripts/experiment-async.sh --tables             tables and picture of the results that are there
-# Results: benchmarks/results/async.{json,md,png}
+# Results: lab/results/async.{json,md,png}
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
 
-exec python benchmarks/asynchrony.py "$@"
+exec python -m lab.asynchrony "$@"

@@ -3,12 +3,12 @@
 # step, and judges what our hooks did there. Exit 0 only if every asserted line holds.
 #
 #   bash scripts/run-in-host.sh miles|slime [--checkout DIR --megatron DIR] [-- FLAGS OF THE HOST]
-#   bash scripts/run-in-host.sh rows [ROW ...] [--hosts DIR]      the rows of benchmarks/in_host/rows.py without a record
+#   bash scripts/run-in-host.sh rows [ROW ...] [--hosts DIR]      the rows of lab/in_host/rows.py without a record
 #   bash scripts/run-in-host.sh matrix [--hosts DIR]              all rows anew, one after the other; goes on where it stopped
 #   bash scripts/run-in-host.sh on-policy [--hosts DIR]           log-probs equal to the engine's to the bit
 #   bash scripts/run-in-host.sh table                             table and certificate from the records, without a host
 #
-# The checkouts are yours: nothing of them is copied or changed. benchmarks/in_host/trees.py names the commits that are
+# The checkouts are yours: nothing of them is copied or changed. lab/in_host/trees.py names the commits that are
 # known to work, and the command says how to get them. The first call installs about 4 GB into .venv-in-host beside this
 # folder, or IN_HOST_VENV: SGLang's environment and what the hosts import. A run takes two to five minutes.
 set -euo pipefail
@@ -16,7 +16,7 @@ set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=${IN_HOST_VENV:-$repository/.venv-in-host}
 [[ $environment = /* ]] || environment=$PWD/$environment
-wanted=$repository/benchmarks/in_host/requirements.txt
+wanted=$repository/lab/in_host/requirements.txt
 stamp=$environment/.mis-plugins-in-host
 # setup.py holds the entry points by which an engine finds our plugin.
 state=$(cat "$wanted" "$repository/setup.py" | cksum)
@@ -27,4 +27,4 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$state" ]; then
     "$environment/bin/python" -m pip install -qq --no-deps --editable "$repository"
     echo "$state" >"$stamp"
 fi
-exec env PYTHONPATH="$repository" "$environment/bin/python" "$repository/benchmarks/run_in_host.py" "$@"
+exec env PYTHONPATH="$repository" "$environment/bin/python" -m lab.run_in_host "$@"

@@ -59,16 +59,16 @@ def reached() -> tuple[list[Path], list[str]]:
 
 
 def records() -> str:
-    """A table of every record under benchmarks/results: its page, the commit that ran, and the command."""
+    """A table of every record under lab/results: its page, the commit that ran, and the command."""
     rows = ["| record | commit | command |", "|---|---|---|"]
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+    for file in sorted((ROOT / "lab" / "results").glob("*.json")):
         held = json.loads(file.read_text(encoding="utf-8"))
         said = held.get("measured_with") or held.get("measured with") or {"command": held.get("command", "")}
         commit = held.get("commit") or said.get("mis-plugins commit", "not named")
         shown = next(
             (page for page in (file.with_suffix(".md"), file.with_suffix(".png")) if page.exists()), file
         )
-        rows.append(f"| [{file.stem}](../benchmarks/results/{shown.name}) | {commit} | `{said['command']}` |")
+        rows.append(f"| [{file.stem}](../lab/results/{shown.name}) | {commit} | `{said['command']}` |")
     return "\n".join(rows)
 
 
@@ -78,7 +78,7 @@ def main(folder: Path) -> int:
     if dead:
         print("\n".join(dead), file=sys.stderr)
         return 1
-    files += [file for file in sorted((ROOT / "benchmarks" / "results").iterdir()) if file.is_file()]
+    files += [file for file in sorted((ROOT / "lab" / "results").iterdir()) if file.is_file()]
     shutil.rmtree(folder, ignore_errors=True)
     for file in files:
         copy = folder / file.relative_to(ROOT)

@@ -2,12 +2,12 @@
 # The real SGLang against Megatron-core's mixture of experts on CPU, token by token, bit by bit: Qwen3-MoE.
 #   bash scripts/verify-experts.sh            2,000 tokens, fp32 and bf16, 8 experts top 2 and 64 experts top 8
 #   RESULTS=runs/certificates bash scripts/verify-experts.sh --tokens 500
-# Certificates and pictures: benchmarks/results/certificate-*-moe*. Ends at the first that is not "equal".
+# Certificates and pictures: lab/results/certificate-*-moe*. Ends at the first that is not "equal".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
-results=${RESULTS:-benchmarks/results}
+results=${RESULTS:-lab/results}
 
 PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang
 for model in tiny-qwen3-moe tiny-qwen3-moe-64; do

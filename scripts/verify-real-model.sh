@@ -2,12 +2,12 @@
 # The real SGLang against the real Megatron-core on a real model and real prompts, on CPU, token by token, bit by bit.
 #   bash scripts/verify-real-model.sh                 an hour on 2 cores; fetches a model of 93 MB once
 #   RESULTS=runs/certificates bash scripts/verify-real-model.sh --tokens 500
-# Certificates and pictures: benchmarks/results/certificate-*-smollm2-135m-*. Ends at the first that is not "equal".
+# Certificates and pictures: lab/results/certificate-*-smollm2-135m-*. Ends at the first that is not "equal".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
-results=${RESULTS:-benchmarks/results}
+results=${RESULTS:-lab/results}
 
 PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang
 for dtype in bf16 fp32; do

@@ -2,12 +2,12 @@
 # The real SGLang against the real Megatron-core and Hugging Face on CPU, token by token, bit by bit.
 #   bash scripts/verify-sglang-megatron.sh            three quarters of an hour on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-sglang-megatron.sh --tokens 500
-# Certificates and pictures: benchmarks/results/certificate-*. Ends at the first that is not "equal".
+# Certificates and pictures: lab/results/certificate-*. Ends at the first that is not "equal".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
-results=${RESULTS:-benchmarks/results}
+results=${RESULTS:-lab/results}
 
 verify() {
     local name="$results/certificate-sglang-$1-$2-$3-$4"

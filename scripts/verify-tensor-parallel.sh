@@ -2,12 +2,12 @@
 # SGLang on one rank against Megatron-core on 2 and 4, and on 2 against 1, on CPU: unequal tensor parallelism, equal bits.
 #   bash scripts/verify-tensor-parallel.sh            twenty minutes on 2 cores
 #   RESULTS=runs/certificates bash scripts/verify-tensor-parallel.sh --tokens 500
-# Certificates and pictures: benchmarks/results/certificate-*-tp*. Ends at the first that is not "equal".
+# Certificates and pictures: lab/results/certificate-*-tp*. Ends at the first that is not "equal".
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
-results=${RESULTS:-benchmarks/results}
+results=${RESULTS:-lab/results}
 
 verify() { # ranks of the engine, ranks of the trainer, dtype
     local name="$results/certificate-sglang-tp$1-megatron-tp$2-$3"

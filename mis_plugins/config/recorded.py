@@ -1,6 +1,6 @@
 """Names of the arguments that the parsers of hosts are recorded to make.
 
-The records lie in `hosts/records/`. The first lines name what each was made from: `benchmarks/host_arguments.py` and a
+The records lie in `hosts/records/`. The first lines name what each was made from: `lab/host_arguments.py` and a
 checkout, or single files of a host where no checkout can be had.
 """
 

@@ -39,7 +39,7 @@ def _part(measured: Record) -> Iterator[str]:
 
 def _measured(measured: Record) -> Iterator[str]:
     """A row for each rung."""
-    yield f"{measured.model}, sampled at {measured.commits}; `benchmarks/mismatch.py` is the command.\n"
+    yield f"{measured.model}, sampled at {measured.commits}; `lab/mismatch.py` is the command.\n"
     yield (
         "| rung | rollout weights | prompts | tokens | k3 | p99 of abs log r | responses of each length |\n"
         + "|---" * 7

@@ -1,6 +1,6 @@
 """What a config keeps of the rollouts of a real model at each rung, a precision of the rollout engine.
 
-`benchmarks/mismatch.py` measures the rungs and writes `rungs.json`, which a wheel carries. Nothing here needs torch.
+`lab/mismatch.py` measures the rungs and writes `rungs.json`, which a wheel carries. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rung:
     """One precision of the engine.
 
     Attributes:
-        name: what `benchmarks/mismatch.py --rungs` calls it.
+        name: what `lab/mismatch.py --rungs` calls it.
         words: the rung for a reader.
         step: whether the rung differs from the others in its weights; bf16 with another LM head or engine
             does not.

@@ -1,7 +1,7 @@
 """Which arguments a host has, and what it takes for each: a config file beside `mis:` may set any of them.
 
 A host makes an argument of every key, whatever its name, and keeps the value as YAML reads it. The records beside this
-file are printed from the hosts' own parsers by `benchmarks/host_arguments.py`; their first lines name the commits.
+file are printed from the hosts' own parsers by `lab/host_arguments.py`; their first lines name the commits.
 `newer.txt` holds single arguments of newer files, whose parsers cannot be run.
 """
 
@@ -52,10 +52,10 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
 
     Args:
         keys: the top-level keys, with what YAML made of their values.
-        host: the host whose arguments count; None is every host, the embedded one too.
+        host: the host whose arguments count; None is every host with a record.
     """
     hosts = tuple(recorded().values()) if host is None else (host,)
-    odd = list(_odd(keys, hosts, host is None))
+    odd = list(_odd(keys, hosts))
     for key, value, wanted in odd[:TOLD]:
         if wanted:
             yield f"{key}: {_taken(value, wanted[0])}"
@@ -65,21 +65,14 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
         yield f"{len(odd) - TOLD} more keys are no argument of {_named(hosts)}, or have a value of another type"
 
 
-def _odd(
-    keys: Mapping[str, Any], hosts: tuple[Host, ...], embedded: bool
-) -> Iterator[tuple[str, Any, list[Kind]]]:
-    """Keys that no host knows, or whose value has the wrong type: with the value, and what each host takes.
-
-    Args:
-        embedded: whether arguments count that only the embedded host has.
-    """
+def _odd(keys: Mapping[str, Any], hosts: tuple[Host, ...]) -> Iterator[tuple[str, Any, list[Kind]]]:
+    """Keys that no host knows, or whose value has the wrong type: with the value, and what each host takes."""
     blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
     for key, value in keys.items():
         if reading.is_read(key, value) or key in blocks or key == COMPARISON:
             continue
-        unrecorded = embedded and any(key in other.more_arguments() for other in HOSTS.values())
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
-        if not any(_fits(value, kind) for kind in wanted) and (wanted or not unrecorded):
+        if not any(_fits(value, kind) for kind in wanted):
             yield key, value, wanted
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +28,9 @@ Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of 
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
 Rescore = Callable[[Any, Batch, Ranks], Sequence[Tensor] | None]
 Recomputes = Literal["always", "never", "sometimes"]
-Sign = Literal["modules", "arguments", "nothing"]  # what tells that a host runs, the surest first
+Sign = Literal[
+    "modules", "arguments", "registration", "nothing"
+]  # what tells that a host runs, the surest first
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Host:
         needs: what our hooks call or read of it, a field each; None where it hands everything over.
         runs: whether this process is one of this host's, as far as its arguments (perhaps None) and modules say.
         told_by: what `runs` looks at, the surest first: `modules` of the host itself; `arguments`, which
-            another host may have too; `nothing`, for the host that is left where no other runs.
+            another host may have too; `registration`, where its own code calls `register` in each process
+            that it runs; `nothing`, for the host that is left where no other runs.
 
     A micro-batch and its loss:
         parallel: process groups, and (size, rank) of context parallelism.
@@ -75,7 +78,6 @@ class Host:
     A config before the job:
         records: files of `hosts/records/` that list its arguments; none where `config check --host` does not serve it.
         eval_engines: whether it repeats SGLang's arguments for evaluation, as `eval_sglang_*`.
-        more_arguments: names of arguments beyond those of the records.
         config_files: arguments that name a file of its settings, beside --custom-config-path.
         tis_hook: dotted path for --custom-tis-function-path.
         rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_data.py`).
@@ -113,7 +115,6 @@ class Host:
     one_sample_a_rollout: bool = False
     records: tuple[str, ...] = ()
     eval_engines: bool = False
-    more_arguments: Callable[[], Set[str]] = frozenset
     config_files: tuple[str, ...] = ()
     tis_hook: str = "mis_plugins.mis.compute_mis_weights_with_cp"
     rollout_batch: bool = False

@@ -1,9 +1,10 @@
-"""The hosts, which are the files of `adapters/`, and the one that runs this process."""
+"""The hosts: files of `adapters/`, entry points of other packages, and the one that runs this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from pkgutil import iter_modules
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from mis_plugins.hosts import adapters
 from mis_plugins.hosts.host import Host, Sign
 
 HOSTS: dict[str, Host] = {}
+GROUP = "mis_plugins.hosts"  # entry points, each the address of a `Host`
 
 
 def register(host: Host) -> None:
@@ -25,7 +27,24 @@ def find(package: str, folder: list[str]) -> None:
         register(import_module(f"{package}.{module.name}").HOST)
 
 
+def find_installed() -> None:
+    """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names.
+
+    Raises:
+        InputError: an entry point does not load, or is no `Host`.
+    """
+    for point in entry_points(group=GROUP):
+        try:
+            host = point.load()
+        except Exception as error:
+            raise InputError(f"{GROUP}: {point.name} = {point.value} does not load: {error!r}") from error
+        if not isinstance(host, Host):
+            raise InputError(f"{GROUP}: {point.name} = {point.value} is no mis_plugins.hosts.host.Host")
+        register(host)
+
+
 find(adapters.__name__, list(adapters.__path__))
+find_installed()
 
 
 def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
@@ -47,7 +66,7 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
             f"{first.title} and {others[0].title}: {first.told_by} of both say that this process is theirs; load the "
             "modules of one host alone"
         )
-    if first.told_by == "nothing":
+    if first.told_by in ("registration", "nothing"):
         _refuse_moved(hosts)
     return first
 
@@ -67,7 +86,7 @@ def _that_made(reduce: Callable[..., Any]) -> list[Host]:
     package = str(getattr(reduce, "__module__", "")).partition(".")[0]
     hosts = [host for host in HOSTS.values() if host.package == package]
     if not hosts:
-        packages = dict.fromkeys(host.package for host in HOSTS.values())
+        packages = dict.fromkeys(host.package for host in HOSTS.values() if host.told_by != "nothing")
         raise InputError(
             f"mis_plugins.mis.policy_loss: sum_of_sample_mean comes from {package or 'nowhere'}; the hook serves "
             f"losses of {', '.join(packages)}"

@@ -95,7 +95,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         "response rises from 0 to 1, wherever context parallelism cuts the response. What the rules reject begins no "
         "turn. Metrics by turn are reported in steps of which a response has two turns or more; elsewhere they "
         "would repeat those of all tokens. In the own loops of both hosts, on responses with two masked spans, they "
-        "equal the oracle's (rows `*-turns` of [the table](../benchmarks/results/in_host.md)).",
+        "equal the oracle's (rows `*-turns` of [the table](../lab/results/in_host.md)).",
         DIALOGUE,
     ),
     "Segment-wise weights": (
@@ -129,7 +129,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         "624b824a line 506). Refused are a replay of routes, which is queued for one pass (Miles line 484, slime "
         "line 431); `--keep-old-actor`, whose weights are gone when the hook is called (lines 556 and 499); and "
         "Miles on FSDP, which calls no such hook. In the own loops of both hosts the rows `*-resplit` of "
-        "[the table](../benchmarks/results/in_host.md) differ nowhere; with a planted kernel whose rounding depends "
+        "[the table](../lab/results/in_host.md) differ nowhere; with a planted kernel whose rounding depends "
         "on the size of the micro-batch, 44% to 75% of the tokens do.",
         RESPLIT,
     ),
@@ -162,8 +162,8 @@ the batch from the trainer that calls it. Miles on FSDP calls no such hook. Ther
 
 The log says once that a step had such samples, with or without the step hook, whatever `metrics` is but `none`. The
 right column is exact in all cases. With 4 of 16 samples removed, the reductions of both hosts give
-[Miles's log](../benchmarks/results/masked_samples_miles.md) and
-[slime's](../benchmarks/results/masked_samples_slime.md) (`python benchmarks/masked_samples.py`).
+[Miles's log](../lab/results/masked_samples_miles.md) and
+[slime's](../lab/results/masked_samples_slime.md) (`python -m lab.masked_samples`).
 """
 
 HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|---|"

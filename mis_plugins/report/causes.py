@@ -1,6 +1,6 @@
 """Causes of a mismatch: one record each, with what it looks like, where it comes from, how to mend it, how it is seen.
 
-A detector reads `Facts` and returns the evidence in words, or None. `benchmarks/report_causes.py` measures how often
+A detector reads `Facts` and returns the evidence in words, or None. `lab/report_causes.py` measures how often
 each detector is right: 50 clean runs, and 50 with each cause planted.
 """
 

@@ -87,7 +87,7 @@ are not the log's.
 **Memory.** By count at most 1 GB, and twice the file of the largest rollout: a host's dump is mapped, and the responses
 of one rollout are joined at a time; a jsonl is read a line at a time, parquet 64 rows at a time. What stays is 0.1 MB for
 each of the last eight steps, some 10 kB for each step before, 6 numbers for each token id, two numbers for each
-sequence, and the twelve worst sequences. `benchmarks/results/report_memory.md` has one run over 10 GB: a peak of 0.61 GB
+sequence, and the twelve worst sequences. `lab/results/report_memory.md` has one run over 10 GB: a peak of 0.61 GB
 against 1.10 GB.
 
 ## The neutral form
@@ -139,7 +139,7 @@ tokens or more), or keeps 5 points more of one sign of advantages. The rest is r
 the advantage, p the trainer's probability of the token, and 1 - p about the size of its score. The weights v stand for
 what an unbiased gradient would have. Where 32 responses or more of a batch have products of ratios with an effective
 sample of one quarter, v is that product (`response_cosine`, a mean over such batches); else v is the token's ratio
-(`coefficient_cosine`), which says nothing of products over responses. `benchmarks/results/report_collapse.md` holds both
+(`coefficient_cosine`), which says nothing of products over responses. `lab/results/report_collapse.md` holds both
 against the true cosine, and runs a proposal where the run before collapsed and a control with matched precision held.
 On two such seeds that nobody had seen before, the proposal, `sequence` each time, held on both. Of three in
 sight when the rules were set it held on two; on seed 10 it sank from .96 to .55 with an engine in int4. With int3 it fell there,
@@ -167,7 +167,7 @@ without correction; with `sequence` they ended at 1.00 and .99. The warm start o
 The seeds in sight are no such proof. In the uncorrected runs of seeds 8 and 10 both policies share 44% and 46%, and no config is
 trusted: trained with int3 nonetheless, `sequence` ended seed 10 at .00. With int4 it ended seed 8 at .96. On seeds 9 and
 11, where both share 82% and 99%, `sequence` ended at .98 and 1.00. With int4 seed 10 shares 85%: uncorrected it fell to
-.00, and `sequence` sank from .96 to .55 (`benchmarks/results/collapse-search.md`). The share is of all
+.00, and `sequence` sank from .96 to .55 (`lab/results/collapse-search.md`). The share is of all
 responses, and where failures alone have an advantage, a small rest can hold most of the trainer's failures: what is
 trusted may still sink.
 """
@@ -189,7 +189,7 @@ def _page() -> Iterator[str]:
     yield from (f"| `{name}` | {_limit(*limits)} |" for name, limits in LIMITS.items())
     yield from _ladder()
     yield f"\n{CONFIGS}\n# Causes\n"
-    yield "`benchmarks/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
+    yield "`lab/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
     for name, cause in CAUSES.items():
         yield from _cause(name, cause)
     yield f"# What it cannot tell\n\n{CANNOT}"
@@ -209,8 +209,8 @@ def _ladder() -> Iterator[str]:
     measured = record()
     yield (
         f"\n{measured.model}: real SGLang on CPU at temperature 1, against Megatron-core in bf16; linear layers rounded to "
-        "nearest\n(`benchmarks/mismatch.py`). The ladder gives the order of magnitude, and numbers of other models differ. "
-        "In\n`benchmarks/results/report_rungs.md` each response alone is held to the ladder.\n"
+        "nearest\n(`lab/mismatch.py`). The ladder gives the order of magnitude, and numbers of other models differ. "
+        "In\n`lab/results/report_rungs.md` each response alone is held to the ladder.\n"
     )
     yield "| engine | prompts | tokens | kl_k3 | p99 of abs log r |\n|---|---|---|---|---|"
     for rung in measured.steps:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # One session on an offline machine with a Hopper GPU, its own torch and the wheels of scripts/gpu/README.md:
-#   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]
+#   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of lab/gpu_session.py]
 # Installs the wheels of the folder WHEELS, or what pack.sh left there, beside the machine's packages, writes
 # RESULTS/gpu_session.{json,md}, and runs the tests marked gpu. The exit code is 1 where gpu_session.py or a
 # test found a difference, else 2 where one of them did not finish or this script failed, else 0.
 set -Eeuo pipefail
 trap 'exit 2' ERR
 if [ $# -lt 2 ]; then
-    echo "usage: run.sh WHEELS RESULTS [arguments of benchmarks/gpu_session.py]" >&2
+    echo "usage: run.sh WHEELS RESULTS [arguments of lab/gpu_session.py]" >&2
     exit 2
 fi
 wheels=$1 results=$2
@@ -40,9 +40,9 @@ if command -v nvcc >/dev/null; then # for kernels that are compiled at run time;
 fi
 
 mkdir -p "$results"
-python3 "$repository/benchmarks/gpu_session.py" --help >/dev/null # ends here where a package cannot be imported
+python3 -m lab.gpu_session --help >/dev/null # ends here where a package cannot be imported
 code=0 tested=0
-python3 "$repository/benchmarks/gpu_session.py" --json "$results/gpu_session.json" "$@" || code=$?
+python3 -m lab.gpu_session --json "$results/gpu_session.json" "$@" || code=$?
 if command -v nvidia-smi >/dev/null; then # the tests that need a device, for 70 seconds at most
     if python3 -c 'import pytest'; then
         timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/kernels/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || tested=$?

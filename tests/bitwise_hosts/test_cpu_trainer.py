@@ -123,6 +123,6 @@ def test_a_host_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_trainer, "current", lambda args: HOSTS["embedded"])
-    with pytest.raises(ContractError, match="log-probs of embedded have no agreed formula on a CPU"):
+    monkeypatch.setattr(cpu_trainer, "current", lambda args: HOSTS["unknown"])
+    with pytest.raises(ContractError, match="log-probs of unknown have no agreed formula on a CPU"):
         cpu_trainer.align(Contract(), Namespace())

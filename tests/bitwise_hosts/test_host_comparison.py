@@ -1,6 +1,6 @@
 """Rollout and trainer log-probs, compared on the training path: what is equal, when it is read, what stops the run.
 
-slime is stood in for by a module of its name, with Megatron's real groups; benchmarks/host_comparison.py asks the real
+slime is stood in for by a module of its name, with Megatron's real groups; lab/host_comparison.py asks the real
 hosts. The embedded host runs as it is.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import stand_ins
-import tallies
 import torch
 from batches import Batch, batches, make_batch
 from commands import ran
@@ -28,7 +27,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_plugins.local.train.parallel import EXIT_USER_ERROR
+from lab import tallies
+from lab.host.train.parallel import EXIT_USER_ERROR
 from mis_plugins.shared.arrays import load_safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main

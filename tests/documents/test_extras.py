@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = ("mis_plugins", "true_on_policy")
+OURS = ("mis_plugins", "true_on_policy", "lab")
 # The environment of a host or an engine brings these; no extra does.
 BROUGHT = {
     "miles",
@@ -32,9 +32,9 @@ BROUGHT |= {"deep_gemm", "flash_attn", "sgl_kernel", "flash_attn_interface", "fl
 # Packages whose absence a command names with the extra that brings them.
 TOLD = {"pyarrow": "report", "tree_sitter": "scripts", "tree_sitter_bash": "scripts"}
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
-# What each extra serves: packages, and the scripts of benchmarks/ that name it in `run_command`.
+# What each extra serves: packages, and the scripts of lab/ that name it in `run_command`.
 SERVED = {
-    "local": ("mis_plugins/local", "mis_plugins/mis.py", "mis_plugins/__main__.py"),
+    "local": ("lab/host", "mis_plugins/mis.py", "mis_plugins/__main__.py"),
     "report": ("mis_plugins/report",),
     "verify": (
         "true_on_policy/__main__.py",
@@ -54,8 +54,8 @@ def modules() -> dict[str, Path]:
 
 @cache
 def beside() -> set[str]:
-    """What a script of benchmarks/ imports from its own folder, and from the stand-ins of the tests."""
-    return {path.stem for folder in ("benchmarks", "tests/support") for path in (ROOT / folder).iterdir()}
+    """What a module of lab/ imports from the stand-ins of the tests."""
+    return {path.stem for path in (ROOT / "tests/support").iterdir()}
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -104,7 +104,7 @@ def declared(extra: str) -> set[str]:
 def served(extra: str) -> list[Path]:
     places = [ROOT / place for place in SERVED[extra]]
     files = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])]
-    scripts = (ROOT / "benchmarks").glob("*.py")
+    scripts = (ROOT / "lab").glob("*.py")
     return files + [file for file in scripts if f'extra="{extra}"' in file.read_text(encoding="utf-8")]
 
 

@@ -46,5 +46,5 @@ def test_the_site_lists_every_page() -> None:
 
 def test_every_record_is_listed_with_its_commit() -> None:
     rows = staging().records().splitlines()[2:]
-    assert len(rows) == len(list((ROOT / "benchmarks" / "results").glob("*.json")))
+    assert len(rows) == len(list((ROOT / "lab" / "results").glob("*.json")))
     assert "not named" not in " ".join(rows)

@@ -18,7 +18,7 @@ FLOORS = {
     "flags kernels contract bitwise errors",
 }
 # The embedded host is imported where it runs, as Miles and slime are: within a function.
-LAZY = {("mis_plugins.hosts.adapters.embedded", "mis_plugins.local")}
+LAZY = {("mis_plugins.hosts.adapters.embedded", "lab.host")}
 OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
 # The report reads files alone: it knows no host, and only the door imports it.
 READ_BY_REPORT = {

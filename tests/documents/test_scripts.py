@@ -116,13 +116,13 @@ def test_launch_passes_only_flags_of_its_host(
     assert ("--num-layers" in arguments) == ("megatron" in parsers)
 
 
-RECORDS = [ROOT / "benchmarks" / "results" / f"launches_{host}.json" for host in ("miles", "slime")]
+RECORDS = [ROOT / "lab" / "results" / f"launches_{host}.json" for host in ("miles", "slime")]
 ROWS = {row["launch"]: row for path in RECORDS for row in json.loads(path.read_text())["rows"]}
 FAKE_SHAPE = Counter(("--num-layers", "36", "--swiglu", "--seed", "7"))
 
 
 def test_a_record_says_that_the_hosts_own_validators_accept_every_launch() -> None:
-    """`benchmarks/launches.py` made it; the flags of true-on-policy launches are those of a branch of SGLang."""
+    """`lab/launches.py` made it; the flags of true-on-policy launches are those of a branch of SGLang."""
     scripts = {script for script, _, environment in LAUNCHES if "TRAIN_BACKEND" not in environment}
     recipes = {f"RECIPE={recipe} {BLOG}" for recipe in (*BLOG_PRESETS, "moe-r3")}
     assert scripts | recipes == {name for name, row in ROWS.items() if row["ours"]}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("mis_plugins", "true_on_policy", "benchmarks")
+PACKAGES = ("mis_plugins", "true_on_policy", "lab")
 NAMES_NOTHING = "a pronoun names nothing: write the noun"
 OPENINGS = dict.fromkeys(
     "it its they them their theirs these those this that such his".split(), NAMES_NOTHING
@@ -38,7 +38,7 @@ OPENINGS = dict.fromkeys(
     "otherwise": "continues the docstring before",
 }
 # Rooms and files whose docstrings stand alone, by path; a package stands here once all of its rooms do.
-ROOMS_DONE = ("benchmarks", "mis_plugins", "true_on_policy")
+ROOMS_DONE = ("lab", "mis_plugins", "true_on_policy")
 
 
 def docstrings(file: Path) -> Iterator[tuple[str, str]]:
@@ -165,7 +165,7 @@ def test_openings_are_refused(opening: str) -> None:
     assert not fault("Rows of one micro-batch, added up.")
 
 
-@pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy", "benchmarks"])
+@pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy", "lab"])
 def test_sentences_are_short(room: str) -> None:
     found = [
         (place, one) for file in files(room) for place, text in docstrings(file) for one in too_long(text)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from gpu import engine, qwen3, sglang_server
-from gpu.dry_run import Cpu
-from gpu.machine import Cuda
-from gpu.plan import TINY, Network
-from gpu.results import Result
-from gpu.sglang_server import STOCK, TARGET
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from lab.gpu import engine, qwen3, sglang_server
+from lab.gpu.dry_run import Cpu
+from lab.gpu.machine import Cuda
+from lab.gpu.plan import TINY, Network
+from lab.gpu.results import Result
+from lab.gpu.sglang_server import STOCK, TARGET
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import Size
 from true_on_policy.engines.sglang.engine import SGLang

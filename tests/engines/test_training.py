@@ -19,7 +19,7 @@ from test_local_loop import records
 from test_local_true_on_policy import EXTREMES, PUSHED, corrected, sides, weights
 from tolerances import FP32_LOG_PROB
 
-from mis_plugins.local.train.kept_set import OFFSETS
+from lab.host.train.kept_set import OFFSETS
 
 pytestmark = pytest.mark.timeout(1800)  # two runs at most, each of 800 s at most
 
@@ -36,7 +36,7 @@ def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("support", "local", "engines"))]
     common = f"--smoke --quiet --rollout-engine sglang {PUSHED} --warmup-cache {output.parent / 'warm'}"
     return subprocess.run(
-        [sys.executable, "-m", "mis_plugins.local", *f"{common} --output {output} {flags}".split()],
+        [sys.executable, "-m", "lab.host", *f"{common} --output {output} {flags}".split()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ from mis_plugins.explain import docs, rungs
 from mis_plugins.report.ladder import in_words
 
 ROOT = Path(__file__).parents[2]
-MADE = json.loads((ROOT / "benchmarks" / "results" / "mismatch.json").read_text())
+MADE = json.loads((ROOT / "lab" / "results" / "mismatch.json").read_text())
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_check_warns_of_a_preset_whose_window_is_narrow(capsys: pytest.CaptureFi
 
 
 def test_the_committed_record_is_the_benchmarks():
-    """The wheel's part and the json under benchmarks/results are of one run."""
+    """The wheel's part and the json under lab/results are of one run."""
     assert {rung.name for rung in rungs.record().rungs} == set(MADE["rungs"])
     for rung in rungs.record().rungs:
         said = MADE["rungs"][rung.name]

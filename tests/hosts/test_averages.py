@@ -207,7 +207,7 @@ def test_a_rollout_of_several_samples_counts_once():
 
 
 def test_hosts_without_a_schedule_train_equal_parts_in_order():
-    """The embedded host."""
+    """The embedded host and whoever is not known."""
     masks = [torch.tensor(mask) for mask in ([0], [1], [1], [1, 1])]
     args = host_args(global_batch_size=2, rollout_batch_size=4, n_samples_per_prompt=1)
     mis.count_samples(args, 3, {"loss_masks": masks})

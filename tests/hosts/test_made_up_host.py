@@ -20,7 +20,7 @@ from torch import Tensor
 from mis_plugins import mis
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import adapters, registry
-from mis_plugins.hosts.adapters import embedded
+from mis_plugins.hosts.adapters import unknown
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Batch, Host, Scores
 from mis_plugins.hosts.registry import HOSTS
@@ -61,7 +61,8 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[Mapping[str, fl
     LOGGED.clear()
     registry.register(MADE_UP)
     yield LOGGED
-    del registry.HOSTS[MADE_UP.name]
+    for name in (MADE_UP.name, "plain"):
+        registry.HOSTS.pop(name, None)
 
 
 def loss_of(step: Step) -> Tensor:
@@ -70,7 +71,7 @@ def loss_of(step: Step) -> Tensor:
 
 
 def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monkeypatch: pytest.MonkeyPatch):
-    """The loss is the embedded host's on the same scores; the metrics of the step reach the host's own tracking."""
+    """The loss is the one of another host whose scores agree; the metrics of the step reach the host's own tracking."""
     step, args = random_step(0), flags(mis=CONFIG)
     mis.report_step(args, 0, 0)
     loss = loss_of(step)
@@ -79,9 +80,10 @@ def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monk
     assert row["train/mis_step/tokens"] == sum(map(sum, (x.mask for x in step.responses)))
     halved = torch.cat(step.rows("target")).requires_grad_()
     plain = lambda args, batch, logits: scores(args, batch, 2 * logits)  # noqa: E731
-    monkeypatch.setitem(registry.HOSTS, "embedded", replace(embedded.HOST, scores=plain))
+    other = replace(MADE_UP, name="plain", package="plain", scores=plain, runs=lambda args: False)
+    registry.register(other)
     batch = step.batch()
-    assert torch.equal(mis.policy_loss(args, batch, halved, reducer(batch, "mis_plugins"))[0], loss)
+    assert torch.equal(mis.policy_loss(args, batch, halved, reducer(batch, "plain"))[0], loss)
     assert loss.requires_grad
 
 
@@ -89,7 +91,9 @@ def test_which_host_runs(logged: Sequence[Mapping[str, float]]):
     assert registry.current() is registry.current(flags()) is MADE_UP
     assert registry.current(flags(), reducer({"loss_masks": []}, "made_up")) is MADE_UP
     del sys.modules["made_up"]
-    assert registry.current() is embedded.HOST
+
+    left = registry.current()
+    assert left is registry.HOSTS.get("embedded", unknown.HOST)
 
 
 def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -98,15 +102,15 @@ def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "late_host.py").write_text("from test_made_up_host import MADE_UP as HOST\n")
     monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
     registry.find(adapters.__name__, list(adapters.__path__))
-    assert list(registry.HOSTS) == ["embedded", "miles", "fsdp", "slime", "vime", "made-up"]
-    assert registry.HOSTS["made-up"] == MADE_UP and registry.current() is registry.HOSTS["embedded"]
+    assert list(registry.HOSTS) == ["miles", "fsdp", "slime", "unknown", "vime", "made-up"]
+    assert registry.HOSTS["made-up"] == MADE_UP and registry.current() is unknown.HOST
 
 
 TRACKING = {name: HOSTS[name].needs.tracking.addresses[0].module for name in ("slime", "miles")}
-BY_MODULE = {"made_up": "made-up", **{path: name for name, path in TRACKING.items()}, "argparse": "embedded"}
+BY_MODULE = {"made_up": "made-up", **{path: name for name, path in TRACKING.items()}, "argparse": "unknown"}
 
 
-@pytest.mark.parametrize("order", list(permutations(["embedded", "miles", "fsdp", "slime", "made-up"])))
+@pytest.mark.parametrize("order", list(permutations(["unknown", "miles", "fsdp", "slime", "made-up"])))
 def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: pytest.MonkeyPatch):
     """slime has --train-backend too: its process with fsdp is slime's, and Miles's is that of Miles on FSDP."""
     known = HOSTS | {"made-up": MADE_UP}
@@ -122,7 +126,7 @@ def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: p
         with monkeypatch.context() as loaded:
             loaded.setitem(sys.modules, module, ModuleType(module))
             assert registry.current(flags()).name == name
-            assert registry.current(fsdp).name == ("fsdp" if name in ("miles", "embedded") else name)
+            assert registry.current(fsdp).name == ("fsdp" if name in ("miles", "unknown") else name)
 
 
 def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):

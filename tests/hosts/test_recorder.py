@@ -13,7 +13,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import slope_simulation as simulation
-import tallies
 import torch
 import torch.distributed as dist
 from batches import Batch, make_batch, ratio_batch
@@ -21,6 +20,7 @@ from launch import run_ranks
 from test_partials import corrected
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lab import tallies
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct

@@ -16,9 +16,9 @@ from hypothesis import given
 from launch import run_ranks
 from tolerances import sum_rtol
 
+from lab.host.cli.loading import load_function
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.local.cli.loading import load_function
 
 kept_token_mean = load_function("mis_plugins.mis.kept_token_mean", "--custom-pg-loss-reducer-function-path")
 MILES = "miles.backends.training_utils.parallel"

@@ -10,9 +10,9 @@ import torch
 from batches import Batch, host_args, ratio_batch
 from tolerances import normalized_rtol
 
+from lab.host.cli.loading import load_function
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import rollout_store
-from mis_plugins.local.cli.loading import load_function
 
 hook = load_function("mis_plugins.mis.normalize_rollout", "--rollout-data-postprocess-path")
 ROLLOUT = {"weight": {"upper": 5.0, "normalize": {"scope": "rollout"}}}

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.host.cli.loading import load_function
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.sample_filter import NAMED, fault_of
-from mis_plugins.local.cli.loading import load_function
 from mis_plugins.shared import notices
 
 drop_broken_samples = load_function("mis_plugins.mis.drop_broken_samples", "--rollout-sample-filter-path")

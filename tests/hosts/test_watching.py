@@ -14,10 +14,10 @@ import yaml
 from drive import same_bytes
 from test_loss_hook import Outcome, assert_same, call, drive, flags, hosts, random_step
 
+from lab.host.cli.arguments import merge_custom_config
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import watching
-from mis_plugins.local.cli.arguments import merge_custom_config
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
 

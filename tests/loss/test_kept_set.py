@@ -1,6 +1,6 @@
 """slime's form of top-p: behavior and trainer log-probs are both over the tokens that the engine sampled from.
 
-slime is stood in for by a module of its name whose helper renormalizes as slime's does; benchmarks/host_parity.py
+slime is stood in for by a module of its name whose helper renormalizes as slime's does; lab/host_parity.py
 `--hook loss` asks slime itself.
 """
 

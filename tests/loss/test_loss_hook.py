@@ -1,6 +1,6 @@
 """The loss hook as Miles, slime and the embedded host call it: composition, flags, metrics, and what it refuses.
 
-The hosts are stood in for by modules of their names whose helper takes log-probs for logits; benchmarks/host_parity.py
+The hosts are stood in for by modules of their names whose helper takes log-probs for logits; lab/host_parity.py
 asks the real ones.
 """
 
@@ -23,7 +23,6 @@ import oracle
 import pytest
 import stand_ins
 import step_oracle
-import tallies
 import torch
 import torch.distributed as dist
 from drive import one_rank, same_bytes, spread
@@ -34,15 +33,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from lab import tallies
+from lab.host.train import log_probs
+from lab.host.train.batch import Layout, pack
+from lab.host.train.loss import MicroBatch, Reducer, host_batch
 from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import loss_batch, loss_flags, tracking
 from mis_plugins.hosts.registry import current
-from mis_plugins.local.train import log_probs
-from mis_plugins.local.train.batch import Layout, pack
-from mis_plugins.local.train.loss import MicroBatch, Reducer, host_batch
 from mis_plugins.loss import micro_batch as loss
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.catalogue import QUANTILES

@@ -18,7 +18,7 @@ from mis_plugins.report.logged import OF_HOST
 from mis_plugins.report.record import Record
 from mis_plugins.report.survey import Report
 
-FOLDER = Path(__file__).parents[2] / "benchmarks/results/in_host"
+FOLDER = Path(__file__).parents[2] / "lab/results/in_host"
 # A planted fault of routes stops its run before the first step.
 RECORDS = sorted(path for path in FOLDER.glob("*.json") if json.loads(path.read_text())["steps"])
 # Hosts add up float32 over a few hundred tokens, and log-perplexities of about 5. Figures of `mis_step` are float64,

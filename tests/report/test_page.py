@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted_runs import planted
 from test_readers import some_records, write_lines
 
+from lab.planted_runs import planted
 from mis_plugins.__main__ import main
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

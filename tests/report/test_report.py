@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted_runs import PLANTS, planted
 from report_dumps import write_miles, write_slime
 from test_readers import some_records, write_lines
 
+from lab.planted_runs import PLANTS, planted
 from mis_plugins.__main__ import main
 from mis_plugins.config.loading import file_of, load
 from mis_plugins.config.model import CorrectionConfig, RejectRule

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import report_memory
 from test_readers import read
+
+from lab import report_memory
 
 
 def test_its_dumps_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import report_speed
+
+from lab import report_speed
 
 
 def test_it_prints_three_speeds(capsys: pytest.CaptureFixture[str]) -> None:

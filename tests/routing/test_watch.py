@@ -21,7 +21,7 @@ from process_groups import destroy_process_groups
 from routing_host import Manager, Stage, engine_routes, fuse, module, own_route
 from torch import Tensor
 
-from benchmarks.tallies import tally
+from lab.tallies import tally
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError, MisError

@@ -13,7 +13,7 @@ from commands import ran
 
 from mis_plugins.shared.numerals import LARGEST, count, counts, finite, shown, whole
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "lab"
 HUGE = "1" + "0" * 400
 
 
@@ -74,9 +74,9 @@ def test_a_benchmark_refuses_a_number_in_one_line(command: str, message: str):
         f"true_on_policy verify --engine hf --trainer hf --tokens {HUGE}",
         f"true_on_policy verify --engine hf --trainer hf --seed {HUGE}",
         f"true_on_policy flags --miles --tp {HUGE}",
-        f"mis_plugins.local --seed {HUGE}",
-        "mis_plugins.local --kl-loss-coef nan",
-        "mis_plugins.local --weight-decay inf",
+        f"lab.host --seed {HUGE}",
+        "lab.host --kl-loss-coef nan",
+        "lab.host --weight-decay inf",
     ],
 )
 def test_a_command_refuses_a_number_in_one_line(command: str):

@@ -18,7 +18,7 @@ import mis_plugins
 ROOT = Path(__file__).parents[2]
 FILES = [
     file
-    for folder in ("mis_plugins", "true_on_policy", "benchmarks")
+    for folder in ("mis_plugins", "true_on_policy", "lab")
     for file in sorted((ROOT / folder).rglob("*.py"))
     if '\nif __name__ == "__main__"' in file.read_text()
 ]
@@ -30,8 +30,8 @@ READ = {
     "contract": "-m true_on_policy contract show qwen3-dense --backend megatron",
     "flags": "-m true_on_policy flags --model qwen3-4B --backend megatron --miles",
     "true-on-policy help": "-m true_on_policy --help",
-    "local help": "-m mis_plugins.local --help",
-    "benchmark help": "benchmarks/correction_cost.py --help",
+    "local help": "-m lab.host --help",
+    "benchmark help": "-m lab.correction_cost --help",
     "an error": "-m mis_plugins config check no-such-preset",
 }
 
@@ -91,7 +91,7 @@ def test_a_broken_pipe_that_is_not_the_readers_stays_an_error(tmp_path: Path) ->
 
 
 def test_a_run_that_nobody_reads_leaves_complete_files(tmp_path: Path) -> None:
-    words = f"-m mis_plugins.local --smoke --output {tmp_path}/run"
+    words = f"-m lab.host --smoke --output {tmp_path}/run"
     with subprocess.Popen(command(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
@@ -105,7 +105,7 @@ def test_a_run_that_nobody_reads_leaves_complete_files(tmp_path: Path) -> None:
 def test_every_command_ends_by_the_one_function(file: Path) -> None:
     """It is called before the imports that take seconds, so that Ctrl-C in them is one line."""
     text = file.read_text()
-    module = ".".join(file.relative_to(ROOT / "benchmarks" if "benchmarks" in file.parts else ROOT).parts)
+    module = ".".join(file.relative_to(ROOT).parts)
     guard = (
         r'^from __future__ import annotations\n\nif __name__ == "__main__":\n'
         r"    from mis_plugins.shared.shell import run_command\n\n"
@@ -114,7 +114,7 @@ def test_every_command_ends_by_the_one_function(file: Path) -> None:
     assert re.search(guard, text, re.MULTILINE)
 
 
-LONG = "-m mis_plugins.local --warmup-steps 100000 --context-parallel-size 2 --output"
+LONG = "-m lab.host --warmup-steps 100000 --context-parallel-size 2 --output"
 
 
 def interrupted(words: str, after: float) -> tuple[int, str]:
@@ -162,10 +162,10 @@ def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path
 
 VERSIONED = (
     "-m mis_plugins",
-    "-m mis_plugins.local",
-    "benchmarks/demo.py",
-    "benchmarks/collapse.py",
-    "benchmarks/asynchrony.py",
+    "-m lab.host",
+    "-m lab.demo",
+    "-m lab.collapse",
+    "-m lab.asynchrony",
     "-m true_on_policy",
 )
 
@@ -188,7 +188,7 @@ from mis_plugins.shared.shell import run_command
 run_command({command!r}, {extra!r})
 """
 EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
-LOCAL, VERIFY = ("mis_plugins.local.__main__:main", "local"), ("true_on_policy.__main__:main", None)
+LOCAL, VERIFY = ("lab.host.__main__:main", "local"), ("true_on_policy.__main__:main", None)
 PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
 
 
@@ -197,7 +197,7 @@ PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
     [
         (EXTRAS, LOCAL, "--smoke", "local"),
         ({"matplotlib"}, LOCAL, "--smoke", "local"),
-        (EXTRAS, ("demo:main", "local"), "--smoke", "local"),
+        (EXTRAS, ("lab.demo:main", "local"), "--smoke", "local"),
         (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
         ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
         ({"matplotlib"}, VERIFY, PICTURE, "verify"),
@@ -207,7 +207,7 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     hidden: set[str], program: tuple[str, str | None], words: str, extra: str, tmp_path: Path
 ) -> None:
     code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
-    done = ran("-c", code, folder=tmp_path, PYTHONPATH=str(ROOT / "benchmarks"))
+    done = ran("-c", code, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2 and "demo is not" not in done.stderr
     assert re.fullmatch(
         rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr

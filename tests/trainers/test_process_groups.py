@@ -12,7 +12,7 @@ SCRIPT = """
 import signal
 from megatron.core import parallel_state as mpu
 from torch.distributed import barrier
-from mis_plugins.local.train.parallel import initialize, launch
+from lab.host.train.parallel import initialize, launch
 from process_groups import destroy_process_groups
 from true_on_policy.trainers.megatron import _one_rank
 

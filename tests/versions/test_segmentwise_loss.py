@@ -18,7 +18,6 @@ import loss_oracle
 import oracle
 import pytest
 import segmentwise_oracle
-import tallies
 import torch
 from drive import assert_batch_metrics_match, assert_metrics_match
 from launch import run_ranks
@@ -52,6 +51,7 @@ from tolerances import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lab import tallies
 from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct

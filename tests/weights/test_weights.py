@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lab.host.cli.arguments import parse_args
+from lab.host.model.decoder import ModelConfig
+from lab.host.rollout.served import ServedEngine
+from lab.host.train.parallel import EXIT_USER_ERROR, launch
 from mis_plugins.errors import ConfigError
-from mis_plugins.local.cli.arguments import parse_args
-from mis_plugins.local.model.decoder import ModelConfig
-from mis_plugins.local.rollout.served import ServedEngine
-from mis_plugins.local.train.parallel import EXIT_USER_ERROR, launch
 from true_on_policy.__main__ import main
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.engines.sglang.weights import answered

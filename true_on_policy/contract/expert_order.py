@@ -1,7 +1,7 @@
 """The order of rounding and adding in a mixture of experts, in which engines and trainers differ.
 
 SGLang's `moe_forward_native` sets the order and runs unchanged; Megatron-core and Hugging Face round and add
-differently. ALIGNMENTS has a row for each difference, and `benchmarks/expert_alignments.py` leaves out one
+differently. ALIGNMENTS has a row for each difference, and `lab/expert_alignments.py` leaves out one
 row at a time.
 """
 

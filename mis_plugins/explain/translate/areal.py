@@ -214,7 +214,7 @@ def notes(tree: Mapping[Any, Any]) -> Iterator[str]:
         told = as_written(bound)
         yield (
             f"rollout.max_head_offpolicyness: {told} bounds the rollout, not the loss: --max-head-offpolicyness "
-            f"{told} with --async of mis_plugins.local; Miles and slime have bounds of their own (docs/async.md)."
+            f"{told} with --async of lab.host; Miles and slime have bounds of their own (docs/async.md)."
         )
     if places is not None:
         yield (

@@ -1,0 +1,256 @@
+"""Run an experiment: arms in processes of their own, resumed arm by arm, and their results written.
+
+    parser = argparse.ArgumentParser(prog="bash scripts/NAME.sh", description=__doc__)
+    options = parsed(parser, "NAME")                  # --runs --results --processes --smoke --version, --seeds
+    arms = [training(partial(command_line, method, seed)) for seed in options.seeds for method in METHODS]
+    if code := run_arms(arms, options.processes, this_code()):   # what this code finished is not repeated
+        return code
+    content = {"measured_with": made_with("bash scripts/NAME.sh"), **numbers(arms)}
+    publish(options.results / "NAME", content, markdown(content), {"": partial(draw, content)})
+
+An arm is finished when its folder holds a stamp of its settings and of the code. Ctrl-C lets the running arms end their
+rollout, starts no more, and leaves complete files; a second Ctrl-C kills them. A failed arm lets the others finish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from signal import SIGINT, SIGKILL
+from typing import Any
+
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
+
+from lab.host.cli.arguments import parse_args
+from lab.host.folders import add_folders, set_aside, with_folders
+from lab.host.report import write_json
+from mis_plugins.shared.numerals import count, whole
+from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
+from mis_plugins.shared.shell import INTERRUPTED, add_version
+
+STAMP, LOG = "made_of.json", "run.log"
+SEEDS = (0, 1, 2)
+MEASURED_CODE = ("mis_plugins", "lab", "scripts", ":!lab/results")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of an experiment.
+
+    Attributes:
+        folder: holds all that the run writes, its output in `run.log`; an earlier run there is set aside.
+        settings: what the outcome depends on besides the code, in values that JSON can hold.
+        work: does the run and returns its exit code; `work` is called in a forked process.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    work: Callable[[], int]
+
+    def made(self, code: str | None) -> bool:
+        """Whether the folder holds a complete run of these settings and this code; never for `code` None."""
+        path = self.folder / STAMP
+        return code is not None and path.is_file() and json.loads(path.read_text()) == self._stamp(code)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the folder holds a complete run; after `run_arms`, a run of this code."""
+        return (self.folder / STAMP).is_file()
+
+    def stamp(self, code: str | None) -> None:
+        """Write into a complete folder which settings and code made it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / STAMP, self._stamp(code))
+
+    def unstamp(self) -> None:
+        """Remove the stamp of an arm before it runs again, so that an interrupt leaves no old stamp."""
+        (self.folder / STAMP).unlink(missing_ok=True)
+
+    def _stamp(self, code: str | None) -> dict[str, Any]:
+        return json.loads(json.dumps({"settings": self.settings, "code": code}))
+
+
+def training(words: Callable[[], Sequence[str]]) -> Arm:
+    """An arm that is a run of `python -m lab.host`.
+
+    Args:
+        words: returns the command line, with `--output`, and writes the files that the line names. `words`
+            may be called again.
+    """
+    args = parse_args(list(words()))
+    return Arm(Path(args.output), dict(vars(args)), lambda: train(parse_args(list(words()))))
+
+
+def train(args: Namespace) -> int:
+    """Train as the arguments say, in ranks of this process's own."""
+    from lab.host.loop import run_rank
+
+    return in_ranks(args.world_size, partial(run_rank, args))
+
+
+def in_ranks(count: int, main: Callable[[], None]) -> int:
+    """Call `main` on `count` ranks, and return the exit code of the run."""
+    from lab.host.train.parallel import launch
+
+    return launch(count, main)
+
+
+def this_code() -> str | None:
+    """Return a name of the committed code that runs depend on; None where changes are uncommitted."""
+    return committed_tree("mis_plugins")
+
+
+def run_arms(arms: Sequence[Arm], processes: int, code: str | None) -> int:
+    """Run the arms that are not made yet, in their order, `processes` at a time.
+
+    Args:
+        code: a name of the code, as `this_code` gives it; None repeats every arm.
+
+    Returns:
+        0, or the exit code of the arm that failed or was interrupted first.
+    """
+    import lab.host.loop  # noqa: F401  (Megatron takes seconds to import: here, once for all forks)
+
+    missing = deque(arm for arm in arms if not arm.made(code))
+    for arm in missing:
+        arm.unstamp()
+    queue = Queue(missing, code)
+    while queue.goes_on:
+        try:
+            queue.fill(processes)
+            queue.reap()
+        except KeyboardInterrupt:
+            queue.interrupt()
+    return queue.failed
+
+
+@dataclass
+class Running:
+    """An arm and the process that runs it."""
+
+    arm: Arm
+    process: ProcessContext
+    begun: float
+
+
+class Queue:
+    """Arms that wait and arms that run."""
+
+    def __init__(self, waiting: deque[Arm], code: str | None) -> None:
+        self.failed = 0
+        self._interrupted = False
+        self._waiting, self._running = waiting, list[Running]()
+        self._code, self._total, self._begun = code, len(waiting), time.monotonic()
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self._running or (self._waiting and not self.failed))
+
+    def fill(self, processes: int) -> None:
+        """Start arms until `processes` run; start none once an arm has failed."""
+        while self._waiting and len(self._running) < processes and not self.failed:
+            arm = self._waiting.popleft()
+            set_aside(arm.folder)
+            arm.folder.mkdir(parents=True, exist_ok=True)
+            process = start_processes(_forked, (arm,), nprocs=1, join=False, start_method="fork")
+            assert process is not None  # join=False gives a context
+            for pid in process.pids():
+                with suppress(OSError):  # the process is in its own group already, or has ended
+                    os.setpgid(pid, pid)
+            self._running.append(Running(arm, process, time.monotonic()))
+
+    def reap(self) -> None:
+        """Stamp the arms that succeeded, and report each arm that ended."""
+        for one in list(self._running):
+            code = _ended(one.process)
+            if code is None:
+                continue
+            self._running.remove(one)
+            if code == 0:
+                one.arm.stamp(self._code)
+            self.failed = self.failed or code
+            self._tell(one, code)
+
+    def interrupt(self) -> None:
+        """Handle Ctrl-C: ask the running arms to end, or kill them after an earlier Ctrl-C."""
+        for one in self._running:
+            for pid in one.process.pids():
+                with suppress(OSError):  # the process has ended
+                    os.killpg(pid, SIGKILL if self._interrupted else SIGINT)
+        self._interrupted = True
+        self.failed = self.failed or INTERRUPTED
+
+    def _tell(self, one: Running, code: int) -> None:
+        done = self._total - len(self._waiting) - len(self._running)
+        left = (time.monotonic() - self._begun) / done * (self._total - done) / 60
+        fate = {0: "done", INTERRUPTED: "interrupted"}.get(
+            code, f"failed with exit code {code}, see {LOG} there"
+        )
+        seconds = time.monotonic() - one.begun
+        said = f"{done} of {self._total}: {one.arm.folder} {fate} after {seconds:.0f} s; some {left:.0f} min left"
+        print(said, file=sys.stderr, flush=True)
+
+
+def _forked(_: int, arm: Arm) -> None:
+    """Run an arm in a process group of its own, which Ctrl-C reaches through `Queue.interrupt` alone."""
+    os.setpgrp()
+    with (arm.folder / LOG).open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    try:
+        code = arm.work()
+    except KeyboardInterrupt:  # torch would turn the interrupt into exit code 0
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _ended(process: ProcessContext) -> int | None:
+    """Return the exit code of a process; None while the process runs."""
+    try:
+        return 0 if process.join(timeout=0.1) else None
+    except ProcessExitedException as error:
+        return error.exit_code or 1
+    except Exception as error:  # the traceback of the arm's own process
+        print(error, file=sys.stderr)
+        return 1
+
+
+def parsed(parser: ArgumentParser, name: str, seeds: bool = True) -> Namespace:
+    """Parse the options of the experiment `name`: its own, and the options that all experiments have."""
+    add_folders(parser, name)
+    parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
+    if seeds:
+        parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
+    add_version(parser)
+    return with_folders(parser.parse_args(), name)
+
+
+def made_with(program: str) -> dict[str, str]:
+    """Describe what the results are measured with, as of now."""
+    return measured_with(as_given(program, sys.argv[1:]), MEASURED_CODE)
+
+
+def publish(
+    target: Path, content: Mapping[str, Any], text: str, pictures: Mapping[str, Callable[[Path], None]]
+) -> None:
+    """Write results: TARGET.json, TARGET.md and the pictures, and say where.
+
+    Args:
+        pictures: by the text between the target's name and `.png`, the function that draws to that path.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_json(target.with_suffix(".json"), content)
+    target.with_suffix(".md").write_text(text)
+    for suffix, draw in pictures.items():
+        draw(target.with_name(f"{target.name}{suffix}.png"))
+    print(f"wrote {target.parent}")

@@ -1,0 +1,158 @@
+"""What do pinned kernels cost against stock kernels? Timed stock, pinned, stock, to show the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lab.gpu import qwen3
+from lab.gpu.attention import flash_attention_3, prefill
+from lab.gpu.machine import Call, Cuda
+from lab.gpu.pins import installed
+from lab.gpu.plan import CONTRACT, Plan
+from lab.gpu.published import PUBLISHED
+from lab.gpu.results import Result
+from true_on_policy.kernels import deep_gemm, gpu
+from true_on_policy.kernels.gpu_probes import drawing
+
+MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case is one kernel at one shape.
+
+    Attributes:
+        make: returns the call for stock kernels and the call inside a pin; it runs late, to save memory.
+    """
+
+    kernel: str
+    pinned_by: str
+    shape: str
+    make: Callable[[], tuple[Call, Call]]
+
+
+def cost(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    yield PUBLISHED
+    yield _result("Kernels", machine, _kernels(plan, machine))
+    yield _result("Attention", machine, _attention(plan, machine))
+    yield _result(
+        "A model",
+        machine,
+        _model(plan, machine),
+        f"{plan.timed_model.layers} layers of Qwen3-4B's widths and its LM head. The training step's attention is "
+        "SDPA, forward and backward, on both sides: fa3-fwd has no backward.",
+    )
+    yield _result("DeepGEMM", machine, _products(plan, machine))
+
+
+def _result(title: str, machine: Cuda, cases: Iterator[Case], note: str = "") -> Result:
+    columns = ("kernel", "pinned by", "shape", "stock ms", "again ms", "pinned ms", "pinned / stock")
+    return Result(f"Cost: {title}", columns, tuple(_timed(machine, case) for case in cases), note=note)
+
+
+def _timed(machine: Cuda, case: Case) -> tuple[Any, ...]:
+    stock, pinned = case.make()
+    first = machine.milliseconds(stock)
+    with installed():
+        took = machine.milliseconds(pinned)
+    again = machine.milliseconds(stock)
+    return case.kernel, case.pinned_by, case.shape, first, again, took, 2 * took / (first + again)
+
+
+def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
+    draw, shapes = drawing(CONTRACT.dtype, machine.device), gpu.shapes(CONTRACT)
+    for rows in plan.timed_rows:
+        for inner, outer in shapes.linear:
+            named = f"{rows} x {inner} x {outer}"
+            yield Case("linear", MODE, named, lambda r=rows, i=inner, o=outer: _linear(draw, r, i, o))
+        for width in shapes.hidden:
+            yield Case("RMSNorm", MODE, f"{rows} x {width}", lambda r=rows, w=width: _both(_norm, draw(r, w)))
+        width = plan.size.vocab_size
+        yield Case(
+            *("log_softmax, float32", MODE, f"{rows} x {width}"),
+            lambda r=rows, w=width: _both(lambda x: x.log_softmax(-1), draw(r, w).float()),
+        )
+
+
+def _products(plan: Plan, machine: Cuda) -> Iterator[Case]:
+    draw = drawing(CONTRACT.dtype, machine.device)
+    for rows in plan.timed_rows:
+        for inner, outer in gpu.shapes(CONTRACT).linear:
+            named = f"{rows} x {inner} x {outer}"
+            yield Case("linear", GEMM, named, lambda r=rows, i=inner, o=outer: _deep_gemm(draw, r, i, o))
+
+
+def _linear(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
+    weight = draw(outer, inner)
+    return _both(lambda x: F.linear(x, weight), draw(rows, inner))
+
+
+def _deep_gemm(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
+    weight, x = draw(outer, inner), draw(rows, inner)
+    return lambda: F.linear(x, weight), lambda: deep_gemm.product(x, weight)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """Normalize as Hugging Face's RMSNorm does, without the weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _both(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> tuple[Call, Call]:
+    call = lambda: function(x)  # noqa: E731
+    return call, call
+
+
+def _attention(plan: Plan, machine: Cuda) -> Iterator[Case]:
+    count, length, decoding, cached = plan.attention
+    for heads, groups, width in gpu.shapes(CONTRACT).attention:
+        draw = drawing(CONTRACT.dtype, machine.device)
+        each = (heads, groups, groups)
+        yield Case(
+            *("prefill; stock is SDPA", SPLIT, f"{count} x {length}"),
+            lambda draw=draw, each=each, width=width: _prefill([draw(count, length, n, width) for n in each]),
+        )
+        yield Case(
+            *("decode; stock is FA3's own splits", SPLIT, f"{decoding} x 1 of {cached}"),
+            lambda draw=draw, each=each, width=width: _decode(
+                draw(decoding, 1, each[0], width), *(draw(decoding, cached, n, width) for n in each[1:])
+            ),
+        )
+
+
+def _prefill(parts: list[torch.Tensor]) -> tuple[Call, Call]:
+    library = flash_attention_3()
+    query, key, value = (x.transpose(1, 2) for x in parts)
+    stock = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
+    return stock, lambda: prefill(library, *parts)
+
+
+def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Call, Call]:
+    library = flash_attention_3()
+    seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
+    # The function is looked up at each call, because a pin replaces it.
+    call = lambda: library.flash_attn_with_kvcache(query, key, value, cache_seqlens=seen, causal=True)  # noqa: E731
+    return call, call
+
+
+def _model(plan: Plan, machine: Cuda) -> Iterator[Case]:
+    count, length = plan.batch
+    tokens = torch.randint(plan.timed_model.size.vocab_size, (count, length), device=machine.device)
+    by_sdpa, by_fa3 = (qwen3.build(plan.timed_model, machine, name) for name in ("sdpa", qwen3.FA3))
+    batch = f"{count} x {length} tokens"
+    forward = torch.no_grad()(qwen3.log_probs)
+    yield Case(
+        *("log-prob forward; stock is SDPA", f"{MODE}; {SPLIT}", batch),
+        lambda: (lambda: forward(by_sdpa, tokens), lambda: forward(by_fa3, tokens)),
+    )
+
+    def step() -> None:
+        by_sdpa.zero_grad()
+        qwen3.log_probs(by_sdpa, tokens).sum().backward()
+
+    yield Case("training step; attention is SDPA", MODE, batch, lambda: (step, step))

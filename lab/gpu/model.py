@@ -1,0 +1,60 @@
+"""Does a Qwen3 that decodes from its cache sample with the trainer's log-probs? Compared by bytes, in bf16.
+
+Trainer and decode path are Hugging Face's Qwen3 on FlashAttention-3. The trainer computes whole sequences, all in one
+batch or each alone; the decode path computes one token of each sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from lab.gpu import qwen3
+from lab.gpu.machine import Cuda
+from lab.gpu.pins import installed
+from lab.gpu.plan import Plan
+from lab.gpu.results import Result, compared
+from true_on_policy.verify.links import link
+
+KERNELS = {"stock": nullcontext, "pinned": installed}
+
+
+@torch.no_grad()
+def model(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    network = qwen3.build(plan.model, machine, qwen3.FA3)
+    for name, kernels in KERNELS.items():
+        with kernels():
+            tokens, decoded = _sample(network, plan, machine)
+            together = qwen3.log_probs(network, tokens)
+            alone = torch.cat([qwen3.log_probs(network, row[None]) for row in tokens])
+        sampled = slice(plan.decoded[1] - 1, None)
+        found = (
+            link("trainer: alone == in one batch", _rows(alone), _rows(together)),
+            link("decode == trainer", _rows(decoded), _rows(together[:, sampled])),
+        )
+        yield compared(f"A Qwen3 on {name} kernels", found, demanded=name == "pinned")
+
+
+def _sample(network, plan: Plan, machine: Cuda) -> tuple[Tensor, Tensor]:
+    """Sample; return prompts with their sampled tokens [B, T], and the log-prob of each sampled token [B, sampled]."""
+    count, prompt, length = plan.decoded
+    random = torch.Generator(machine.device).manual_seed(0)
+    tokens = torch.randint(
+        plan.model.size.vocab_size, (count, prompt), generator=random, device=machine.device
+    )
+    cache, measured, step = DynamicCache(config=network.config), [], tokens
+    for _ in range(length):
+        logits = network(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]
+        distribution = logits.float().log_softmax(-1)
+        step = distribution.exp().multinomial(1, generator=random)
+        measured.append(distribution.gather(1, step))
+        tokens = torch.cat([tokens, step], 1)
+    return tokens, torch.cat(measured, 1)
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    return list(x.cpu())

@@ -1,0 +1,81 @@
+"""A Qwen3 of random weights on the device, with attention by SDPA or by FlashAttention-3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from lab.gpu.attention import flash_attention_3, next_token, prefill
+from lab.gpu.machine import Cuda
+from lab.gpu.plan import Network
+from true_on_policy.contract.families import FAMILIES, Shape
+from true_on_policy.models.tiny import config_of
+
+# No name with "flash" in it: transformers would look for a kernel of that name on its hub.
+FA3 = "fa3_of_the_session"
+
+
+def build(
+    network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16
+) -> Qwen3ForCausalLM:
+    """Build a Qwen3 with equal weights for every attention; norms are not ones, which would hide the order of casts."""
+    torch.manual_seed(0)
+    AttentionInterface.register(FA3, flash_attention)
+    with torch.device(machine.device):
+        model = Qwen3ForCausalLM._from_config(
+            _config(network, dtype), attn_implementation=attention, dtype=dtype
+        )
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = torch.rand(len(parameter), device=machine.device).to(parameter.dtype) + 0.5
+        else:
+            parameter.data.normal_(std=parameter.shape[1] ** -0.5)
+    return model.eval()
+
+
+def load(checkpoint: Path, machine: Cuda) -> Qwen3ForCausalLM:
+    """Load a checkpoint on FlashAttention-3, in the dtype of its weights."""
+    disable_progress_bar()
+    AttentionInterface.register(FA3, flash_attention)
+    model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, attn_implementation=FA3, dtype="auto")
+    return model.to(machine.device).eval()
+
+
+def _config(network: Network, dtype: torch.dtype) -> Qwen3Config:
+    size = network.size
+    shape = Shape(
+        hidden=size.hidden_size,
+        ffn=size.intermediate_size,
+        layers=network.layers,
+        heads=size.num_attention_heads,
+        kv_heads=size.num_key_value_heads,
+        head_dim=size.head_dim,
+        vocab=size.vocab_size,
+        tied=network.tied,
+    )
+    return config_of(FAMILIES["qwen3-dense"], shape, dtype)
+
+
+def flash_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **unused: Any
+) -> tuple[Tensor, None]:
+    """Attend [B, H, T, D] by FlashAttention-3: whole sequences packed, the next token of each from a cache."""
+    assert mask is None and scaling == query.shape[-1] ** -0.5, "causal attention at the usual scale alone"
+    library = flash_attention_3()
+    # In autocast the norms leave q and k in float32, and so does a cache.
+    query, key, value = (x.transpose(1, 2).bfloat16().contiguous() for x in (query, key, value))
+    if query.shape[1] == key.shape[1]:
+        return prefill(library, query, key, value), None
+    seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
+    return next_token(library, query, key, value, seen), None
+
+
+def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
+    """Compute the log-prob of each token but the first, in float32: [B, T - 1]."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return logits.float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]

@@ -1,0 +1,63 @@
+"""Segment-wise and standard weights of a rollout's tokens, by age."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import torch
+
+from lab.host.train.batch import pack
+from lab.host.train.parallel import ParallelState
+from lab.host.train.trainer import RolloutData
+from mis_plugins.config.model import CorrectionConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.config.reading import from_args
+from mis_plugins.metrics.staleness import (
+    error_metrics,
+    loglinear_error_by_age,
+    weight_metrics,
+    weights_by_age,
+)
+from mis_plugins.versions.segment_wise import Written, behavior_weight, proximal_t
+
+OURS = "mis_plugins."
+
+
+def segment_wise(args: Namespace) -> SegmentWiseConfig | None:
+    """Segment-wise weights to measure, and to recompute for where they are on.
+
+    None where no proximal policy is scored, and in bypass. Without settings the default weights are measured,
+    whether the loss uses them or not. With `enabled: false` the standard weights are measured.
+    """
+    if args.use_rollout_logprobs and not args.get_mismatch_metrics:
+        return None
+    hooks = (args.custom_tis_function_path, args.custom_loss_function_path)
+    ours = "mis" in vars(args) or any(path is not None and path.startswith(OURS) for path in hooks)
+    config = from_args(args).where_versions_are_known() if ours else CorrectionConfig()
+    found = config.segment_wise or SegmentWiseConfig()
+    if config.bypass:
+        return None
+    return found if config.weight is None or config.weighs_by_segment_wise else _bounded(found, config.weight)
+
+
+def _bounded(config: SegmentWiseConfig, weight: WeightConfig) -> SegmentWiseConfig:
+    """The segment-wise config with the bounds of a `weight` that stands beside it."""
+    if weight.level != "token" or not weight.record.has_ceiling:
+        return replace(config, weight_cap=None, weight_floor=None, mode=SegmentWiseConfig.mode)
+    return replace(config, weight_cap=weight.upper, weight_floor=weight.lower, mode=weight.bound)
+
+
+def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig) -> dict[str, float]:
+    """`weight_metrics` of a whole rollout before it is trained on, and `error_metrics` where they exist. Collective."""
+    layout = pack(data["tokens"], data["response_lengths"], state.cp.rank, state.cp.size)
+    mask = torch.cat(data["loss_masks"]).bool()[layout.response_index]
+    proximal, behavior = torch.cat(data["log_probs"]), torch.cat(data["rollout_log_probs"])
+    versions, recomputed = torch.cat(data["output_versions"]), torch.cat(data["recomputed_log_probs"])
+    written = Written(versions, recomputed, data["proximal_version"])
+    numerator = proximal_t(proximal, behavior, written, config)
+    applied = behavior_weight(numerator, behavior, mask, config)
+    weights = weights_by_age(numerator, proximal, behavior, written, mask, applied)
+    error = loglinear_error_by_age(proximal, behavior, written, mask)
+    ranks = [state.effective_dp_cp.group] if state.effective_dp_cp.group is not None else []
+    applied_metrics = weight_metrics(weights.over_ranks(ranks), config.enabled)
+    return applied_metrics | error_metrics(error.over_ranks(ranks))

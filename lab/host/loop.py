@@ -1,0 +1,344 @@
+"""The RL loop: sample, recompute log-probs, correct, train, synchronise the weights, evaluate both policies."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from lab.host import report
+from lab.host.asynchronous.source import AsynchronousRollouts
+from lab.host.asynchronous.summary import asynchronous_summary
+from lab.host.cli.loading import load_function
+from lab.host.folders import CURVES, METRICS, SUMMARY
+from lab.host.model import checkpoint
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.engine import DecodeEngine, RolloutEngine
+from lab.host.model.replay import ROUTES
+from lab.host.rollout.rollout_engines import kernels, rollout_engine
+from lab.host.rollout.sampler import (
+    Rollout,
+    collect,
+    derive_seed,
+    draw_problems,
+    sample_responses,
+    shard,
+)
+from lab.host.rollout.tasks import TASKS, Problem, Task
+from lab.host.train.gradients import (
+    before_log_probs,
+    cosine,
+    mean_gradient,
+    on_policy,
+    on_policy_reference,
+)
+from lab.host.train.loss import LOSSES
+from lab.host.train.parallel import ParallelState, StopSignal, initialize
+from lab.host.train.trainer import RolloutData, Trainer
+from lab.host.train.warm_start import warm_start
+from mis_plugins.hosts.routing import WATCHING
+from mis_plugins.hosts.step_report import RECORDER
+from mis_plugins.shared.shell import Unread
+
+Row = dict[str, int | float]
+"""Metrics of one rollout; the names are those of ``report.Record``, and the hook's own."""
+
+COSINE_ROLLOUTS = 4
+"""Rollouts pooled into each gradient whose direction is compared."""
+
+
+def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups,
+        head_dim=args.kv_channels,
+        ffn_size=args.moe_ffn_hidden_size if args.num_experts else args.ffn_hidden_size,
+        qk_norm=args.qk_layernorm,
+        experts=args.num_experts or 0,
+        top_k=args.moe_router_topk or 0,
+    )
+
+
+def run_rank(args: Namespace) -> None:
+    """The whole run, on one rank of an initialised process group.
+
+    Raises:
+        KeyboardInterrupt: a rank was interrupted; everything was written.
+    """
+    import lab.host.tracking  # noqa: F401  (a hook finds it where a run is, and nowhere else)
+
+    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    stop = StopSignal()
+    pin = kernels(args, loop.reference.config)
+    with closing(loop), pin, recording(args, loop.next_rollout) as record:
+        while loop.next_rollout < args.num_rollout:
+            record(loop.one_rollout())
+            if stop.agreed():
+                loop.save()
+                raise KeyboardInterrupt
+        loop.save()
+
+
+@contextmanager
+def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], None]]:
+    """Yield a function to call with each rollout's record.
+
+    Rank 0 writes the files of the run, which are complete afterwards, however the run ends.
+    """
+    if dist.get_rank() != 0:
+        yield lambda row: None
+        return
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = report.MetricsLog(folder / METRICS)
+    log.truncate(after=first_rollout - 1)
+    status = "failed"
+    arguments = dict(vars(args))  # as they were given: a hook may keep its own things on args
+    try:
+        with _table(args, folder, first_rollout) as table:
+
+            def record(row: Row) -> None:
+                log.append(row)
+                table.add(row)
+
+            yield record
+        status = "finished"
+    except (KeyboardInterrupt, Unread):
+        status = "interrupted"
+        raise
+    finally:
+        records = log.read()
+        summary = {**report.summarize(records), **asynchronous_summary(records)}
+        summary |= {"status": status, "arguments": arguments}
+        report.write_json(folder / SUMMARY, summary)
+        report.plot_curves({folder.name: folder}, folder / CURVES)
+
+
+def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
+    console = Console(file=open(os.devnull, "w")) if args.quiet else None
+    return report.LiveTable(folder.name, args.num_rollout, completed, console)
+
+
+@dataclass
+class Loop:
+    """The parts of a run that exist from its start to its end.
+
+    ``next_rollout`` is also the version of the weights. ``frozen`` is the reference policy of ``--use-kl-loss``.
+    ``asynchronous`` is where the training samples come from with ``--async``, in place of ``engine``.
+    """
+
+    args: Namespace
+    state: ParallelState
+    task: Task
+    held_out: list[Problem]
+    trainer: Trainer
+    engine: RolloutEngine
+    reference: DecodeEngine
+    postprocess: Callable[..., Any] | None
+    frozen: dict[str, Tensor] | None
+    next_rollout: int
+    asynchronous: AsynchronousRollouts | None
+
+    @classmethod
+    def start(cls, args: Namespace, state: ParallelState) -> Loop:
+        """Build everything, from the checkpoint of ``--load`` or from a warm start."""
+        task = TASKS[args.task](args.num_digits)
+        config = model_config(args, task.vocab_size)
+        held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
+        saved = checkpoint.load(args.load, config) if args.load else None
+        warm = partial(warm_start, args, config, task, state, _prompts(held_out))
+        weights = saved["weights"] if saved else warm()
+        trainer = Trainer(args, config, state, weights, args.lr)
+        if saved:
+            trainer.load_optimizer_state(saved["optimizer"])
+        path = args.rollout_data_postprocess_path
+        first = saved["next_rollout"] if saved else 0
+        loop = cls(
+            args=args,
+            state=state,
+            task=task,
+            held_out=held_out,
+            trainer=trainer,
+            engine=rollout_engine(args, config),
+            reference=DecodeEngine(config, "fp32"),
+            postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
+            frozen=warm() if args.use_kl_loss else None,
+            next_rollout=first,
+            asynchronous=AsynchronousRollouts(
+                args, task, config, state, trainer, _prompts(held_out), weights, first
+            )
+            if args.asynchronous
+            else None,
+        )
+        loop.engine.update_weights(weights, loop.next_rollout)
+        if args.check_weights_every:
+            loop.check_weights(weights)
+        return loop
+
+    def one_rollout(self) -> Row:
+        """Sample, train, synchronise; save and evaluate when it is time. Collective."""
+        began, rollout_id = time.perf_counter(), self.next_rollout
+        row: Row = {"rollout": rollout_id}
+        if rollout_id % self.args.eval_interval == 0:
+            row |= self.evaluate()
+        every = self.args.grad_cosine_every
+        if every and rollout_id % every == 0:
+            row |= self.gradient_cosines()
+        started = time.perf_counter()
+        rollout = self.sampled(rollout_id)
+        sampled = time.perf_counter()
+        row |= self.train(rollout_id, rollout)
+        trained = time.perf_counter()
+        self.next_rollout = rollout_id + 1
+        row |= self.publish()
+        if self.next_rollout % self.args.save_interval == 0:
+            self.save()
+        return (
+            row
+            | _rollout_row(rollout)
+            | {
+                "rollout_seconds": sampled - started,
+                "train_seconds": trained - sampled,
+                "seconds": time.perf_counter() - began,
+            }
+        )
+
+    def sampled(self, rollout_id: int) -> Rollout:
+        """The samples to train on next. Collective."""
+        if self.asynchronous is not None:
+            return self.asynchronous.rollout(rollout_id)
+        return self.collect(self.engine, "rollout", rollout_id)
+
+    def publish(self) -> Row:
+        """Hand the weights to the engine or worker that samples. Collective."""
+        weights = self.trainer.weights()
+        self.engine.update_weights(weights, self.next_rollout)
+        every = self.args.check_weights_every
+        if every and self.next_rollout % every == 0:
+            return self.check_weights(weights)
+        if self.asynchronous is None:
+            return {}
+        self.asynchronous.update(weights)
+        return self.asynchronous.take_row()
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> Row:
+        """Compare the engine's weights with the trainer's, which must be equal in every bit. Collective."""
+        from lab.host.rollout.served import ServedEngine
+
+        assert isinstance(self.engine, ServedEngine), "the command line asks engines that tell alone"
+        return {"weights_compared": self.engine.check_weights(weights)}
+
+    def train(self, rollout_id: int, rollout: Rollout) -> Row:
+        """Take all optimizer steps of one rollout; return the means of their metrics."""
+        data = shard(self.args, self.state, rollout)
+        self.prepare(rollout_id, data)
+        if self.asynchronous is not None:
+            self.asynchronous.measure(data)
+        share = self.args.global_batch_size // self.state.effective_dp.size
+        steps = [range(start, start + share) for start in range(0, len(data["tokens"]), share)]
+        loss = LOSSES[self.args.loss_type]
+        rows = [
+            self.trainer.accumulate(
+                self.args, data, indices, loss, partial(self.begin_step, rollout_id, step_id)
+            )
+            | {"grad_norm": self.trainer.step()}
+            for step_id, indices in enumerate(steps)
+        ]
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+    def begin_step(self, rollout_id: int, step_id: int) -> None:
+        """Call ``--custom-megatron-before-train-step-hook-path``; this trainer has no learning-rate scheduler."""
+        path = self.args.custom_megatron_before_train_step_hook_path
+        if path is not None:
+            hook = load_function(path, "--custom-megatron-before-train-step-hook-path")
+            hook(self.args, rollout_id, step_id, [self.trainer.ddp], self.trainer.optimizer, None)
+
+    def prepare(self, rollout_id: int, data: RolloutData) -> None:
+        """Compute the log-probs of proximal and reference policy and call the rollout-data hook, in slime's order."""
+        if not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics:
+            before_log_probs(self.args, self.trainer)
+            data["log_probs"] = self.trainer.log_probs(data)
+        if self.frozen is not None:
+            before_log_probs(self.args, self.trainer, "ref_")
+            unrouted = {name: value for name, value in data.items() if name != ROUTES}
+            with self.trainer.holding(self.frozen):
+                data["ref_log_probs"] = self.trainer.log_probs(unrouted)
+        if self.postprocess is not None:
+            self.postprocess(self.args, rollout_id, data)
+
+    def collect(self, engine: RolloutEngine, *stream: int | str) -> Rollout:
+        return collect(self.args, self.task, engine, (self.args.seed, *stream), _prompts(self.held_out))
+
+    def evaluate(self) -> Row:
+        """Mean reward on held-out prompts, of the trainer's float32 policy and of the rollout policy."""
+        return {
+            "eval_trainer": self._held_out_reward(self.fp32()),
+            "eval_rollout": self._held_out_reward(self.engine),
+        }
+
+    def _held_out_reward(self, engine: RolloutEngine) -> float:
+        seeds = [derive_seed(self.args.seed, "evaluation", index) for index in range(len(self.held_out))]
+        responses = sample_responses(engine, self.task, self.held_out, seeds, self.args.rollout_temperature)
+        pairs = zip(self.held_out, responses, strict=True)
+        rewards = [self.task.reward(problem, response.tokens) for problem, response in pairs]
+        return sum(rewards) / len(rewards)
+
+    def gradient_cosines(self) -> Row:
+        """Cosine to the on-policy gradient at these weights, with this run's correction and without."""
+        samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
+        sampled = self.pool(self.engine, "cosine")
+        settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
+        with RECORDER.unobserved(), WATCHING.apart():
+            reference = on_policy_reference(self.args, self.state, self.trainer, samples)
+            gradients = {
+                name: mean_gradient(args, self.state, self.trainer, sampled)
+                for name, args in settings.items()
+            }
+        found = {name: cosine(gradient, reference.mean) for name, gradient in gradients.items()}
+        return found | {"grad_cosine_on_policy": reference.agreement}
+
+    def pool(self, engine: RolloutEngine, name: str) -> list[Rollout]:
+        """The rollouts whose gradients are averaged before directions are compared."""
+        return [self.collect(engine, name, self.next_rollout, index) for index in range(COSINE_ROLLOUTS)]
+
+    def fp32(self) -> DecodeEngine:
+        """An engine that samples from the trainer's own policy."""
+        if self.reference.version != self.next_rollout:
+            self.reference.update_weights(self.trainer.weights(), self.next_rollout)
+        return self.reference
+
+    def close(self) -> None:
+        """End the engine or worker that samples."""
+        if self.asynchronous is not None:
+            self.asynchronous.close()
+        self.engine.close()
+
+    def save(self) -> None:
+        if self.args.save:
+            checkpoint.save(self.args.save, self.trainer, self.reference.config, self.next_rollout)
+
+
+def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:
+    return frozenset(problem.prompt for problem in problems)
+
+
+def _rollout_row(rollout: Rollout) -> Row:
+    return {
+        "reward_rollout": rollout.reward,
+        "response_length": fmean(sample.response_length for sample in rollout.samples),
+        "weight_version": int(rollout.samples[0].weight_versions[0]),
+    }

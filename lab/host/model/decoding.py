@@ -1,0 +1,144 @@
+"""Responses that grow together, a token a step, so that the weights may move between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lab.host.model.decoder import KVCache, LeftPadded, ModelConfig
+from lab.host.model.sampling import counter_uniform, sample
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A response to begin, or to go on with.
+
+    number: the number by which the caller knows the response.
+    tokens: the tokens of the response so far.
+    seed: seed and place of a token decide the randomness of that token.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    max_new_tokens: most tokens of a response, the tokens that it began with included.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    eos: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One step: a token of each response that had not ended. Log-probs are taken after temperature."""
+
+    numbers: list[int]
+    tokens: list[int]
+    log_probs: list[float]
+    ended: list[bool]
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """A decoder that is stepped: `Decoder`, or one with another cache, whose `used` counts filled slots."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def cache(self, batch: LeftPadded, max_new_tokens: int) -> Any: ...
+
+    def forward(self, tokens: Int[Tensor, "B T"], cache: Any) -> Float[Tensor, "B T V"]: ...
+
+
+class Decoding:
+    """A batch of responses over one KV cache.
+
+    Rows that have ended stay in the batch until all have: the last bits of a row may depend on the number of
+    rows.
+
+    Attributes:
+        stale_cache: whether the cache holds keys and values of weights before the present ones.
+    """
+
+    def __init__(self, decoder: Steps, responses: Sequence[Unfinished], sampling: Sampling) -> None:
+        self.sampling, self.stale_cache = sampling, False
+        self._decoder, self._responses = decoder, list(responses)
+        self._added: list[list[int]] = [[] for _ in responses]
+        batch = LeftPadded.of([one.prompt + one.tokens for one in responses], decoder.config.vocab_size)
+        drawn = [len(one.tokens) for one in responses]
+        self._padding = batch.padding.tolist()
+        self._cache = decoder.cache(batch, sampling.max_new_tokens - min(drawn))
+        self._position = torch.tensor(drawn)
+        self._uniform = counter_uniform([one.seed for one in responses], sampling.max_new_tokens)
+        self._alive = self._position < sampling.max_new_tokens
+        self._pending = batch.tokens
+
+    @property
+    def ended(self) -> bool:
+        return not self._alive.any()
+
+    @property
+    def unfinished(self) -> list[Unfinished]:
+        """Responses that have not ended, with the tokens drawn so far."""
+        rows = zip(self._responses, self._added, self._alive.tolist(), strict=True)
+        return [replace(one, tokens=(*one.tokens, *added)) for one, added, alive in rows if alive]
+
+    @property
+    def routes(self) -> list[Int[Tensor, "N L K"]] | None:
+        """The experts of each token of prompt and response but the last; None in a dense model.
+
+        The last token was drawn, and no layer has seen it.
+        """
+        held = self._cache.routes if isinstance(self._cache, KVCache) else None
+        if held is None:
+            return None
+        rows = enumerate(zip(self._responses, self._added, self._padding, strict=True))
+        return [
+            held[:, row, start : start + len(one.prompt + one.tokens) + len(added) - 1]
+            .transpose(0, 1)
+            .contiguous()
+            for row, (one, added, start) in rows
+        ]
+
+    @torch.no_grad()
+    def step(self) -> Drawn:
+        """Draw the next token of every response."""
+        logits = self._decoder.forward(self._pending, self._cache)[:, -1]
+        # Responses that have ended draw on, and nobody reads the tokens: their place may lie beyond the last.
+        place = self._position.clamp(max=self.sampling.max_new_tokens - 1)
+        uniform = self._uniform.gather(1, place[:, None])[:, 0]
+        tokens, log_probs = sample(logits, self.sampling.temperature, uniform)
+        rows = self._alive.nonzero()[:, 0]
+        self._position += 1
+        self._alive &= (tokens != self.sampling.eos) & (self._position < self.sampling.max_new_tokens)
+        self._pending = tokens[:, None]
+        drawn = Drawn(
+            [self._responses[row].number for row in rows.tolist()],
+            tokens[rows].tolist(),
+            log_probs[rows].tolist(),
+            (~self._alive[rows]).tolist(),
+        )
+        for row, token in zip(rows.tolist(), drawn.tokens, strict=True):
+            self._added[row].append(token)
+        return drawn
+
+    def go_on(self, decoder: Steps, *, keep_cache: bool) -> Decoding:
+        """Go on with other weights, over the present KV cache or over one that the other weights compute."""
+        if not keep_cache:
+            return Decoding(decoder, self.unfinished, self.sampling)
+        self._decoder = decoder
+        self.stale_cache = self.stale_cache or self._cache.used > 0
+        return self

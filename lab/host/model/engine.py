@@ -1,0 +1,176 @@
+"""The rollout engine of the embedded host: batched decoding with a KV cache, in a precision of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lab.host.model.decoder import Decoder, LeftPadded, ModelConfig
+from lab.host.model.decoding import Decoding, Sampling, Unfinished
+from lab.host.model.quantize import LINEAR, at_precision
+from mis_plugins.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled response.
+
+    Attributes:
+        tokens: token ids; the last one is EOS unless the response was cut at `max_new_tokens`.
+        log_probs: log-probability of each token under the distribution it was drawn from, after temperature.
+        version: version of the weights that drew the response.
+        routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
+            in a dense model, and from an engine that does not tell.
+        kept: the tokens that each token was sampled from; None where that is the whole vocabulary.
+    """
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    version: int
+    routes: Int[Tensor, "N L K"] | None = field(default=None, compare=False)
+    kept: tuple[tuple[int, ...], ...] | None = None
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """A rollout engine as the loop calls it: a `DecodeEngine`, or a `ServedEngine` around another engine."""
+
+    version: int
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take copies of all parameters, by Hugging Face Qwen3 name, float32, matrices [out, in].
+
+        Raises:
+            InputError: a name is missing or unknown, or a shape is wrong; the engine then keeps its weights.
+        """
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        eos: int,
+        seeds: Sequence[int],
+    ) -> list[Generation]:
+        """Sample one response a prompt.
+
+        `seeds[i]` alone decides the randomness of response `i`: batched with others or alone, it is the
+        same response, up to float rounding.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the weights; the engine is of no use afterwards."""
+        ...
+
+
+class DecodeEngine:
+    """The local `RolloutEngine`.
+
+    Args:
+        precision: `fp32`, `bf16`, `int8`, `int4` or `int3`; see `model/quantize.py`.
+    """
+
+    def __init__(self, config: ModelConfig, precision: str) -> None:
+        if precision not in LINEAR:
+            raise ConfigError(f"--rollout-weights: got {precision!r}; choose one of {', '.join(LINEAR)}")
+        self.config, self.precision, self.version = config, precision, -1
+        self._decoder: Decoder | None = None
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        _check_weights(weights, self.config.shapes())
+        held = {name: at_precision(name, weight, self.precision) for name, weight in weights.items()}
+        self._decoder, self.version = Decoder(self.config, held), version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        eos: int,
+        seeds: Sequence[int],
+    ) -> list[Generation]:
+        if len(seeds) != len(prompts):
+            raise InputError(f"seeds: got {len(seeds)} for {len(prompts)} prompts; give one seed a prompt")
+        if not prompts:
+            return []
+        rows = enumerate(zip(prompts, seeds, strict=True))
+        responses = [Unfinished(row, tuple(prompt), (), seed) for row, (prompt, seed) in rows]
+        decoding = self.begin(responses, Sampling(max_new_tokens, temperature, eos))
+        tokens: list[list[int]] = [[] for _ in prompts]
+        log_probs: list[list[float]] = [[] for _ in prompts]
+        while not decoding.ended:
+            drawn = decoding.step()
+            for row, token, log_prob in zip(drawn.numbers, drawn.tokens, drawn.log_probs, strict=True):
+                tokens[row].append(token)
+                log_probs[row].append(log_prob)
+        made = zip(tokens, log_probs, decoding.routes or [None] * len(prompts), strict=True)
+        return [Generation(tuple(row), tuple(scores), self.version, routes) for row, scores, routes in made]
+
+    def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Decoding:
+        """Begin a batch of responses, which the caller steps."""
+        if sampling.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: got {sampling.max_new_tokens}; give at least 1")
+        _check_temperature(sampling.temperature)
+        return Decoding(self.decoder, responses, sampling)
+
+    @torch.no_grad()
+    def score(
+        self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, temperature: float = 1.0
+    ) -> list[Float[Tensor, " _"]]:
+        """Log-probabilities of each sequence's last `response_lengths[i]` tokens, by teacher forcing."""
+        decoder = self.decoder
+        _check_temperature(temperature)
+        _check_response_lengths(sequences, response_lengths)
+        if not sequences:
+            return []
+        batch = LeftPadded.of(sequences, self.config.vocab_size)
+        logits = decoder.forward(batch.tokens, decoder.cache(batch, 0))[:, :-1]
+        log_probs = (logits.float() / temperature).log_softmax(-1)
+        picked = log_probs.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+        width = picked.shape[1]
+        return [row[width - length :] for row, length in zip(picked, response_lengths, strict=True)]
+
+    def close(self) -> None:
+        self._decoder = None
+
+    @property
+    def decoder(self) -> Decoder:
+        """The weights of `version`, at this engine's precision."""
+        if self._decoder is None:
+            raise InputError("the rollout engine holds no weights; call update_weights first")
+        return self._decoder
+
+
+def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
+    if missing or unknown:
+        raise InputError(f"update_weights: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    wrong = [
+        f"{name}: got {list(weights[name].shape)}, needs {list(shape)}"
+        for name, shape in shapes.items()
+        if tuple(weights[name].shape) != shape
+    ]
+    if wrong:
+        raise InputError(f"update_weights: {'; '.join(wrong)}")
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InputError(f"temperature: got {temperature}; give a number above 0")
+
+
+def _check_response_lengths(sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]) -> None:
+    for index, (sequence, length) in enumerate(zip(sequences, response_lengths, strict=True)):
+        if not 0 <= length < len(sequence):
+            raise InputError(
+                f"sequence {index}: response length {length} of {len(sequence)} tokens; leave a prompt token"
+            )

@@ -1,0 +1,136 @@
+"""A rollout engine of ``true_on_policy`` behind the loop's protocol: one for all ranks, fed by checkpoints on disk.
+
+The engine samples as many tokens as it is asked for; a response is cut after its first end of sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.engine import Generation
+from true_on_policy.contract.families import FAMILIES, Family, Shape
+from true_on_policy.engines.protocol import Cut, Engine, Request, Sample, TellsWeights
+from true_on_policy.errors import DifferenceError
+from true_on_policy.models.tiny import write_checkpoint
+from true_on_policy.weights.comparison import compare
+
+
+class ServedEngine:
+    """A ``RolloutEngine`` whose methods are collective: rank 0 holds the engine and samples for all in one batch.
+
+    Args:
+        start: makes the engine from the first checkpoint; called on rank 0 alone.
+        cut: what top-p and top-k leave to sample from; None is the whole vocabulary.
+    """
+
+    def __init__(self, config: ModelConfig, start: Callable[[Path], Engine], cut: Cut | None = None) -> None:
+        self.version = -1
+        self._cut = cut
+        self._shape = model_shape(config)
+        self._family = model_family(config)
+        self._start = start
+        self._folder = TemporaryDirectory(prefix="mis-weights-")
+        self._engine: Engine | None = None
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if dist.get_rank() == 0:
+            checkpoint = Path(self._folder.name) / str(version)
+            write_checkpoint(checkpoint, self._family, self._shape, weights)
+            if self._engine is None:
+                self._engine = self._start(checkpoint)
+            self._engine.update_weights(checkpoint, version)
+            rmtree(checkpoint)
+        self.version = version
+        dist.barrier()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        eos: int,
+        seeds: Sequence[int],
+    ) -> list[Generation]:
+        requests = [
+            Request(tuple(prompt), max_new_tokens, seed, temperature, self._cut)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return [_until(eos, sample) for sample in self._on_rank_0(requests)]
+
+    def _on_rank_0(self, requests: list[Request]) -> list[Sample]:
+        """Sample the requests of all ranks in one batch on rank 0, and return the samples of this rank."""
+        size = dist.get_world_size()
+        asked: list[Any] = [None] * size
+        dist.all_gather_object(asked, requests)
+        answers: list[Any] = [None] * size
+        if dist.get_rank() == 0:
+            assert self._engine is not None
+            samples = iter(self._engine.generate([request for share in asked for request in share]))
+            answers = [[next(samples) for _ in share] for share in asked]
+        dist.broadcast_object_list(answers)
+        return answers[dist.get_rank()]
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> int:
+        """Compare every tensor of the engine with the trainer's weights, and return how many there are.
+
+        Raises:
+            DifferenceError: a tensor differs; on every rank.
+            NotSeenError: the engine does not tell its weights.
+        """
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            assert isinstance(self._engine, TellsWeights), "the command line asks engines that tell alone"
+            found = [compare(self._engine.weights_checker, weights)]
+        dist.broadcast_object_list(found)
+        (comparison,) = found
+        if not comparison.equal:
+            raise DifferenceError(f"--check-weights-every, weights {self.version}: {comparison}")
+        return comparison.compared
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._folder.cleanup()
+
+
+def model_family(config: ModelConfig) -> Family:
+    """The family that computes what our own decoder computes."""
+    if config.experts:
+        return FAMILIES["qwen3-moe"]
+    return FAMILIES["qwen3-dense" if config.qk_norm else "llama"]
+
+
+def model_shape(config: ModelConfig) -> Shape:
+    """The shape of a model in the terms of ``true_on_policy``."""
+    return Shape(
+        hidden=config.hidden_size,
+        ffn=config.ffn_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        tied=False,
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
+        experts=config.experts,
+        top_k=config.top_k,
+    )
+
+
+def _until(eos: int, sample: Sample) -> Generation:
+    """The response up to its first end of sequence; whole where there is none."""
+    ends = [place for place, token in enumerate(sample.tokens, 1) if token == eos]
+    length = ends[0] if ends else len(sample.tokens)
+    log_probs = tuple(sample.log_probs[:length].tolist())
+    kept = None if sample.kept is None else sample.kept[:length]
+    return Generation(sample.tokens[:length], log_probs, sample.version, kept=kept)

@@ -1,0 +1,134 @@
+"""An engine in a process of its own, such as SGLang, stepped by an asynchronous worker: one token a call.
+
+Between two calls the engine holds no request, so that the weights may move there. An update empties the
+engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of earlier weights (`in_place`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+
+from torch import Tensor
+
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.decoding import Drawn, Sampling, Unfinished
+from lab.host.rollout.served import model_family, model_shape
+from true_on_policy.contract.sides import ENGINES
+from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
+from true_on_policy.models.tiny import write_checkpoint
+
+RUNNING = 256
+"""Sequences that the engine computes at a time, at most; a call with more takes several turns."""
+
+
+class ServedSteps:
+    """The engine `name`, started by the first weights.
+
+    Args:
+        keep_cache: whether an update leaves the keys and values of earlier weights in the prefix cache.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, precision: str, keep_cache: bool) -> None:
+        serve = ENGINES[name].serve
+        assert serve is not None, "the command line offers engines that serve alone"
+        self._start: Callable[[Path], Engine] = lambda path: serve(path, precision, None, RUNNING)
+        self._family, self._shape = model_family(config), model_shape(config)
+        self._folder = TemporaryDirectory(prefix="mis-weights-")
+        self._engine: Engine | None = None
+        self._keep_cache = keep_cache
+        self.version = -1
+
+    @property
+    def decoder(self) -> ServedSteps:
+        """The engine itself, which has the newest weights."""
+        return self
+
+    def one_token_each(self, responses: Sequence[Unfinished], temperature: float) -> list[Sample]:
+        """Sample the next token of each response.
+
+        Raises:
+            EngineError: the engine fails, or names another version than the one that it was given.
+        """
+        assert self._engine is not None, "the first weights start it"
+        samples = self._engine.generate(
+            [
+                Request(one.prompt + one.tokens, 1, one.seed + len(one.tokens), temperature)
+                for one in responses
+            ]
+        )
+        if wrong := {sample.version for sample in samples} - {self.version}:
+            raise EngineError(
+                f"{self._engine.name}: tokens of version {wrong}, with weights of {self.version}"
+            )
+        return samples
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Hand the weights over as a checkpoint on disk.
+
+        Raises:
+            EngineError: the engine did not start, or refuses them.
+        """
+        checkpoint = Path(self._folder.name) / str(version)
+        write_checkpoint(checkpoint, self._family, self._shape, weights)
+        if self._engine is None:
+            self._engine = self._start(checkpoint)
+        self._engine.update_weights(checkpoint, version, keep_cache=self._keep_cache)
+        rmtree(checkpoint)
+        self.version = version
+
+    def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> ServedDecoding:
+        """Begin a batch of responses, which the caller steps."""
+        return ServedDecoding(self, responses, sampling)
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
+        self._folder.cleanup()
+
+
+class ServedDecoding:
+    """A batch of responses that grow by a token a call.
+
+    Attributes:
+        stale_cache: whether the engine may compute over keys and values of weights before the present ones.
+    """
+
+    def __init__(self, engine: ServedSteps, responses: Sequence[Unfinished], sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._growing = [one for one in responses if len(one.tokens) < sampling.max_new_tokens]
+        self.stale_cache = False
+
+    @property
+    def ended(self) -> bool:
+        return not self._growing
+
+    @property
+    def unfinished(self) -> list[Unfinished]:
+        """Responses that have not ended, with the tokens drawn so far."""
+        return list(self._growing)
+
+    def step(self) -> Drawn:
+        """Draw the next token of every response."""
+        samples = self._engine.one_token_each(self._growing, self._sampling.temperature)
+        tokens = [sample.tokens[0] for sample in samples]
+        grown = [
+            replace(one, tokens=(*one.tokens, token))
+            for one, token in zip(self._growing, tokens, strict=True)
+        ]
+        ended = [
+            one.tokens[-1] == self._sampling.eos or len(one.tokens) == self._sampling.max_new_tokens
+            for one in grown
+        ]
+        self._growing = [one for one, over in zip(grown, ended, strict=True) if not over]
+        log_probs = [float(sample.log_probs[0]) for sample in samples]
+        return Drawn([one.number for one in grown], tokens, log_probs, ended)
+
+    def go_on(self, decoder: ServedSteps, *, keep_cache: bool) -> ServedDecoding:
+        """Go on with the engine's present weights."""
+        self.stale_cache = self.stale_cache or keep_cache
+        return self

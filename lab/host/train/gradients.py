@@ -1,0 +1,90 @@
+"""The direction of a rollout's policy gradient, corrected or not, against an on-policy gradient.
+
+The harm of a mismatched rollout engine shows here before a policy collapses, and also where no policy does.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lab.host.cli.loading import load_function
+from lab.host.rollout.sampler import Rollout, shard
+from lab.host.train.loss import LOSSES
+from lab.host.train.parallel import ParallelState
+from lab.host.train.trainer import Trainer
+from mis_plugins.hosts.routing import WATCHING
+
+
+def on_policy(args: Namespace) -> Namespace:
+    """Settings without any correction, for samples of the trainer's own policy."""
+    plain = {
+        "use_tis": False,
+        "get_mismatch_metrics": False,
+        "use_rollout_logprobs": False,
+        "use_kl_loss": False,
+        "use_rollout_routing_replay": False,
+        "custom_megatron_before_log_prob_hook_path": None,
+    }
+    return Namespace(**{**vars(args), **plain, "loss_type": "policy_loss"})
+
+
+def before_log_probs(args: Namespace, trainer: Trainer, prefix: str = "") -> None:
+    """Call ``--custom-megatron-before-log-prob-hook-path``; the hosts' prefix of a reference policy is ``ref_``."""
+    path = args.custom_megatron_before_log_prob_hook_path
+    if path is not None:
+        hook = load_function(path, "--custom-megatron-before-log-prob-hook-path")
+        hook(args, [trainer.ddp], prefix)
+
+
+def mean_gradient(
+    args: Namespace, state: ParallelState, trainer: Trainer, rollouts: Sequence[Rollout]
+) -> Tensor:
+    """Gradient of the policy loss at the current weights, averaged over the rollouts. Collective; no step is taken."""
+    total = torch.zeros(())
+    whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].samples)})
+    for rollout in rollouts:
+        data = shard(whole, state, rollout)
+        before_log_probs(whole, trainer)
+        data["log_probs"] = trainer.log_probs(data)
+        WATCHING.gather(whole)
+        trainer.accumulate(whole, data, range(len(data["tokens"])), LOSSES[args.loss_type])
+        total = total + trainer.gradient()
+    return total / len(rollouts)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Two independent estimates of the on-policy gradient."""
+
+    first: Tensor
+    second: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        return (self.first + self.second) / 2
+
+    @property
+    def agreement(self) -> float:
+        """Cosine of the two estimates, below 1 by sampling noise; no setting can be expected to do better."""
+        return cosine(self.first, self.second)
+
+
+def on_policy_reference(
+    args: Namespace,
+    state: ParallelState,
+    trainer: Trainer,
+    samples: tuple[Sequence[Rollout], Sequence[Rollout]],
+) -> Reference:
+    """Estimate the on-policy gradient twice, from two sets of rollouts of the trainer's own policy. Collective."""
+    first, second = (mean_gradient(on_policy(args), state, trainer, rollouts) for rollouts in samples)
+    return Reference(first, second)
+
+
+def cosine(left: Tensor, right: Tensor) -> float:
+    return float(F.cosine_similarity(left, right, dim=0))

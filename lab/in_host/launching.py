@@ -1,0 +1,157 @@
+"""The command line of a host's train.py: the flags of our launch script, and after them the sizes of a tiny run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.in_host import model
+from lab.in_host.trees import CannotRun, Host
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Flags of the launch scripts that a tiny run on a CPU cannot keep, with the number of words that follow each.
+DROPPED = {
+    "--apply-chat-template": 0,  # the tokenizer of bytes has no template
+    "--save": 1,
+    "--save-interval": 1,
+    "--attention-backend": 1,  # the spec brings its own attention
+    "--sglang-mem-fraction-static": 1,
+}
+SPEC = (
+    "--transformer-impl", "local", "--spec", "true_on_policy.trainers.host_layers", "stock_layers",
+    "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion",
+    "--no-bias-swiglu-fusion", "--make-vocab-size-divisible-by", "32", "--seq-length", "512",
+)  # fmt: skip
+ENGINE = (
+    "--sglang-device", "cpu", "--sglang-attention-backend", "torch_native", "--sglang-sampling-backend", "pytorch",
+    "--sglang-grammar-backend", "none", "--sglang-disable-cuda-graph", "--sglang-mem-fraction-static", "0.5",
+    "--sglang-max-total-tokens", "8192", "--sglang-max-running-requests", "16", "--sglang-sleep-on-idle",
+)  # fmt: skip
+GPUS = 8
+RESIDENT = ("--no-offload-train", "--no-offload-rollout")
+"""Flags beside a colocated engine: nothing is offloaded, because offloading loads torch_memory_saver into
+every process, and torch_memory_saver wants libcuda."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a run is split, and how long it is."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    steps: int = 3
+    prompts: int = 4
+    samples: int = 4
+    response: int = 24
+    micro_batch_tokens: int = 256
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.context * self.data
+
+
+def captured(host: Host, checkout: Path, config: Path, folder: Path) -> list[str]:
+    """Run our launch script with a `ray` that submits nothing, and return the words after train.py.
+
+    Raises:
+        CannotRun: the launch script refuses.
+    """
+    written, bin_folder = folder / "launch.txt", folder / "bin"
+    bin_folder.mkdir(parents=True, exist_ok=True)
+    _executable(bin_folder / "ray", f'printf "%s\\n" "$@" >"{written}"')
+    _executable(bin_folder / "python3", f'exec "{sys.executable}" "$@"')
+    environment = {
+        host.variable: str(checkout), "MODEL_DIR": str(folder), "DATA_DIR": str(folder), "MIS_CONFIG": str(config),
+        "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / host.launch)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise CannotRun(f"scripts/{host.launch}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+    words = written.read_text().splitlines()
+    return words[words.index(f"{checkout}/train.py") + 1 :]
+
+
+def shape(words: Sequence[str]) -> list[str]:
+    """Return the model's own flags, which the launch script puts between two flags that every model has."""
+    return list(words[words.index("--max-tokens-per-gpu") + 2 : words.index("--ref-load")])
+
+
+def _executable(path: Path, body: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def without(words: Sequence[str], dropped: dict[str, int]) -> list[str]:
+    """Leave flags out of a command line, each with the words that follow it."""
+    kept, skip = [], 0
+    for word in words:
+        if skip:
+            skip -= 1
+        elif word in dropped:
+            skip = dropped[word]
+        else:
+            kept.append(word)
+    return kept
+
+
+def shrunk(
+    host: Host, words: Sequence[str], work: Path, run: Path, sizes: Sizes, colocate: bool
+) -> list[str]:
+    """Return the launch script's words, followed by the words of a tiny run, which win."""
+    dropped = DROPPED if colocate else DROPPED | {"--colocate": 0}
+    if sizes.tensor == 1:
+        dropped = dropped | {"--sequence-parallel": 0}
+    update = [*host.update, "--update-weight-disk-dir", str(run / "weights")] if host.update else []
+    place = RESIDENT if colocate else update
+    return [
+        *without(words, dropped), *model.shape_flags(work / "model"), *SPEC, *ENGINE, *place, *_sizes(sizes),
+        *_split(sizes), "--ref-load", str(work / "torch_dist"), *_data(work, run),
+    ]  # fmt: skip
+
+
+def shrunk_fsdp(words: Sequence[str], work: Path, run: Path, sizes: Sizes) -> list[str]:
+    """Return the words of FSDP's launch script, followed by the words of a tiny run, which win."""
+    dropped = {name: DROPPED[name] for name in DROPPED if name != "--attention-backend"} | {"--colocate": 0}
+    return [
+        *without(words, dropped), *ENGINE, *_sizes(sizes), "--attn-implementation", "sdpa",
+        "--ref-load", str(work / "model"), *_data(work, run),
+    ]  # fmt: skip
+
+
+def _data(work: Path, run: Path) -> list[str]:
+    """Name the model, the prompts and their reward, and where the host dumps what the verdict reads."""
+    return [
+        "--hf-checkpoint", str(work / "model"), "--prompt-data", str(work / "model" / "prompts.jsonl"),
+        "--custom-rm-path", "lab.in_host.reward.score", "--lr", "1e-4", "--dump-details", str(run / "details"),
+    ]  # fmt: skip
+
+
+def _sizes(sizes: Sizes) -> list[str]:
+    return _words({
+        "num-rollout": sizes.steps, "rollout-batch-size": sizes.prompts, "n-samples-per-prompt": sizes.samples,
+        "global-batch-size": sizes.prompts * sizes.samples, "rollout-max-response-len": sizes.response,
+        "actor-num-gpus-per-node": sizes.ranks, "rollout-num-gpus": 1, "num-gpus-per-node": GPUS,
+        "max-tokens-per-gpu": sizes.micro_batch_tokens,
+    })  # fmt: skip
+
+
+def _split(sizes: Sizes) -> list[str]:
+    """State Megatron's own ways to split a model and a sequence."""
+    gathered = ["--cp-comm-type", "all_gather"] if sizes.context > 1 else []
+    split = {"tensor-model-parallel-size": sizes.tensor, "context-parallel-size": sizes.context}
+    return [*_words(split), *gathered]
+
+
+def _words(flags: Mapping[str, int]) -> list[str]:
+    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]

@@ -1,0 +1,138 @@
+"""Rollouts on one rung: sampled by an engine, scored by trainers, kept in one file that a later run takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lab.ladder.statistics import Pair
+from mis_plugins.shared.arrays import Safetensors, save_safetensors
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.sides import ENGINES
+from true_on_policy.engines.protocol import Engine, Request, Sample
+from true_on_policy.trainers.megatron import Megatron
+
+BATCH = 32  # a batch waits for its longest response: batches of 8 would wait four times as often
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Sampled responses of one rung, packed end to end.
+
+    Attributes:
+        behavior: log-probs that the engine sampled with.
+        proximal: log-probs of each trainer, by its name.
+        lengths: the length of each response.
+        prompts: the index of each response's prompt.
+        words: what made them: versions, settings and commit, as texts.
+    """
+
+    behavior: Tensor
+    proximal: Mapping[str, Tensor]
+    lengths: Tensor
+    prompts: Tensor
+    words: Mapping[str, str]
+
+    def save(self, path: Path) -> None:
+        trained = {f"trainer {name}": values for name, values in self.proximal.items()}
+        tensors = {"behavior": self.behavior, "lengths": self.lengths, "prompts": self.prompts, **trained}
+        save_safetensors(path, tensors, self.words)
+
+    @classmethod
+    def load(cls, path: Path) -> Rollouts:
+        tensors, words = load_file(path), Safetensors(path).metadata
+        named = {
+            name.removeprefix("trainer "): tensors[name] for name in tensors if name.startswith("trainer ")
+        }
+        return cls(tensors["behavior"], named, tensors["lengths"], tensors["prompts"], words)
+
+    def followed_by(self, more: Rollouts) -> Rollouts:
+        """Return the rollouts of both files, joined; the words name every commit."""
+        return Rollouts(
+            torch.cat([self.behavior, more.behavior]),
+            {name: torch.cat([self.proximal[name], more.proximal[name]]) for name in self.proximal},
+            torch.cat([self.lengths, more.lengths]),
+            torch.cat([self.prompts, more.prompts]),
+            {**more.words, "commit": commits(self.words["commit"], more.words["commit"])},
+        )
+
+    def pairs(self) -> dict[str, Pair]:
+        """Pair the engine's log-probs with the log-probs of each trainer, by the trainer's name."""
+        return {
+            name: Pair(self.behavior, proximal, self.lengths, self.prompts)
+            for name, proximal in self.proximal.items()
+        }
+
+
+def commits(*texts: str) -> str:
+    """List the commits of all texts, each once."""
+    return ", ".join(dict.fromkeys(commit for text in texts for commit in text.split(", ")))
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is sampled on a rung: the least numbers of prompts and of tokens."""
+
+    prompts: int
+    tokens: int
+
+    def share(self, rollouts: Rollouts | None) -> float:
+        """Return the share of the amount that the rollouts hold; 1 or more is enough."""
+        if rollouts is None:
+            return 0.0
+        return min(len(rollouts.lengths) / self.prompts, len(rollouts.behavior) / self.tokens)
+
+    def batch(self, done: int) -> int:
+        """Return how many responses to sample next: for missing prompts, or a whole batch for more tokens."""
+        lacking = self.prompts - done
+        return min(lacking, BATCH) if lacking > 0 else BATCH
+
+
+def sample(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, batch: int, length: int, end: int
+) -> list[tuple[int, Sample]]:
+    """Sample the `batch` responses after the first `done` at temperature 1; return (prompt index, response).
+
+    Prompts take turns, and response N has seed N, so that a run that was stopped goes on as it would have gone.
+    """
+    places = range(done, done + batch)
+    requests = [Request(prompts[place % len(prompts)], length, place, end=end) for place in places]
+    return [(place % len(prompts), one) for place, one in zip(places, engine.generate(requests), strict=True)]
+
+
+def start_engine(name: str, checkpoint: Path) -> Engine:
+    """Start a stock engine in bf16, as a training run would."""
+    spec, contract = ENGINES[name], Contract(dtype="bf16")
+    return (
+        spec.serve(checkpoint, "bf16", None, BATCH) if spec.serve else spec.start(checkpoint, contract, None)
+    )
+
+
+def start_trainer(checkpoint: Path, dtype: str, fp32_head: bool) -> Megatron:
+    """Start stock Megatron-core; with `fp32_head` its logits are computed in float32."""
+    trainer = Megatron(checkpoint, dtype)
+    if fp32_head:
+        _widen_head(trainer.model)
+    return trainer
+
+
+def score(trainer: Megatron, samples: Sequence[Sample]) -> Tensor:
+    """Compute the log-probs of all sampled tokens, packed end to end."""
+    return torch.cat([trainer.log_probs([one], [1.0])[0] for one in samples])
+
+
+def _widen_head(model: Any) -> None:
+    """Make a Megatron model multiply with its LM head in float32."""
+    head = model.output_layer
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        return F.linear(hidden.float(), (head.weight if weight is None else weight).float()), None
+
+    head.forward = forward

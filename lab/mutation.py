@@ -1,0 +1,385 @@
+"""Would a test notice? One wrong sign, bound or mask at a time in the math, and the tests that execute its line.
+
+    python -m lab.mutation                  300 mutants of the math, the same ones each time; some 30 minutes
+    python -m lab.mutation --files opsm.py  every mutant of the files of this name
+    python -m lab.mutation --sample 0       every mutant: about two hours
+
+A mutant is killed by a test that fails, or that takes too long. Ctrl-C keeps what was found, and the next call goes on.
+The first form writes the record lab/results/mutation.json; the others print, unless --results names a folder.
+
+Mutmut 3 and cosmic-ray 8 were tried first. Mutmut changes no function that has a decorator and no lambda of a table,
+where much of this math stands. Cosmic-ray writes every mutant into the working tree and starts an interpreter for each,
+with one set of tests for all.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("lab.mutation:main", extra="dev")
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import hypothesis  # noqa: F401  (here once, and not in every child)
+import jaxtyping  # noqa: F401
+import pytest
+import torch
+import yaml
+
+from lab.mutants import Mutant, mutants_of
+from lab.provenance import markdown_table, parser_of
+from mis_plugins.shared.numerals import count, whole
+from mis_plugins.shared.provenance import REPOSITORY, as_given, as_markdown, measured_with
+
+ROOMS = ("correction", "config/terms", "loss", "versions")
+GUARDS = ("tests/correction", "tests/terms", "tests/loss", "tests/versions", "tests/metrics", "tests/hosts")
+SLOW = (
+    "tests/correction/test_parallel.py",
+    "tests/hosts/test_recorder_exit.py",
+    "tests/metrics/test_slope.py",
+)
+RESULTS, SCRATCH = Path("lab/results"), Path("runs/mutation")
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
+SEED, SAMPLE = 17, 300
+PATIENCE = 60.0
+"""Seconds beyond three times what the tests take without a mutant."""
+
+QUIET = ["-q", "-x", "-p", "no:cacheprovider"]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Which tests execute a line of the math, and how long each test takes.
+
+    Attributes:
+        lines: the names of tests, by file and line.
+        seconds: the seconds of a test, by its name.
+    """
+
+    lines: Mapping[str, list[str]]
+    seconds: Mapping[str, float]
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """List the tests that may notice a mutant, quickest first; at import time, all tests of the file."""
+        if mutant.in_function:
+            found = set(self.lines.get(f"{mutant.path}:{mutant.line}", ()))
+        else:
+            mine = (tests for place, tests in self.lines.items() if place.startswith(f"{mutant.path}:"))
+            found = {test for tests in mine for test in tests}
+        return sorted(found, key=lambda test: (self.seconds[test], test))
+
+
+class Tracer:
+    """A pytest plugin: records which test executes which line of the math."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._names = {str(REPOSITORY / name): name for name in files}
+        self._lines: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self._seconds: dict[str, float] = {}
+        self._test = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._test = item.nodeid
+        begun = time.monotonic()
+        sys.settrace(self._enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self._seconds[item.nodeid] = time.monotonic() - begun
+
+    def _enter(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._line if frame.f_code.co_filename in self._names else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        self._lines[self._names[frame.f_code.co_filename], frame.f_lineno].add(self._test)
+        return self._line
+
+    def write(self, path: Path, key: str) -> None:
+        lines = {f"{name}:{line}": sorted(tests) for (name, line), tests in sorted(self._lines.items())}
+        _write(path, {"key": key, "lines": lines, "seconds": self._seconds})
+
+
+class Mutated(Loader):
+    """Imports one module from the tree of a mutant, and everything else from its file."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._module = mutant.path.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        return importlib.util.spec_from_file_location(name, REPOSITORY / self._mutant.path, loader=self)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.code(), module.__dict__)
+
+    def code(self) -> CodeType:
+        return compile(self._mutant.tree, str(REPOSITORY / self._mutant.path), "exec")
+
+
+def in_child(work: Any) -> int:
+    """Fork a silent process, in a group of its own, that exits with the result of `work`; return its id."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silence, stream)
+    code = 99
+    try:
+        code = int(work())
+    finally:
+        os._exit(code)
+
+
+def run_tests(tests: Sequence[str], plugins: Sequence[object] = ()) -> int:
+    """Run tests in this process, after forgetting every imported module of this repository."""
+    for name, module in list(sys.modules.items()):
+        if _is_ours(getattr(module, "__file__", None)):
+            del sys.modules[name]
+    os.environ["CI"] = "true"  # hypothesis draws the same examples each time
+    torch.set_num_threads(1)
+    return pytest.main([*QUIET, *tests], list(plugins))
+
+
+def _is_ours(file: str | None) -> bool:
+    """Whether a file is a test, or what a test imports; benchmarks and environments are not."""
+    path = Path(file or "/")
+    left_alone = path.is_relative_to(Path(__file__).parent) or ".venv" in path.parts
+    return path.is_relative_to(REPOSITORY) and not left_alone
+
+
+def warm() -> None:
+    """Import what the tests import, so that no child imports other people's packages again."""
+    with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):
+        run_tests([*GUARDS, "--collect-only"])
+
+
+def guards(files: Sequence[str], key: str) -> Guards:
+    """Measure which test executes which line, unless a file holds this for the sources and tests of `key`."""
+    path = SCRATCH / "guards.json"
+    held = json.loads(path.read_text()) if path.is_file() else {}
+    if held.get("key") != key:
+        print("running the tests once, to learn which executes which line", file=sys.stderr, flush=True)
+
+        def trace() -> int:
+            tracer = Tracer(files)
+            code = run_tests([*GUARDS, *(f"--ignore={name}" for name in SLOW)], [tracer])
+            if code == 0:
+                tracer.write(path, key)
+            return code
+
+        if _ended(in_child(trace)):
+            sys.exit(f"error: the tests fail without a mutant; run python -m pytest {' '.join(GUARDS)}")
+        held = json.loads(path.read_text())
+    return Guards(held["lines"], held["seconds"])
+
+
+def _ended(child: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except KeyboardInterrupt:
+        os.killpg(child, signal.SIGKILL)
+        raise
+
+
+def start(mutant: Mutant, tests: Sequence[str]) -> int:
+    def work() -> int:
+        sys.meta_path.insert(0, Mutated(mutant))  # type: ignore[arg-type]
+        return run_tests(tests)
+
+    return in_child(work)
+
+
+@dataclass
+class Running:
+    """A child that tries one mutant."""
+
+    mutant: Mutant
+    tests: int
+    until: float
+
+
+def fates(
+    mutants: Sequence[Mutant], known: Guards, processes: int
+) -> Iterator[tuple[Mutant, dict[str, Any]]]:
+    """Try mutants, `processes` at a time, and yield the fate of each as soon as it is known."""
+    waiting, running = list(reversed(mutants)), dict[int, Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                mutant = waiting.pop()
+                tests = known.of(mutant)
+                if not tests:
+                    yield mutant, {"fate": "survived", "tests": 0}
+                    continue
+                limit = PATIENCE + 3 * sum(known.seconds[test] for test in tests)
+                running[start(mutant, tests)] = Running(mutant, len(tests), time.monotonic() + limit)
+            for child in list(running):
+                fate = _fate(child, running[child])
+                if fate is not None:
+                    one = running.pop(child)
+                    yield one.mutant, {"fate": fate, "tests": one.tests}
+            time.sleep(0.05)
+    finally:
+        for child in running:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _fate(child: int, running: Running) -> str | None:
+    """Return `killed`, `too slow` or `survived`; None while the child still runs."""
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+    if time.monotonic() < running.until:
+        return None
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "too slow"
+
+
+def sources(names: Sequence[str]) -> list[str]:
+    """List the files of the math, or only the files with the given names.
+
+    Raises:
+        SystemExit: no file of the math has one of the names.
+    """
+    paths = [path for room in ROOMS for path in sorted((REPOSITORY / "mis_plugins" / room).glob("*.py"))]
+    files = [str(path.relative_to(REPOSITORY)) for path in paths if path.name != "__init__.py"]
+    unknown = [name for name in names if not any(file.endswith(f"/{name}") for file in files)]
+    if unknown:
+        known = ", ".join(Path(file).name for file in files)
+        sys.exit(f"error: --files {' '.join(unknown)}: no such file of the math; choose from {known}")
+    return [file for file in files if not names or any(file.endswith(f"/{name}") for name in names)]
+
+
+def digest(folders: Sequence[str]) -> str:
+    """Return a hash of the content of all Python files in these folders."""
+    paths = sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def report(
+    files: Sequence[str], found: Mapping[str, Mapping[str, Any]], made_with: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the result by file, survivors by name, and `equivalent` mutants with the reason for each."""
+    reasons = yaml.safe_load(EQUIVALENT.read_text()) or {}
+    alive = {name: one for name, one in found.items() if one["fate"] == "survived"}
+    rows = {}
+    for file in files:
+        mine = [name for name in found if name.startswith(f"{file} ")]
+        lived = [name for name in mine if name in alive]
+        excused = [name for name in lived if name in reasons]
+        rows[file] = {"mutants": len(mine), "killed": len(mine) - len(lived), "equivalent": len(excused)}
+    return {
+        "measured_with": dict(made_with),
+        "files": rows,
+        "survivors": sorted(name for name in alive if name not in reasons),
+        "equivalent": {name: reasons[name] for name in sorted(alive) if name in reasons},
+    }
+
+
+def score(rows: Mapping[str, Mapping[str, int]]) -> str:
+    """Write the share of killed mutants among the mutants that are not equivalent."""
+    total, killed, equivalent = (
+        sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "equivalent")
+    )
+    counted = total - equivalent
+    return f"{killed} of {counted} mutants killed, {killed / max(counted, 1):.1%}; {equivalent} more are equivalent"
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The table by file, and the survivors."""
+    rows = content["files"]
+    counted = [
+        (file, *row.values(), row["mutants"] - row["killed"] - row["equivalent"])
+        for file, row in rows.items()
+    ]
+    table = markdown_table(("file", "mutants", "killed", "equivalent", "survived"), counted)
+    lines = [
+        "# Mutation score of the math",
+        "",
+        f"Made by `python -m lab.mutation`. **{score(rows)}.**",
+        "A mutant is one wrong operator, constant, branch or call; only the tests that execute its line are asked.",
+        "",
+        table.rstrip(),
+    ]
+    lines += ["", "## Survivors", "", *(f"* {name}" for name in content["survivors"] or ["none"])]
+    lines += ["", "## Equivalent: no input tells them apart", ""]
+    lines += [f"* {name}: {why}" for name, why in content["equivalent"].items()]
+    return "\n".join([*lines, "", as_markdown(content["measured_with"])])
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--sample", type=whole, default=SAMPLE, help="how many mutants; 0: all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="NAME", help="every mutant of these files alone"
+    )
+    parser.add_argument("--processes", type=count, default=2, help="mutants at a time (default: %(default)s)")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where a record is written")
+    options = parser.parse_args()
+    os.chdir(REPOSITORY)
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    files, key = sources(options.files), digest(("mis_plugins", "tests"))
+    chosen = [mutant for file in files for mutant in mutants_of(REPOSITORY / file, file)]
+    if not options.files and options.sample:
+        random.Random(SEED).shuffle(chosen)  # a smaller sample is the beginning of a larger one
+        chosen = chosen[: options.sample]
+    made_with = measured_with(as_given("python -m lab.mutation", sys.argv[1:]), ("mis_plugins", "tests"))
+    warm()
+    found = measure(chosen, guards(sources([]), key), options.processes, SCRATCH / f"{key}.json")
+    content = report(files, found, made_with)
+    usual = RESULTS if not options.files and options.sample == SAMPLE else None
+    if results := options.results or usual:
+        _write(results / "mutation.json", content)
+        (results / "mutation.md").write_text(markdown(content))
+    print(score(content["files"]), *(f"survived: {name}" for name in content["survivors"]), sep="\n")
+    return 0
+
+
+def measure(chosen: Sequence[Mutant], known: Guards, processes: int, path: Path) -> dict[str, dict[str, Any]]:
+    """Return the fate of each mutant, by name; a fate that the file at `path` holds is not found again."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    missing = [mutant for mutant in chosen if mutant.name not in found]
+    begun = time.monotonic()
+    for number, (mutant, fate) in enumerate(fates(missing, known, processes), 1):
+        found[mutant.name] = fate
+        _write(path, found)
+        left = (time.monotonic() - begun) / number * (len(missing) - number) / 60
+        said = f"{number} of {len(missing)}, {left:.0f} minutes left; {fate['fate']}: {mutant.name}"
+        print(said, file=sys.stderr, flush=True)
+    return {mutant.name: found[mutant.name] for mutant in chosen}
+
+
+def _write(path: Path, content: object) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(path)

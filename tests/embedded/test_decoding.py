@@ -1,0 +1,125 @@
+"""Stepwise decoding: what a response becomes when the weights move between two of its tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerances import FP32_LOG_PROB
+
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.decoding import Decoding, Sampling, Unfinished
+from lab.host.model.engine import DecodeEngine
+from lab.host.model.model import initial_weights
+
+CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
+EOS, LENGTH = 10, 9
+FREE = Sampling(LENGTH, 1.0, eos=-1)
+PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9)]
+
+
+def engine(seed: int) -> DecodeEngine:
+    built = DecodeEngine(CONFIG, "fp32")
+    weights = initial_weights(CONFIG, seed)
+    built.update_weights({name: 8 * one if one.dim() == 2 else one for name, one in weights.items()}, seed)
+    return built
+
+
+OLD, NEW = engine(0), engine(1)
+
+
+def begun(built: DecodeEngine, sampling: Sampling = FREE) -> Decoding:
+    return built.begin([Unfinished(i, prompt, (), 5 + i) for i, prompt in enumerate(PROMPTS)], sampling)
+
+
+def drawn(decoding: Decoding, steps: int | None = None) -> dict[int, tuple[list[int], list[float]]]:
+    """By number: the tokens and log-probs of so many steps, or of all."""
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    while not decoding.ended and steps != 0:
+        step = decoding.step()
+        for number, token, log_prob in zip(step.numbers, step.tokens, step.log_probs, strict=True):
+            tokens, log_probs = found.setdefault(number, ([], []))
+            tokens.append(token)
+            log_probs.append(log_prob)
+        steps = None if steps is None else steps - 1
+    return found
+
+
+def scored(built: DecodeEngine, number: int, tokens: list[int]) -> torch.Tensor:
+    (score,) = built.score([[*PROMPTS[number], *tokens]], [len(tokens)])
+    return score
+
+
+def test_resumed_from_its_tokens_a_response_is_the_same() -> None:
+    whole, parts = drawn(begun(OLD)), begun(OLD)
+    first = drawn(parts, 4)
+    resumed = OLD.begin(parts.unfinished, FREE)
+    for number, (tokens, log_probs) in drawn(resumed).items():
+        assert first[number][0] + tokens == whole[number][0]
+        assert log_probs == pytest.approx(whole[number][1][4:], abs=FP32_LOG_PROB)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_every_token_is_drawn_by_the_weights_of_its_step(keep_cache: bool) -> None:
+    """Up to the update by the old weights alone; after it by the new ones, unless the cache still holds the old."""
+    decoding = begun(OLD)
+    before = drawn(decoding, 4)
+    decoding = decoding.go_on(NEW.decoder, keep_cache=keep_cache)
+    assert decoding.stale_cache is keep_cache
+    after = drawn(decoding)
+    for number, (tokens, log_probs) in before.items():
+        everything = tokens + after[number][0]
+        assert len(everything) == LENGTH
+        old, new = scored(OLD, number, everything), scored(NEW, number, everything)
+        torch.testing.assert_close(torch.tensor(log_probs), old[:4], rtol=0, atol=FP32_LOG_PROB)
+        by_new = (torch.tensor(after[number][1]) - new[4:]).abs()
+        assert (by_new.max() > 0.01) if keep_cache else (by_new.max() <= FP32_LOG_PROB)
+        assert (torch.tensor(after[number][1]) - old[4:]).abs().max() > 0.01
+
+
+def test_a_cache_made_anew_is_what_a_resumed_response_makes() -> None:
+    """`retract` and `abort` differ in who keeps the tokens meanwhile, not in a bit of what comes of them."""
+    retracted, aborted = begun(OLD), begun(OLD)
+    drawn(retracted, 4)
+    drawn(aborted, 4)
+    by_cache = drawn(retracted.go_on(NEW.decoder, keep_cache=False))
+    assert by_cache == drawn(NEW.begin(aborted.unfinished, FREE))
+
+
+def test_a_cache_that_holds_nothing_yet_is_not_stale() -> None:
+    decoding = begun(OLD).go_on(NEW.decoder, keep_cache=True)
+    assert not decoding.stale_cache
+    assert drawn(decoding) == drawn(begun(NEW))
+    decoding = begun(OLD)
+    drawn(decoding, 1)
+    twice = decoding.go_on(NEW.decoder, keep_cache=True).go_on(OLD.decoder, keep_cache=True)
+    assert twice.stale_cache, "what went stale stays stale"
+
+
+def test_a_resumed_response_ends_where_it_would_have() -> None:
+    """At its first EOS, or at the limit, which counts the tokens that it began with."""
+    stopping = Sampling(LENGTH, 1.0, EOS)
+    responses = [Unfinished(i, PROMPTS[i % 4], (), i) for i in range(40)]
+    whole = drawn(OLD.begin(responses, stopping))
+    decoding = OLD.begin(responses, stopping)
+    first = drawn(decoding, 3)
+    rest = drawn(OLD.begin(decoding.unfinished, stopping))
+    joined = {number: first[number][0] + rest.get(number, ([], []))[0] for number in first}
+    assert joined == {number: tokens for number, (tokens, _) in whole.items()}
+    assert len({len(tokens) for tokens in joined.values()}) > 3
+    assert rest.keys() < first.keys(), "what had ended was not unfinished"
+
+
+def test_responses_of_different_lengths_go_on_together() -> None:
+    long, short = Unfinished(0, (1, 2), (3, 4, 5, 6, 7, 8), 3), Unfinished(1, (1, 2, 3, 4), (), 4)
+    together = drawn(OLD.begin([long, short], FREE))
+    assert [len(tokens) for tokens, _ in together.values()] == [3, LENGTH]
+    for one in (long, short):
+        ((tokens, _),) = drawn(OLD.begin([one], FREE)).values()
+        assert together[one.number][0] == tokens
+
+
+def test_a_step_says_which_responses_it_ended() -> None:
+    decoding = OLD.begin([Unfinished(7, (1,), (2,) * (LENGTH - 1), 0), Unfinished(8, (1,), (), 0)], FREE)
+    step = decoding.step()
+    assert (step.numbers, step.ended) == ([7, 8], [True, False])
+    assert decoding.step().numbers == [8] and [one.number for one in decoding.unfinished] == [8]

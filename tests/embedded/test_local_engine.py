@@ -1,0 +1,293 @@
+"""The rollout engine: its numbers against transformers' Qwen3, its randomness, precisions and refusals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
+
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.engine import DecodeEngine, Generation
+from lab.host.model.quantize import at_precision, round_to_int
+from lab.host.model.sampling import counter_uniform, sample
+from mis_plugins.errors import ConfigError, InputError
+
+CONFIG = ModelConfig(
+    vocab_size=16,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    rope_theta=100.0,
+    norm_eps=1e-5,
+)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 11], [2], [9, 9, 9, 9]]
+NO_EOS = -1
+
+
+def transformers_sizes(config: ModelConfig) -> dict[str, Any]:
+    """The sizes of a config under the names of transformers."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+
+
+@pytest.fixture(scope="module")
+def hf() -> torch.nn.Module:
+    """A Qwen3 with random weights, large enough that its distributions are far from uniform."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **transformers_sizes(CONFIG), head_dim=CONFIG.head_dim, tie_word_embeddings=False
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def weights(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return hf.state_dict()
+
+
+def engine(weights: dict[str, torch.Tensor], precision: str = "fp32") -> DecodeEngine:
+    built = DecodeEngine(CONFIG, precision)
+    built.update_weights(weights, version=3)
+    return built
+
+
+def generate(built: DecodeEngine, prompts=PROMPTS, seeds=(5, 6, 7, 8), **options) -> list[Generation]:
+    settings = {"max_new_tokens": 9, "temperature": 1.0, "eos": NO_EOS} | options
+    return built.generate(prompts, seeds=list(seeds), **settings)
+
+
+@torch.no_grad()
+def hf_log_probs(hf: torch.nn.Module, prompt, response, temperature: float = 1.0) -> torch.Tensor:
+    """One unpadded sequence through transformers, teacher forced."""
+    sequence = torch.tensor([[*prompt, *response]])
+    log_probs = (hf(sequence).logits[0] / temperature).log_softmax(-1)
+    return log_probs[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_decoding_gives_the_log_probs_of_transformers(hf, weights, temperature: float) -> None:
+    generations = generate(engine(weights), temperature=temperature)
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        expected = hf_log_probs(hf, prompt, generation.tokens, temperature)
+        torch.testing.assert_close(torch.tensor(generation.log_probs), expected, rtol=0, atol=FP32_LOG_PROB)
+
+
+def test_without_qk_norm_the_decoder_is_a_llama() -> None:
+    config = replace(CONFIG, qk_norm=False)
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**transformers_sizes(config))).eval()
+    built = DecodeEngine(config, "fp32")
+    built.update_weights({name: 3 * weight for name, weight in llama.state_dict().items()}, version=0)
+    llama.load_state_dict({name: 3 * weight for name, weight in llama.state_dict().items()})
+    for prompt, one in zip(PROMPTS, generate(built), strict=True):
+        ours = torch.tensor(one.log_probs)
+        torch.testing.assert_close(ours, hf_log_probs(llama, prompt, one.tokens), rtol=0, atol=FP32_LOG_PROB)
+
+
+def test_scoring_gives_the_log_probs_of_transformers(hf, weights) -> None:
+    responses = [[3, 1], [7], [1, 2, 3, 4, 5, 6, 7, 10], [0, 0, 10]]
+    sequences = [[*prompt, *response] for prompt, response in zip(PROMPTS, responses, strict=True)]
+    scores = engine(weights).score(sequences, [len(response) for response in responses])
+    for prompt, response, score in zip(PROMPTS, responses, scores, strict=True):
+        torch.testing.assert_close(score, hf_log_probs(hf, prompt, response), rtol=0, atol=FP32_LOG_PROB)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4", "int3", "bf16"])
+def test_decode_and_prefill_of_the_engine_agree(weights, precision: str) -> None:
+    built = engine(weights, precision)
+    generations = generate(built, temperature=0.7)
+    sequences = [[*prompt, *made.tokens] for prompt, made in zip(PROMPTS, generations, strict=True)]
+    scores = built.score(sequences, [len(made.tokens) for made in generations], temperature=0.7)
+    atol = BF16_LOG_PROB if precision == "bf16" else FP32_LOG_PROB
+    for made, score in zip(generations, scores, strict=True):
+        torch.testing.assert_close(torch.tensor(made.log_probs), score, rtol=0, atol=atol)
+
+
+def test_a_response_does_not_depend_on_its_batch(weights) -> None:
+    built = engine(weights)
+    together = generate(built)
+    for index, made in enumerate(together):
+        (alone,) = generate(built, [PROMPTS[index]], [5 + index])
+        assert alone.tokens == made.tokens
+        assert alone.log_probs == pytest.approx(made.log_probs, abs=FP32_LOG_PROB)
+    assert [made.tokens for made in generate(built, PROMPTS[::-1], (8, 7, 6, 5))] == [
+        made.tokens for made in together[::-1]
+    ]
+
+
+def test_the_seed_decides_the_response(weights) -> None:
+    built = engine(weights)
+    same = generate(built, [PROMPTS[0]] * 2, (1, 1))
+    assert same[0] == same[1]
+    assert len({made.tokens for made in generate(built, [PROMPTS[0]] * 20, range(20))}) > 10
+
+
+def test_every_step_draws_a_number_of_its_own(weights) -> None:
+    """A head of zeros makes every distribution uniform, and token t is then `floor(V u_t)`."""
+    built = engine(weights | {"lm_head.weight": torch.zeros_like(weights["lm_head.weight"])})
+    expected = (counter_uniform((5, 6, 7, 8), 9) * CONFIG.vocab_size).floor().long()
+    assert [list(made.tokens) for made in generate(built)] == expected.tolist()
+
+
+def test_a_response_ends_with_its_first_eos(weights) -> None:
+    built = engine(weights)
+    free = generate(built, [PROMPTS[1]] * 40, range(40))
+    stopped = generate(built, [PROMPTS[1]] * 40, range(40), eos=10)
+    for whole, made in zip(free, stopped, strict=True):
+        length = whole.tokens.index(10) + 1 if 10 in whole.tokens else len(whole.tokens)
+        assert made.tokens == whole.tokens[:length]
+        assert len(made.log_probs) == length
+    assert len({len(made.tokens) for made in stopped}) > 2
+
+
+def test_samples_follow_the_distribution() -> None:
+    count, probabilities = 20_000, torch.tensor([0.5, 0.0, 0.2, 0.3])
+    logits = probabilities.log().clamp(min=-1e30).expand(count, -1)
+    tokens, log_probs = sample(logits, 1.0, counter_uniform(range(count), 1)[:, 0])
+    counted = Counter(tokens.tolist())
+    for token, probability in enumerate(probabilities.tolist()):
+        deviation = math.sqrt(probability * (1 - probability) / count)
+        assert abs(counted[token] / count - probability) <= 4 * deviation
+    torch.testing.assert_close(log_probs, probabilities.log()[tokens])
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
+    uniform = counter_uniform(range(4000), 8)
+    assert uniform.min() >= 0 and uniform.max() < 1
+    histogram = torch.histc(uniform.float(), 10, 0, 1) / uniform.numel()
+    torch.testing.assert_close(histogram, torch.full((10,), 0.1), rtol=0, atol=0.01)
+    correlation = torch.corrcoef(uniform.T) - torch.eye(8)
+    neighbours = torch.corrcoef(torch.stack([uniform[:-1].flatten(), uniform[1:].flatten()]))[0, 1]
+    assert correlation.abs().max() < 0.08 and neighbours.abs() < 0.03
+    torch.testing.assert_close(counter_uniform([7], 8)[:, :3], counter_uniform([-1, 7], 3)[1:])
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_rounding_stays_within_half_a_step(bits: int) -> None:
+    weight = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)).index_fill(0, torch.tensor(4), 0)
+    rounded = round_to_int(weight, bits)
+    step = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    assert ((rounded - weight).abs() <= step / 2 * (1 + 1e-6)).all()
+    assert max(len(row.unique()) for row in rounded) <= 2**bits - 1
+    torch.testing.assert_close(rounded.abs().amax(1), weight.abs().amax(1))
+
+
+def test_only_linear_layers_are_rounded(weights) -> None:
+    for name, weight in weights.items():
+        linear = weight.dim() == 2 and "embed" not in name
+        assert torch.equal(at_precision(name, weight, "int4"), weight) is not linear, name
+
+
+def test_the_mismatch_grows_as_bits_go(weights) -> None:
+    made = generate(engine(weights), PROMPTS * 8, range(32))
+    sequences = [[*prompt, *one.tokens] for prompt, one in zip(PROMPTS * 8, made, strict=True)]
+    lengths = [len(one.tokens) for one in made]
+
+    def k3(precision: str) -> float:
+        reference = torch.cat(engine(weights).score(sequences, lengths))
+        log_ratio = torch.cat(engine(weights, precision).score(sequences, lengths)) - reference
+        return float((log_ratio.exp() - 1 - log_ratio).mean())
+
+    seen = [k3(precision) for precision in ("fp32", "int8", "int4", "int3")]
+    assert seen == sorted(seen)
+    assert seen[0] == 0 and seen[1] < 0.01 < 0.1 < seen[3]
+    assert 0 < k3("bf16") < 0.01
+
+
+def test_updating_weights_copies_them_and_sets_the_version(weights) -> None:
+    handed = {name: weight.clone() for name, weight in weights.items()}
+    built = engine(handed)
+    before = generate(built)
+    for weight in handed.values():
+        weight.add_(1.0)
+    assert generate(built) == before
+    assert {made.version for made in before} == {built.version} == {3}
+    built.update_weights(handed, version=4)
+    changed = generate(built)
+    assert changed != before and changed[0].version == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lm_head.weight": None}, r"missing \['lm_head.weight'\], unknown \[\]"),
+        (
+            {"model.layers.2.mlp.up_proj.weight": torch.ones(1)},
+            r"missing \[\], unknown \['model.layers.2.mlp",
+        ),
+        ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight: got \[3\], needs \[32\]"),
+    ],
+)
+def test_wrong_weights_are_refused_by_name_and_the_old_ones_stay(weights, change, message: str) -> None:
+    built = engine(weights)
+    before = generate(built)
+    wrong = {name: weight for name, weight in (weights | change).items() if weight is not None}
+    with pytest.raises(InputError, match=message):
+        built.update_weights(wrong, version=4)
+    assert generate(built) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": (1, 2)}, "seeds: got 2 for 4 prompts"),
+        ({"prompts": [[1], [], [1], [1]]}, "sequence 1 is empty"),
+        ({"prompts": [[1], [16], [1], [1]]}, r"sequence 1: \[16\] leaves the vocabulary, 0 to 15"),
+        ({"temperature": 0.0}, "temperature: got 0.0; give a number above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0; give at least 1"),
+    ],
+)
+def test_impossible_requests_are_refused(weights, options, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        generate(engine(weights), **options)
+
+
+def test_diverged_weights_are_named_as_such(weights) -> None:
+    with pytest.raises(InputError, match="logits are not finite; the weights it was given have diverged"):
+        generate(engine(weights | {"lm_head.weight": weights["lm_head.weight"] * torch.nan}))
+
+
+def test_an_engine_without_weights_says_so(weights) -> None:
+    closed = engine(weights)
+    closed.close()
+    for built in (DecodeEngine(CONFIG, "fp32"), closed):
+        with pytest.raises(InputError, match="call update_weights first"):
+            generate(built)
+
+
+def test_impossible_models_and_precisions_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="--rollout-weights: got 'int2'; choose one of fp32, bf16, int8, int4, int3"
+    ):
+        DecodeEngine(CONFIG, "int2")
+    with pytest.raises(ConfigError, match="num_heads: got 3; make it a multiple of num_kv_heads, 2"):
+        ModelConfig(16, 32, 1, 3, 2, 8, 48)
+    with pytest.raises(ConfigError, match="head_dim: got 7"):
+        ModelConfig(16, 32, 1, 4, 2, 7, 48)
+
+
+def test_no_prompts_give_no_responses(weights) -> None:
+    assert generate(engine(weights), [], ()) == []
+    assert engine(weights).score([], []) == []

@@ -1,0 +1,156 @@
+"""A mixture of experts in the embedded host: its engine against transformers' Qwen3-MoE, its trainer on any ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_local_engine import CONFIG as DENSE
+from test_local_engine import NO_EOS, PROMPTS, hf_log_probs, transformers_sizes
+from test_local_parallel import Grid, assert_same_run, settings, strong_weights, train
+from test_local_true_on_policy import sides, trained
+from tolerances import FP32_LOG_PROB
+
+from lab.host.cli.arguments import parse_args
+from lab.host.loop import model_config
+from lab.host.model.engine import DecodeEngine, Generation
+from lab.host.model.quantize import at_precision
+from lab.host.rollout.sample import make_samples
+from lab.host.rollout.sampler import Rollout, draw_problems
+from lab.host.rollout.tasks import TASKS
+from mis_plugins.errors import ConfigError
+
+CONFIG = replace(DENSE, ffn_size=24, experts=8, top_k=2)
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    """Random weights, large enough that distributions and gates are far from uniform."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = CONFIG.shapes().items()
+    return {name: torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1) for name, shape in shapes}
+
+
+@pytest.fixture(scope="module")
+def hf(weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("qwen3-moe")
+    sizes: dict[str, Any] = transformers_sizes(CONFIG)
+    transformers.AutoConfig.for_model(
+        "qwen3_moe",
+        **sizes,
+        head_dim=CONFIG.head_dim,
+        tie_word_embeddings=False,
+        num_experts=CONFIG.experts,
+        num_experts_per_tok=CONFIG.top_k,
+        moe_intermediate_size=CONFIG.ffn_size,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def generated(weights: dict[str, torch.Tensor], eos: int = NO_EOS) -> list[Generation]:
+    engine = DecodeEngine(CONFIG, "fp32")
+    engine.update_weights(weights, version=0)
+    return engine.generate(PROMPTS, max_new_tokens=9, temperature=1.0, eos=eos, seeds=(5, 6, 7, 8))
+
+
+@pytest.mark.parametrize("eos", [NO_EOS, 3])
+def test_the_engine_computes_and_routes_as_transformers_does(
+    hf: torch.nn.Module, weights: dict[str, torch.Tensor], eos: int
+) -> None:
+    made = generated(weights, eos)
+    assert (len({len(one.tokens) for one in made}) > 1) is (eos == 3)
+    for prompt, one in zip(PROMPTS, made, strict=True):
+        expected = hf_log_probs(hf, prompt, one.tokens)
+        torch.testing.assert_close(torch.tensor(one.log_probs), expected, rtol=0, atol=FP32_LOG_PROB)
+        sequence = torch.tensor([[*prompt, *one.tokens]])
+        with torch.no_grad():
+            gates = hf(sequence, output_router_logits=True).router_logits
+        routes = torch.stack([layer[:-1].topk(CONFIG.top_k).indices for layer in gates], 1)
+        assert one.routes is not None and torch.equal(one.routes.long(), routes)
+
+
+def test_a_dense_engine_returns_no_routes() -> None:
+    args = parse_args(["--smoke"])
+    config = model_config(args, 16)
+    engine = DecodeEngine(config, "bf16")
+    engine.update_weights({name: torch.zeros(shape) for name, shape in config.shapes().items()}, version=0)
+    [one] = engine.generate([[1]], max_new_tokens=2, temperature=1.0, eos=NO_EOS, seeds=[0])
+    assert one.routes is None
+
+
+def test_integers_leave_the_gate_as_it_is(weights: dict[str, torch.Tensor]) -> None:
+    rounded = {
+        name for name, weight in weights.items() if not at_precision(name, weight, "int4").equal(weight)
+    }
+    assert {name for name in weights if "experts" in name} <= rounded
+    assert not [name for name in rounded if name.endswith("mlp.gate.weight")]
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "mis.yaml"
+    path.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
+    return path
+
+
+def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:
+    args = settings(Grid(), yaml, EXPERTS)
+    task = TASKS[args.task](args.num_digits)
+    engine = DecodeEngine(model_config(args, task.vocab_size), "bf16")
+    engine.update_weights(strong_weights(args), version=0)
+    problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
+    made = engine.generate(
+        [problem.prompt for problem in problems],
+        max_new_tokens=9,
+        temperature=1.0,
+        eos=task.eos,
+        seeds=range(len(problems)),
+    )
+    rewards = torch.arange(len(problems)) % 3 / 2
+    rollout = Rollout(make_samples(task, problems, made, 4), rewards - rewards.mean())
+    alone = train(Grid(), args, rollout, tmp_path / "alone")
+    for grid in (Grid(dp=2), Grid(cp=2)):
+        folder = tmp_path / f"dp{grid.dp}-cp{grid.cp}"
+        assert_same_run(train(grid, settings(grid, yaml, EXPERTS), rollout, folder), alone)
+
+
+@pytest.mark.parametrize("flags", ["--rollout-engine local --context-parallel-size 2", "--rollout-engine hf"])
+def test_truly_on_policy_every_log_prob_is_the_trainers(flags: str, tmp_path: Path) -> None:
+    for kept in trained(f"{EXPERTS} {flags} --true-on-policy", tmp_path / "on"):
+        rollout, recomputed = sides(kept)
+        assert len(rollout) > 10 and rollout.numpy().tobytes() == recomputed.numpy().tobytes()
+    stock = [sides(kept) for kept in trained(f"{EXPERTS} {flags} --rollout-weights fp32", tmp_path / "off")]
+    assert all((rollout != recomputed).any() for rollout, recomputed in stock)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--moe-router-topk 2", "--moe-router-topk has no effect without --num-experts"),
+        ("--use-rollout-routing-replay", "--use-rollout-routing-replay has no effect without --num-experts"),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 with --num-experts 4: a token cannot"),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2",
+            "--num-experts with --tensor-model-parallel-size 2",
+        ),
+        ("--num-experts 4 --no-qk-layernorm", "--num-experts with --no-qk-layernorm"),
+        (
+            "--num-experts 4 --use-rollout-routing-replay --rollout-engine hf",
+            "--use-rollout-routing-replay with --rollout-engine hf",
+        ),
+        ("--num-experts 4 --use-rollout-routing-replay --async", "--use-rollout-routing-replay with --async"),
+    ],
+)
+def test_flags_that_cannot_work_together_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_args(flags.split())

@@ -1,0 +1,258 @@
+"""The trainer in every layout of ranks: one recorded batch, four optimizer steps, the same numbers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from tolerances import EPS, FP32_LOG_PROB
+
+from lab.host.cli.arguments import parse_args
+from lab.host.loop import model_config
+from lab.host.model.engine import DecodeEngine
+from lab.host.model.model import initial_weights
+from lab.host.rollout.sample import make_samples
+from lab.host.rollout.sampler import Rollout, derive_seed, draw_problems, shard
+from lab.host.rollout.tasks import TASKS
+from lab.host.train import parallel
+from lab.host.train.batch import pack
+from lab.host.train.loss import LOSSES
+from lab.host.train.trainer import Trainer
+
+RTOL = 1e-5  # what the project promises, relative, for four steps in any layout
+LOG_RATIO = 16 * EPS  # rounding of a difference of log-probs near -3, each a few dozen operations deep
+SIZES = (
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 8 --num-digits 5 --hidden-size 32"
+)
+HOOK = "--use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the parallel groups."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+
+    @property
+    def flags(self) -> str:
+        sizes = {"tensor-model": self.tp, "context": self.cp, "data": self.dp}
+        return " ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items())
+
+
+GRIDS = [Grid(cp=2), Grid(cp=4), Grid(tp=2), Grid(tp=2, cp=2), Grid(dp=2, cp=2)]
+
+
+def settings(grid: Grid, yaml: Path, extra: str = "") -> Namespace:
+    return parse_args(f"{SIZES} --lr 3e-4 {HOOK} --custom-config-path {yaml} {grid.flags} {extra}".split())
+
+
+def strong_weights(args: Namespace) -> dict[str, torch.Tensor]:
+    """Weights large enough that int3 changes the policy and responses end early or late."""
+    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+    weights = initial_weights(config, seed=1)
+    return {name: weight * (1 if weight.dim() == 1 else 4) for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "mis.yaml"
+    path.write_text(
+        "mis:\n"
+        "  weight: {level: token, bound: truncate, upper: 1.1, normalize: {scope: data_parallel}}\n"
+        "  reject: [{over: mean, lower: 0.9, upper: 1.1}]\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(yaml: Path) -> Rollout:
+    """A rollout of the int3 engine, with advantages of both signs."""
+    args = settings(Grid(), yaml)
+    task = TASKS[args.task](args.num_digits)
+    engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
+    engine.update_weights(strong_weights(args), version=0)
+    problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
+    generations = engine.generate(
+        [problem.prompt for problem in problems],
+        max_new_tokens=9,
+        temperature=1.0,
+        eos=task.eos,
+        seeds=[derive_seed("recorded", index) for index in range(len(problems))],
+    )
+    rewards = torch.arange(len(problems)) % 3 / 2
+    return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
+
+
+def train(grid: Grid, args: Namespace, rollout: Rollout, folder: Path) -> dict[str, Any]:
+    """Metrics and gradient of every step on the recorded rollout, and the weights at the end."""
+
+    def main() -> None:
+        state = parallel.initialize(grid.tp, grid.cp)
+        config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        data = shard(args, state, rollout)
+        data["log_probs"] = trainer.log_probs(data)
+        share = args.global_batch_size // grid.dp
+        steps = []
+        for start in range(0, len(data["tokens"]), share):
+            metrics = trainer.accumulate(args, data, range(start, start + share), LOSSES[args.loss_type])
+            gradient = trainer.gradient()
+            steps.append((metrics | {"grad_norm": trainer.step()}, gradient))
+        weights = torch.cat([weight.flatten() for weight in trainer.weights().values()])
+        if dist.get_rank() == 0:
+            torch.save({"steps": steps, "weights": weights}, folder / "result.pt")
+
+    folder.mkdir(exist_ok=True)
+    assert parallel.launch(grid.tp * grid.cp * grid.dp, main) == 0
+    return torch.load(folder / "result.pt")
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def assert_same_run(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert len(got["steps"]) == len(expected["steps"]) == 4
+    for (metrics, gradient), (reference_metrics, reference) in zip(
+        got["steps"], expected["steps"], strict=True
+    ):
+        assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
+        shared = [
+            name for name in metrics if not name.endswith("_mb")
+        ]  # a micro-batch is a data-parallel rank's
+        for name in shared:
+            assert metrics[name] == pytest.approx(reference_metrics[name], rel=RTOL, abs=LOG_RATIO), name
+        assert relative(gradient, reference) < RTOL
+    assert relative(got["weights"], expected["weights"]) < RTOL
+
+
+@pytest.fixture(scope="module")
+def one_rank(yaml: Path, recorded: Rollout, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(Grid(), settings(Grid(), yaml), recorded, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_four_steps_agree_in_every_layout(
+    grid: Grid, yaml: Path, recorded: Rollout, one_rank: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same_run(train(grid, settings(grid, yaml), recorded, tmp_path), one_rank)
+
+
+def test_the_recorded_batch_exercises_the_correction(one_rank: dict[str, Any], recorded: Rollout) -> None:
+    """Else the layouts would agree about nothing: ragged responses, weights that truncate, sequences dropped."""
+    metrics = [metrics for metrics, _ in one_rank["steps"]]
+    assert len({sample.response_length for sample in recorded.samples}) > 2
+    assert all(step["mis_tis_truncate_fraction"] > 0 for step in metrics)
+    assert any(0 < step["kept_fraction"] < 1 for step in metrics)
+    assert metrics[-1]["pg_clipfrac"] > 0
+
+
+def test_per_token_loss_agrees_across_ranks(yaml: Path, recorded: Rollout, tmp_path: Path) -> None:
+    one, four = Grid(), Grid(dp=2, cp=2)
+    expected = train(one, settings(one, yaml, "--calculate-per-token-loss"), recorded, tmp_path / "one")
+    got = train(four, settings(four, yaml, "--calculate-per-token-loss"), recorded, tmp_path / "four")
+    assert_same_run(got, expected)
+
+
+def test_micro_batches_do_not_change_a_loss_without_normalization(recorded: Rollout, tmp_path: Path) -> None:
+    yaml = tmp_path / "tis.yaml"
+    yaml.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
+    whole = train(Grid(), settings(Grid(), yaml), recorded, tmp_path / "whole")
+    split = train(Grid(), settings(Grid(), yaml, "--micro-batch-size 2"), recorded, tmp_path / "split")
+    for (metrics, gradient), (reference_metrics, reference) in zip(
+        split["steps"], whole["steps"], strict=True
+    ):
+        assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
+        assert relative(gradient, reference) < RTOL
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
+    tp: int, yaml: Path, recorded: Rollout, tmp_path: Path
+) -> None:
+    """Two forward passes that share no code: names, the interleaving of q, k and v, RoPE and norms all agree."""
+    args = settings(Grid(tp=tp), yaml)
+    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+
+    def main() -> None:
+        state = parallel.initialize(tp, 1)
+        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        scores = trainer.log_probs(shard(args, state, recorded))
+        torch.save((trainer.weights(), torch.cat(scores)), tmp_path / f"{state.tp.rank}.pt")
+
+    assert parallel.launch(tp, main) == 0
+    weights, scores = torch.load(tmp_path / "0.pt")
+    assert all(torch.equal(weights[name], weight) for name, weight in strong_weights(args).items())
+    engine = DecodeEngine(config, "fp32")
+    engine.update_weights(weights, version=0)
+    sequences = [tuple(sample.tokens) for sample in recorded.samples]
+    expected = engine.score(sequences, [sample.response_length for sample in recorded.samples])
+    torch.testing.assert_close(scores, torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_ranks_of_a_pack_share_out_every_response_token_once(cp: int) -> None:
+    lengths = [(1, 1), (4, 3), (30, 2), (2, 29), (5, 0)]
+    tokens = [torch.arange(prompt + response) + 100 * i for i, (prompt, response) in enumerate(lengths)]
+    layouts = [pack(tokens, [response for _, response in lengths], rank, cp) for rank in range(cp)]
+    everything = torch.cat([sequence[prompt:] for sequence, (prompt, _) in zip(tokens, lengths, strict=True)])
+    owned = torch.cat([layout.response_index for layout in layouts])
+    assert sorted(owned.tolist()) == list(range(len(everything)))
+    for layout in layouts:
+        assert torch.equal(layout.targets, everything[layout.response_index])
+        assert torch.equal(layout.tokens[layout.scored] + 1, layout.targets)
+        assert sum(layout.local_lengths) == len(layout.targets)
+    assert len({len(layout.tokens) for layout in layouts}) == 1, "every rank holds the same number of slots"
+
+
+def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Path) -> None:
+    """Two context ranks against one plain SDPA a sequence, forward and backward."""
+    torch.manual_seed(0)
+    lengths = [7, 1, 12]
+    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        k = key.clone().requires_grad_()
+        outputs = []
+        for q, k_one, v in zip(query.split(lengths), k.split(lengths), value.split(lengths), strict=True):
+            q, k_one, v = (x.transpose(0, 1).repeat_interleave(4 // x.shape[1], 0) for x in (q, k_one, v))
+            attended = F.scaled_dot_product_attention(q, k_one, v, is_causal=True)
+            outputs.append(attended.transpose(0, 1).flatten(1))
+        out = torch.cat(outputs)
+        out.square().sum().backward()
+        assert k.grad is not None
+        return out.detach(), k.grad
+
+    def main() -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        from lab.host.model.attention import PackedAttention, PackedLayout
+
+        parallel.initialize(1, 2)
+        rank = mpu.get_context_parallel_rank()
+        layout = pack([torch.arange(n) for n in lengths], [0] * 3, rank, 2)
+        real = layout.positions < torch.tensor(lengths)[layout.sequence]
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        place = torch.where(real, starts[layout.sequence] + layout.positions, 0)
+        k = key[place].requires_grad_()
+        attention = PackedAttention(Namespace(kv_channels=8), ProcessGroupCollection.use_mpu_process_groups())
+        out = attention(query[place], k, value[place], None, packed_seq_params=PackedLayout.of(layout))
+        out[real].square().sum().backward()
+        assert k.grad is not None
+        torch.save((place[real], out[real].detach(), k.grad[real]), tmp_path / f"{rank}.pt")
+
+    expected_out, expected_grad = reference()
+    assert parallel.launch(2, main) == 0
+    for rank in range(2):
+        place, out, gradient = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(out, expected_out[place])
+        torch.testing.assert_close(gradient, expected_grad[place])

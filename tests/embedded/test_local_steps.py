@@ -1,0 +1,146 @@
+"""The engine `hf` in a worker: token by token what our own decoder draws, its weights moving in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_local_async import versions_of_a_run
+from tolerances import FP32_LOG_PROB
+
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.decoding import Sampling, Unfinished
+from lab.host.model.engine import DecodeEngine
+from lab.host.model.steps import STEPPED, Growing, SteppedEngine
+from lab.host.rollout import served_steps
+from lab.host.rollout.served_steps import ServedSteps
+from mis_plugins.errors import InputError
+from true_on_policy.contract.sides import ENGINES
+from true_on_policy.engines.hf.engine import HuggingFace
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+
+CONFIG = ModelConfig(
+    vocab_size=16, hidden_size=32, ffn_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9))
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in CONFIG.shapes().items()}
+
+
+def drawn(name: str, keep_cache: bool | None) -> tuple[list[list[int]], torch.Tensor]:
+    """Eight tokens of each prompt; the weights move after four where `keep_cache` says how."""
+    engine: SteppedEngine = STEPPED[name](CONFIG, "fp32")
+    engine.update_weights(weights(0), 0)
+    begun = [Unfinished(number, prompt, (), 100 + number) for number, prompt in enumerate(PROMPTS)]
+    decoding = engine.begin(begun, Sampling(8, 1.0, eos=15))
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    log_probs = []
+    for step in range(8):
+        if step == 4 and keep_cache is not None:
+            engine.update_weights(weights(1), 1)
+            decoding = decoding.go_on(engine.decoder, keep_cache=keep_cache)
+        for number, token, log_prob in zip(
+            *(lambda x: (x.numbers, x.tokens, x.log_probs))(decoding.step()), strict=True
+        ):
+            tokens[number].append(token)
+            log_probs.append(log_prob)
+    return tokens, torch.tensor(log_probs)
+
+
+@pytest.mark.parametrize("keep_cache", [None, True, False])
+def test_both_engines_draw_the_same_tokens(keep_cache: bool | None) -> None:
+    tokens, log_probs = drawn("hf", keep_cache)
+    expected, wanted = drawn("local", keep_cache)
+    assert tokens == expected and any(len(row) == 8 for row in tokens)
+    torch.testing.assert_close(log_probs, wanted, rtol=0, atol=FP32_LOG_PROB)
+
+
+def test_moving_weights_are_noticed() -> None:
+    assert not torch.equal(drawn("hf", True)[1], drawn("hf", False)[1])
+
+
+def test_wrong_weights_are_refused() -> None:
+    with pytest.raises(InputError, match="(?s)update_weights: .*lm_head"):
+        STEPPED["hf"](CONFIG, "fp32").update_weights({}, 0)
+
+
+class Server(HuggingFace):
+    """Hugging Face's engine in the place of a server: it says its version, and whether an update kept its cache."""
+
+    kept: list[bool] = []
+
+    def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
+        super().update_weights(checkpoint, version)
+        self.kept.append(keep_cache)
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        assert all(request.length == 1 for request in requests)
+        return super().generate(requests)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], ServedSteps]:
+    spec = replace(ENGINES["sglang"], serve=lambda path, dtype, contract, running: Server(path, dtype))
+    monkeypatch.setitem(served_steps.ENGINES, "sglang", spec)
+    monkeypatch.setattr(Server, "kept", [])
+    return lambda keep: ServedSteps("sglang", CONFIG, "fp32", keep)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_server_is_stepped_by_calls_of_one_token(keep: bool, served: Callable[[bool], ServedSteps]) -> None:
+    engine = served(keep)
+    assert isinstance(engine, SteppedEngine)
+    engine.update_weights(weights(0), 0)
+    begun = [Unfinished(number, prompt, (), 100 + number) for number, prompt in enumerate(PROMPTS)]
+    with closing(engine):
+        decoding = engine.begin([*begun, Unfinished(3, (1,), (2,) * 8, 0)], Sampling(8, 1.0, eos=15))
+        assert isinstance(decoding, Growing) and not decoding.ended
+        drawn = [decoding.step() for _ in range(4)]
+        engine.update_weights(weights(1), 1)
+        decoding = decoding.go_on(engine.decoder, keep_cache=keep)
+        assert decoding.stale_cache == keep and Server.kept == [keep, keep]
+        drawn += [decoding.step() for _ in range(4)]
+    assert decoding.ended and decoding.unfinished == []
+    tokens = {
+        number: [d.tokens[d.numbers.index(number)] for d in drawn if number in d.numbers]
+        for number in range(3)
+    }
+    assert all(15 not in row[:-1] and (len(row) == 8 or row[-1] == 15) for row in tokens.values())
+    assert sum(sum(d.ended) for d in drawn) == 3 and all(d.numbers.count(3) == 0 for d in drawn)
+
+
+def test_the_log_probs_of_a_server_are_those_of_its_weights(served: Callable[[bool], ServedSteps]) -> None:
+    engine = served(False)
+    engine.update_weights(weights(0), 0)
+    decoding = engine.begin([Unfinished(0, PROMPTS[0], (), 7)], Sampling(3, 1.0, eos=99))
+    found: list[float] = []
+    tokens: list[int] = []
+    for seed in (0, 1, 2):
+        engine.update_weights(weights(seed), seed)
+        step = decoding.go_on(engine.decoder, keep_cache=False).step()
+        tokens, found = tokens + step.tokens, found + step.log_probs
+    for place, (seed, log_prob) in enumerate(zip((0, 1, 2), found, strict=True)):
+        own = DecodeEngine(CONFIG, "fp32")
+        own.update_weights(weights(seed), seed)
+        (wanted,) = own.score([(*PROMPTS[0], *tokens[: place + 1])], [1])
+        assert log_prob == pytest.approx(float(wanted[0]), abs=FP32_LOG_PROB)
+
+
+def test_a_server_of_another_version_is_an_error(served: Callable[[bool], ServedSteps]) -> None:
+    engine = served(False)
+    engine.update_weights(weights(0), 0)
+    decoding = engine.begin([Unfinished(0, (1, 2), (), 0)], Sampling(4, 1.0, eos=15))
+    engine.version = 5
+    with pytest.raises(EngineError, match=r"tokens of version \{0\}, with weights of 5"):
+        decoding.step()
+
+
+def test_an_asynchronous_run(tmp_path: Path) -> None:
+    versions_of_a_run("--rollout-engine hf", tmp_path)

@@ -1,0 +1,171 @@
+"""The benchmarks run, and the bounds they exist to watch hold: operators, waits and collectives do not grow with N."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+import yaml
+from commands import ran
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from lab import correction_cost, tallies
+from mis_plugins import mis
+from mis_plugins.config import reading
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.step_report import Recorder
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "lab"
+MOST_OPERATORS = 300
+DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in README.md and docs/gpu.md
+BUDGET = {"full": MOST_OPERATORS, "all": 600}
+MOST_COLLECTIVES = 3
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of one `--smoke` run: N 8 and 64, CP 1 and 2."""
+    path = tmp_path_factory.mktemp("lab") / "cost.json"
+    done = ran(BENCHMARKS / "correction_cost.py", "--smoke", "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert path.with_suffix(".md").read_text().startswith("```\npython -m lab.correction_cost --smoke")
+    return json.loads(path.read_text())["rows"]
+
+
+def test_smoke_holds_the_bounds(smoke: list[dict[str, Any]]):
+    assert [(row["sequences"], row["cp"]) for row in smoke] == [(8, 1), (64, 1), (8, 2), (64, 2)]
+    for row in smoke:
+        ours = row["ours"]
+        assert ours["operators"] <= DOCUMENTED_OPERATORS[row["cp"]]
+        assert ours["waits"] == 0
+        assert ours["collectives"] == 0 if row["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
+        assert ours["peak_bytes"] > 0 and ours["seconds"] > 0
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_operators_do_not_grow_with_sequences(smoke: list[dict[str, Any]], cp: int):
+    few, many = (row for row in smoke if row["cp"] == cp)
+    assert few["ours"]["operators"] == many["ours"]["operators"]
+    assert few["ours"]["collectives"] == many["ours"]["collectives"]
+    assert many["baseline"]["operators"] > 6 * few["baseline"]["operators"]
+
+
+@pytest.mark.parametrize("metrics", ["core", "none"])
+def test_fewer_metrics_cost_less(metrics: str):
+    counts = [tallies.tally(_ours(chosen)).operators for chosen in (metrics, "full")]
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("metrics", ["full", "all"])
+def test_every_preset_is_within_the_budget(metrics: str, tmp_path: Path):
+    """On the second micro-batch of a step, when there is something to merge; not of one that is asked for a slope."""
+
+    def work(rank: int) -> dict[str, int]:
+        return {name: _operators(args, metrics, rank) for name, args in hooked.items()}
+
+    hooked = _presets_of_the_hook()
+    assert len(hooked) > 40
+    for rank in launch.run_ranks(2, 2, work, tmp_path):
+        assert {name: count for name, count in rank.items() if count > BUDGET[metrics]} == {}
+
+
+def _presets_of_the_hook() -> dict[str, Namespace]:
+    """Every preset that the TIS hook serves and that corrects; no router runs here that `statistic: route` reads."""
+    parsed = {name: yaml.safe_load(path.read_text()) for name, path in reading.presets().items()}
+    hooked = {
+        name: Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
+        for name, keys in parsed.items()
+    }
+    return {name: args for name, args in hooked.items() if _is_served(args)}
+
+
+def _is_served(args: Namespace) -> bool:
+    try:
+        config = reading.from_args(args)
+        return not (config.needs_loss_hook or config.reads_routes)
+    except ConfigError:  # metrics only: there is nothing for --use-tis to do
+        return False
+
+
+def _operators(args: Namespace, metrics: str, rank: int) -> int:
+    nested = {**getattr(args, "mis", {}), "metrics": metrics}
+    kwargs = correction_cost.hook_kwargs([5, 1, 70, 31], cp=2, rank=rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
+        call = correction_cost.called(
+            mis.compute_mis_weights_with_cp, Namespace(**{**vars(args), "mis": nested}), kwargs
+        )
+        call()
+        return tallies.tally(call).operators
+
+
+def test_no_operator_of_ours_depends_on_data():
+    """Fake tensors have no values: whatever would wait for the device raises."""
+    with FakeTensorMode():
+        _ours("full")()
+        with pytest.raises(DataDependentOutputException):
+            _loop()()
+
+
+def test_tally_sees_waits_and_copies():
+    def waiting() -> None:
+        x = torch.arange(4.0)
+        float(x[x > 1].sum())
+        torch.tensor(3.0)
+        x.repeat_interleave(torch.tensor([1, 2, 3, 4]))
+
+    counted = tallies.tally(waiting)
+    assert counted.waits == {"index": 1, "_local_scalar_dense": 1, "repeat_interleave": 1}
+    assert counted.copies == 2
+
+
+def test_peak_counts_what_lives_at_once():
+    def two_of_three() -> torch.Tensor:
+        first = torch.ones(1000)
+        second = first * 2
+        del first
+        return second + 1
+
+    assert 8000 <= tallies.peak_bytes(two_of_three) < 9000
+
+
+@pytest.mark.parametrize("script", ["host_parity.py", "host_comparison.py", "masked_samples.py"])
+def test_parity_without_a_host_is_no_verdict(script: str, tmp_path: Path):
+    done = ran(BENCHMARKS / script, "--host", "slime", "--checkout", tmp_path)
+    assert done.returncode == 2
+    assert "could not compare" in done.stdout and "no package slime/" in done.stdout
+
+
+def _ours(metrics: str) -> Any:
+    from mis_plugins.mis import compute_mis_weights_with_cp
+
+    return correction_cost.called(compute_mis_weights_with_cp, correction_cost.hook_args(metrics), _batch())
+
+
+def _loop() -> Any:
+    hook = correction_cost.sequence_by_sequence
+    return correction_cost.called(hook, correction_cost.hook_args("full"), _batch())
+
+
+def _batch() -> dict[str, Any]:
+    return correction_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
+
+
+HOST_SCRIPTS = ("host_comparison", "host_parity", "masked_samples")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["correction_cost", "host_comparison", "host_parity", "kernel_cost", "masked_samples"],
+)
+def test_figures_that_could_not_be_written_are_not_measured(name: str, tmp_path: Path):
+    """Exit code 2: 1 means different."""
+    host = ["--host", "miles", "--checkout", tmp_path] if name in HOST_SCRIPTS else []
+    done = ran(BENCHMARKS / f"{name}.py", *host, "--json", tmp_path)
+    assert done.returncode == 2
+    assert f"argument --json: {tmp_path} cannot be written" in done.stderr

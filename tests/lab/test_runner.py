@@ -1,0 +1,183 @@
+"""The runner of experiments: what is run again and what is not, what a failure and an interrupt leave, what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lab.experiments import runner
+from lab.experiments.runner import LOG, STAMP, Arm, parsed, publish, run_arms, training
+from lab.host.folders import SUMMARY
+
+
+def arm(root: Path, name: str = "arm", work: Callable[[], int] = lambda: 0, **settings: object) -> Arm:
+    """An arm that leaves a line a run, beside its folder."""
+
+    def leaves_a_line() -> int:
+        with (root / "ran").open("a") as file:
+            file.write(f"{name}\n")
+        os.write(1, b"said\n")
+        return work()
+
+    return Arm(root / name, settings, leaves_a_line)
+
+
+def ran(root: Path) -> list[str]:
+    return (root / "ran").read_text().split() if (root / "ran").is_file() else []
+
+
+def test_an_arm_runs_again_for_other_settings_and_other_code_alone(tmp_path: Path) -> None:
+    """Code that no commit holds repeats every arm."""
+    for lr, code, times in (
+        (1, "a", 1),
+        (1, "a", 1),
+        (1, "b", 2),
+        (2, "b", 3),
+        (2, "b", 3),
+        (2, None, 4),
+        (2, None, 5),
+    ):
+        one = arm(tmp_path, lr=lr, path=str(tmp_path))
+        assert run_arms([one], 1, code) == 0 and one.finished
+        assert len(ran(tmp_path)) == times
+    assert (tmp_path / "arm" / LOG).read_text() == "said\n"
+
+
+def test_a_failure_ends_the_experiment_and_is_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though an earlier run of the arm was finished, no stamp of it is left."""
+    first, second, third = (arm(tmp_path, name, work=lambda name=name: 2 * (name == "b")) for name in "abc")
+    second.stamp("earlier")
+    assert run_arms([first, second, third], 1, "a") == 2
+    assert ran(tmp_path) == ["a", "b"]
+    assert [one.finished for one in (first, second, third)] == [True, False, False]
+    said = capsys.readouterr().err
+    assert "1 of 3" in said and "2 of 3" in said and f"failed with exit code 2, see {LOG} there" in said
+    assert run_arms([first, arm(tmp_path, "b"), third], 1, "a") == 0
+    assert ran(tmp_path) == ["a", "b", "b", "c"]
+
+
+def test_an_exception_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> int:
+        raise ArithmeticError("infinite")
+
+    assert run_arms([arm(tmp_path, work=fails)], 1, "a") == 1
+    assert "ArithmeticError: infinite" in capsys.readouterr().err
+
+
+def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
+    one = arm(tmp_path)
+    one.folder.mkdir()
+    (one.folder / SUMMARY).write_text("{}")
+    run_arms([one], 1, "a")
+    assert (tmp_path / "arm-2" / SUMMARY).is_file() and not (one.folder / SUMMARY).exists()
+
+
+def test_two_at_a_time(tmp_path: Path) -> None:
+    """Each waits for the other, which one alone could not."""
+
+    def meets() -> int:
+        for _ in range(500):
+            if len(ran(tmp_path)) == 2:
+                return 0
+            time.sleep(0.02)
+        return 1
+
+    assert run_arms([arm(tmp_path, name, meets) for name in "ab"], 2, "a") == 0
+
+
+INTERRUPTED = """
+import signal, sys, time, types
+sys.modules["lab.host.loop"] = types.ModuleType("loop")  # Megatron, which no arm here trains in
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+from pathlib import Path
+from lab.experiments.runner import Arm, run_arms
+
+def work(name):
+    Path(sys.argv[1], name).mkdir(exist_ok=True)
+    Path(sys.argv[1], name, "begun").touch()
+    try:
+        time.sleep(60 if name == "b" else 0)
+    except KeyboardInterrupt:
+        Path(sys.argv[1], name, "ended").touch()
+        raise
+    return FAILS == name
+
+arms = [Arm(Path(sys.argv[1], name), {}, lambda name=name: work(name)) for name in "abc"]
+sys.exit(run_arms(arms, PROCESSES, "a"))
+"""
+
+
+def interrupted(tmp_path: Path, processes: int, fails: str) -> tuple[int, str]:
+    """Exit code and output of a run that gets Ctrl-C while arm b sleeps."""
+    constants = f"FAILS, PROCESSES = {fails!r}, {processes}\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", constants + INTERRUPTED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    said = process.stderr.readline()  # of arm a, which ends first
+    while not (tmp_path / "b" / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    return process.wait(timeout=60), said + process.stderr.read()
+
+
+def test_ctrl_c_keeps_what_was_finished(tmp_path: Path) -> None:
+    code, said = interrupted(tmp_path, 1, "none")
+    assert code == 130 and "b interrupted after" in said
+    assert (tmp_path / "a" / STAMP).is_file()
+    assert not (tmp_path / "b" / STAMP).exists() and not (tmp_path / "c").exists()
+
+
+def test_the_first_ctrl_c_after_a_failure_lets_the_others_end_too(tmp_path: Path) -> None:
+    code, said = interrupted(tmp_path, 2, "a")
+    assert code == 1 and "a failed with exit code 1" in said and "b interrupted after" in said
+    assert (tmp_path / "b" / "ended").exists()
+
+
+def test_training_is_known_by_all_its_arguments(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    def words() -> list[str]:
+        written.append(1)
+        return ["--output", str(tmp_path / "run"), "--lr", "3e-4"]
+
+    one = training(words)
+    assert one.folder == tmp_path / "run" and one.settings["lr"] == 3e-4
+    one.stamp("a")
+    assert one.made("a") and not one.made("b") and not one.made(None)
+    assert not training(lambda: [*words(), "--seed", "3"]).made("a")
+
+
+def test_a_smoke_run_writes_nothing_where_a_full_one_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def folders(line: str) -> tuple[Path, Path]:
+        monkeypatch.setattr(sys, "argv", ["command", *line.split()])
+        found = parsed(ArgumentParser(), "name")
+        assert found.processes == 2 and found.seeds == runner.SEEDS == (0, 1, 2)
+        return found.runs, found.results
+
+    assert folders("") == (Path("runs/name"), Path("lab/results"))
+    assert folders("--smoke") == (Path("runs/name-smoke"),) * 2
+    assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
+
+
+def test_results_lie_beside_each_other(tmp_path: Path) -> None:
+    pictures = {"": lambda path: path.write_text("one"), "-b": lambda path: path.write_text("two")}
+    publish(tmp_path / "results" / "name", {"x": 1}, "text", pictures)
+    found = {path.name: path.read_text() for path in (tmp_path / "results").iterdir()}
+    assert json.loads(found.pop("name.json")) == {"x": 1}
+    assert found == {"name.md": "text", "name.png": "one", "name-b.png": "two"}
