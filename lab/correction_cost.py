@@ -52,7 +52,7 @@ from mis_plugins.shared.numerals import count, counts
 from mis_plugins.shared.table import print_table
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
-LOOP = "correction_cost.sequence_by_sequence"
+LOOP = "lab.correction_cost.sequence_by_sequence"
 MIXED = (16, 8192)
 PROMPT = 32
 FEWEST_CALLS, MOST_CALLS = 3, 60

@@ -183,7 +183,7 @@ def of_seed(options: argparse.Namespace) -> dict[str, Any]:
     reports: dict[str, dict[str, Any]] = {}
     for engine in ENGINES:
         name = f"uncorrected-{engine}"
-        hook = ("--rollout-data-postprocess-path", "report_collapse.dump")
+        hook = ("--rollout-data-postprocess-path", "lab.report_collapse.dump")
         runs[name] = trained(name, options, "--rollout-weights", engine, *hook)
         said = diagnosed(options.runs / f"seed-{options.seed}" / name, options)
         reports[engine] = {key: said[key] for key in ("verdict", "causes", "opening", "proposal")}

@@ -38,7 +38,7 @@ from lab.provenance import as_markdown, markdown_table, parser_of, provenance
 from mis_plugins.shared.numerals import whole
 
 TOKENS = "tokens.jsonl"
-HOOK = ["--rollout-data-postprocess-path", "truly_on_policy.count_equal"]
+HOOK = ["--rollout-data-postprocess-path", "lab.truly_on_policy.count_equal"]
 REWARDS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final")
 
 

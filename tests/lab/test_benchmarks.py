@@ -20,7 +20,6 @@ from mis_plugins.config import reading
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.step_report import Recorder
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "lab"
 MOST_OPERATORS = 300
 DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in README.md and docs/gpu.md
 BUDGET = {"full": MOST_OPERATORS, "all": 600}
@@ -31,7 +30,7 @@ MOST_COLLECTIVES = 3
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of one `--smoke` run: N 8 and 64, CP 1 and 2."""
     path = tmp_path_factory.mktemp("lab") / "cost.json"
-    done = ran(BENCHMARKS / "correction_cost.py", "--smoke", "--json", path)
+    done = ran("-m", "lab.correction_cost", "--smoke", "--json", path)
     assert done.returncode == 0, done.stderr
     assert path.with_suffix(".md").read_text().startswith("```\npython -m lab.correction_cost --smoke")
     return json.loads(path.read_text())["rows"]
@@ -134,9 +133,9 @@ def test_peak_counts_what_lives_at_once():
     assert 8000 <= tallies.peak_bytes(two_of_three) < 9000
 
 
-@pytest.mark.parametrize("script", ["host_parity.py", "host_comparison.py", "masked_samples.py"])
+@pytest.mark.parametrize("script", ["host_parity", "host_comparison", "masked_samples"])
 def test_parity_without_a_host_is_no_verdict(script: str, tmp_path: Path):
-    done = ran(BENCHMARKS / script, "--host", "slime", "--checkout", tmp_path)
+    done = ran("-m", f"lab.{script}", "--host", "slime", "--checkout", tmp_path)
     assert done.returncode == 2
     assert "could not compare" in done.stdout and "no package slime/" in done.stdout
 
@@ -166,6 +165,6 @@ HOST_SCRIPTS = ("host_comparison", "host_parity", "masked_samples")
 def test_figures_that_could_not_be_written_are_not_measured(name: str, tmp_path: Path):
     """Exit code 2: 1 means different."""
     host = ["--host", "miles", "--checkout", tmp_path] if name in HOST_SCRIPTS else []
-    done = ran(BENCHMARKS / f"{name}.py", *host, "--json", tmp_path)
+    done = ran("-m", f"lab.{name}", *host, "--json", tmp_path)
     assert done.returncode == 2
     assert f"argument --json: {tmp_path} cannot be written" in done.stderr

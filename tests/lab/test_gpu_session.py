@@ -241,7 +241,7 @@ def test_kernels_are_compiled_beside_the_sections_and_may_fail(
             raise RuntimeError("no nvcc")
         time.sleep(600)
 
-    monkeypatch.setitem(sys.modules, "gpu.warm", SimpleNamespace(warm=warm))
+    monkeypatch.setitem(sys.modules, "lab.gpu.warm", SimpleNamespace(warm=warm))
     start = time.monotonic()
     with sections.warming(dry_run=False):
         while not (tmp_path / "warm").exists():

@@ -6,14 +6,12 @@ import subprocess
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from commands import ran
 
 from mis_plugins.shared.numerals import LARGEST, count, counts, finite, shown, whole
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "lab"
 HUGE = "1" + "0" * 400
 
 
@@ -52,18 +50,18 @@ def test_a_long_value_is_shown_by_its_beginning():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("correction_cost.py --n x", "argument --n: got 'x'; expected a whole number"),
-        ("correction_cost.py --n 8,0", "argument --n: got 0; expected at least 1"),
-        ("correction_cost.py --length 8,long", "argument --length: got 'long'; expected a whole number"),
-        ("correction_cost.py --cp 1,x", "argument --cp: got 'x'; expected a whole number"),
-        ("kernel_cost.py --calls 0", "argument --calls: got 0; expected at least 1"),
-        ("host_parity.py --host miles --checkout . --limit 0", "argument --limit: got 0"),
-        ("gpu_session.py --json a.json --seconds nan", "argument --seconds: got 'nan'; expected a finite"),
+        ("correction_cost --n x", "argument --n: got 'x'; expected a whole number"),
+        ("correction_cost --n 8,0", "argument --n: got 0; expected at least 1"),
+        ("correction_cost --length 8,long", "argument --length: got 'long'; expected a whole number"),
+        ("correction_cost --cp 1,x", "argument --cp: got 'x'; expected a whole number"),
+        ("kernel_cost --calls 0", "argument --calls: got 0; expected at least 1"),
+        ("host_parity --host miles --checkout . --limit 0", "argument --limit: got 0"),
+        ("gpu_session --json a.json --seconds nan", "argument --seconds: got 'nan'; expected a finite"),
     ],
 )
 def test_a_benchmark_refuses_a_number_in_one_line(command: str, message: str):
     script, *words = command.split()
-    done = ran(BENCHMARKS / script, *words)
+    done = ran("-m", f"lab.{script}", *words)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
 
