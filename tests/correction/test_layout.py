@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from launch import run_ranks
 from megatron.core import parallel_state as mpu
 from oracle import zigzag as owned
+from torch.distributed import ProcessGroup
 
 from mis_plugins.packing.layout import gathered, whole, zigzag
 
@@ -19,7 +22,7 @@ KINDS = (torch.float32, torch.int64, torch.bfloat16)
 
 def cut_and_joined(rank: int) -> list:
     """What this rank cuts from whole responses, and what it joins from its own tokens and the other rank's."""
-    group, found = mpu.get_context_parallel_group(), []
+    group, found = cast(ProcessGroup, mpu.get_context_parallel_group()), []
     for padded in (None, PADDED):
         layout = zigzag(TOTALS, RESPONSES, 2, rank, padded)
         for kind in KINDS:
