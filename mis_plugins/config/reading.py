@@ -679,6 +679,13 @@ def _spelled(**names: str) -> Iterator[None]:
         raise error.spelled(names) from None
 
 
+WEIGHING = ("mis", "mis.weight", "mis.segment_wise")  # where somebody may ask for weights by the target policy
+BY_TARGET = (
+    "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
+    "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"
+)
+
+
 def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
@@ -686,7 +693,9 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     hints = _hints(cls)
     for key in value:
         if key not in hints:
-            raise ConfigError(f"{path}.{key}: unknown key{_suggest(str(key), hints)}")
+            by_target = key == "reference" and value[key] == "target" and path in WEIGHING
+            why = BY_TARGET if by_target else f"unknown key{_suggest(str(key), hints)}"
+            raise ConfigError(f"{path}.{key}: {why}")
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in value:
             raise ConfigError(f"{path}.{field.name}: missing; give a value, as the key has no default")
