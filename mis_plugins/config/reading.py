@@ -679,7 +679,11 @@ def _spelled(**names: str) -> Iterator[None]:
         raise error.spelled(names) from None
 
 
-WEIGHING = ("mis", "mis.weight", "mis.segment_wise")  # where somebody may ask for weights by the target policy
+WEIGHING = (
+    "mis",
+    "mis.weight",
+    "mis.segment_wise",
+)  # where somebody may ask for weights by the target policy
 BY_TARGET = (
     "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
     "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"
