@@ -60,6 +60,7 @@ from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
+from mis_plugins.hosts.uncorrected import warn_of_one_sequence
 from mis_plugins.hosts.versions import carrying
 from mis_plugins.hosts.versions.miles import generate as miles_generate
 from mis_plugins.hosts.versions.slime import generate as slime_generate
@@ -281,6 +282,7 @@ def policy_loss(
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
+        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
         rollout_mean = _rollout_mean(args, config)
         compared = compared_log_probs(inputs, config)
         of_tokens = loss_batch.flags(host, args, batch, logits.device)
@@ -454,6 +456,7 @@ def _correct(
 ) -> tuple[Correction, Placed]:
     if config.corrects:
         check_apart(batch.train_log_probs, batch.rollout_log_probs)
+    warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
     routed = WATCHING.routes(args, config, flags)
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()

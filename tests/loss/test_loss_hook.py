@@ -1098,6 +1098,30 @@ def flat_call(sequences: int) -> Callable[[], Tensor]:
     return lambda: mis.policy_loss(args, batch, logits, reduce)[0]
 
 
+@pytest.mark.parametrize("config", [None, {}, {"weight": None}])
+def test_a_loss_that_nothing_corrects_is_told(config: dict | None, caplog: pytest.LogCaptureFixture):
+    drive(flags(mis=config), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
+    assert "policy_loss weighs and rejects nothing, since nothing says how to correct (looked" in caplog.text
+
+
+CURED = [
+    {"mis": {"metrics": "full"}},
+    {"mis": {"opsm": {"delta": 0.1}}},
+    {"mis": {"weight": {}}},
+    {"use_rollout_logprobs": True},
+    {"use_opsm": True, "opsm_delta": 0.1},
+    {"get_mismatch_metrics": True},
+]
+
+
+@pytest.mark.parametrize("settings", CURED)
+def test_a_run_that_watches_or_has_another_cure_is_not_told_so(
+    settings: dict, caplog: pytest.LogCaptureFixture
+):
+    drive(flags(**settings), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
+    assert "weighs and rejects nothing" not in caplog.text
+
+
 CORRECTIONS: list[dict] = [
     {"weight": {}},
     {"weight": None, "reject": [{"over": "token", "upper": 2.0}]},
