@@ -49,7 +49,7 @@ from mis_plugins.hosts import (
     watching,
 )
 from mis_plugins.hosts.adapters import miles, miles_fsdp
-from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
+from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
@@ -60,6 +60,7 @@ from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
+from mis_plugins.hosts.uncorrected import warn_of_one_sequence
 from mis_plugins.hosts.versions import carrying
 from mis_plugins.hosts.versions.miles import generate as miles_generate
 from mis_plugins.hosts.versions.slime import generate as slime_generate
@@ -191,6 +192,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
+    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
@@ -280,6 +282,7 @@ def policy_loss(
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
+        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
         rollout_mean = _rollout_mean(args, config)
         compared = compared_log_probs(inputs, config)
         of_tokens = loss_batch.flags(host, args, batch, logits.device)
@@ -451,6 +454,9 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
 def _correct(
     args: Any, batch: HostBatch, config: CorrectionConfig, flags: Flags | None = None
 ) -> tuple[Correction, Placed]:
+    if config.corrects:
+        check_apart(batch.train_log_probs, batch.rollout_log_probs)
+    warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
     routed = WATCHING.routes(args, config, flags)
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()
