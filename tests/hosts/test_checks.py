@@ -234,7 +234,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("reducer beside use_mask", "tis", {**BESIDE, "use_mask": True}, WEIGHT, "miles", ""),
     ("original beside other samples", "tis", OTHER_SAMPLES, ORIGINAL, "miles", ""),
     ("other terms", "file", {"use_kl_loss": True}, KEPT, "miles", "fsdp"),
-    ("mean of a rollout under bypass", "loss", {}, {**ROLLOUT_MEAN, "objective": BYPASS["objective"]}, "miles", ""),
+    ("mean of a rollout under bypass", "loss", {}, {**ROLLOUT_MEAN, "objective": {"surrogate": "reinforce", "old": "behavior"}}, "miles", ""),
     ("two switches", "tis", {"use_tis": True, "get_mismatch_metrics": True}, WEIGHT, "miles", ""),
     ("idle rule", "tis", {"rs_lower_bound": 0.5}, WEIGHT, "miles", ""),
 ]  # fmt: skip
