@@ -40,8 +40,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
 from mis_plugins.hosts import (
     averages,
-    conflicts,
-    denominator_checks,
+    checks,
     loss_batch,
     loss_flags,
     megatron,
@@ -274,8 +273,7 @@ def policy_loss(
     host = current(args, sum_of_sample_mean)
     config_asked = reading.from_args(args)
     resplit.check_hook(args, config_asked)
-    config = loss_flags.config_in_force(args, config_asked, loss_batch.knows_versions(batch))
-    conflicts.check_weights(args, config, host)
+    config = loss_flags.config_in_force(args, config_asked, host, loss_batch.knows_versions(batch))
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
@@ -415,14 +413,9 @@ def config_in_force(args: Any) -> CorrectionConfig:
             f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
             f"mis_plugins.mis.policy_loss in place of {flag}"
         ).spelled(reading.spelling(args), "mis.")
-    if config.denominator == "kept":
-        denominator_checks.check(args)
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
-    watching.warn_where_corrected(args)
-    denominator_checks.check_masks(args)
-    if config.rejects and config.denominator == "original":
-        denominator_checks.warn_where_kept(args)
+    checks.run("tis", args, config, current(args))
     return config
 
 
@@ -433,8 +426,6 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
         flags: routes of the tokens, where a watch knows them.
     """
     config, by_kept = config_in_force(args), host.divides_by_kept(args)
-    conflicts.check_weights(args, config, host)
-    denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"

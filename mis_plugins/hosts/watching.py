@@ -57,7 +57,6 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
     reason = _reason(args) if asked else None
     if reason is not None:
         return metrics_alone(args, config, reason)
-    warn_where_corrected(args)
     if not asked:
         _check_flat(args, config)
         _warn_where_nothing_is_said(view(args), config)
@@ -99,14 +98,6 @@ def _check_flat(args: Any, config: CorrectionConfig) -> None:
     }
     if said and not (config.corrects or config.needs_loss_hook):
         raise ConfigError(f"{', '.join(sorted(said))}: {NO_UPPER}")
-
-
-def warn_where_corrected(args: Any) -> None:
-    """Say which of the two switches wins where both are on, and which keys of a flat rule do not act."""
-    if getattr(args, "use_tis", False) and getattr(args, "get_mismatch_metrics", False):
-        warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
-    if (idle := reading.idle_rule(view(args))) is not None:
-        warn_once(idle)
 
 
 def watches(args: Any) -> bool:

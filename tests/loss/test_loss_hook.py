@@ -797,7 +797,7 @@ def share_of(step: Step, config: dict) -> loss.Share:
     """What the hook makes of correction and OPSM."""
     args, batch = flags(mis=config), step.batch()
     reduce, logits = reducer(batch, "miles"), torch.cat(step.rows("target"))
-    in_force = loss_flags.config_in_force(args, reading.from_args(args))
+    in_force = loss_flags.config_in_force(args, reading.from_args(args), current(args))
     inputs = loss_batch.read(current(args, reduce), args, batch, logits, in_force)
     assert inputs.behavior is not None
     correction = correct(loss.compared_log_probs(inputs, in_force), inputs.behavior, inputs.ragged, in_force)
