@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (rows of a page's tables)
 """The page `docs/report.md`: how to read a run, the neutral form, and every cause with its fix.
 
-python -m mis_plugins.report.docs > docs/report.md
+python -m lab.pages.report > docs/report.md
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.report.docs:main")
+    run_command("lab.pages.report:main")
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ from mis_plugins.shared.budget import BUDGETS, MEGABYTE
 MEMORY_BESIDE, MEMORY_TIMES = 10**9, 2
 INTRODUCTION = """# See the mismatch of a run
 
-<!-- Made by `python -m mis_plugins.report.docs`: change what mis_plugins/report/ says instead. -->
+<!-- Made by `python -m lab.pages.report`: change what mis_plugins/report/ says instead. -->
 
 For whoever asks why a run collapsed, since when, and which config would have helped. One command reads what the run
 left and writes `report.html` (one file, no network, no script) and `report.json`, and prints a summary.
