@@ -43,6 +43,7 @@ setup(
         "mis_plugins": ["py.typed"],
         "mis_plugins.explain": ["rungs.json"],
         "mis_plugins.hosts": ["records/*.txt"],
+        "mis_plugins.report": ["page.css", "page.html"],
         "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
         "true_on_policy.engines": ["*.sh", "*/packages.txt"],
         "true_on_policy.kernels": ["*.c"],
@@ -62,7 +63,7 @@ setup(
             "tokenizers",
         ],
         "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
-        "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
+        "report": ["numpy", "safetensors", "rich", "matplotlib", "jinja2", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
         "browser": ["playwright"],  # drives a Chromium that is installed, in the tests of the report's page
         "gpu": [

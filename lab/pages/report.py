@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CANNOT, CAUSES, Cause
 from mis_plugins.report.places import PLACES
-from mis_plugins.report.verdict import LIMITS
+from mis_plugins.report.verdict import LIMITS, Limits
 from mis_plugins.shared.budget import BUDGETS, MEGABYTE
 
 # The bound on resident memory that the page states: bytes, and times the file of the largest rollout.
@@ -186,7 +186,7 @@ def _page() -> Iterator[str]:
     yield from (f"| {name} | {place.what} |" for name, place in PLACES.items())
     yield "\n## How large\n\nA number beyond its limit is told, as `docs/metrics.md` calls it bad:\n"
     yield "| number | limit |\n|---|---|"
-    yield from (f"| `{name}` | {_limit(*limits)} |" for name, limits in LIMITS.items())
+    yield from (f"| `{name}` | {_limit(limits)} |" for name, limits in LIMITS.items())
     yield from _ladder()
     yield f"\n{CONFIGS}\n# Causes\n"
     yield "`lab/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
@@ -217,15 +217,9 @@ def _ladder() -> Iterator[str]:
         yield f"| {rung.words} | {rung.prompts} | {rung.tokens} | {rung.k3:.2g} | {rung.p99:.2g} |"
 
 
-def _limit(low: float | None, high: float | None) -> str:
-    return " or ".join(
-        words
-        for words in (
-            f"below {low:g}" if low is not None else "",
-            f"above {high:g}" if high is not None else "",
-        )
-        if words
-    )
+def _limit(limits: Limits) -> str:
+    words = (f"below {limits.low:g}", f"above {limits.high:g}")
+    return " or ".join(one for one in words if "inf" not in one)
 
 
 def _cause(name: str, cause: Cause) -> Iterator[str]:

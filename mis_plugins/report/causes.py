@@ -14,7 +14,7 @@ import torch
 
 from mis_plugins.metrics import slope
 from mis_plugins.report.changes import Change
-from mis_plugins.report.evidence import Evidence
+from mis_plugins.report.evidence import Evidence, Moments
 
 STANDARD_ERRORS = 6.0
 LEAST_SEQUENCES = 16
@@ -137,12 +137,18 @@ def _changed_response(facts: Facts) -> str | None:
     )
 
 
+def _stands_out(facts: Facts, part: str, factor: float) -> tuple[Moments, Moments] | None:
+    """|log r| of the responses' `part` and of their middle; None where the part does not stand out."""
+    found, middle, excess = (facts.evidence.moments[name] for name in (part, "middle", f"{part}_excess"))
+    if found.count < LEAST_SEQUENCES or found.mean < factor * middle.mean:
+        return None
+    return (found, middle) if excess.mean > STANDARD_ERRORS * excess.error else None
+
+
 def _end_token(facts: Facts) -> str | None:
-    end, middle, excess = facts.evidence.end, facts.evidence.middle, facts.evidence.end_excess
-    if end.count < LEAST_SEQUENCES or end.mean < END_FACTOR * middle.mean:
+    if (found := _stands_out(facts, "end", END_FACTOR)) is None:
         return None
-    if not excess.mean > STANDARD_ERRORS * excess.error:
-        return None
+    end, middle = found
     return (
         f"The last token of a response has a mean |log r| of {end.mean:.2g}, the tokens before it {middle.mean:.2g} "
         f"({end.count:.0f} responses that ended by themselves)."
@@ -150,14 +156,12 @@ def _end_token(facts: Facts) -> str | None:
 
 
 def _template(facts: Facts) -> str | None:
-    first, middle, excess = facts.evidence.beginning, facts.evidence.middle, facts.evidence.beginning_excess
-    if first.count < LEAST_SEQUENCES or first.mean < BEGINNING_FACTOR * middle.mean:
+    if (found := _stands_out(facts, "beginning", BEGINNING_FACTOR)) is None:
         return None
-    if not excess.mean > STANDARD_ERRORS * excess.error:
-        return None
+    first, middle = found
     return (
         f"The first four tokens of a response have a mean |log r| of {first.mean:.2g}, later ones {middle.mean:.2g}; "
-        f"the mean log r of the first ones is {facts.evidence.beginning_signed.mean:+.2g}."
+        f"the mean log r of the first ones is {facts.evidence.moments['beginning_signed'].mean:+.2g}."
     )
 
 

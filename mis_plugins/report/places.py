@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mis_plugins.metrics.rows import Tokens
-from mis_plugins.report.batches import Batch
+from mis_plugins.report.record import Batch
 
 Bucket = Callable[[Batch], Tensor | None]
 
@@ -20,26 +19,26 @@ PROBABILITIES = (0.01, 0.1, 0.5, 0.9, 0.99)
 LAST = 15  # turns and ages from here on share a bucket
 
 
-def doubling(x: Tensor) -> Tensor:
+def _doubling(x: Tensor) -> Tensor:
     """Bucket of each number: 0, 1, 2 to 3, 4 to 7 and so on."""
     return torch.bucketize(x, torch.tensor(DOUBLING), right=True)
 
 
-def _position(batch: Batch) -> Tensor:
-    return doubling(batch.positions)
-
-
 def _length(batch: Batch) -> Tensor:
-    return batch.ragged.to_tokens(doubling(batch.ragged.cu_seqlens.diff()))
+    return batch.ragged.to_tokens(_doubling(batch.ragged.cu_seqlens.diff()))
 
 
 def _probability(batch: Batch) -> Tensor:
-    edges = torch.tensor([math.log(edge) for edge in PROBABILITIES])
+    edges = torch.tensor(PROBABILITIES).log()
     return torch.bucketize(batch.behavior.nan_to_num(0.0), edges, right=True)
 
 
-def _capped(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.clamp(max=LAST)
+def _capped(name: str) -> Bucket:
+    def bucket(batch: Batch) -> Tensor | None:
+        numbers = batch.whole_numbers(name)
+        return None if numbers is None else numbers.clamp(max=LAST)
+
+    return bucket
 
 
 def _sign(batch: Batch) -> Tensor | None:
@@ -49,12 +48,10 @@ def _sign(batch: Batch) -> Tensor | None:
     return torch.where(known, torch.where(known, batch.advantages, 0).sign().long() + 1, -1)
 
 
+LIMITS = zip(DOUBLING, DOUBLING[1:], strict=False)
 SPANS = [
     "0",
-    *(
-        f"{low}-{high - 1}" if high - low > 1 else f"{low}"
-        for low, high in zip(DOUBLING, DOUBLING[1:], strict=False)
-    ),
+    *(f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in LIMITS),
     f"{DOUBLING[-1]}+",
 ]
 COUNTS = [*map(str, range(LAST)), f"{LAST}+"]
@@ -74,20 +71,15 @@ class Place:
     what: str
 
 
+SHARES = ["below 1%", "1-10%", "10-50%", "50-90%", "90-99%", "above 99%"]
 PLACES: dict[str, Place] = {
-    "position": Place(_position, SPANS, "place of the token in its response"),
+    "position": Place(lambda batch: _doubling(batch.positions), SPANS, "place of the token in its response"),
     "length": Place(_length, SPANS, "length of the response in tokens"),
-    "probability": Place(
-        _probability,
-        ["below 1%", "1-10%", "10-50%", "50-90%", "90-99%", "above 99%"],
-        "probability of the token under the rollout engine",
-    ),
-    "turn": Place(lambda batch: _capped(batch.turns), COUNTS, "turn of the token"),
+    "probability": Place(_probability, SHARES, "probability of the token under the rollout engine"),
+    "turn": Place(_capped("turns"), COUNTS, "turn of the token"),
     "advantage": Place(_sign, ["negative", "zero", "positive"], "sign of the token's advantage"),
-    "age": Place(
-        lambda batch: _capped(batch.ages), COUNTS, "trainer version less version that wrote the token"
-    ),
-    "route": Place(lambda batch: batch.route_differs, ["same", "differs"], "experts of trainer and engine"),
+    "age": Place(_capped("ages"), COUNTS, "trainer version less version that wrote the token"),
+    "route": Place(_capped("route_differs"), ["same", "differs"], "experts of trainer and engine"),
 }
 ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "tokens": lambda t: t.usable.double(),
@@ -108,10 +100,8 @@ class Tables:
         rows = {name: row(tokens) for name, row in ROWS.items()}
         for name, place in PLACES.items():
             bucket = place.bucket(batch)
-            if bucket is None:
-                continue
-            added = _by_bucket(rows, bucket, len(place.labels))
-            self.sums[name] = self.sums[name] + added if name in self.sums else added
+            if bucket is not None:
+                self.sums[name] = self.sums.get(name, 0) + _by_bucket(rows, bucket, len(place.labels))
 
     def rows(self) -> dict[str, list[dict[str, float | str]]]:
         """Rows of each table: bucket, tokens, and means over the bucket's usable tokens. Empty buckets are left out."""

@@ -11,7 +11,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.explain.rungs import record
 from mis_plugins.explain.words import flags
 from mis_plugins.report.numbers import FIRST
-from mis_plugins.report.opening import Opening
+from mis_plugins.report.survey import Opening
 from mis_plugins.report.sweep import Candidate
 
 # kl_k3 below which no config changes the gradient in any visible way; an engine in bf16 lies above ten times it.
