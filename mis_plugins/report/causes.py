@@ -1,4 +1,4 @@
-"""Causes of a mismatch: one record each, with what it looks like, where it comes from, how to mend it, how it is seen.
+"""Detectors of the causes of a mismatch; `causes.yaml` says of each what it looks like, its cause, and how to mend it.
 
 A detector reads `Facts` and returns the evidence in words, or None. `lab/report_causes.py` measures how often
 each detector is right: 50 clean runs, and 50 with each cause planted.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import yaml
 
 from mis_plugins.metrics import slope
 from mis_plugins.report.changes import Change
@@ -48,9 +50,6 @@ class Facts:
         return slope.relation(self.sums)
 
 
-Detect = Callable[[Facts], str | None]
-
-
 @dataclass(frozen=True)
 class Cause:
     """One cause of a mismatch.
@@ -58,7 +57,6 @@ class Cause:
     symptom: what a report shows where the cause is at work.
     cause: what is wrong.
     fix: what to do.
-    detect: the evidence in words; None where there is none, or too little data to tell.
     threshold: where the detector draws the line, and why there.
     explains: causes whose detectors fire too where this one is at work.
     """
@@ -67,9 +65,8 @@ class Cause:
     symptom: str
     cause: str
     fix: str
-    detect: Detect
     threshold: str
-    explains: frozenset[str] = frozenset()
+    explains: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,10 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """The causes that show, less those whose signs another one explains."""
-    shown = {
-        name: evidence for name, cause in CAUSES.items() if (evidence := cause.detect(facts)) is not None
-    }
+    shown = {name: evidence for name, detect in DETECTORS.items() if (evidence := detect(facts)) is not None}
     explained = {other for name in shown for other in CAUSES[name].explains}
     return [
-        Finding(name, CAUSES[name], evidence, tuple(sorted(CAUSES[name].explains & shown.keys())))
+        Finding(name, CAUSES[name], evidence, tuple(one for one in CAUSES[name].explains if one in shown))
         for name, evidence in shown.items()
         if name not in explained
     ]
@@ -210,25 +205,30 @@ def _other_weights(facts: Facts) -> str | None:
     )
 
 
+def _buckets(facts: Facts, place: str) -> dict[str, Moments]:
+    """Moments of k3 in each bucket of a place."""
+    return {
+        str(row["bucket"]): Moments(
+            n := float(row["tokens"]), n * float(row["kl_k3"]), n * float(row["k3_squared"])
+        )
+        for row in facts.places.get(place, ())
+    }
+
+
+def _beyond(low: Moments, high: Moments, factor: float) -> bool:
+    """Whether the mean of `high` lies above that of `low` by a factor, and by `STANDARD_ERRORS`."""
+    if high.count < LEAST_TOKENS or not low.count:
+        return False
+    error = math.sqrt(low.variance / low.count + high.variance / high.count)
+    return high.mean >= factor * low.mean and high.mean - low.mean >= STANDARD_ERRORS * error
+
+
 def _stale(facts: Facts) -> str | None:
-    known = {str(row["bucket"]): row for row in facts.places.get("age", ())}
-    fresh, old = known.get("0"), [row for name, row in known.items() if name != "0"]
-    tokens = sum(float(row["tokens"]) for row in old)
-    if fresh is None or tokens < LEAST_TOKENS or float(fresh["tokens"]) < LEAST_TOKENS:
+    known = _buckets(facts, "age")
+    fresh, old = known.pop("0", Moments()), Moments.sum(known.values())
+    if fresh.count < LEAST_TOKENS or not _beyond(fresh, old, AGE_FACTOR):
         return None
-    mean, square = (
-        sum(float(row[name]) * float(row["tokens"]) for row in old) / tokens
-        for name in ("kl_k3", "k3_squared")
-    )
-    error = math.sqrt(_variance(fresh) / float(fresh["tokens"]) + max(square - mean**2, 0.0) / tokens)
-    base = float(fresh["kl_k3"])
-    if mean < AGE_FACTOR * base or mean - base < STANDARD_ERRORS * error:
-        return None
-    return f"kl_k3 is {base:.2g} at age 0 and {mean:.2g} at age 1 and above."
-
-
-def _variance(row: Mapping[str, float | str]) -> float:
-    return max(float(row["k3_squared"]) - float(row["kl_k3"]) ** 2, 0.0)
+    return f"kl_k3 is {fresh.mean:.2g} at age 0 and {old.mean:.2g} at age 1 and above."
 
 
 def _jump(facts: Facts) -> str | None:
@@ -292,157 +292,34 @@ def _less_own_variance(
 
 
 def _route(facts: Facts) -> str | None:
-    known = {str(row["bucket"]): row for row in facts.places.get("route", ())}
-    same, differs = known.get("same"), known.get("differs")
-    if same is None or differs is None or float(differs["tokens"]) < LEAST_TOKENS:
+    known = _buckets(facts, "route")
+    same, differs = (known.get(name, Moments()) for name in ("same", "differs"))
+    if not _beyond(same, differs, ROUTE_FACTOR):
         return None
-    error = math.sqrt(sum(_variance(row) / float(row["tokens"]) for row in (same, differs)))
-    low, high = float(same["kl_k3"]), float(differs["kl_k3"])
-    if high < ROUTE_FACTOR * low or high - low < STANDARD_ERRORS * error:
-        return None
-    share = float(differs["tokens"]) / (float(same["tokens"]) + float(differs["tokens"]))
-    return f"Where the experts differ ({share:.1%} of the tokens) kl_k3 is {high:.2g}, elsewhere {low:.2g}."
+    share = differs.count / (same.count + differs.count)
+    values = f"kl_k3 is {differs.mean:.2g}, elsewhere {same.mean:.2g}."
+    return f"Where the experts differ ({share:.1%} of the tokens) {values}"
 
 
-OF_SCALE = frozenset({"raw-log-probs", "temperature", "top-p", "differing-weights"})
-SIX = "six standard errors, which noise alone reaches once in a billion"
-CAUSES: dict[str, Cause] = {
-    "non-finite": Cause(
-        "Log-probs that are no numbers",
-        "`nonfinite_train_tokens` or `nonfinite_rollout_tokens` is above 0.",
-        "An overflow in the trainer (fp16 logits, a diverged step), or a rollout function that fills in NaN.",
-        "Find the samples with `mis_plugins.mis.drop_broken_samples`; keep logits in bf16 or fp32.",
-        _nonfinite,
-        "One such token is enough: a log-prob is never infinite in a healthy run.",
-    ),
-    "non-finite-advantage": Cause(
-        "Advantages that are no numbers",
-        "Advantages of valid tokens are NaN or infinite. No log-prob need differ.",
-        "A reward that is NaN or infinite, or a division by the spread of a group whose rewards are all equal.",
-        "Look at the rewards, and at what normalizes them. `mis_plugins.mis.loss` takes such an advantage as 0.",
-        _broken_advantages,
-        "One such token is enough: an advantage is never infinite in a healthy run.",
-    ),
-    "placeholder": Cause(
-        "Placeholders inside the loss",
-        "Tokens with a rollout log-prob of exactly 0 that the trainer finds unlikely.",
-        "The loss mask covers tokens that the engine never sampled: a tool's answer, a template's end.",
-        "Set the loss mask to 0 there (`Sample.loss_mask`), or have the engine score these tokens.",
-        _placeholder,
-        "Three tokens and 0.01% of all: an engine reports 0 only where a token is certain, and there the trainer "
-        "agrees.",
-        OF_SCALE,
-    ),
-    "changed-response": Cause(
-        "A response changed at equal length",
-        "A few sequences in which both log-probs have nothing to do with each other; all others are fine.",
-        "Text was decoded, edited and tokenized again, or samples and log-probs were paired wrongly.",
-        "Train on the engine's own token ids; never decode and encode in between.",
-        _changed_response,
-        "A correlation below 0.5, and a mean |log r| above 1 nat and five times the median; precisions down to int5 "
-        "keep a correlation above 0.9. More than half of all sequences is another cause.",
-        OF_SCALE,
-    ),
-    "end-token": Cause(
-        "A missing end token",
-        "|log r| is large at the last token of responses, and small before it.",
-        "One side does not see the end token, which was cut off, added by the host, or stands in another template.",
-        "Keep the engine's end token among the response's tokens, or take the added one out of the loss mask.",
-        _end_token,
-        f"Five times the middle of the same responses, and {SIX}. An end token is likely as a rule, so that its own "
-        "|log r| is below the others'.",
-        OF_SCALE | {"placeholder"},
-    ),
-    "template": Cause(
-        "A cut or changed template",
-        "|log r| is large at the first tokens of responses, and falls with the position.",
-        "Both sides saw other prompts: a system prompt or a generation prompt is missing, or a prompt was cut.",
-        "Hand the trainer the prompt's token ids as the engine received them.",
-        _template,
-        f"Twice the middle of the same responses, and {SIX}. A real model's mismatch is nearly flat over "
-        "positions.",
-        OF_SCALE | {"other-weights"},
-    ),
-    "raw-log-probs": Cause(
-        "Tokens were not sampled from the reported log-probs",
-        "`ratio_mean` is above 1 by far more than `ratio_mean_error`.",
-        "The engine samples at a temperature or with penalties and returns raw log-probs, or reports another version.",
-        "Have the engine return processed log-probs (after temperature), of the weights that sampled.",
-        _raw,
-        "0.005 and six standard errors from 1, on 16,000 tokens: `metrics/slope.py` derives and simulates both.",
-        frozenset({"differing-weights"}),
-    ),
-    "temperature": Cause(
-        "A temperature on one side",
-        "`slope` and `slope_inverse` lie on one side of 1.",
-        "The engine's log-probs are divided by a temperature and the trainer's are not, or by another one.",
-        "Give both sides the same `--rollout-temperature`.",
-        _temperature,
-        "0.02 and six standard errors from 1, on 16,000 tokens: `metrics/slope.py` derives and simulates both.",
-        frozenset({"differing-weights"}),
-    ),
-    "top-p": Cause(
-        "Top-p, top-k or min-p on one side",
-        "`ratio_mean` is below 1 by far more than `ratio_mean_error`.",
-        "The engine samples from a part of the vocabulary and renormalizes; the trainer does not.",
-        "Set `--rollout-top-p 1 --rollout-top-k -1`, or hand the kept tokens to the trainer.",
-        _cut_off,
-        "0.005 and six standard errors below 1, on 16,000 tokens, with an ESS above one half, and log r nearly the "
-        "same everywhere: `metrics/slope.py`.",
-    ),
-    "other-weights": Cause(
-        "Other weights",
-        "The mean of log r is below -1: the trainer finds nearly every token unlikely.",
-        "Trainer and engine hold different weights: a failed update, another checkpoint, swapped layers, or so few "
-        "bits that little is left of them.",
-        "Compare the weights of both sides after an update (`python -m true_on_policy weights`).",
-        _other_weights,
-        "1 nat a token: three times what an int3 engine shows (`metrics/slope.py`). With a policy that had hardly "
-        "learned, int3 reached the line.",
-        OF_SCALE | {"changed-response"},
-    ),
-    "stale-weights": Cause(
-        "Stale weights",
-        "kl_k3 grows with the age of tokens.",
-        "The engine samples with weights from before some updates: rollouts wait in a queue, or an update was late.",
-        "Bound the age of rollouts, use segment-wise weights.",
-        _stale,
-        f"Twice that of age 0 and {SIX}.",
-        frozenset({"differing-weights", "jump"}),
-    ),
-    "jump": Cause(
-        "The mismatch jumped at one step",
-        "kl_k3 jumps at a step and stays.",
-        "From this step on the engine has other weights or settings, as after an update that it missed. Or the policy "
-        "itself became unstable, and the same engine errs more on it. Log-probs do not tell which.",
-        "Compare the engine's weight version with the step, and look at the reward around it. Where the versions "
-        "agree, the policy changed: resume from before, with a correction.",
-        _jump,
-        "A factor of 2 between levels that last three steps each, six standard errors of the noise between neighbours, "
-        "half of the change within two steps, and no step of one level within the other.",
-        frozenset({"differing-weights"}),
-    ),
-    "differing-weights": Cause(
-        "Quantized or slightly old weights",
-        "A part of log r is the same at every occurrence of a token id.",
-        "The engine's weights have fewer bits than the trainer's, were rounded differently, or are a little old: in "
-        "the output layer, in layers before it, or in all. Log-probs do not tell which.",
-        "Compare layers with `python -m true_on_policy diff`, and give more bits to those that differ most. Cheap to "
-        "try: keep the LM head in bf16 or fp32 on the engine (leave `lm_head` out of the quantization).",
-        _differing_weights,
-        f"1.3% of the variance beyond lines in log mu and in the id's own variance, and {SIX}. Noise of a computation "
-        "differs from one occurrence to the next, and reaches 1%. An error of weights moves the same token the same "
-        "way: a head in int4 beside much noise reaches 1.7%, and a layer before the head as much as the head.",
-    ),
-    "route": Cause(
-        "A route that replay missed",
-        "kl_k3 is far higher at tokens whose experts differ.",
-        "A mixture of experts chose other experts in the trainer than in the engine.",
-        "Replay the engine's routes (R3: `--use-rollout-routing-replay`).",
-        _route,
-        f"1.2 times the tokens with the same experts, 200 tokens, and {SIX}. Clean runs reach 1.1.",
-        OF_SCALE,
-    ),
+DETECTORS: dict[str, Callable[[Facts], str | None]] = {
+    "non-finite": _nonfinite,
+    "non-finite-advantage": _broken_advantages,
+    "placeholder": _placeholder,
+    "changed-response": _changed_response,
+    "end-token": _end_token,
+    "template": _template,
+    "raw-log-probs": _raw,
+    "temperature": _temperature,
+    "top-p": _cut_off,
+    "other-weights": _other_weights,
+    "stale-weights": _stale,
+    "jump": _jump,
+    "differing-weights": _differing_weights,
+    "route": _route,
+}
+CAUSES = {
+    name: Cause(**words)
+    for name, words in yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8")).items()
 }
 CANNOT = (
     "Log-probs of sampled tokens alone cannot tell: which layer differs, whether both sides share one mistake, what "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,12 +42,18 @@ class Moments:
         return self.total / self.count if self.count else math.nan
 
     @property
+    def variance(self) -> float:
+        return max(self.squares / self.count - self.mean**2, 0.0)
+
+    @property
     def error(self) -> float:
         """Standard error of the mean; NaN of fewer than two numbers."""
-        if self.count < 2:
-            return math.nan
-        variance = max(self.squares / self.count - self.mean**2, 0.0)
-        return math.sqrt(variance / (self.count - 1))
+        return math.sqrt(self.variance / (self.count - 1)) if self.count > 1 else math.nan
+
+    @classmethod
+    def sum(cls, parts: Iterable[Moments]) -> Moments:
+        parts = list(parts)
+        return cls(*(sum(getattr(one, name) for one in parts) for name in ("count", "total", "squares")))
 
 
 @dataclass
