@@ -1,7 +1,7 @@
 """Detectors of the causes of a mismatch; `causes.yaml` says of each what it looks like, its cause, and how to mend it.
 
-A detector reads `Facts` and returns the evidence in words, or None. `lab/report_causes.py` measures how often
-each detector is right: 50 clean runs, and 50 with each cause planted.
+A detector reads `Facts` and returns the numbers of its evidence, or None where there is none, or too little data to
+tell. `lab/report_causes.py` measures how often each is right: 50 clean runs, and 50 with each cause planted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -29,6 +30,7 @@ LEAST_TOKENS = 200
 SURE_SHARE = 1e-4
 
 Table = Sequence[Mapping[str, float | str]]
+Numbers = Mapping[str, Any]  # what a detector saw, by the names that the words of its evidence have
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Cause:
     symptom: what a report shows where the cause is at work.
     cause: what is wrong.
     fix: what to do.
+    evidence: what was seen in a run, with the detector's numbers in braces.
     threshold: where the detector draws the line, and why there.
     explains: causes whose detectors fire too where this one is at work.
     """
@@ -65,6 +68,7 @@ class Cause:
     symptom: str
     cause: str
     fix: str
+    evidence: str
     threshold: str
     explains: Sequence[str] = ()
 
@@ -84,135 +88,97 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """The causes that show, less those whose signs another one explains."""
-    shown = {name: evidence for name, detect in DETECTORS.items() if (evidence := detect(facts)) is not None}
-    explained = {other for name in shown for other in CAUSES[name].explains}
+    seen = {name: numbers for name, detect in DETECTORS.items() if (numbers := detect(facts)) is not None}
+    explained = {other for name in seen for other in CAUSES[name].explains}
     return [
-        Finding(name, CAUSES[name], evidence, tuple(one for one in CAUSES[name].explains if one in shown))
-        for name, evidence in shown.items()
-        if name not in explained
+        Finding(
+            name, cause, cause.evidence.format(**numbers), tuple(one for one in cause.explains if one in seen)
+        )
+        for name, numbers in seen.items()
+        if name not in explained and (cause := CAUSES[name])
     ]
 
 
-def _nonfinite(facts: Facts) -> str | None:
+def _nonfinite(facts: Facts) -> Numbers | None:
     train, rollout = (facts.sums.get(f"nonfinite_{side}", 0.0) for side in ("train", "rollout"))
-    if not train + rollout:
-        return None
-    return f"{train:.0f} trainer log-probs and {rollout:.0f} rollout log-probs of valid tokens are NaN or infinite."
+    return {"train": train, "rollout": rollout} if train + rollout else None
 
 
-def _broken_advantages(facts: Facts) -> str | None:
+def _broken_advantages(facts: Facts) -> Numbers | None:
     count = facts.evidence.broken_advantages
-    return f"{count} advantages of valid tokens are NaN or infinite." if count else None
+    return {"count": count} if count else None
 
 
-def _placeholder(facts: Facts) -> str | None:
-    count, usable = facts.evidence.sure_yet_unlikely, max(facts.sums["usable"], 1)
-    if count < 3 or count / usable < SURE_SHARE:
-        return None
-    return (
-        f"{count} valid tokens ({count / usable:.2%}) have a rollout log-prob of exactly 0, while the trainer finds "
-        "them unlikely: placeholders of tokens that the engine never sampled."
-    )
+def _placeholder(facts: Facts) -> Numbers | None:
+    count = facts.evidence.sure_yet_unlikely
+    share = count / max(facts.sums["usable"], 1)
+    return {"count": count, "share": share} if count >= 3 and share >= SURE_SHARE else None
 
 
-def _changed_response(facts: Facts) -> str | None:
-    if not facts.evidence.sizes:
+def _changed_response(facts: Facts) -> Numbers | None:
+    if facts.evidence.moments["size"].count < LEAST_SEQUENCES:
         return None
     size, correlation = torch.cat(facts.evidence.sizes), torch.cat(facts.evidence.correlations)
-    if size.numel() < LEAST_SEQUENCES:
-        return None
     others = float(size.median())
     broken = int(((correlation < BROKEN_CORRELATION) & (size > max(BROKEN_SIZE, 5 * others))).sum())
-    if not broken or broken > size.numel() / 2:
-        return None
     return (
-        f"In {broken} of {size.numel()} sequences the two lists of log-probs have nothing to do with each other "
-        f"(correlation below {BROKEN_CORRELATION}, mean |log r| above {BROKEN_SIZE:g}), while the median sequence has "
-        f"a mean |log r| of {others:.2g}."
+        {"broken": broken, "all": size.numel(), "others": others} if 0 < broken <= size.numel() / 2 else None
     )
 
 
-def _stands_out(facts: Facts, part: str, factor: float) -> tuple[Moments, Moments] | None:
-    """|log r| of the responses' `part` and of their middle; None where the part does not stand out."""
-    found, middle, excess = (facts.evidence.moments[name] for name in (part, "middle", f"{part}_excess"))
+def _end_token(facts: Facts) -> Numbers | None:
+    return _of_part(facts, "end", END_FACTOR)
+
+
+def _template(facts: Facts) -> Numbers | None:
+    return _of_part(facts, "beginning", BEGINNING_FACTOR)
+
+
+def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
+    """Moments of the responses where the |log r| of a part stands out from that of their middle."""
+    moments = facts.evidence.moments
+    found, middle, excess = moments[part], moments["middle"], moments[f"{part}_excess"]
     if found.count < LEAST_SEQUENCES or found.mean < factor * middle.mean:
         return None
-    return (found, middle) if excess.mean > STANDARD_ERRORS * excess.error else None
+    return moments if excess.mean > STANDARD_ERRORS * excess.error else None
 
 
-def _end_token(facts: Facts) -> str | None:
-    if (found := _stands_out(facts, "end", END_FACTOR)) is None:
-        return None
-    end, middle = found
-    return (
-        f"The last token of a response has a mean |log r| of {end.mean:.2g}, the tokens before it {middle.mean:.2g} "
-        f"({end.count:.0f} responses that ended by themselves)."
-    )
-
-
-def _template(facts: Facts) -> str | None:
-    if (found := _stands_out(facts, "beginning", BEGINNING_FACTOR)) is None:
-        return None
-    first, middle = found
-    return (
-        f"The first four tokens of a response have a mean |log r| of {first.mean:.2g}, later ones {middle.mean:.2g}; "
-        f"the mean log r of the first ones is {facts.evidence.moments['beginning_signed'].mean:+.2g}."
-    )
-
-
-def _raw(facts: Facts) -> str | None:
+def _raw(facts: Facts) -> Numbers | None:
     found = facts.relation
     if found is None or found.tokens < slope.LEAST_TOKENS or not slope.not_sampled_from(found):
         return None
     scale = f"; the slope of log pi_old on log mu is {found.slope:.3f}" if slope.scaled(found) else ""
-    return (
-        f"The mean of pi_old / mu is {found.mean_ratio:.4f} +- {found.mean_ratio_error:.4f}, and can only be 1 where "
-        f"mu is what the engine sampled from{scale}."
-    )
+    return {"found": found, "scale": scale}
 
 
-def _temperature(facts: Facts) -> str | None:
+def _temperature(facts: Facts) -> Numbers | None:
     found = facts.relation
-    if found is None or not slope.scaled(found) or slope.not_sampled_from(found):
-        return None
-    return (
-        f"log pi_old follows log mu with a slope of {found.slope:.3f} (inverse regression {found.inverse:.3f}), as if "
-        f"the engine's log-probs alone were divided by a temperature of {found.implied_temperature:.2f} or one "
-        "further from 1."
-    )
+    scaled = found is not None and slope.scaled(found) and not slope.not_sampled_from(found)
+    return {"found": found} if scaled else None
 
 
-def _cut_off(facts: Facts) -> str | None:
+def _cut_off(facts: Facts) -> Numbers | None:
     found = facts.relation
     if found is None or found.tokens < slope.LEAST_TOKENS or not slope.cut_off(found):
         return None
-    if found.mean_log_ratio > 0 or abs(math.log(found.mean_ratio) - found.mean_log_ratio) > 0.2:
-        return None
-    return (
-        f"The mean of pi_old / mu is {found.mean_ratio:.4f} +- {found.mean_ratio_error:.4f}: the engine samples from "
-        f"{found.mean_ratio:.1%} of the probability mass and renormalizes."
-    )
+    even = found.mean_log_ratio <= 0 and abs(math.log(found.mean_ratio) - found.mean_log_ratio) <= 0.2
+    return {"found": found} if even else None
 
 
-def _other_weights(facts: Facts) -> str | None:
+def _other_weights(facts: Facts) -> Numbers | None:
     tokens, found = facts.sums["usable"], facts.relation
     mean = facts.sums["log_ratio"] / max(tokens, 1)
     if tokens < LEAST_TOKENS or mean > -slope.UNLIKELY or (found is not None and slope.cut_off(found)):
         return None
-    return (
-        f"The mean of log pi_old - log mu is {mean:.2f} a token: the trainer finds the engine's tokens unlikely nearly "
-        "everywhere."
-    )
+    return {"mean": mean}
 
 
 def _buckets(facts: Facts, place: str) -> dict[str, Moments]:
     """Moments of k3 in each bucket of a place."""
-    return {
-        str(row["bucket"]): Moments(
-            n := float(row["tokens"]), n * float(row["kl_k3"]), n * float(row["k3_squared"])
-        )
-        for row in facts.places.get(place, ())
-    }
+    rows = facts.places.get(place, ())
+    numbers = ([float(row[name]) for name in ("tokens", "kl_k3", "k3_squared")] for row in rows)
+    moments = [Moments(n, n * mean, n * square) for n, mean, square in numbers]
+    return {str(row["bucket"]): one for row, one in zip(rows, moments, strict=True)}
 
 
 def _beyond(low: Moments, high: Moments, factor: float) -> bool:
@@ -223,36 +189,32 @@ def _beyond(low: Moments, high: Moments, factor: float) -> bool:
     return high.mean >= factor * low.mean and high.mean - low.mean >= STANDARD_ERRORS * error
 
 
-def _stale(facts: Facts) -> str | None:
+def _stale(facts: Facts) -> Numbers | None:
     known = _buckets(facts, "age")
     fresh, old = known.pop("0", Moments()), Moments.sum(known.values())
-    if fresh.count < LEAST_TOKENS or not _beyond(fresh, old, AGE_FACTOR):
-        return None
-    return f"kl_k3 is {fresh.mean:.2g} at age 0 and {old.mean:.2g} at age 1 and above."
+    stale = fresh.count >= LEAST_TOKENS and _beyond(fresh, old, AGE_FACTOR)
+    return {"fresh": fresh, "old": old} if stale else None
 
 
-def _jump(facts: Facts) -> str | None:
-    up = [one for one in facts.changes if one.sudden and one.apart and one.factor >= JUMP_FACTOR]
-    if not up:
+def _route(facts: Facts) -> Numbers | None:
+    known = _buckets(facts, "route")
+    same, differs = (known.get(name, Moments()) for name in ("same", "differs"))
+    if not _beyond(same, differs, ROUTE_FACTOR):
         return None
-    first = up[0]
-    return (
-        f"kl_k3 jumps from {first.before:.2g} to {first.after:.2g} at step {first.step}, and stays there: other "
-        "weights or settings of the engine, or a policy that became unstable."
-    )
+    return {"same": same, "differs": differs, "share": differs.count / (same.count + differs.count)}
 
 
-def _differing_weights(facts: Facts) -> str | None:
-    table = facts.evidence.by_id
-    if table is None:
+def _jump(facts: Facts) -> Numbers | None:
+    up = (one for one in facts.changes if one.sudden and one.apart and one.factor >= JUMP_FACTOR)
+    first = next(up, None)
+    return None if first is None else {"change": first}
+
+
+def _differing_weights(facts: Facts) -> Numbers | None:
+    if facts.evidence.by_id is None:
         return None
-    share, errors = id_share(table)
-    if share < ID_SHARE or errors < STANDARD_ERRORS:
-        return None
-    return (
-        f"{share:.1%} of what separates the policies is the same at every occurrence of a token id ({errors:.0f} "
-        "standard errors): the weights of both sides differ. Which layers do, log-probs do not tell."
-    )
+    share, errors = id_share(facts.evidence.by_id)
+    return {"share": share, "errors": errors} if share >= ID_SHARE and errors >= STANDARD_ERRORS else None
 
 
 def id_share(table: torch.Tensor) -> tuple[float, float]:
@@ -291,17 +253,7 @@ def _less_own_variance(
     return total - moved * count, squares - 2 * moved * total + count * moved.square()
 
 
-def _route(facts: Facts) -> str | None:
-    known = _buckets(facts, "route")
-    same, differs = (known.get(name, Moments()) for name in ("same", "differs"))
-    if not _beyond(same, differs, ROUTE_FACTOR):
-        return None
-    share = differs.count / (same.count + differs.count)
-    values = f"kl_k3 is {differs.mean:.2g}, elsewhere {same.mean:.2g}."
-    return f"Where the experts differ ({share:.1%} of the tokens) {values}"
-
-
-DETECTORS: dict[str, Callable[[Facts], str | None]] = {
+DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "non-finite": _nonfinite,
     "non-finite-advantage": _broken_advantages,
     "placeholder": _placeholder,
