@@ -15,6 +15,7 @@ from test_readers import some_records, write_lines
 
 from lab.planted_runs import PLANTS, planted
 from mis_plugins.__main__ import main
+from mis_plugins.config import reading
 from mis_plugins.config.loading import file_of, load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
@@ -33,6 +34,7 @@ from mis_plugins.report.sweep import Candidate, candidates
 from mis_plugins.report.verdict import ALARM, CALM, LIMITS, WATCH, of_curves, verdict
 
 NONE = CorrectionConfig()
+IN_HOST = Path(__file__).parents[2] / "lab/results/in_host"
 
 
 def surveyed(records, own: CorrectionConfig = NONE, sweep: str = "none") -> Report:
@@ -60,6 +62,22 @@ def test_numbers_are_those_of_the_training_path(preset: str) -> None:
     found = surveyed(records, config).steps[3]
     assert next(iter(found)) == "kl_k3"
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+
+
+def test_the_exact_metrics_are_those_that_a_host_logged() -> None:
+    record = json.loads((IN_HOST / "miles-report-step.json").read_text())
+    rows = [row for batch in record["micro_batches"] for row in batch]
+    records = []
+    for place, row in enumerate(rows):
+        behavior, proximal, mask = (torch.tensor(row[name]) for name in ("behavior", "proximal", "mask"))
+        records.append(Record(1, str(place), behavior, proximal, mask))
+    told = record["steps"][record.get("recorded", len(record["steps"]) - 1)]["metrics"]
+    found = surveyed(records, reading.from_mapping(record["config"])).steps[1]
+    wanted = {name: value for name in found if (value := told.get(f"train/mis_step/{name}")) is not None}
+    assert len(wanted) >= 40
+    for name, value in wanted.items():  # a spread is the root of a difference of squares
+        bound = 1e-4 if name.endswith(("std", "correlation")) else 1e-6
+        assert found[name] == pytest.approx(value, rel=bound, abs=bound), name
 
 
 def test_many_steps_are_kept_sparse_and_alike() -> None:
