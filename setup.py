@@ -63,7 +63,7 @@ setup(
             "tokenizers",
         ],
         "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
-        "report": ["numpy", "safetensors", "rich", "matplotlib", "jinja2", "pyarrow", "tokenizers"],
+        "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
         "browser": ["playwright"],  # drives a Chromium that is installed, in the tests of the report's page
         "gpu": [

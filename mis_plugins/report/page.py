@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +15,38 @@ from mis_plugins import __version__
 from mis_plugins.explain.rungs import record
 from mis_plugins.report import plots
 from mis_plugins.report.causes import CANNOT, CAUSES
-from mis_plugins.report.changes import Change
 from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.places import PLACES
 from mis_plugins.report.proposal import Judged
-from mis_plugins.report.survey import Report
 from mis_plugins.report.written import Document
 from mis_plugins.shared.terminal import printable
 
-TILES = {
-    FIRST: "k3 estimate of KL(engine ‖ trainer), a token",
-    "log_prob_diff_abs_mean": "mean |log π_old − log μ|",
-    "ratio_mean": "mean ratio, trainer over engine",
-    "ess_ratio": "effective sample of the ratios",
-    "prob_correlation": "correlation of probabilities",
-    "kept_fraction": "tokens kept by the run's config",
-    "tokens": "tokens in the loss",
-}
 CURVES = (FIRST, "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "kept_fraction", "train_log_ppl")
 # Parts of the names by which hosts log gradient norm, reward and length of the responses.
 SCALARS = ("grad_norm", "reward", "response_len")
 LOGARITHMIC = {FIRST, "log_prob_diff_abs_mean"}
 SHOWN_CURVES = 24
 SCALE = 2.0  # |log r| at which a token has its full colour
-SHOWN_TOKENS = 20
 PLACE_COLUMNS = ("bucket", "tokens", "kl_k1", "kl_k3", "log_prob_diff_abs_mean")
-TOKEN_COLUMNS = ("step", "sample", "position", "token", "engine", "trainer", "log r")
-CONFIG_COLUMNS = ("config", "kept tokens", "kept sequences", "ess", "mean weight", "weight p99",
-                  "kept: shortest / longest", "kept: A > 0 / A < 0", "cosine", "against it")  # fmt: skip
-SECTIONS = {"causes": "Causes", "numbers": "How large", "steps": "Since when"}
-OF_TOKENS = {
-    "places": "Where",
-    "configs": "What would have happened",
-    "sequences": "Sequences",
-    "worst": "Tokens",
-}
 
 
 def page(document: Document) -> str:
     """The page of a document. Controls in foreign texts are shown by their escapes."""
-    report = document.report
+    report, proposal = document.report, document.proposal
     whole = _template().render(
         document=document,
         report=report,
-        proposal=document.proposal,
+        proposal=proposal,
         version=__version__,
         cannot=CANNOT,
-        sections=SECTIONS | (OF_TOKENS if report else {}) | {"read": "What was read"},
-        tiles=TILES,
         model=record().model,
-        findings=report.findings if report else (),
-        changes=[_change(one) for one in report.changes] if report else (),
+        ladder=_ladder(document),
         curves=dict(_curves(document)),
-        lost=[(one.file, one.place, one.reason) for one in document.problems.first()],
+        places=[_place(name, rows) for name, rows in report.places.items() if len(rows) > 1]
+        if report
+        else (),
         place_columns=PLACE_COLUMNS,
-        config_columns=CONFIG_COLUMNS,
-        token_columns=TOKEN_COLUMNS,
-        config_rows=[_config_row(one) for one in document.proposal.ranking] if document.proposal else (),
-        **(_of_tokens(report, document.title) if report else {}),
+        config_rows=[_config_row(one) for one in proposal.ranking] if proposal else (),
     )
     return printable(whole, keep="\n\t")
 
@@ -81,37 +56,27 @@ def _template() -> Any:
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined, lstrip_blocks=True
     )
-    filters = {"number": _number, "code": _code, "bold_start": _bold_start, "shade": _shade, "tip": _tip,
-               "text": _text, "cause_title": lambda name: CAUSES[name].title}  # fmt: skip
+    filters = {"number": _number, "numbers": _numbers, "code": _code, "bold_start": _bold_start, "shade": _shade,
+               "tip": _tip, "text": _text, "token_rows": _token_rows, "cause_title": lambda name: CAUSES[name].title,
+               "problem": lambda one: (one.file, one.place, one.reason)}  # fmt: skip
     environment.filters |= filters
     return environment.get_template("page.html")
 
 
-def _of_tokens(report: Report, title: str) -> dict[str, Any]:
-    """What the template shows of tokens."""
-    first = report.whole.get(FIRST)  # a run without a token to compare has none
-    return {
-        "ladder": None if first is None else plots.ladder(title, first, "kl_k3 on the ladder of a real model"),
-        "whole_rows": [(name, _number(value)) for name, value in report.whole.items()],
-        "places": [_place(name, rows) for name, rows in report.places.items() if len(rows) > 1],
-        "token_rows": [
-            (one["step"], one["sample"], one["position"], _text(one, "–"), _number(one["behavior_log_prob"]),
-             _number(one["proximal_log_prob"]), f"{one['log_ratio']:+.3f}")
-            for one in report.worst_tokens[:SHOWN_TOKENS]
-        ],
-    }  # fmt: skip
+def _ladder(document: Document) -> str | None:
+    """The run beside a real model; None of a run without a token to compare."""
+    kl_k3 = document.report.whole.get(FIRST) if document.report else None
+    return (
+        None
+        if kl_k3 is None
+        else plots.ladder(document.title, kl_k3, f"{FIRST} on the ladder of a real model")
+    )
 
 
 def _place(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     words = PLACES[name].what
     table = [(row["bucket"], *(_number(row[column]) for column in PLACE_COLUMNS[1:])) for row in rows]
     return {"words": words, "svg": plots.bars(rows, f"kl_k3 by {words}"), "rows": table}
-
-
-def _change(one: Change) -> str:
-    way = "rose" if one.factor > 1 else "fell"
-    when = "At" if one.sudden else "Around"
-    return f"{when} step {one.step} {FIRST} {way} from {one.before:.2g} to {one.after:.2g}, and stayed there."
 
 
 def _curves(document: Document) -> Iterator[tuple[str, str]]:
@@ -121,9 +86,8 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
     if document.report is not None and len(document.report.steps) > 1:
         runs = {document.title: document.report.steps} | runs
         marks = [one.step for one in document.report.changes]
-    for name in list(_shown(name for run in runs.values() for row in run.values() for name in row))[
-        :SHOWN_CURVES
-    ]:
+    names = _shown(name for run in runs.values() for row in run.values() for name in row)
+    for name in islice(names, SHOWN_CURVES):
         lines = {title: line for title, run in runs.items() if (line := _line(run, name))}
         if lines:
             mine = marks if name == FIRST else ()
@@ -164,6 +128,10 @@ def _number(value: Any) -> str:
     return f"{value:.3g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4g}"
 
 
+def _numbers(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    return [(name, _number(value)) for name, value in values.items()]
+
+
 def _code(text: str) -> Markup:
     """Text with `code` in backticks."""
     parts = (
@@ -189,6 +157,13 @@ def _shade(token: Mapping[str, Any], valid: bool) -> Markup:
 
 def _text(token: Mapping[str, Any], missing: str = "·") -> str:
     return str(token.get("text", token.get("token", missing)))
+
+
+def _token_rows(tokens: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    for one in tokens:
+        place = one["step"], one["sample"], one["position"], _text(one, "–")
+        sides = _number(one["behavior_log_prob"]), _number(one["proximal_log_prob"])
+        yield *place, *sides, f"{one['log_ratio']:+.3f}"
 
 
 def _tip(token: Mapping[str, Any]) -> str:

@@ -79,14 +79,9 @@ LARGEST = 2**53  # whole numbers up to here are exact in JSON, and their differe
 CERTAIN = 0.1  # a log-probability is at most 0; a mean so much above is no noise of a few tokens
 REQUIRED = ("behavior_log_probs", "proximal_log_probs")
 KINDS: dict[str, torch.dtype] = {
-    "behavior_log_probs": torch.float32,
-    "proximal_log_probs": torch.float32,
-    "loss_mask": torch.bool,
-    "tokens": torch.int64,
-    "advantages": torch.float32,
-    "versions": torch.int64,
-    "turns": torch.int64,
-    "route_differs": torch.bool,
+    **dict.fromkeys((*REQUIRED, "advantages"), torch.float32),
+    **dict.fromkeys(("tokens", "versions", "turns"), torch.int64),
+    **dict.fromkeys(("loss_mask", "route_differs"), torch.bool),
 }
 
 
@@ -141,11 +136,10 @@ def printed(text: Any, most: int) -> str:
 
 def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
-    if isinstance(values, Tensor):
-        ITEMS.check(values.numel(), 0, name)
-        found = values.detach().reshape(-1).to("cpu")
-    else:
-        found = _of_list(name, values, kind)
+    found = (
+        values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
+    )
+    ITEMS.check(found.numel(), 0, name)
     if found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
         raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")
     if kind == torch.int64 and found.numel() and not _are_whole(found):
@@ -154,15 +148,13 @@ def _tensor(name: str, values: Any) -> Tensor:
 
 
 def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
-    if not isinstance(values, list | tuple):
-        raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     try:
         if kind.is_floating_point and None in values:
             values = [math.nan if value is None else value for value in values]
-        found = torch.as_tensor(values)
+        found = torch.as_tensor(values) if isinstance(values, list | tuple) else None
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise RecordError(f"{name}: no list of numbers: {error}") from error
-    if found.dim() != 1:
+    if found is None or found.dim() != 1:
         raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     return found
 

@@ -388,6 +388,31 @@ def test_the_command_writes_whole_files(dumped: Path, capsys: pytest.CaptureFixt
     assert "kl_k3" in capsys.readouterr().out
 
 
+def test_the_page_shows_cause_change_text_and_a_log_beside(tmp_path: Path) -> None:
+    records = planted("jump", seed=5)
+    far = {
+        "step": records[0].step,
+        "behavior_log_probs": [-1.0],
+        "proximal_log_probs": [-9.0],
+        "prompt": "7 < 9?",
+    }
+    write_lines(tmp_path / "run.jsonl", records, json.dumps(far))
+    rows = [json.dumps({"rollout": step, "grad_norm": 1.0 + step, "loss": 2}) for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, "no json"]) + "\n")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    shown = (
+        CAUSES["jump"].title,
+        "kl_k3 rose from ",
+        "7 &lt; 9?",
+        "<figcaption>grad_norm<",
+        "Not read</h3>",
+        "Proposed: ",
+    )
+    assert [text for text in shown if text not in page] == []
+    assert "<figcaption>loss<" not in page and "{{" not in page and "{%" not in page
+
+
 def _without_names(page: str) -> str:
     """The page less the names of XML namespaces, which no browser loads."""
     return re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
