@@ -19,13 +19,13 @@ PROBABILITIES = (0.01, 0.1, 0.5, 0.9, 0.99)
 LAST = 15  # turns and ages from here on share a bucket
 
 
-def _doubling(x: Tensor) -> Tensor:
+def doubling(x: Tensor) -> Tensor:
     """Bucket of each number: 0, 1, 2 to 3, 4 to 7 and so on."""
     return torch.bucketize(x, torch.tensor(DOUBLING), right=True)
 
 
 def _length(batch: Batch) -> Tensor:
-    return batch.ragged.to_tokens(_doubling(batch.ragged.cu_seqlens.diff()))
+    return batch.ragged.to_tokens(doubling(batch.ragged.cu_seqlens.diff()))
 
 
 def _probability(batch: Batch) -> Tensor:
@@ -73,7 +73,7 @@ class Place:
 
 SHARES = ["below 1%", "1-10%", "10-50%", "50-90%", "90-99%", "above 99%"]
 PLACES: dict[str, Place] = {
-    "position": Place(lambda batch: _doubling(batch.positions), SPANS, "place of the token in its response"),
+    "position": Place(lambda batch: doubling(batch.positions), SPANS, "place of the token in its response"),
     "length": Place(_length, SPANS, "length of the response in tokens"),
     "probability": Place(_probability, SHARES, "probability of the token under the rollout engine"),
     "turn": Place(_capped("turns"), COUNTS, "turn of the token"),

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config import reading
@@ -22,10 +22,9 @@ from mis_plugins.correction.ratios import bits, exp_clamped, only
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.numbers import with_own_mean
-from mis_plugins.report.places import PLACES
+from mis_plugins.report.places import PLACES, doubling
 from mis_plugins.report.record import Batch
 
-BY = ("length", "advantage")  # places whose buckets a config may prefer
 # Weights are counted by their logarithm, in steps of 1%.
 STEP, HALF = 0.01, 2000
 USUAL = 0.05  # least share of the tokens with which a bucket of lengths can show a bias
@@ -93,36 +92,49 @@ class Shared:
     """What every candidate reads of a batch, computed once.
 
     valid: valid tokens of each sequence.
-    buckets: of each place of `BY` the bucket of every token, one beyond the last where it is unknown or masked.
+    lengths: bucket of each sequence's length.
+    signs: the valid tokens in each bucket of the advantage's sign; none without advantages.
     by_token, by_response: directions of unbounded weights of tokens, and of whole responses where those can be known.
     """
 
     batch: Batch
     valid: Float[Tensor, " N"]
-    buckets: dict[str, Int[Tensor, " T"]]
+    lengths: Int[Tensor, " N"]
+    signs: tuple[Bool[Tensor, " T"], ...]
     by_token: Direction | None
     by_response: Direction | None
 
     @classmethod
     def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> Shared:
-        (valid,), _ = batch.ragged.over_sequence((batch.ragged.loss_mask,))
-        buckets = {name: bucket for name in BY if (bucket := _buckets(name, batch)) is not None}
+        mask, sign = batch.ragged.loss_mask, PLACES["advantage"].bucket(batch)
+        (valid,), _ = batch.ragged.over_sequence((mask,))
+        lengths = doubling(batch.ragged.cu_seqlens.diff())
+        signs = (
+            () if sign is None else tuple(mask & (sign == k) for k in range(len(PLACES["advantage"].labels)))
+        )
         plain, products = _plain(batch), _products(batch.ragged, ratio)
         by_token = None if plain is None else Direction.of(plain, ratio.double())
         by_response = None if plain is None or products is None else Direction.of(plain, products)
-        return cls(batch, valid, buckets, by_token, by_response)
+        return cls(batch, valid, lengths, signs, by_token, by_response)
 
+    @cached_property
+    def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
+        return self.counts(self.batch.ragged.loss_mask, self.valid)
 
-def _buckets(name: str, batch: Batch) -> Int[Tensor, " T"] | None:
-    bucket, beyond = PLACES[name].bucket(batch), len(PLACES[name].labels)
-    return None if bucket is None else torch.where(batch.ragged.loss_mask & (bucket >= 0), bucket, beyond)
+    def counts(
+        self, tokens: Bool[Tensor, " T"], of_sequence: Float[Tensor, " N"]
+    ) -> dict[str, Float[Tensor, " K"]]:
+        """Number of tokens in each bucket of the response's length, and of the advantage's sign where it is known."""
+        lengths = torch.bincount(self.lengths, of_sequence, len(PLACES["length"].labels))
+        signs = [(tokens & sign).count_nonzero() for sign in self.signs]
+        return {"length": lengths} | ({"advantage": torch.stack(signs).double()} if signs else {})
 
 
 @dataclass
 class Outcome:
     """Sums of one candidate over the data.
 
-    shares: of each place of `BY` the valid tokens, and among them kept ones, in each bucket.
+    shares: by length and by advantage the valid tokens, and among them kept ones, in each bucket.
     histogram: kept tokens by the logarithm of their weight.
     """
 
@@ -149,12 +161,8 @@ class Outcome:
             valid=shared.valid.sum(), kept=kept.sum(), weight=wide.sum(), weight_squared=wide @ wide,
             sequences=(shared.valid > 0).sum(), kept_sequences=(kept > 0).sum(), batches=1, factor=mean,
         )  # fmt: skip
-        for name, bucket in shared.buckets.items():
-            size = len(PLACES[name].labels)
-            counts = torch.stack(
-                [torch.bincount(x, minlength=size + 1)[:size] for x in (bucket, bucket[keep])]
-            )
-            self.shares[name] = self.shares.get(name, 0) + counts.double()
+        for name, counts in shared.counts(keep, kept).items():
+            self.shares[name] = self.shares.get(name, 0) + torch.stack([shared.all_valid[name], counts])
         self._add_weights(weights, float(kept.sum()))
         if (direction := shared.by_token) is not None:
             given = wide.square() @ direction.squares
