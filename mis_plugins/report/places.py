@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -48,10 +49,9 @@ def _sign(batch: Batch) -> Tensor | None:
     return torch.where(known, torch.where(known, batch.advantages, 0).sign().long() + 1, -1)
 
 
-LIMITS = zip(DOUBLING, DOUBLING[1:], strict=False)
 SPANS = [
     "0",
-    *(f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in LIMITS),
+    *(f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(DOUBLING)),
     f"{DOUBLING[-1]}+",
 ]
 COUNTS = [*map(str, range(LAST)), f"{LAST}+"]
