@@ -29,7 +29,7 @@ from lab.ladder.rollouts import Rollouts
 from lab.provenance import as_markdown, provenance
 from mis_plugins.__main__ import main as mis_plugins
 from mis_plugins.explain.rungs import record
-from mis_plugins.report.ladder import nearest
+from mis_plugins.report.verdict import nearest
 
 TRAINERS = ("bf16", "fp32")
 

@@ -24,11 +24,9 @@ import torch
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.ratios import exp_clamped
-from mis_plugins.report.allocator import keep_freed_memory
-from mis_plugins.report.batches import TOKENS, Batch
 from mis_plugins.report.numbers import StepNumbers, corrected
-from mis_plugins.report.record import Record
-from mis_plugins.report.survey import Survey
+from mis_plugins.report.record import BATCH_TOKENS, Batch, Record
+from mis_plugins.report.survey import Survey, keep_freed_memory
 from mis_plugins.report.sweep import Sweep, candidates
 
 LENGTH, PRESETS = 1024, 20
@@ -38,10 +36,10 @@ METRICS = replace(CorrectionConfig(), metrics="all")
 def batch() -> Batch:
     """Build one batch of made-up tokens, with advantages, as a reader packs tokens."""
     generator = torch.Generator().manual_seed(0)
-    behavior = -3 * torch.rand(TOKENS, generator=generator)
-    proximal = behavior + 0.05 * torch.randn(TOKENS, generator=generator)
-    advantages = torch.randn(TOKENS, generator=generator)
-    ids = torch.randint(0, 150_000, (TOKENS,), generator=generator)
+    behavior = -3 * torch.rand(BATCH_TOKENS, generator=generator)
+    proximal = behavior + 0.05 * torch.randn(BATCH_TOKENS, generator=generator)
+    advantages = torch.randn(BATCH_TOKENS, generator=generator)
+    ids = torch.randint(0, 150_000, (BATCH_TOKENS,), generator=generator)
     mask = torch.ones(LENGTH, dtype=torch.bool)
     parts = zip(*(x.split(LENGTH) for x in (behavior, proximal, ids, advantages)), strict=True)
     made = (
@@ -53,11 +51,11 @@ def batch() -> Batch:
 def speed(work: Callable[[], object], tokens: int) -> float:
     """Measure `work`, in millions of tokens a second of processor time."""
     work()
-    times = max(tokens // TOKENS, 1)
+    times = max(tokens // BATCH_TOKENS, 1)
     begun = time.process_time()
     for _ in range(times):
         work()
-    return times * TOKENS / (time.process_time() - begun) / 1e6
+    return times * BATCH_TOKENS / (time.process_time() - begun) / 1e6
 
 
 def measure(tokens: int) -> dict[str, float]:

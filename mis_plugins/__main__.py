@@ -325,9 +325,8 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep",
         default="own",
-        metavar="PRESETS|GRID",
-        help="configs to try: own (this pack's presets; default), all, none, names with commas, or a grid such as "
-        "'weight.upper=1.5,2,5;weight.bound=truncate,mask'",
+        metavar="PRESETS",
+        help="configs to try: own (this pack's presets; default), all, none, or presets and files with commas",
     )
 
 
@@ -336,14 +335,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("mismatch-report"), metavar="DIR", help="(default: %(default)s)"
     )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="OTHER",
-        help="another run, beside this one",
-    )
+    parser.add_argument("--against", help=argparse.SUPPRESS)  # gone: refused with what to do
     parser.add_argument(
         "--watch", action="store_true", help="read again as the run goes on; exit 3 at the first alarm"
     )

@@ -14,7 +14,7 @@ from mis_plugins.config.loading import load
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.config.reading import presets
 from mis_plugins.explain import docs, rungs
-from mis_plugins.report.ladder import in_words
+from mis_plugins.report.verdict import in_words
 
 ROOT = Path(__file__).parents[2]
 MADE = json.loads((ROOT / "lab" / "results" / "mismatch.json").read_text())

@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (rows of a page's tables)
 """The page `docs/report.md`: how to read a run, the neutral form, and every cause with its fix.
 
-python -m mis_plugins.report.docs > docs/report.md
+python -m lab.pages.report > docs/report.md
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.report.docs:main")
+    run_command("lab.pages.report:main")
 
 from collections.abc import Iterator
 
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CANNOT, CAUSES, Cause
 from mis_plugins.report.places import PLACES
-from mis_plugins.report.verdict import LIMITS
+from mis_plugins.report.verdict import LIMITS, Limits
 from mis_plugins.shared.budget import BUDGETS, MEGABYTE
 
 # The bound on resident memory that the page states: bytes, and times the file of the largest rollout.
 MEMORY_BESIDE, MEMORY_TIMES = 10**9, 2
 INTRODUCTION = """# See the mismatch of a run
 
-<!-- Made by `python -m mis_plugins.report.docs`: change what mis_plugins/report/ says instead. -->
+<!-- Made by `python -m lab.pages.report`: change what mis_plugins/report/ says instead. -->
 
 For whoever asks why a run collapsed, since when, and which config would have helped. One command reads what the run
 left and writes `report.html` (one file, no network, no script) and `report.json`, and prints a summary.
@@ -32,21 +32,19 @@ left and writes `report.html` (one file, no network, no script) and `report.json
 pip install '.[report]'    # in a clone of the repository
 python -m mis_plugins report DUMPS
 python -m mis_plugins report DUMPS --config mis --sweep all --output report
-python -m mis_plugins report DUMPS --against OTHER_DUMPS
 python -m mis_plugins report DUMPS --watch
 python -m mis_plugins config suggest DUMPS > mis.yaml
 ```
 
-`--config` names what the run was corrected with: the step metrics are then those that `metrics: all` logged, and the
-report says whether the config did what its bounds mean.
-`--sweep` takes `own` (the presets of this pack), `all`, names with commas, `none`, or a grid on `--config`:
-`'weight.upper=1.5,2,5;weight.bound=truncate,mask'`. `--watch` reads again every `--every` seconds, and exits with code
+`--config` names what the run was corrected with: the step metrics are then those that `metrics: all` logged.
+`--sweep` takes `own` (the presets of this pack), `all`, `none`, or presets and files with commas between them. To
+compare two runs, report each, and hold one `report.json` beside the other. `--watch` reads again every `--every` seconds, and exits with code
 3 at the first cause, alarm or number beyond its limit. Ctrl-C writes what was read before and exits with code 130.
 SIGTERM leaves the earlier report as it was, and ends with 143. `report.html` and `report.json` are always of one run: a
 kill in the midst of their move, which takes microseconds, leaves files of one run alone, and the next report ends the
 move.
 
-Exit code 0 says that the mismatch was measured, in every run that the command names. Tokens with two finite log-probs
+Exit code 0 says that the mismatch was measured. Tokens with two finite log-probs
 were read, or curves of a number that has a limit. A `kl_k3` of -5, or of NaN alone, measures nothing. Else the exit
 code is 2, the verdict says that nothing was read or measured, and the table of what was not read says why. `--watch`
 reads on where nothing was read yet; Ctrl-C then ends it with code 2.
@@ -58,7 +56,7 @@ reads on where nothing was read yet; Ctrl-C then ends it with code 2.
 | Miles | `--dump-details` or `--save-debug-train-data`, all ranks: context-parallel pieces are joined, copies and stages without log-probs understood; versions of single tokens where `convert_with_versions` of this pack carries them | 31f1ca9 |
 | slime | `--dump-details` or `--save-debug-train-data`; `--save-debug-rollout-data` beside it adds rewards, versions and what was cut | 624b824 |
 | neutral form | jsonl or parquet, below | |
-| curves | `metrics.jsonl` of the embedded host, offline wandb runs, tensorboard files: numbers without tokens, so no causes | |
+| curves | `metrics.jsonl` of the embedded host, offline wandb runs, tensorboard files: the gradient norm, the reward and the length of responses over the steps, beside the numbers of the tokens; without tokens no causes | |
 | verl | its `rollout_data_dir` holds texts and scores, and no log-probs: write the neutral form | 0.4.1 to 0.7.0, 0.8.0.dev b178a3c |
 
 A host's dump is one rollout, which counts as one step here; a rollout of several optimizer steps is reported whole.
@@ -71,18 +69,10 @@ with which both hosts begin `--dump-details`; for another dump copy the checkpoi
 is run.
 
 **The run's own config.** `--config` names it; else it is read from an offline wandb run, or the embedded host's
-`summary.json`, among the paths. A bound is meant for outliers: the report says of each bound and rule on how many
-tokens it acts, and of all together what speaks against it. "Did not do what its bounds mean" stands where a part acts
-on more than 5% of the tokens, or something speaks against the whole.
+`summary.json`, among the paths. "What was read" says which it was.
 
 **A host's own log.** Miles and slime divide what the TIS hook returns by responses, and not by tokens: a short response
-counts as much as a long one, and the numbers differ from those above where lengths differ. `logged` in `report.json`
-has these numbers for each optimizer step (`mis_kl`, `mis_ess_mb` and so on, and `train_rollout_logprob_abs_diff`), from
-the micro-batches that the dump lists, with `mean_abs_lp_diff` as Miles's dashboard computes it. Nothing is told there
-of `--calculate-per-token-loss`, and nothing of normalized weights whose scope is wider than a micro-batch. Weights are by
-`pi_V` here: where the run weighed tokens segment-wise, the numbers of weights are not the log's. Dumps of Miles on
-FSDP list no micro-batches, and FSDP divides `train_rollout_logprob_abs_diff` by the tokens that are left: there `*_mb` and that number
-are not the log's.
+counts as much as a long one, and their numbers differ from those above where lengths differ.
 
 **Memory.** By count at most 1 GB, and twice the file of the largest rollout: a host's dump is mapped, and the responses
 of one rollout are joined at a time; a jsonl is read a line at a time, parquet 64 rows at a time. What stays is 0.1 MB for
@@ -186,7 +176,7 @@ def _page() -> Iterator[str]:
     yield from (f"| {name} | {place.what} |" for name, place in PLACES.items())
     yield "\n## How large\n\nA number beyond its limit is told, as `docs/metrics.md` calls it bad:\n"
     yield "| number | limit |\n|---|---|"
-    yield from (f"| `{name}` | {_limit(*limits)} |" for name, limits in LIMITS.items())
+    yield from (f"| `{name}` | {_limit(limits)} |" for name, limits in LIMITS.items())
     yield from _ladder()
     yield f"\n{CONFIGS}\n# Causes\n"
     yield "`lab/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
@@ -217,15 +207,9 @@ def _ladder() -> Iterator[str]:
         yield f"| {rung.words} | {rung.prompts} | {rung.tokens} | {rung.k3:.2g} | {rung.p99:.2g} |"
 
 
-def _limit(low: float | None, high: float | None) -> str:
-    return " or ".join(
-        words
-        for words in (
-            f"below {low:g}" if low is not None else "",
-            f"above {high:g}" if high is not None else "",
-        )
-        if words
-    )
+def _limit(limits: Limits) -> str:
+    words = (f"below {limits.low:g}", f"above {limits.high:g}")
+    return " or ".join(one for one in words if "inf" not in one)
 
 
 def _cause(name: str, cause: Cause) -> Iterator[str]:
