@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
-from oracle import Sample, zigzag
+from oracle import OF_MIS_PY, Sample, zigzag
 from torch import Tensor
 
 from mis_plugins.config.terms.bounds import BOUNDS
@@ -177,7 +177,6 @@ uppers = st.sampled_from([1.0001, 1.05, 2.0, 5.0])
 lowers = st.sampled_from([0.1, 0.5, 0.9, 0.9999])
 LEVELS = ("token", "segment", "segment_geometric", "sequence", "geometric")
 FLAT_LEVELS = ("token", "sequence", "geometric")
-FLAT_BOUNDS = ("truncate", "clip", "mask")  # the names that mis.py gives
 ENDS = (-0.7, -0.1, -0.02, 1e-4, 0.02, 0.1, 0.3, 0.7)
 """Limits of a rule, of which a statistic takes what lies in its range; of `sum`, wide enough for a few tokens."""
 
@@ -266,7 +265,7 @@ flat_lowers = st.none() | st.just(0.0) | lowers
 @st.composite
 def flat_configs(draw: Callable) -> dict:
     """Miles's flat keys, where mis.py itself gives a sane answer."""
-    level, mode = draw(st.sampled_from(FLAT_LEVELS)), draw(st.sampled_from(FLAT_BOUNDS))
+    level, mode = draw(st.sampled_from(FLAT_LEVELS)), draw(st.sampled_from(OF_MIS_PY))
     normal = mode != "mask" and level != "geometric" and draw(st.booleans())
     use_rs = draw(st.booleans())
     return {

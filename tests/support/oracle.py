@@ -185,6 +185,9 @@ BOUNDS = {
 }
 """The twin of every bound; `tests/terms/test_twins.py` fails for a record without one."""
 
+OF_MIS_PY = ("truncate", "clip", "mask")
+"""The bounds that the hosts' own mis.py has."""
+
 
 def upper_of(weight: dict) -> float:
     return weight.get("upper", 2.0) if BOUNDS[weight["bound"]].has_ceiling else math.inf
@@ -507,7 +510,8 @@ def host_scale(name: str, batch: Sequence[Sample], per_token: bool = False) -> f
     """
     counts = [len(sample.valid) for sample in batch]
     numbered = name[-2:-1] == "_" and name[-1].isdigit()  # of a second rule; mis.py has but one
-    ours = name.startswith(("kept_", "saturated_", "tis_zero_")) or name.endswith("_mb") or numbered
+    bounds = tuple(f"tis_{bound}_" for bound in BOUNDS if bound not in OF_MIS_PY)
+    ours = name.startswith(("kept_", "saturated_", *bounds)) or name.endswith("_mb") or numbered
     if not ours or not any(counts):
         return 1.0
     if per_token:
