@@ -320,8 +320,9 @@ def sources(names: Sequence[str], rooms: Sequence[str] = MATH) -> list[str]:
     Raises:
         SystemExit: no file of the rooms has one of the names.
     """
-    paths = [path for room in rooms for path in sorted((REPOSITORY / "mis_plugins" / room).glob("*.py"))]
-    files = [str(path.relative_to(REPOSITORY)) for path in paths if path.name != "__init__.py"]
+    paths = [path for room in rooms for path in sorted((REPOSITORY / "mis_plugins" / room).rglob("*.py"))]
+    named = (str(path.relative_to(REPOSITORY)) for path in paths if path.name != "__init__.py")
+    files = list(dict.fromkeys(named))  # config/terms lies within config
     unknown = [name for name in names if not any(file.endswith(f"/{name}") for file in files)]
     if unknown:
         known = ", ".join(Path(file).name for file in files)
