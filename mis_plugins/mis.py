@@ -392,8 +392,11 @@ def _unserved(flag: str, function: str, host: Host) -> str:
     return f"{flag} mis_plugins.mis.{function}: versions are not carried on {host.title}; leave the flag out"
 
 
-def config_in_force(args: Any) -> CorrectionConfig:
+def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
     """The config that the host's arguments carry; without --use-tis, one that changes nothing.
+
+    Args:
+        host: the host of the hook that is called; None where it is the host of this process.
 
     Raises:
         ConfigError: a setting that the TIS hook cannot serve; the error says which hook can.
@@ -415,7 +418,7 @@ def config_in_force(args: Any) -> CorrectionConfig:
         ).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
-    checks.run("tis", args, config, current(args))
+    checks.run("tis", args, config, host or current(args))
     return config
 
 
@@ -425,7 +428,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
     Args:
         flags: routes of the tokens, where a watch knows them.
     """
-    config, by_kept = config_in_force(args), host.divides_by_kept(args)
+    config, by_kept = config_in_force(args, host), host.divides_by_kept(args)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"

@@ -224,12 +224,12 @@ def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
     ("words", "why"),
     [
         ("verify --engine hf --trainer hf --model nope", "choose one of tiny-qwen3"),
-        ("verify --engine hf --trainer hf --model {folder}", "mistral; the contract covers"),
+        ("verify --engine hf --trainer hf --model {folder}", "made-up; the contract covers"),
         ("doctor --model qwen3-9000B", "qwen3-9000B"),
     ],
 )
 def test_a_wrong_model_is_refused_before_torch_is_imported(words: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "config.json").write_text('{"model_type": "made-up"}')
     given = words.format(folder=tmp_path).split()
     done = ran("-c", HIDE.format(names={"torch"}, words=given, command=VERIFY[0], extra=None))
     assert done.returncode == 2 and why in done.stderr
