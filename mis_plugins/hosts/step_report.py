@@ -423,5 +423,8 @@ def _check_without_hook(config: CorrectionConfig) -> None:
     if config.on_all_rejected == "raise":
         raise ConfigError(f"{{on_all_rejected}}: raise needs {HOOK}").spelled({}, "mis.")
     if config.reports_step:
-        without = {"all": "there is no more than with mis.metrics: full", "watch": "the five of the TIS hook are all"}
+        without = {
+            "all": "there is no more than with mis.metrics: full",
+            "watch": "the five of the TIS hook are all",
+        }
         warn_once(f"mis.metrics: {config.metrics} needs {HOOK}; without it {without[config.metrics]}")

@@ -235,7 +235,10 @@ def test_reinforce_needs_the_behavior_policy():
 def test_a_written_config_says_what_is_not_the_default():
     assert as_mapping(CorrectionConfig()) == {"metrics": "watch"}
     segment_wise = {"enabled": True, "weight_cap": 5.0, "mode": "truncate"}
-    assert as_mapping(from_mapping({"segment_wise": {}})) == {"segment_wise": segment_wise, "metrics": "watch"}
+    assert as_mapping(from_mapping({"segment_wise": {}})) == {
+        "segment_wise": segment_wise,
+        "metrics": "watch",
+    }
     rejecting = CorrectionConfig(None, (RejectRule(upper=2.0),))
     assert as_mapping(rejecting) == {
         "weight": None,

@@ -292,7 +292,7 @@ def nested(flat: dict) -> dict:
 
 
 def host_args(**settings: object) -> SimpleNamespace:
-    """A host's Namespace: `--use-tis`, `--qkv-format thd` and all metrics unless told otherwise, then the YAML's keys."""
+    """A host's Namespace: `--use-tis`, `--qkv-format thd`, all metrics unless told otherwise, then the YAML's keys."""
     nested = settings.get("mis")
     if isinstance(nested, dict):
         settings["mis"] = {"metrics": "full", **nested}
