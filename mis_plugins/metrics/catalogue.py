@@ -65,7 +65,7 @@ AMOUNTS: dict[str, Metric] = {
 
 TOKENS: dict[str, Metric] = {
     "kl_k1": lambda s: -s.over_tokens("log_ratio"),
-    "kl_k2": lambda s: s.over_tokens("k2"),
+    "kl_k2": lambda s: s.over_tokens("log_ratio_squared") / 2,
     "kl_k3": lambda s: s.over_tokens("k3"),
     "reverse_kl_k1": lambda s: s.over_tokens("reverse_k1"),
     "reverse_kl_k2": lambda s: s.over_tokens("reverse_k2"),
@@ -80,7 +80,7 @@ TOKENS: dict[str, Metric] = {
     "ess_ratio": lambda s: s.effective_share("ratio", "usable"),
     "prob_diff_abs_mean": lambda s: s.over_tokens("abs_prob_diff"),
     "prob_diff_abs_std": lambda s: s.spread(
-        "abs_prob_diff", "prob_diff_squared", s.sums["usable"], unbiased=True
+        "abs_prob_diff", "abs_prob_diff_squared", s.sums["usable"], unbiased=True
     ),
     "prob_diff_abs_max": lambda s: s.largest("abs_prob_diff"),
     "prob_correlation": lambda s: s.correlation("proximal_prob", "behavior_prob", "prob_product"),
