@@ -38,6 +38,7 @@ from peers.rows import (
 from tolerances import DECISION
 from torch import Tensor
 
+from lab.pages.metrics import OTHERWISE
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping, preset_path
 from mis_plugins.correction.opsm import on_policy
@@ -47,7 +48,7 @@ from mis_plugins.explain.translate import areal as from_areal
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
-from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
+from mis_plugins.metrics.peer_names import PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
 few = settings(max_examples=40)  # for a test that is one of many alike

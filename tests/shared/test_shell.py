@@ -26,7 +26,7 @@ READ = {
     "check": "-m mis_plugins config check mis",
     "list": "-m mis_plugins config list",
     "help": "-m mis_plugins --help",
-    "metrics": "-m mis_plugins.metrics.docs",
+    "metrics": "-m lab.pages.metrics",
     "contract": "-m true_on_policy contract show qwen3-dense --backend megatron",
     "flags": "-m true_on_policy flags --model qwen3-4B --backend megatron --miles",
     "true-on-policy help": "-m true_on_policy --help",

@@ -1,6 +1,6 @@
-"""The page `docs/metrics.md`, made from the words of each metric.
+"""The page `docs/metrics.md`, made from the records of the metrics and from `metrics.yaml`, their words.
 
-python -m mis_plugins.metrics.docs > docs/metrics.md
+python -m lab.pages.metrics > docs/metrics.md
 """
 
 from __future__ import annotations
@@ -8,31 +8,38 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.metrics.docs:main")
+    run_command("lab.pages.metrics:main")
 
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
 
 from mis_plugins.metrics import sketch, slope
 from mis_plugins.metrics.by_turn import TURNS
 from mis_plugins.metrics.catalogue import DIALOGUE, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
-from mis_plugins.metrics.hook_names import BY_STEP
 from mis_plugins.metrics.metric import PREFIX, STEP_KEY, Metric
-from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
+from mis_plugins.metrics.peer_names import PEERS
 from mis_plugins.metrics.resplit import RESPLIT
 from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.step import OLDEST_AGE
 
-INTRODUCTION = f"""# Metrics of `metrics: all`
+SAID = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+WORDS: dict[str, dict[str, str]] = SAID["metrics"]  # what, range, bad and do of each metric
+BY_STEP: dict[str, str] = SAID["hook"]
+OTHERWISE: dict[str, dict[str, str]] = SAID["otherwise"]
 
-<!-- Made by `python -m mis_plugins.metrics.docs`: change what mis_plugins/metrics/catalogue.py and
-     mis_plugins/metrics/staleness.py say of them instead. -->
+INTRODUCTION = f"""# Metrics of an optimizer step
+
+<!-- Made by `python -m lab.pages.metrics`: change what lab/pages/metrics.yaml says of them
+     instead. -->
 
 What the TIS hook returns, a host averages over tokens or samples and over micro-batches; [hooks.md](hooks.md)
 lists those metrics. A maximum, a quantile, a correlation or an effective sample size is no such average.
-`mis.metrics: all` adds the metrics of this page: one number an optimizer step, exact over micro-batches,
+`mis.metrics: watch` and `all` add the metrics of this page: one number an optimizer step, exact over micro-batches,
 data-parallel and context-parallel ranks however the step is split (`tests/metrics/test_partials.py`).
 The metrics go to the host's tracking as `{PREFIX}NAME` beside its `{STEP_KEY}`. One line of the host's log has
 them too, with or without wandb and tensorboard. All of them need
@@ -166,6 +173,12 @@ right column is exact in all cases. With 4 of 16 samples removed, the reductions
 [slime's](../lab/results/masked_samples_slime.md) (`python -m lab.masked_samples`).
 """
 
+VANISHED = """\
+`metrics: watch`, the default, hands the host `mis_k3_kl`, `mis_ppl_ratio`, `mis_kept_fraction`, `mis_ess_mb` and
+`mis_saturated_fraction`. The table says where each other name of `metrics: full` is now. A name without a number of
+the step is in the log with `mis.metrics: full`.
+"""
+
 HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|---|"
 
 
@@ -176,22 +189,21 @@ def document() -> str:
     for title, (words, metrics) in FAMILIES.items():
         parts += [f"## {title}\n", words + "\n", table(metrics)]
     parts += ["## Fully masked samples, and what the host logs of a hook\n", HOOK_MEANS, _hook_means()]
+    parts += ["## What a default log no longer has\n", VANISHED, _vanished()]
     parts += ["## What other packages call them\n", *_peers()]
     parts += ["## Log-probs processed on one side\n", inspect.cleandoc(slope.__doc__ or "") + "\n"]
     return "\n".join(parts)
 
 
 def table(metrics: Mapping[str, Metric]) -> str:
-    rows = [
-        " | ".join([f"`{name}`", *cells_of(metric), _elsewhere(name)]) for name, metric in metrics.items()
-    ]
+    rows = [" | ".join([f"`{name}`", *cells_of(name), _elsewhere(name)]) for name in metrics]
     return "\n".join([HEAD, *(f"| {row} |" for row in rows)]) + "\n"
 
 
-def cells_of(metric: Metric) -> list[str]:
+def cells_of(name: str) -> list[str]:
     """Words of a metric in the order of the columns of `HEAD`."""
-    said = metric.what, metric.range, metric.bad, metric.do
-    return [cell.replace("|", "\\|") for cell in said]
+    said = WORDS[name]
+    return [said[column].replace("|", "\\|") for column in ("what", "range", "bad", "do")]
 
 
 def _elsewhere(name: str) -> str:
@@ -206,6 +218,11 @@ def _elsewhere(name: str) -> str:
 def _hook_means() -> str:
     rows = (f"| `{name}` | {words} |" for name, words in BY_STEP.items())
     return "\n".join(["| the hook's | exact, of the step |", "|---|---|", *rows]) + "\n"
+
+
+def _vanished() -> str:
+    rows = (f"| `{name}` | {words} |" for name, words in SAID["vanished"].items())
+    return "\n".join([f"| in the log before | now under `{PREFIX}` |", "|---|---|", *rows]) + "\n"
 
 
 def _peers() -> Iterator[str]:
