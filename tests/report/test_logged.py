@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,16 @@ from report_dumps import write_miles, write_slime
 from test_readers import read, some_records
 from test_report import surveyed
 
+from lab.records import records
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.report.logged import OF_HOST
 from mis_plugins.report.record import Record
 from mis_plugins.report.survey import Report
 
-FOLDER = Path(__file__).parents[2] / "lab/results/in_host"
 # A planted fault of routes stops its run before the first step.
-RECORDS = sorted(path for path in FOLDER.glob("*.json") if json.loads(path.read_text())["steps"])
+ARCHIVE = Path(__file__).parents[2] / "lab/results/in_host.tar.xz"
+RECORDS = {name: record for name, record in records(ARCHIVE).items() if record["steps"]}
 # Hosts add up float32 over a few hundred tokens, and log-perplexities of about 5. Figures of `mis_step` are float64,
 # but for a spread, which is the root of a difference of squares.
 RELATIVE, ABSOLUTE = 2e-6, 2e-6
@@ -32,11 +32,10 @@ OF_WEIGHTS = frozenset(
 )
 
 
-def recorded(path: Path) -> tuple[dict[str, Any], dict[str, float], list[Record], list[list[int]]]:
-    """A record, what the host logged for its recorded step, and the responses by micro-batch."""
-    record = json.loads(path.read_text())
+def recorded(record: dict[str, Any]) -> tuple[dict[str, float], list[Record], list[list[int]]]:
+    """What the host logged for a record's recorded step, and the responses by micro-batch."""
     rows = [row for batch in record["micro_batches"] for row in batch]
-    records = [
+    responses = [
         Record(
             1,
             str(place),
@@ -51,23 +50,23 @@ def recorded(path: Path) -> tuple[dict[str, Any], dict[str, float], list[Record]
     ends = torch.tensor([len(batch) for batch in record["micro_batches"]]).cumsum(0).tolist()
     micro_batches = [[*range(low, high)] for low, high in zip([0, *ends], ends, strict=False)]
     number = record.get("recorded", len(record["steps"]) - 1)
-    return record, record["steps"][number]["metrics"], records, micro_batches
+    return record["steps"][number]["metrics"], responses, micro_batches
 
 
-def reported(folder: Path, path: Path) -> tuple[Report, dict[str, float]]:
-    record, told, records, micro_batches = recorded(path)
+def reported(folder: Path, record: dict[str, Any]) -> tuple[Report, dict[str, float]]:
+    told, responses, micro_batches = recorded(record)
     write = write_miles if record["host"] == "miles" else write_slime
-    write(folder, records, micro_batches=micro_batches)
+    write(folder, responses, micro_batches=micro_batches)
     found, problems = read(folder)
-    assert not problems and len(found) == len(records)
+    assert not problems and len(found) == len(responses)
     return surveyed(found, reading.from_mapping(record["config"])), told
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_every_number_is_the_hosts_own(tmp_path: Path, path: Path) -> None:
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_number_is_the_hosts_own(tmp_path: Path, name: str) -> None:
     """Means over responses, numbers of micro-batches and normalized weights, as Miles and slime logged them."""
-    record = json.loads(path.read_text())
-    report, told = reported(tmp_path, path)
+    record = RECORDS[name]
+    report, told = reported(tmp_path, record)
     (found,) = report.logged
     names = {name for name in found if f"train/{name}" in told and name.startswith(("mis_", "train_"))}
     assert len(names) >= 10 and "train_rollout_logprob_abs_diff" in names
@@ -80,9 +79,9 @@ def test_every_number_is_the_hosts_own(tmp_path: Path, path: Path) -> None:
 
 
 def test_the_exact_metrics_are_those_of_the_run() -> None:
-    (path,) = (path for path in RECORDS if path.stem == "miles-report-step")
-    record, told, records, _ = recorded(path)
-    found = surveyed(records, reading.from_mapping(record["config"])).steps[1]
+    record = RECORDS["miles-report-step"]
+    told, responses, _ = recorded(record)
+    found = surveyed(responses, reading.from_mapping(record["config"])).steps[1]
     wanted = {name: value for name in found if (value := told.get(f"train/mis_step/{name}")) is not None}
     assert len(wanted) >= 40
     for name, value in wanted.items():
