@@ -2,8 +2,9 @@
 
     python -m lab.report_rungs                some seconds
 
-The chats that `lab/mismatch.py` kept (real SGLang sampled, Megatron-core scored) are written in the neutral form, and the command reads each rung's file. Then each response alone is held to a ladder that the other responses of
-all rungs make, so that no response names itself.
+The chats that `lab/mismatch.py` kept (real SGLang sampled, Megatron-core scored) are written in the neutral form,
+and the command reads each rung's file. Then each response alone is held to a ladder that the other responses of all
+rungs make, so that no response names itself.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def _check_asynchronous(args: argparse.Namespace) -> None:
     if args.grad_cosine_every:
         raise ConfigError(
             "--grad-cosine-every with --async: the gradient would be of fresh samples, not of stale ones; drop one, or "
-            "see scripts/experiment-async.sh"
+            "see scripts/experiment-async-weights.sh"
         )
 
 

@@ -14,22 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lab.host.folders import METRICS
-from lab.host.report import MetricsLog
 from mis_plugins.shared.files import replaced
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 Run = Mapping[str, Any]
+
 POLICIES = ("trainer", "rollout")
-
-
-def course(folder: Path) -> dict[str, list[list[float]]]:
-    """Return the held-out rewards of both policies of a run, as [rollout, reward], for its record."""
-    records = MetricsLog(folder / METRICS).read()
-    return {
-        policy: [[one["rollout"], one[key]] for one in records if one.get(key) is not None]
-        for policy, key in ((policy, f"eval_{policy}") for policy in POLICIES)
-    }
 
 
 def points(run: Run, policy: str) -> list[Sequence[float]]:

@@ -7,12 +7,15 @@ from statistics import fmean
 from typing import Any
 
 from lab.provenance import as_markdown, markdown_table
+from lab.toys.async_picture import draw
+
+__all__ = ["draw", "markdown"]
 
 HEAD = """\
 # Segment-wise against standard decoupled PPO
 
-Made by `bash scripts/experiment-async.sh`: a Megatron-core policy reverses digits on CPU while a worker process
-samples; seeds {seeds}. Not run on a GPU. Entries are means over the seeds, smallest and largest in brackets.
+Drawn by `python -m lab.toys async`: a Megatron-core policy reverses digits on CPU while a worker process samples;
+seeds {seeds}. Not run on a GPU. Entries are means over the seeds, smallest and largest in brackets.
 
     {recipe}
 """
