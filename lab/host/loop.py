@@ -224,7 +224,7 @@ class Loop:
         return self.collect(self.engine, "rollout", rollout_id)
 
     def publish(self) -> Row:
-        """Hand the weights to the engine or worker that samples. Collective."""
+        """Hand the weights to the engine or thread that samples. Collective."""
         weights = self.trainer.weights()
         self.engine.update_weights(weights, self.next_rollout)
         every = self.args.check_weights_every
@@ -322,7 +322,7 @@ class Loop:
         return self.reference
 
     def close(self) -> None:
-        """End the engine or worker that samples."""
+        """End the engine or thread that samples."""
         if self.asynchronous is not None:
             self.asynchronous.close()
         self.engine.close()

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from lab.experiments.recipe import METHODS
-from lab.host.cli.parser import PRECISIONS
+from lab.host.cli.flags import PRECISIONS
 from lab.provenance import as_markdown, markdown_table
 from lab.toys import endings
 

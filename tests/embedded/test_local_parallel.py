@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,3 +260,35 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
         place, out, gradient = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(out, expected_out[place])
         torch.testing.assert_close(gradient, expected_grad[place])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", ["start", "join", "gap", "groups"])
+def test_ctrl_c_while_ranks_connect_ends_all_of_them(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one process hears it at that place; no rank waits for one that has left."""
+
+    def interrupted(where: str, call: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
+        def heard(*args: Any, **more: Any) -> Any:
+            done = call(*args, **more) if after else None
+            if where == place:
+                with suppress(FileExistsError):
+                    (tmp_path / "first").touch(exist_ok=False)
+                    signal.raise_signal(signal.SIGINT)
+            return done if after else call(*args, **more)
+
+        return heard
+
+    def main() -> None:
+        interrupted("gap", lambda: None)()
+        parallel.initialize(1, 2)
+        torch.distributed.barrier()
+        time.sleep(1000 if place == "start" else 0)
+        torch.distributed.barrier()
+
+    starts, groups = parallel.start_processes, mpu.initialize_model_parallel
+    monkeypatch.setattr(parallel, "start_processes", interrupted("start", starts, after=True))
+    monkeypatch.setattr(parallel, "on_loopback", interrupted("join", parallel.on_loopback))
+    monkeypatch.setattr(mpu, "initialize_model_parallel", interrupted("groups", groups))
+    assert parallel.launch(2, main) == parallel.EXIT_INTERRUPTED
