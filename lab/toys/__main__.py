@@ -19,7 +19,7 @@ from pathlib import Path
 from lab.provenance import parser_of
 
 TOYS = {name: f"lab.toys.{name}" for name in (
-    "async_rewards", "collapse", "experts", "presets", "report_collapse", "truly_on_policy",
+    "async_rewards", "collapse", "experts", "presets", "real_model_window", "report_collapse", "truly_on_policy",
 )} | {"async": "lab.toys.asynchrony"}  # fmt: skip
 """The module that draws each experiment, by the name of its record."""
 RESULTS = Path("lab/results")

@@ -28,7 +28,7 @@ def draw(content: Mapping[str, Any], output: Path) -> None:
             axis.set_ylim(low, high)
     _bias(axes[0][-1], content["bias"])
     _legend(axes[1][-1])
-    figure.savefig(output, dpi=150, format="png")
+    figure.savefig(output, dpi=100, format="png")
 
 
 def _legend(axis: Axes) -> None:

@@ -38,7 +38,7 @@ def draw(methods: Mapping[str, Sequence[Run]], output: Path, notes: Mapping[str,
     axes[0].set_ylabel("held-out reward", color=TEXT)
     figure.legend(handles=_key(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     with replaced(output) as partial:
-        figure.savefig(partial, dpi=150, format="png")
+        figure.savefig(partial, dpi=100, format="png")
 
 
 def _panel(axis: Axes, shade: str, runs: Sequence[Run]) -> None:

@@ -68,7 +68,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     _dress(rewards, "Final reward, one seed")
     _dress(shares, "Share of the tokens")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150, format="png")
+    figure.savefig(path, dpi=100, format="png")
 
 
 def _dress(axis: Axes, title: str) -> None:

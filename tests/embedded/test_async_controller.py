@@ -82,13 +82,8 @@ def engine(version: int) -> DecodeEngine:
 def generated(rollout: int, version: int = 0) -> list[tuple[int, ...]]:
     """What the engine makes of a rollout that nothing interrupts."""
     asked = wanted(rollout)
-    made = engine(version).generate(
-        [one.prompt for one in asked],
-        max_new_tokens=LENGTH,
-        temperature=1.0,
-        eos=-1,
-        seeds=[one.seed for one in asked],
-    )
+    sampling, seeds = Sampling(LENGTH, 1.0, eos=-1), [one.seed for one in asked]
+    made = engine(version).generate([one.prompt for one in asked], sampling, seeds)
     return [one.tokens for one in made]
 
 

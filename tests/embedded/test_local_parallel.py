@@ -20,6 +20,7 @@ from tolerances import EPS, FP32_LOG_PROB
 
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import model_config
+from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 from lab.host.rollout.sample import make_samples
@@ -85,13 +86,8 @@ def recorded(yaml: Path) -> Rollout:
     engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
     engine.update_weights(strong_weights(args), version=0)
     problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
-    generations = engine.generate(
-        [problem.prompt for problem in problems],
-        max_new_tokens=9,
-        temperature=1.0,
-        eos=task.eos,
-        seeds=[derive_seed("recorded", index) for index in range(len(problems))],
-    )
+    seeds = [derive_seed("recorded", index) for index in range(len(problems))]
+    generations = engine.generate([one.prompt for one in problems], Sampling(9, 1.0, task.eos), seeds)
     rewards = torch.arange(len(problems)) % 3 / 2
     return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
 
