@@ -19,7 +19,6 @@ from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 Run = Mapping[str, Any]
 
-POLICIES = ("trainer", "rollout")
 
 
 def points(run: Run, policy: str) -> list[Sequence[float]]:

@@ -211,7 +211,7 @@ def test_a_slow_engine_is_waited_for() -> None:
 
 
 def test_weights_that_have_diverged_end_the_run() -> None:
-    """As an error that the user can mend; another worker would fail as this one did."""
+    """The error is one that the user can mend."""
     with running(bound=0) as made:
         made.rollout(0)
         made.update({name: one * torch.nan for name, one in weights(1).items()})
