@@ -20,7 +20,6 @@ from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 Run = Mapping[str, Any]
 
 
-
 def points(run: Run, policy: str) -> list[Sequence[float]]:
     """Return (rollout, reward) of a policy: its course, or its start and end at 0 and 1."""
     held = run.get("course", {}).get(policy)
