@@ -5,13 +5,19 @@ python -m lab.records FOLDER ARCHIVE    pack a folder's records, in place of rec
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("lab.records:main")
+
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from lab.provenance import parser_of
 
 Records = Mapping[str, Any]
 """Each run's record by the run's name."""
@@ -42,13 +48,12 @@ def _texts(path: Path) -> dict[str, bytes]:
         return {name: file.read() for name, file in files.items() if file is not None}
 
 
-def main(words: list[str]) -> int:
-    if len(words) != 2 or not Path(words[0]).is_dir():
-        print("usage: python -m lab.records FOLDER ARCHIVE, with a folder of records", file=sys.stderr)
-        return 2
-    pack(*map(Path, words))
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of records, a JSON file each")
+    parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="a .tar.xz, made where it is missing")
+    options = parser.parse_args()
+    if not options.folder.is_dir():
+        parser.error(f"{options.folder} is no folder; name the folder of a run's records")
+    pack(options.folder, options.archive)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
