@@ -164,8 +164,7 @@ VERSIONED = (
     "-m mis_plugins",
     "-m lab.host",
     "-m lab.demo",
-    "-m lab.collapse",
-    "-m lab.asynchrony",
+    "-m lab.async_weights",
     "-m true_on_policy",
 )
 
