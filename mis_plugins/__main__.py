@@ -41,7 +41,7 @@ from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.launch import command as launch
-from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
+from mis_plugins.explain.translate import areal, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
 from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
@@ -179,14 +179,6 @@ def names(arguments: argparse.Namespace) -> str:
         "\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items()
     )
     return "\n\n".join([LEGEND, f"where to start: {', '.join(families.START)}", *parts])
-
-
-def from_miles(arguments: argparse.Namespace) -> str:
-    """Miles's or slime's flat mis.yaml in our spelling.
-
-    The flat file works as it is; ours can say more. Each setting stands beside the key it comes from.
-    """
-    return miles.translate(keys_of(arguments.target)).text()
 
 
 def from_verl(arguments: argparse.Namespace) -> str:
@@ -380,7 +372,6 @@ COMMANDS: tuple[tuple[str, Run, Add], ...] = (
     ("show", show, _add_target),
     ("check", check, _add_checked),
     ("path", path, _add_path),
-    ("from-miles", from_miles, _add_file),
     ("from-verl", from_verl, _add_overridden),
     ("from-ms-swift", from_ms_swift, _add_file),
     ("from-areal", from_areal, _add_file),
