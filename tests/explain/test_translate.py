@@ -309,10 +309,16 @@ def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str)
         ({"rollout_rs": ""}, "rollout_rs: got ''; choose of token_k1, "),
         ({"rollout_rs": "token,geometric"}, "rollout_rs: token is of verl 0.6.1 and 0.7.0; .*seq_mean_k1"),
         ({"rollout_is": True}, "rollout_is: true is of verl 0.6.0; write rollout_is: token"),
-        ({"algorithm": {"rollout_is": "token"}}, "algorithm.rollout_is: of verl 0.6.0; write algorithm.rollout_corr"),
+        (
+            {"algorithm": {"rollout_is": "token"}},
+            "algorithm.rollout_is: of verl 0.6.0; write algorithm.rollout_corr",
+        ),
         ({"algorithm": {"rollout_is_level": "token"}}, "rollout_is_level: of verl 0.6.0"),
         (dppo(tis_imp_ratio_cap=2), "tis_imp_ratio_cap: of verl before 0.6.0; write rollout_is: token"),
-        (TOKEN_IS | {"use_policy_gradient": True}, "use_policy_gradient: of verl 0.6.1; write loss_type: reinforce"),
+        (
+            TOKEN_IS | {"use_policy_gradient": True},
+            "use_policy_gradient: of verl 0.6.1; write loss_type: reinforce",
+        ),
         (
             {"actor": {"policy_loss": {"rollout_correction": {"rollout_is": "token"}}}},
             "policy_loss.rollout_correction: verl reads this block .* put its keys under algorithm.rollout_correction",
@@ -325,7 +331,10 @@ def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str)
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"}, "rollout_rs_threshold: got 0"),
         (GEO | {"rollout_rs_threshold_lower": 0.9}, "rollout_rs_threshold_lower: of verl 0.6.1 and 0.7.0"),
         ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of ppo_clip, reinforce"),
-        ({"rollout_token_veto_threshold": 1e-4}, "rollout_token_veto_threshold: of verl before 0.7.1; .*over: min"),
+        (
+            {"rollout_token_veto_threshold": 1e-4},
+            "rollout_token_veto_threshold: of verl before 0.7.1; .*over: min",
+        ),
         (
             {"algorithm": {"gamma": 1.0, "rollout_iss": True}},
             "rollout_iss: no key of verl's.*did you mean rollout_is",
@@ -338,7 +347,10 @@ def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str)
             "nothing to translate: no algorithm.rollout_correction",
         ),
         ([1], r"got \[1\]; expected a mapping with algorithm.rollout_correction"),
-        ({"algorithm": "grpo"}, "algorithm: got 'grpo'; expected a mapping with algorithm.rollout_correction"),
+        (
+            {"algorithm": "grpo"},
+            "algorithm: got 'grpo'; expected a mapping with algorithm.rollout_correction",
+        ),
         ({"rollout_rs": {"token_k1": 2}}, "rollout_rs: got {'token_k1': 2}; choose one of token_k1"),
         ({"bypass_mode": "${a.bypass}"}, r"bypass_mode: got '\$\{a.bypass\}'; expected true or false"),
         (TOKEN_IS | {"bypass_mode": "false"}, "bypass_mode: got 'false'; expected true or false"),

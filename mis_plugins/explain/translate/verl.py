@@ -49,7 +49,14 @@ SHORT = {key: path for path, key in PATHS.items()} | {
 }
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", "actor_rollout_ref.rollout",
            "trainer"}  # fmt: skip
-WHOLE = ("algorithm", "rollout_correction", "actor_rollout_ref", "actor", "trainer", "data")  # a whole file's parts
+WHOLE = (
+    "algorithm",
+    "rollout_correction",
+    "actor_rollout_ref",
+    "actor",
+    "trainer",
+    "data",
+)  # a whole file's parts
 MARKS = ("algorithm.rollout_", ".rollout_correction", ".tis_imp_ratio_cap", ".policy_loss.loss_mode")
 HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
@@ -61,9 +68,13 @@ SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
 OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of DPPO
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
-LEVELS = "of verl 0.6.1 and 0.7.0; write rollout_rs: token_k1, seq_sum_k1 or seq_mean_k1, whose bounds are of 1/r"
+LEVELS = (
+    "of verl 0.6.1 and 0.7.0; write rollout_rs: token_k1, seq_sum_k1 or seq_mean_k1, whose bounds are of 1/r"
+)
 LEVEL_OF_0_6_0 = "of verl 0.6.0; write rollout_is: token or sequence under algorithm.rollout_correction"
-VETOED = "of verl before 0.7.1; write the rule {over: min, lower: THRESHOLD} under `mis:` in the file made here"
+VETOED = (
+    "of verl before 0.7.1; write the rule {over: min, lower: THRESHOLD} under `mis:` in the file made here"
+)
 RETIRED = {
     "rollout_rs_threshold_lower": "of verl 0.6.1 and 0.7.0; write rollout_rs_threshold: lower_upper",
     "rollout_token_veto_threshold": VETOED,
@@ -256,9 +267,7 @@ def _of_script(text: str, behind: Mapping[str, Any]) -> dict[str, Any]:
         if not _is_ours(path) or PATHS.get(path) in WIDTHS and not reads_widths:
             continue
         if name.startswith("~") or not equals:
-            raise ConfigError(
-                f"{cut(word)}: cannot be translated; drop it and give each key behind the file"
-            )
+            raise ConfigError(f"{cut(word)}: cannot be translated; drop it and give each key behind the file")
         read = _of_hydra(value)
         if path not in behind and found.get(path, read) != read:
             raise ConfigError(
