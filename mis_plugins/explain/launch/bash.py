@@ -257,9 +257,10 @@ class Shell(Reader):
         self.positional = self.positional[1:]
 
     def _fill(self, node: Node, words: list[Text]) -> None:
-        """Forget variables whose values come from outside."""
-        for name in map(shown, words):
-            self.variables[name] = hole(_said(node), self.lines(node))
+        """Variables whose values come from outside, but for a herestring."""
+        here = next((child for child in node.children if child.type == "herestring_redirect"), None)
+        value = self.text(here.named_children[0]) if here else hole(_said(node), self.lines(node))
+        self.variables |= {name: value for name in map(shown, words) if not name.startswith("-")}
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""

@@ -117,8 +117,8 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def __init__(self, script: str, path: Path, reading: Reading, arguments: Sequence[str]):
         super().__init__(reading)
-        self.script, self.path = script, path
-        self.starts = [0, *accumulate(len(line.encode()) for line in script.splitlines(keepends=True))]
+        self.source, self.path = script.encode(), path
+        self.starts = [0, *accumulate(map(len, self.source.splitlines(keepends=True)))]
         self.command, self.options = _options(arguments)
         self.globals: dict[str, Any] = {"__name__": literal("__main__")}
         self.locals = self.globals
@@ -288,7 +288,8 @@ class Launcher(Reader, ast.NodeVisitor):
         return _text(value, _lines(node)) if plain else self.unknown(node.value)
 
     def visit_Name(self, node: ast.Name) -> Any:
-        return self.locals.get(node.id, self.globals.get(node.id, self.unknown(node)))
+        names = self.locals if node.id in self.locals else self.globals
+        return names[node.id] if node.id in names else self.unknown(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         owner = self.visit(node.value)
@@ -594,11 +595,8 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def start(self, node: ast.Call, text: Any) -> None:
         """`execute_train(train_args=...)`, which appends the text to `python3 train.py`."""
-        named = [one.value for one in node.keywords if one.arg == "train_args"]
-        place = (0, 0)
-        for value in [*named, *node.args][:1]:
-            first, last = (value.lineno, value.col_offset), (value.end_lineno or 0, value.end_col_offset or 0)
-            place = (self.starts[first[0] - 1] + first[1], self.starts[last[0] - 1] + last[1])
+        values = [*(one.value for one in node.keywords if one.arg == "train_args"), *node.args]
+        place = self.span(values[0]) if values else (0, 0)
         self.launch(node, (Piece("python3 train.py ", lines=_lines(node)), *_text(text)), place)
 
     def shell(self, node: ast.Call, command: Any) -> None:
@@ -625,8 +623,14 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def said(self, node: ast.AST) -> str:
         """What the launcher says in a place, on one line."""
-        said = ast.get_source_segment(self.script, node) if isinstance(node, ast.expr | ast.pattern) else None
-        return " ".join((said or type(node).__name__).split())[:200]
+        begin, end = self.span(node) if isinstance(node, ast.expr | ast.pattern) else (0, 0)
+        said = self.source[begin:end].decode(errors="replace") or type(node).__name__
+        return " ".join(said.split())[:200]
+
+    def span(self, node: ast.expr | ast.pattern) -> tuple[int, int]:
+        """The bytes of a place in the launcher."""
+        last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[last - 1] + column
 
 
 PROPERTIES = {"property", "cached_property"}
