@@ -35,11 +35,7 @@ def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str
         if left and launch.place == (0, 0):
             return None
         if left:
-            edits |= set(
-                _appended_python(script, launch, left)
-                if launch.in_python
-                else _appended_bash(script, launch, left)
-            )
+            edits |= set((_appended_python if launch.in_python else _appended_bash)(script, launch, left))
     return _applied(script, edits)
 
 
