@@ -182,7 +182,7 @@ class Launch:
     line: where the script starts it.
     words: what follows train.py.
     hosts: names of hosts that the script imports or whose folder it names.
-    place: where further flags can be written, for `change`; zeros are nowhere.
+    place: where further flags can be written, for a diff; zeros are nowhere.
     branch: the condition under which the script starts it; None is always.
     in_python: whether the script is in Python; `place` then is the expression of the flags.
     """
