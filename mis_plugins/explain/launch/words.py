@@ -277,29 +277,23 @@ class Reader:
 
     def either(self, one: Any, other: Any, branch: str) -> Any:
         """The value of a place that either branch may have reached: what both begin with is sure."""
-        if (
-            one is other
-            or type(one) is type(other)
-            and isinstance(one, tuple | list | str | int | float)
-            and one == other
-        ):
+        if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
             return one
-        if not (
-            isinstance(one, list)
-            and isinstance(other, list)
-            or isinstance(one, tuple)
-            and isinstance(other, tuple)
-        ):
+        if not isinstance(one, tuple | list) or type(one) is not type(other):
             return hole(f"a value that depends on {branch}")
-        count = 0
-        while count < min(len(one), len(other)) and one[count] == other[count]:
-            count += 1
         self.reading.spend(1 + len(one) + len(other))
-        ends = (one[count:], branch), (other[count:], f"not: {branch}")
+        differs = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+        count = next(differs, min(len(one), len(other)))
+        ends = ((one[count:], branch), (other[count:], f"not: {branch}"))
         if isinstance(one, tuple):
-            return one[:count] + under(*ends[0]) + under(*ends[1])
-        return one[:count] + [
-            under(item if isinstance(item, tuple) else hole("a value"), label)
-            for items, label in ends
-            for item in items
-        ]
+            pieces = (replace(piece, branch=piece.branch or label) for text, label in ends for piece in text)
+            return (*one[:count], *pieces)
+        return one[:count] + [_item(item, label) for items, label in ends for item in items]
+
+
+PLAIN = (tuple, list, str, int, float)
+
+
+def _item(item: Any, branch: str) -> Text:
+    """An item of a list that one branch adds."""
+    return under(item if isinstance(item, tuple) else hole("a value"), branch)
