@@ -209,7 +209,7 @@ class Shell(Reader):
         return [word for part in parts for word in self.words(part)]
 
     def call(self, node: Node, words: list[Text]) -> None:
-        name = known(words[0]) or "" if words else ""
+        name = word_of(words[0]).text if words else ""
         if name in self.functions:
             body, elsewhere = self.functions[name]
             self._within(words[1:], elsewhere, lambda: self.run(body))
@@ -235,7 +235,7 @@ class Shell(Reader):
             self.positional, self.elsewhere = outer
 
     def _launch(self, node: Node, words: list[Text]) -> None:
-        at = next((place for place, word in enumerate(words) if is_train(known(word) or "")), None)
+        at = next((place for place, word in enumerate(words) if is_train(word_of(word).text)), None)
         if at is None:
             return
         arguments = node.children_by_field_name("argument")
@@ -297,7 +297,7 @@ class Shell(Reader):
     def printed(self, node: Node, redirected: Node | None = None) -> Text | None:
         """What a command prints; None where only running it would tell."""
         words = self.command_words(node) if node.type == "command" else []
-        name = known(words[0]) if words else None
+        name = word_of(words[0]).text if words else ""
         if name not in PRINTS or name in self.functions:
             return None
         if name == "echo":
@@ -447,9 +447,12 @@ class Shell(Reader):
         is_set = self.variables.get(name) or name.isdigit() and self.positional[int(name[:3]) - 1 :]
         if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
             return self._valued(node, name)
-        if operators[0] not in DEFAULTS or len(node.named_children) < 2:
+        is_alternative = is_set and operators[0] in ("+", ":+")
+        if not is_alternative and operators[0] not in DEFAULTS or len(node.named_children) < 2:
             return unknown
         text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
+        if is_alternative:
+            return text
         self.reading.assume_unset(name)
         if operators[0].endswith("="):
             self.variables[name] = text
