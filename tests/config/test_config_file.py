@@ -50,9 +50,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "command", ["check", "show", "from-verl", "from-ms-swift", "from-areal"]
-)
+@pytest.mark.parametrize("command", ["check", "show", "from-verl", "from-ms-swift", "from-areal"])
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_every_command_refuses_quickly_and_names_the_place(
     name: str, command: str, config_command: ConfigCommand
