@@ -185,6 +185,9 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("python train.py --a $'x\\ty' \\\n  --b \"q\\\"r\" # --c", ["--a", "x\ty", "--b", 'q"r']),
         ("python train.py --key ${KEY} --n ${N:-4}", ["--key", HOLE, "--n", "4"]),
         ("pkill -f train.py\npython train.py --a", ["--a"]),
+        ("A=(--a 1)\npython train.py ${A[@]+${A[@]}} ${A%1} ${B+--b}", ["--a", "1", HOLE, HOLE]),
+        ("read -ra A <<< \"--a 1\"\npython train.py ${A[@]}", ["--a", "1"]),
+        ("if [ $X ]; then S=train.py; else S=/x/train.py; fi\nif [ $Y ]; then T=train.py; fi\npython $T --a", ["--a"]),
     ],
 )  # fmt: skip
 def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:

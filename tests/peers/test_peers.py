@@ -155,15 +155,6 @@ def test_verl_preset_by_its_name_weighs_and_rejects_alike(name: str, batch: Rows
     assert_same_weights(batch, correction, weights, mask)
 
 
-@given(batch=rows(), cap=st.sampled_from([1.2, 2.0, 5.0]))
-def test_verl_first_key_is_its_truncation_of_tokens(batch: Rows, cap: float):
-    """verl 0.9.1 has no such key, and one of its settings that says the same."""
-    mapping = {"reject": []} | dict(translate(f"tis_imp_ratio_cap: {cap}").mis)
-    correction = weighs_something(batch, mapping, batch.batch.proximal)
-    weights, mask, _ = verl.correction(batch, {"rollout_is": "token", "rollout_is_threshold": cap})
-    assert_same_weights(batch, correction, weights, mask)
-
-
 @pytest.mark.parametrize("name", ["algorithm/rollout_correction.yaml", "_generated_ppo_trainer.yaml"])
 def test_verl_files_of_its_own_are_translated(name: str):
     """As they lie in the package, where they correct nothing, and with what a command line sets in them."""

@@ -155,7 +155,7 @@ def _keys(text: str) -> Mapping[str, Any]:
 
 def _flags(script: str) -> Iterator[tuple[str, Any]]:
     """Flags of commands, split into words as a shell splits them; a flag that stands twice keeps its last value."""
-    for words in commands(script, FLAG):
+    for words in commands(script, FLAG.search):
         for word, following in itertools.pairwise([*words, "--"]):
             flag, equals, value = word.partition("=")
             if flag.startswith("--"):
