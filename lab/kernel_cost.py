@@ -28,6 +28,7 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
+from lab.tile import TILE
 from mis_plugins.shared.numerals import count
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import DTYPES, Contract
@@ -36,7 +37,7 @@ from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models import hf_decoder
 
-BACKENDS = ("native", "tile")
+BACKENDS = ("native", TILE.name)
 TREE = Tree("native", leaves=4)
 GOALS = {
     ("fp32", "prefill"): 2, ("fp32", "train"): 2, ("fp32", "decode"): 3,

@@ -23,6 +23,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from lab.tile import TILE
 from true_on_policy.contract import rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.norm_order import ORDERS, NormOrder
@@ -173,7 +174,7 @@ LEFT_OUT: dict[str, Trained] = {
     for trainer in TRAINERS
     for what, change in {
         "stock kernels": {"contract": None},
-        "another backend": {"contract": Contract(dtype="bf16", backend="tile")},
+        "another backend": {"contract": Contract(dtype="bf16", backend=TILE.name)},
         "stock mm": {"stock": "mm"},
         "stock attention": {"stock": ATTENTION},
         **{str(order): {"order": order} for order in ALL_ORDERS if order != ORDER},

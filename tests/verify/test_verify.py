@@ -52,8 +52,16 @@ def test_engine_and_trainer_agree(
     assert active_backend() is None
 
 
-def test_the_other_shape_and_the_backend_without_a_compiler():
-    assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied", "--backend", "tile") == 0
+def test_the_other_shape():
+    assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied") == 0
+
+
+def test_the_backend_that_the_lab_alone_has_is_refused_by_the_name_of_ours(
+    capsys: pytest.CaptureFixture[str],
+):
+    with pytest.raises(SystemExit, match="2"):
+        run("--trainer", "hf", "--backend", "tile")
+    assert "invalid choice: 'tile' (choose from 'native'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

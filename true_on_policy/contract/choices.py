@@ -12,7 +12,7 @@ from true_on_policy.contract.model_config import departure, text_of
 from true_on_policy.contract.pretrained import PRETRAINED
 from true_on_policy.errors import ModelError
 
-BackendName = Literal["native", "tile"]
+BackendName = Literal["native"]
 DtypeName = Literal["fp32", "bf16"]
 Side = Literal["engine", "trainer"]
 

@@ -11,7 +11,11 @@ import torch
 from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.errors import ContractError
 
-CHOICES = {"backend": get_args(BackendName), "dtype": get_args(DtypeName), "norm_order": get_args(Side)}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "backend": get_args(BackendName),  # kernels.cpu.register adds to it
+    "dtype": get_args(DtypeName),
+    "norm_order": get_args(Side),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

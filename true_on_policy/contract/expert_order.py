@@ -1,8 +1,7 @@
 """The order of rounding and adding in a mixture of experts, in which engines and trainers differ.
 
 SGLang's `moe_forward_native` sets the order and runs unchanged; Megatron-core and Hugging Face round and add
-differently. ALIGNMENTS has a row for each difference, and `lab/expert_alignments.py` leaves out one
-row at a time.
+differently. `lab/expert_alignments.py` leaves out one difference at a time.
 """
 
 from __future__ import annotations
@@ -11,50 +10,8 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from true_on_policy.contract.alignment import Alignment
-
 # SGLang adds this to the sum of a token's weights before it divides by the sum.
 EPSILON = 1e-20
-
-
-ALIGNMENTS = (
-    Alignment(
-        "gate",
-        "a product in the model's dtype; scores in fp32 from the rounded logits",
-        "in the model's dtype; with --moe-router-dtype fp32 a product in fp32",
-        "no --moe-router-dtype; SpecRouter takes the logits to fp32",
-    ),
-    Alignment(
-        "scores",
-        "softmax in fp32 over all experts",
-        "softmax over the chosen logits, rounded to the model's dtype",
-        "--moe-router-pre-softmax on logits in fp32",
-    ),
-    Alignment(
-        "ties",
-        "torch.topk of the scores in fp32, on one release of torch",
-        "torch.topk of the rounded logits",
-        "one torch on both sides; the kernels' probe compares tied rows alone and in a batch",
-    ),
-    Alignment(
-        "combine weight",
-        "score / (sum of the chosen scores + 1e-20), in fp32 and kept in fp32",
-        "no division after a softmax over all experts; rounded to the model's dtype",
-        "SpecRouter divides, in the order of the choice",
-    ),
-    Alignment(
-        "where the weight multiplies",
-        "the expert's rounded output, in fp32",
-        "the input of the second product, rounded to the model's dtype",
-        "SpecDispatcher gives the experts weights of one and multiplies after them",
-    ),
-    Alignment(
-        "sum over experts",
-        "in fp32, from the highest score to the lowest, rounded once",
-        "scatter_add in the model's dtype, from the first expert to the last",
-        "SpecDispatcher adds in the order of the choice",
-    ),
-)
 
 
 def chosen(

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from mis_plugins.shared.numerals import whole
 from true_on_policy.contract.gpu import (
@@ -34,13 +34,9 @@ from true_on_policy.contract.gpu import (
 )
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
-from true_on_policy.flags import cpu
 from true_on_policy.flags.releases import RELEASES, check_installed
-from true_on_policy.flags.rules import PREFIX, Flag, Refusal, faults, plain, refuse
+from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, Flag, Refusal, faults, plain, refuse
 from true_on_policy.flags.server_groups import groups
-
-if TYPE_CHECKING:
-    from true_on_policy.contract.cpu import Contract
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 
@@ -72,7 +68,7 @@ REFUSALS = (
     Refusal(
         "spec",
         (None,),
-        f"--spec {_OWN_LAYERS}; launch without --spec, or on a CPU with --spec {' '.join(cpu.LAYERS)}",
+        f"--spec {_OWN_LAYERS}; launch without --spec (on a CPU, see lab/in_host/cpu_trainer.py)",
     ),
     Refusal(
         "custom_model_provider_path",
@@ -128,7 +124,7 @@ REFUSALS = (
         (None, False),
         "sums over ranks are then of 8 bits; drop --sglang-enable-quant-communications",
     ),
-    Refusal("multimodal_keys", (None,), cpu.TEXT_ALONE),
+    Refusal("multimodal_keys", (None,), TEXT_ALONE),
     Refusal("lora_rank", (None, 0), f"{NOT_COVERED['LoRA'][0]}; launch without --lora-rank"),
     Refusal(
         "keep_fp32_master", (True,), "the contract's norms take fp32 weights; drop --no-keep-fp32-master"
@@ -219,22 +215,17 @@ def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
 _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
-def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract | Contract:
+def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
-    The contract is a CPU contract with our layers (`--spec`), or on FSDP where the environment states a CPU
-    contract. Otherwise it is a GPU contract.
-
     Args:
-        environment: the variables of this process. For GPUs the engine's GEMM is read from it;
-            `check_environment` checks the other variables.
+        environment: the variables of this process, which choose the engine's GEMM; `check_environment` checks
+            the other variables.
 
     Raises:
         ContractError: a setting breaks the contract, or the model is not covered; the message has a line a
             fault.
     """
-    if cpu.asked_for(args, environment):
-        return cpu.check(args, environment)
     contract = _asked_contract(args, environment)
     asked = REFUSALS, launch_flags(contract)
     found = faults(args, *asked)

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from true_on_policy.contract.families import IMAGES
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.releases import releases_with
 
+TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 PREFIX = "--sglang-"  # the hosts put this before SGLang's own flags
 
 

@@ -75,15 +75,11 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
 
 @Hook
 def miles_init(args: Any) -> None:
-    """Pin the trainer's kernels in the init hook of Miles or slime on Megatron, or keep the trainer from starting.
+    """Pin the trainer's kernels in the init hook of Miles on Megatron, or keep the trainer from starting.
 
     The hook first checks the host's arguments, the environment, and the configs of the hooks on other flags. After the
     pin it writes a dump for `doctor --trainer-dump`: to the file that TRUE_ON_POLICY_DUMP names, else to
     `true_on_policy/trainer.json` in the folder of `--save`. Other ranks write `trainer.rank1.json` and so on beside it.
-
-    On a CPU, with `--spec true_on_policy.trainers.host_layers layers`, the contract is the one that
-    TRUE_ON_POLICY_CONTRACT states in the environment of Ray's job. The hook then also installs the agreed
-    formulas of log-probs and of rope, and writes no dump. slime is supported on a CPU alone.
 
     Raises:
         ContractError: the contract cannot hold with an argument or a variable; the message says what to set.

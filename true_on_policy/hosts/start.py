@@ -15,11 +15,9 @@ from mis_plugins.config import reading
 from mis_plugins.config.view import view
 from mis_plugins.hosts import loss_flags
 from mis_plugins.hosts.registry import current
-from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.gpu import GpuContract, check_environment
+from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
-from true_on_policy.hosts import cpu_trainer
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.kernels.pin import pin
 from true_on_policy.observe import dumps
@@ -31,28 +29,18 @@ STEP_HOOK = "true_on_policy.hosts.report_step"
 logger = logging.getLogger("true_on_policy")
 
 
-def start(args: Any) -> GpuContract | Contract:
-    """Check the settings, pin the kernels and write the dump; a CPU contract gets no dump.
-
-    Returns:
-        The contract that holds in this process from now on.
-    """
+def start(args: Any) -> None:
+    """Check the settings, pin the kernels and write the dump."""
     args = view(args)
     path = dump_path(args)
     dumps.remove(path)
     contract = check_host(args)
-    if not isinstance(contract, GpuContract):
-        check_configs(args)
-        pin(contract)
-        cpu_trainer.align(contract, args)
-        return contract
     check_environment(contract, os.environ)
     check_configs(args)
     pin(contract)
     written = dumps.dump(path, contract, args)
     if written == path:
         logger.info("pinned; see: python -m true_on_policy doctor --trainer-dump %s", path)
-    return contract
 
 
 def check_configs(args: Any) -> None:

@@ -52,7 +52,7 @@ def find_compiler() -> str:
     compiler = next(filter(None, found), None)
     if compiler is None:
         raise PinError(
-            "contract.backend: 'native' needs a C compiler and none was found; choose 'tile' on both sides"
+            "contract.backend: 'native' needs a C compiler and none was found; install gcc or clang"
         )
     return compiler
 
@@ -87,6 +87,6 @@ def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise PinError(
-            f"contract.backend: 'native' does not build here ({done.stderr.strip()}); choose 'tile'"
+            f"contract.backend: 'native' does not build here ({done.stderr.strip()}); set CC to gcc or clang"
         )
     return done.stdout

@@ -1,4 +1,4 @@
-"""Batch-invariant kernels on the CPU dispatch key, below autograd: two backends, one way to install them."""
+"""Batch-invariant kernels on the CPU dispatch key, below autograd, and one way to install them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from true_on_policy.contract.cpu import CHOICES
 from true_on_policy.kernels import attention, elementwise, gemm
 from true_on_policy.kernels.native import NATIVE
-from true_on_policy.kernels.tile import TILE
 
 Uninstall = Callable[[], None]
 
@@ -52,7 +52,14 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE, TILE.name: TILE}
+BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE}
+
+
+def register(backend: Backend) -> None:
+    """Offer another backend in this process, as the `backend` of a Contract."""
+    BACKENDS[backend.name] = backend
+    CHOICES["backend"] = tuple(BACKENDS)
+
 
 FUNCTIONS = gemm.OVERRIDES | elementwise.OVERRIDES | attention.OVERRIDES
 

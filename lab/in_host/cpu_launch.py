@@ -9,24 +9,23 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from true_on_policy.contract.families import IMAGES
 from true_on_policy.contract.sides import TRAINERS
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.contract.stated import CONTRACT, ORDER, handed_over, stated_contract
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.rules import PREFIX, Flag, Refusal, faults, refuse
+from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, Flag, Refusal, faults, refuse
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
 
-LAYERS = ("true_on_policy.trainers.host_layers", "layers")
+LAYERS = ("lab.in_host.layers", "layers")
+HOOK = "lab.in_host.fsdp_trainer.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # compiled on neither side
 FSDP, MEGATRON = "fsdp", "megatron"  # Miles's --train-backend
 
 _WHOLE = "log-probs are those of the whole vocabulary"
 _PLAIN = "the CPU contract has no such model"
-TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 REFUSALS = (
     Refusal("rollout_top_p", (1,), f"{_WHOLE}; leave --rollout-top-p at 1"),
     Refusal("rollout_top_k", (-1,), f"{_WHOLE}; leave --rollout-top-k at -1"),
@@ -115,12 +114,6 @@ def _fsdp(contract: Contract) -> tuple[Flag, ...]:
     )
 
 
-def asked_for(args: Any, environment: Mapping[str, str]) -> bool:
-    """Whether a launch is under a CPU contract: by our layers, or on FSDP by what the environment states."""
-    on_fsdp = getattr(args, "train_backend", MEGATRON) == FSDP
-    return CONTRACT in environment if on_fsdp else getattr(args, "spec", None) == list(LAYERS)
-
-
 def check(args: Any, environment: Mapping[str, str]) -> Contract:
     """Return the contract that the environment states, after checking that every argument keeps it.
 
@@ -130,7 +123,7 @@ def check(args: Any, environment: Mapping[str, str]) -> Contract:
     """
     if CONTRACT not in environment:
         raise ContractError(
-            f"--spec {' '.join(LAYERS)} takes a contract from the environment of Ray's job, where {CONTRACT} is unset"
+            f"a launch on a CPU takes its contract from the environment of Ray's job, where {CONTRACT} is unset"
         )
     contract, backend = stated_contract(environment), getattr(args, "train_backend", MEGATRON)
     wanted = environment_of(contract, backend)

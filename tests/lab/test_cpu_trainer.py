@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lab.in_host import cpu_trainer
 from mis_plugins.hosts.needs.record import NeedError
 from mis_plugins.hosts.registry import HOSTS
 from true_on_policy.bitwise import equal_bits
@@ -18,7 +19,6 @@ from true_on_policy.contract import rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.errors import ContractError
-from true_on_policy.hosts import cpu_trainer
 from true_on_policy.trainers.protocol import sampled_log_probs
 
 VOCABULARY = 40
